@@ -1,0 +1,59 @@
+# Every target is self-sufficient: it creates .venv and installs from constraints.txt when needed.
+# `make TARGET PY=/path/to/python` uses that interpreter as it is and installs nothing.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check test-gpu bench docs clean
+
+VENV := .venv
+STAMP := $(VENV)/.stamp
+PY = $(VENV)/bin/python
+# The first interpreter that the pinned versions in constraints.txt support.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+ifeq ($(origin PY),file)
+ENVIRONMENT := $(STAMP)
+endif
+
+# One thread per test process: two processes share the cores, and results do not hang on their number.
+TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+NUM_WORKERS ?= 2
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --constraint constraints.txt torch
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(ENVIRONMENT) ## train a ResNet-50 on digits, plain and within a budget, and compare
+	$(PY) -m examples.demo
+
+test: $(ENVIRONMENT) ## run the tests (those that need a GPU are skipped without one)
+	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS)
+
+check: $(ENVIRONMENT) ## format, lint, types, import layers, spelling, doctests
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command as main; main()'
+	$(PY) -m codespell_lib
+	$(PY) -m pytest --doctest-modules lightning_offload || test $$? -eq 5  # 5: no doctest found
+
+test-gpu: $(ENVIRONMENT) ## run the tests that need a GPU, in one process
+	$(PY) -m pytest -m gpu
+
+bench: $(ENVIRONMENT) ## measure the overhead against plain training
+	$(PY) -m benchmarks overhead
+
+docs: $(ENVIRONMENT) ## run the code in README.md and the examples in docs, and check their spelling
+	$(PY) -m pytest tests/test_readme.py
+	$(PY) -m pytest --doctest-glob='*.md' docs || test $$? -eq 5  # 5: no doctest found
+	$(PY) -m codespell_lib README.md CHANGELOG.md CONTRIBUTING.md docs
+
+clean: ## remove what the targets made, the environment included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,92 @@
+"""What a suite measured: rows in memory, one JSON line for programs, one file per suite and device on disk.
+
+The line is `{"suite", "device", "rows": [{"case", "metric", "value", "goal"}]}`; a goal is the largest value that
+is good enough, or null for figures that are there to be read. A metric `x` with rows `x_low` and `x_high` has a
+95% interval. Names end in their units, `_bytes` and `_seconds`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS_FOLDER = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a suite is run.
+
+    Attributes:
+        quick: Tiny models and few repeats, to try the harness; the figures mean nothing and are never stored.
+        num_pairs: Pairs of steps per comparison.
+    """
+
+    quick: bool = False
+    num_pairs: int = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        case: What was measured, on what.
+        metric: Name of the figure, ending in its unit.
+        value: The figure.
+        goal: Largest value that is good enough; None if the figure is for reading.
+    """
+
+    case: str
+    metric: str
+    value: float
+    goal: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """What a suite returns.
+
+    Attributes:
+        rows: All figures, those of one case together.
+        config: Sizes and settings that the figures depend on, ready for JSON.
+        repeats: Repeats per comparison.
+        spread: For each case and series the quartiles of its single measurements.
+    """
+
+    rows: Sequence[Row]
+    config: dict[str, Any]
+    repeats: int
+    spread: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+
+def json_line(suite: str, device: str, rows: Sequence[Row]) -> str:
+    """Return the one-line JSON object that ends the output of every `--json` run."""
+    return json.dumps({"suite": suite, "device": device, "rows": [asdict(row) for row in rows]})
+
+
+def result_path(suite: str, device: str, folder: Path = RESULTS_FOLDER) -> Path:
+    """Return where the result of `suite` on `device` is stored."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return folder / f"{suite}-{slug}.json"
+
+
+def write_result(
+    path: Path, suite: str, device: str, measurements: Measurements, environment: dict[str, Any]
+) -> None:
+    """Write a result with all that is needed to read it later."""
+    content = {
+        "suite": suite,
+        "device": device,
+        "environment": environment,
+        "config": measurements.config,
+        "repeats": measurements.repeats,
+        "rows": [asdict(row) for row in measurements.rows],
+        "spread": measurements.spread,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

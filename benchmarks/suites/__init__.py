@@ -1,0 +1,1 @@
+"""The suites: each module has a `TITLE` and `run(options, progress) -> Measurements`."""

@@ -1,0 +1,161 @@
+"""Models with a batch and a loss, as training steps of forward and backward.
+
+The optimizer's step is left out: it costs the same either way and would dilute ratios. Gradients start as None
+in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from examples.demo.data import NUM_CLASSES, load_images
+from examples.demo.resnet import Bottleneck, ResNet50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model and what it is trained on.
+
+    Attributes:
+        model: In training mode.
+        batch: The inputs of every step.
+        loss: Takes the model and the batch, returns a scalar.
+        config: Sizes, ready for JSON.
+    """
+
+    model: nn.Module
+    batch: tuple[Tensor, ...]
+    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    config: dict[str, Any]
+
+    def step(self, context: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """Run forward and backward inside a fresh `context()`."""
+        self.model.zero_grad(set_to_none=True)
+        with context():
+            self.loss(self.model, self.batch).backward()
+
+
+def demo_resnet(device: torch.device, *, quick: bool, checkpointed: bool = False) -> Workload:
+    """Return the demo's ResNet-50 on its digits, with per-block checkpointing on request."""
+    batch_size, size, width, blocks = (4, 32, 8, (1, 1)) if quick else (64, 64, 64, (3, 4, 6, 3))
+    torch.manual_seed(0)
+    model = ResNet50(NUM_CLASSES, width=width, blocks=blocks)
+    if checkpointed:
+        for stage in model.stages:
+            assert isinstance(stage, nn.Sequential)
+            for index, block in enumerate(stage):
+                stage[index] = _Checkpointed(block)
+    images, labels = load_images(size, limit=batch_size)
+    return Workload(
+        model=model.to(device),
+        batch=(images.to(device), labels.to(device)),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        config={
+            "batch_size": batch_size,
+            "image_size": size,
+            "width": width,
+            "num_blocks": sum(isinstance(module, Bottleneck) for module in model.modules()),
+        },
+    )
+
+
+def gpt2(device: torch.device, *, quick: bool) -> Workload:
+    """Return a randomly initialised GPT-2 (Hugging Face's) on random tokens, dropout on."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, width, heads, vocabulary, length, batch_size = (
+        (2, 64, 2, 500, 32, 2) if quick else (12, 768, 12, 50257, 256, 4)
+    )
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).train().to(device)
+    tokens = torch.randint(0, vocabulary, (batch_size, length), device=device)
+    return Workload(
+        model=model,
+        batch=(tokens,),
+        loss=_language_model_loss,
+        config={
+            "batch_size": batch_size,
+            "length": length,
+            "num_layers": layers,
+            "width": width,
+            "vocabulary": vocabulary,
+            "attention": str(model.config._attn_implementation),
+        },
+    )
+
+
+def _language_model_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    loss: Tensor = model(input_ids=batch[0], labels=batch[0]).loss
+    return loss
+
+
+def many_ops(device: torch.device, *, num_elements: int, quick: bool) -> Workload:
+    """Return a chain of element-wise ops, where the host's work per op is what counts.
+
+    Args:
+        device: Where it runs.
+        num_elements: Elements of each tensor.
+        quick: Whether a short chain will do.
+    """
+    length = 10 if quick else 200
+    torch.manual_seed(0)
+    return Workload(
+        model=_ManyOps(length).to(device),
+        batch=(torch.randn(num_elements, device=device),),
+        loss=lambda model, batch: model(batch[0]).sum(),
+        config={"num_elements": num_elements, "length": length},
+    )
+
+
+class _ManyOps(nn.Module):
+    """A chain of cheap ops that all save something for backward."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.length):
+            x = torch.sin(x * self.scale)
+        return x
+
+
+class _Checkpointed(nn.Module):
+    """A module whose insides are computed again in backward, by PyTorch's own means."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.module, x, use_reentrant=False)
+        return result
+
+
+class _OpCounter(TorchDispatchMode):
+    num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_ops(workload: Workload) -> int:
+    """Return the number of ops that forward and backward of one plain step dispatch."""
+    with _OpCounter() as counter:  # type: ignore[no-untyped-call]
+        workload.step()
+    return counter.num_ops

@@ -1,0 +1,106 @@
+"""The Lightning callback that measures a run: losses of all steps, live bytes of some, times of the others.
+
+Counting ends before the optimizer steps, since a budget is about forward and backward; the times are of whole
+steps, optimizer included. Counting slows a step down, so no step is both counted and timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from examples.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
+
+if TYPE_CHECKING:
+    from lightning_offload.plugins.report_data import Report
+
+
+class Measurement(L.Callback):
+    """Measures the steps of one fit.
+
+    Args:
+        tracked_steps: Steps, counted from 0, whose live bytes are counted; the steps after them are timed.
+        advance: Called after every step.
+
+    Attributes:
+        losses: The loss of every step.
+        seconds: The time of every timed step.
+        peak_bytes: Most bytes alive in a tracked step; 0 if there was none.
+        report: The memory plugin's own account, if the strategy has one.
+    """
+
+    def __init__(self, tracked_steps: range, advance: Callable[[], None]) -> None:
+        self.losses: list[Tensor] = []
+        self.seconds: list[float] = []
+        self.peak_bytes = 0
+        self.report: Report | None = None
+        self._tracked_steps = tracked_steps
+        self._advance = advance
+        self._tracking = contextlib.ExitStack()
+        self._tracker: LiveStorageTracker | CudaPeak | None = None
+        self._start = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start counting, or the clock."""
+        if trainer.global_step in self._tracked_steps:
+            self._tracker = self._tracking.enter_context(peak_tracker(pl_module.device))
+            self._tracker.add([*persistent_tensors(trainer, pl_module), *batch])
+        _synchronize(pl_module.device)
+        self._start = time.perf_counter()
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Stop counting: forward and backward are over."""
+        self._tracking.close()
+        if self._tracker is not None:
+            self.peak_bytes = max(self.peak_bytes, self._tracker.peak_bytes)
+            self._tracker = None
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop the clock and keep the loss."""
+        _synchronize(pl_module.device)
+        if len(self.losses) >= self._tracked_steps.stop:
+            self.seconds.append(time.perf_counter() - self._start)
+        self.losses.append(outputs["loss"].detach().clone())
+        self._advance()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Leave no dispatch mode behind when a step fails."""
+        self._tracking.close()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Read the plugin's account while it is attached."""
+        memory = getattr(trainer.strategy, "memory", None)
+        if memory is not None:
+            self.report = memory.report()
+
+
+def persistent_tensors(trainer: L.Trainer, module: L.LightningModule) -> Iterator[Tensor]:
+    """Yield what lives across steps: parameters, their gradients, buffers and optimizer state."""
+    for parameter in module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from module.buffers()
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for queued work, so that clocks read its end."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,167 @@
+"""One training run through Lightning's Trainer, plain or within a budget, and what came of it.
+
+The same function trains both ways; only the strategy differs. The first steps of a run are warm-up (under a
+budget they record, verify and measure), the next ones count live bytes, the rest are timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from examples.demo.data import NUM_CLASSES, load_images, make_loader
+from examples.demo.measurement import Measurement
+from examples.demo.resnet import ResNet50
+from examples.demo.state import save_state
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+    from lightning_offload.plugins.report_data import Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """What the demo trains and for how long.
+
+    Attributes:
+        batch_size: Samples per step.
+        image_size: Height and width of the images, in pixels.
+        width: Channels of the network's stem.
+        num_steps: Steps of each of the two runs that are compared.
+        num_probe_steps: Steps of the short run that learns the smallest feasible budget.
+        num_warmup_steps: First steps of a run, neither tracked nor timed.
+        num_tracked_steps: Steps after those whose live bytes are counted.
+        savings_share: Which part of what lies between the floor and the plain peak the budget grants.
+        seed: Seed of weights and order of samples.
+    """
+
+    batch_size: int = 64
+    image_size: int = 64
+    width: int = 64
+    num_steps: int = 14
+    num_probe_steps: int = 4
+    num_warmup_steps: int = 3
+    num_tracked_steps: int = 3
+    savings_share: float = 0.5
+    seed: int = 7
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all three runs together."""
+        return 2 * self.num_steps + self.num_probe_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What one run measured.
+
+    Attributes:
+        peak_bytes: Most bytes alive in forward and backward of the tracked steps; 0 if none was tracked.
+        step_seconds: Median time of the timed steps, optimizer included; nan if none was timed.
+        report: The memory plugin's own account; None for a plain run.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    report: Report | None
+
+
+class DigitClassifier(L.LightningModule):
+    """A network with a head for ten digits, trained by SGD with momentum."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the cross-entropy of a batch of images and labels."""
+        images, labels = batch
+        return F.cross_entropy(self.network(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD, whose update allocates nothing that could set the peak."""
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+def train(
+    config: DemoConfig,
+    strategy: Strategy | None,
+    advance: Callable[[], None],
+    *,
+    num_steps: int | None = None,
+    state_path: Path | None = None,
+) -> RunResult:
+    """Train from the same seed as every other run and measure.
+
+    Args:
+        config: Model, data and which steps are tracked and timed.
+        strategy: Lightning's strategy; None for the plain one.
+        advance: Called after every step.
+        num_steps: Steps to train, by default those of `config`.
+        state_path: Where to save losses, weights, statistics, optimizer and random state at the end.
+
+    Returns:
+        Peak, time and the plugin's report.
+    """
+    num_steps = num_steps or config.num_steps
+    L.seed_everything(config.seed, verbose=False)
+    module = DigitClassifier(ResNet50(NUM_CLASSES, width=config.width))
+    first = config.num_warmup_steps
+    measurement = Measurement(range(first, first + config.num_tracked_steps), advance)
+    trainer = _trainer(num_steps, strategy, measurement)
+    trainer.fit(module, _loader(config, num_steps))
+    if state_path is not None:
+        save_state(state_path, measurement.losses, module, trainer.optimizers[0])
+    result = RunResult(
+        peak_bytes=measurement.peak_bytes,
+        step_seconds=statistics.median(measurement.seconds or [float("nan")]),
+        report=measurement.report,
+    )
+    del trainer, module, measurement
+    gc.collect()  # Trainer and module refer to each other; the next run should find the memory free
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return result
+
+
+def quieten_lightning() -> None:
+    """Leave the terminal to the demo's own progress bar and table."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\.(pytorch|fabric)")
+
+
+def _trainer(num_steps: int, strategy: Strategy | None, measurement: Measurement) -> L.Trainer:
+    on_gpu = torch.cuda.is_available()
+    return L.Trainer(
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=1,
+        strategy="auto" if strategy is None else strategy,
+        max_steps=num_steps,
+        max_epochs=-1,
+        callbacks=[measurement],
+        # On a GPU two plain runs would differ without it; "warn", since the comparison finds what is left.
+        deterministic="warn" if on_gpu else None,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _loader(config: DemoConfig, num_steps: int) -> DataLoader[tuple[Tensor, ...]]:
+    images, labels = load_images(config.image_size, limit=num_steps * config.batch_size)
+    return make_loader(images, labels, batch_size=config.batch_size, seed=config.seed)

@@ -1,0 +1,1 @@
+"""Lightning examples: a script, and LightningCLI with a configuration file."""

@@ -1,0 +1,67 @@
+"""Train unmodified PyTorch models within a memory budget, bit for bit.
+
+The public names, in ``__all__``. Importing this package imports neither torch nor Lightning and does not
+touch CUDA: the classes are imported when they are first used. The strategies register with
+``lightning.pytorch`` and ``pytorch_lightning`` when those are imported, before or after this package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_offload import _registration
+from lightning_offload.errors import (
+    BudgetError,
+    BudgetInfeasibleError,
+    OffloadError,
+    PlanError,
+    PolicyError,
+    ReplayError,
+    SpillError,
+    StaleInputError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from lightning_offload.callbacks import OffloadMonitor
+    from lightning_offload.plugins.memory import MemoryPlugin
+    from lightning_offload.strategies import OffloadStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "BudgetInfeasibleError",
+    "MemoryPlugin",
+    "OffloadError",
+    "OffloadMonitor",
+    "OffloadStrategy",
+    "PlanError",
+    "PolicyError",
+    "ReplayError",
+    "SpillError",
+    "StaleInputError",
+    "UnsupportedError",
+    "__version__",
+]
+
+_LAZY_MODULES = {
+    "MemoryPlugin": "lightning_offload.plugins.memory",
+    "OffloadMonitor": "lightning_offload.callbacks",
+    "OffloadStrategy": "lightning_offload.strategies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Not cached: which class a Lightning name stands for depends on the Lightning package in use.
+    if name not in _LAZY_MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_registration.install()

@@ -1,0 +1,253 @@
+"""Records one step as a :class:`~lightning_offload.graph.StepGraph`, as an observer of the step.
+
+The step runs under the floor policy meanwhile (everything saved is swapped out at once), so that the lifetimes
+seen are those of the program's own references, and a step that would not fit can be recorded all the same. A
+storage's death is seen through a weak reference to its Python object, which torch keeps for as long as the
+storage lives. Works the same under FakeTensorMode, with modelled in place of measured times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_offload.graph.step_graph import Op, Phase, Save, StepGraph, Storage, Value
+from lightning_offload.tensors.observer import StepObserver
+from lightning_offload.tensors.op_facts import OpFacts, effects, is_plain
+
+
+@dataclasses.dataclass(slots=True)
+class _Storage:
+    num_bytes: int
+    birth: int
+    value: int
+    death: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _Save:
+    value: int
+    pack_tick: int
+    module: str
+    must_keep: bool
+    unpack_ticks: list[int] = dataclasses.field(default_factory=list)
+    release_tick: int | None = None
+
+
+class Recorder(StepObserver):
+    """Builds a step graph from the events of one step.
+
+    Attributes:
+        leaves: Weak references to the tensors with ``requires_grad`` that the step read and did not make.
+        num_unpacks: Unpacks seen so far.
+    """
+
+    def __init__(self, device: torch.device, module: torch.nn.Module | None = None) -> None:
+        self.leaves: dict[int, weakref.ref[Tensor]] = {}
+        self.num_unpacks = 0
+        self._device_type = device.type
+        self._modules = _ModuleNames(module)
+        self._ops: list[Op] = []
+        self._storages: list[_Storage] = []
+        self._values: list[Value] = []
+        self._saves: list[_Save] = []
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._tick = 0
+        self._backward_module = ""
+        self._closed = False
+        self._saw_backward_op = False
+
+    # ---- events
+
+    @override
+    def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
+        if self._closed:
+            return
+        read, made, num_fresh = effects(facts, args, kwargs, out)
+        inputs = tuple(dict.fromkeys(self._value_of(t) for t in read if self._counts(t)))
+        index, tick = len(self._ops), self._next_tick()
+        outputs = [
+            self._make(tensor, index, tick, fresh=position < num_fresh)
+            for position, tensor in enumerate(made)
+            if self._counts(tensor)
+        ]
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._saw_backward_op |= in_backward
+        phase: Phase = "backward" if in_backward else "forward"
+        self._ops.append(
+            Op(
+                name=facts.name,
+                module=self._backward_module if in_backward else self._modules.current(),
+                phase=phase,
+                tick=tick,
+                seconds=seconds,
+                inputs=inputs,
+                outputs=tuple(outputs),
+                replayable=facts.may_replay(self._device_type) and len(outputs) == len(made),
+            )
+        )
+
+    @override
+    def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
+        if self._closed:
+            return
+        counts = is_plain and self._counts(tensor)
+        value = self._value_of(tensor) if counts else self._new_value(self._new_storage(0, -1), -1)
+        save = _Save(value, self._next_tick(), self._modules.current(), must_keep=not counts)
+        assert index == len(self._saves)
+        self._saves.append(save)
+
+    @override
+    def on_overwrite(self, index: int) -> None:
+        if not self._closed:
+            self._saves[index].must_keep = True
+
+    @override
+    def on_unpack(self, index: int) -> None:
+        self.num_unpacks += 1
+        if not self._closed:
+            self._saves[index].unpack_ticks.append(self._next_tick())
+            self._backward_module = self._saves[index].module
+
+    @override
+    def on_unpacked(self, index: int, storage: torch.UntypedStorage) -> None:
+        if self._closed or self._find(storage) is not None:
+            return
+        value = self._values[self._saves[index].value]
+        self._live[storage._cdata] = (weakref.ref(storage), value.storage)
+
+    @override
+    def on_release(self, index: int) -> None:
+        if not self._closed:
+            self._saves[index].release_tick = self._tick
+
+    # ---- identity
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device_type and is_plain(tensor)
+
+    def _next_tick(self) -> int:
+        self._tick += 1
+        return self._tick - 1
+
+    def _find(self, storage: torch.UntypedStorage) -> int | None:
+        entry = self._live.get(storage._cdata)
+        return entry[1] if entry is not None and entry[0]() is storage else None
+
+    def _value_of(self, tensor: Tensor) -> int:
+        """The value a tensor holds; a storage not seen before was there before the step."""
+        storage = tensor.untyped_storage()
+        index = self._find(storage)
+        if index is None:
+            index = self._new_storage(storage.nbytes(), -1)
+            self._live[storage._cdata] = (weakref.ref(storage), index)
+            self._storages[index].value = self._new_value(index, -1)
+        if self._storages[index].birth < 0 and tensor.requires_grad and tensor.is_leaf:
+            self.leaves.setdefault(id(tensor), weakref.ref(tensor))
+        return self._storages[index].value
+
+    def _make(self, tensor: Tensor, op: int, tick: int, *, fresh: bool) -> int:
+        """A new value, on a new storage or on one that was written."""
+        storage = tensor.untyped_storage()
+        if fresh:
+            index = self._new_storage(storage.nbytes(), tick)
+            self._live[storage._cdata] = (weakref.ref(storage, self._on_death(index)), index)
+        else:
+            index = self._values[self._value_of(tensor)].storage
+        self._storages[index].value = self._new_value(index, op)
+        return self._storages[index].value
+
+    def _on_death(self, index: int) -> Any:
+        storages = self._storages
+
+        def note(_: Any) -> None:
+            storages[index].death = self._tick
+
+        return note
+
+    def _new_storage(self, num_bytes: int, birth: int) -> int:
+        self._storages.append(_Storage(num_bytes, birth, -1))
+        return len(self._storages) - 1
+
+    def _new_value(self, storage: int, producer: int) -> int:
+        self._values.append(Value(storage=storage, producer=producer))
+        return len(self._values) - 1
+
+    # ---- result
+
+    def persistent_ids(self) -> set[int]:
+        """Identities of the storages from before the step that it touched and that still live."""
+        live = ((key, self._storages[index].birth) for key, (reference, index) in self._live.items() if reference())
+        return {key for key, birth in live if birth < 0}
+
+    def finish(self) -> StepGraph:
+        """End the recording and build the graph; later events are ignored."""
+        self._closed = True
+        end = self._tick
+        storages = tuple(
+            Storage(num_bytes=s.num_bytes, birth=s.birth, death=end if s.death is None else s.death)
+            for s in self._storages
+        )
+        saves = tuple(
+            Save(
+                value=s.value,
+                pack_tick=s.pack_tick,
+                unpack_ticks=tuple(s.unpack_ticks),
+                release_tick=end if s.release_tick is None else s.release_tick,
+                module=s.module,
+                must_keep=s.must_keep,
+            )
+            for s in self._saves
+        )
+        leaves = {t.untyped_storage()._cdata: t for t in (r() for r in self.leaves.values()) if t is not None}
+        unseen = 0 if self._saw_backward_op else sum(t.untyped_storage().nbytes() for t in leaves.values())
+        self._live.clear()
+        return StepGraph(
+            num_ticks=end,
+            ops=tuple(self._ops),
+            storages=storages,
+            values=tuple(self._values),
+            saves=saves,
+            gradient_bytes=unseen,
+        )
+
+
+_CALL_IMPL = torch.nn.Module._call_impl.__code__
+
+
+class _ModuleNames:
+    """Names the module that is running, from the Python stack: no hook on any module, so none to take off."""
+
+    def __init__(self, root: torch.nn.Module | None) -> None:
+        self._names: dict[int, str] = {}
+        if root is not None:
+            self._learn(root)
+
+    def _learn(self, root: torch.nn.Module) -> None:
+        for name, module in root.named_modules():
+            self._names.setdefault(id(module), name)
+
+    def current(self) -> str:
+        """Qualified name of the innermost running module, "" outside of any."""
+        frame: FrameType | None = sys._getframe(1)
+        innermost: torch.nn.Module | None = None
+        while frame is not None:
+            if frame.f_code is _CALL_IMPL:
+                module = frame.f_locals.get("self")
+                if innermost is None:
+                    innermost = module
+                if innermost is not None and id(innermost) in self._names:
+                    return self._names[id(innermost)]
+                outermost = module
+            frame = frame.f_back
+        if innermost is None or not isinstance(outermost, torch.nn.Module):
+            return ""
+        self._learn(outermost)
+        return self._names.get(id(innermost), type(innermost).__name__)

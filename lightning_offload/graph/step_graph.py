@@ -1,0 +1,205 @@
+"""One recorded training step: ops, storages, their values, and what autograd saved.
+
+Time inside a step is counted in *ticks*: every dispatched op, every pack and every unpack is one tick, in the
+order in which they happened. A storage is alive at ticks ``birth <= t < death`` through the program's own
+references; what autograd saved keeps it alive longer, and that part is what a plan decides about. ``birth`` is
+-1 for storages that existed before the step (parameters, buffers, the batch), ``death`` is ``num_ticks`` for
+those that outlive it (gradients).
+
+A *value* is the contents of a storage between two writes: an op that writes in place makes a new value on the
+same storage, a view makes none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any, Literal
+
+from lightning_offload.errors import PlanError
+from lightning_offload.graph import codec
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One dispatched op.
+
+    Attributes:
+        name: Qualified overload, e.g. ``aten.convolution.default``.
+        module: Qualified name of the innermost module that ran it, "" where none is known.
+        phase: Whether autograd was running backward.
+        tick: When it ran.
+        seconds: Its duration, measured or modelled.
+        inputs: Values it reads.
+        outputs: Values it makes, on new storages or on storages that it wrote.
+        replayable: Whether running it again on the same values gives the same bits, without side effects.
+    """
+
+    name: str
+    module: str
+    phase: Phase
+    tick: int
+    seconds: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    replayable: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A piece of device memory.
+
+    Attributes:
+        num_bytes: Size.
+        birth: Tick of the op that allocated it, -1 if it existed before the step.
+        death: First tick at which the program's own references are gone; ``num_ticks`` if they outlive the step.
+    """
+
+    num_bytes: int
+    birth: int
+    death: int
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it existed before the step: a parameter, a buffer, the batch, state of the optimizer."""
+        return self.birth < 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """The contents of a storage between two writes; ``producer`` is an op, or -1 if no op made it."""
+
+    storage: int
+    producer: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One tensor that autograd packed.
+
+    Attributes:
+        value: What it holds.
+        pack_tick: When it was saved.
+        unpack_ticks: When it was read back, in order.
+        release_tick: First tick at which autograd had dropped it; ``num_ticks`` if it never did.
+        module: Qualified name of the module that saved it.
+        must_keep: Whether only keeping it is exact (unsupported layout, written after it was saved, ...).
+    """
+
+    value: int
+    pack_tick: int
+    unpack_ticks: tuple[int, ...]
+    release_tick: int
+    module: str
+    must_keep: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepGraph:
+    """A recorded step; see the module's docstring for ticks and lifetimes.
+
+    Attributes:
+        num_ticks: Length of the step in ticks.
+        extra_bytes: Persistent bytes on the device that no op of the step touched (optimizer state above all).
+        gradient_bytes: Gradients that backward will leave behind, where it was not observed; else 0.
+    """
+
+    num_ticks: int
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    values: tuple[Value, ...]
+    saves: tuple[Save, ...]
+    extra_bytes: int = 0
+    gradient_bytes: int = 0
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes on the device that existed before the step."""
+        return self.extra_bytes + sum(s.num_bytes for s in self.storages if s.is_persistent)
+
+    @property
+    def seconds(self) -> float:
+        """Sum of the ops' durations."""
+        return sum(op.seconds for op in self.ops)
+
+    def digest(self) -> str:
+        """Fingerprint of the structure (ops, sizes, saves), not of times: two runs of one model agree on it."""
+        hasher = hashlib.sha256()
+        for op in self.ops:
+            hasher.update(f"{op.name}|{op.inputs}|{op.outputs}\n".encode())
+        for save in self.saves:
+            storage = self.storages[self.values[save.value].storage]
+            hasher.update(f"{save.value}|{storage.num_bytes}\n".encode())
+        return hasher.hexdigest()[:32]
+
+    def op_at(self, tick: int) -> Op | None:
+        """The op that runs at a tick, or the next one after it; None past the last op."""
+        low, high = 0, len(self.ops)
+        while low < high:
+            middle = (low + high) // 2
+            if self.ops[middle].tick < tick:
+                low = middle + 1
+            else:
+                high = middle
+        return self.ops[low] if low < len(self.ops) else None
+
+    def to_json(self) -> str:
+        """Write the graph as JSON."""
+        payload: dict[str, Any] = {
+            "num_ticks": self.num_ticks,
+            "extra_bytes": self.extra_bytes,
+            "gradient_bytes": self.gradient_bytes,
+        }
+        for name in ("ops", "storages", "values", "saves"):
+            payload[name] = codec.encode_rows(getattr(self, name))
+        return codec.dumps("step_graph", payload)
+
+    @classmethod
+    def from_json(cls, text: str) -> StepGraph:
+        """Read a graph and check it.
+
+        Raises:
+            PlanError: Not a step graph, another schema version, or inconsistent (indices, sizes, cycles).
+        """
+        data = codec.loads("step_graph", text)
+        for name, row in (("ops", Op), ("storages", Storage), ("values", Value), ("saves", Save)):
+            data[name] = codec.decode_rows(row, data.get(name), where=name)
+        graph = codec.decode(cls, data, where="step_graph")
+        check(graph)
+        return graph
+
+
+def check(graph: StepGraph) -> None:
+    """Check sizes, indices, order and acyclicity of a graph.
+
+    Raises:
+        PlanError: Names the first row that is wrong.
+    """
+    _expect(graph.num_ticks >= 0 and graph.extra_bytes >= 0 and graph.gradient_bytes >= 0, "negative size")
+    for i, storage in enumerate(graph.storages):
+        ok = storage.num_bytes >= 0 and -1 <= storage.birth <= storage.death <= graph.num_ticks
+        _expect(ok, f"storages[{i}] has a negative size or a death before its birth: {storage}")
+    for i, value in enumerate(graph.values):
+        ok = 0 <= value.storage < len(graph.storages) and -1 <= value.producer < len(graph.ops)
+        _expect(ok, f"values[{i}] points outside the graph: {value}")
+    last_tick = -1
+    for i, op in enumerate(graph.ops):
+        _expect(last_tick < op.tick < graph.num_ticks and op.seconds >= 0, f"ops[{i}] is out of order: {op}")
+        last_tick = op.tick
+        for value_id in (*op.inputs, *op.outputs):
+            _expect(0 <= value_id < len(graph.values), f"ops[{i}] points outside the graph: value {value_id}")
+        cyclic = any(graph.values[v].producer >= i for v in op.inputs)
+        _expect(not cyclic, f"ops[{i}] reads a value that is made later: the graph has a cycle")
+        _expect(all(graph.values[v].producer == i for v in op.outputs), f"ops[{i}] does not make its outputs")
+    for i, save in enumerate(graph.saves):
+        ticks = (save.pack_tick, *save.unpack_ticks)
+        ok = 0 <= save.value < len(graph.values) and all(a <= b for a, b in zip(ticks, ticks[1:]))
+        ok = ok and 0 <= ticks[0] and ticks[-1] < graph.num_ticks and save.release_tick <= graph.num_ticks
+        _expect(ok, f"saves[{i}] points outside the graph or is out of order: {save}")
+
+
+def _expect(ok: bool, message: str) -> None:
+    if not ok:
+        raise PlanError(f"inconsistent step graph: {message}")

@@ -1,0 +1,149 @@
+"""The planner: keep, swap or recompute for each storage so that the step fits the budget and costs little.
+
+Each family of choices prices a storage by its cheaper action, orders storages by price per byte, and bisects
+the shortest prefix of that order that is feasible, every trial being simulated in full. The families differ in
+the weight of a swap against a replay and in the bytes that a chain of replays may accumulate before it is
+broken by a storage that is not recomputed. The best few results are then pruned: storages whose action turns
+out to be unnecessary are kept again. Everything-swapped, waiting for each copy, is the last resort, so a plan
+exists whenever the budget is at least the floor.
+
+Shortfall: greedy, so no optimality is claimed; every plan reports its gap to :mod:`~.bound`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.planning.plans import Setting, build_plan
+from lightning_offload.planning.problem import Candidate
+from lightning_offload.planning.simulator import Timeline, simulate
+
+_SWAP_WEIGHTS = (1.0, 0.25, 4.0)
+_CHAIN_FRACTIONS = (1.0, 0.1, 0.02)
+_NUM_PRUNED = 3
+_MAX_PRUNE_TRIALS = 48
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Choice:
+    actions: dict[int, Action]
+    timeline: Timeline
+    no_memo: frozenset[int] = frozenset()
+
+
+def auto(setting: Setting) -> MemoryPlan:
+    """Plan a step within a budget, as fast as the search finds.
+
+    Raises:
+        BudgetInfeasibleError: The budget is below the floor.
+    """
+    limit = setting.budget_bytes
+    if limit is None or setting.plain.peak_bytes <= limit:
+        return build_plan(setting, "auto", {}, setting.plain)
+    setting.require_feasible()
+    found = [choice for family in _families(setting) if (choice := _shortest_prefix(setting, family)) is not None]
+    found.append(_Choice(setting.floor_actions, setting.floor))
+    found.sort(key=lambda choice: choice.timeline.step_seconds)
+    best = min(
+        (_prune(setting, choice) for choice in found[:_NUM_PRUNED]),
+        key=lambda choice: choice.timeline.step_seconds,
+    )
+    return build_plan(setting, "auto", best.actions, best.timeline, best.no_memo)
+
+
+Ordered = list[tuple[int, Action]]
+
+
+def _families(setting: Setting) -> list[Ordered]:
+    """Orders in which storages leave the device, cheapest bytes first."""
+    seen: dict[tuple[tuple[int, Action], ...], None] = {}
+    for weight, fraction in itertools.product(_SWAP_WEIGHTS, _CHAIN_FRACTIONS):
+        seen[tuple(_order(setting, weight, fraction))] = None
+    return [list(order) for order in seen]
+
+
+def _order(setting: Setting, swap_weight: float, chain_fraction: float) -> Ordered:
+    problem, device = setting.problem, setting.device
+    assert setting.budget_bytes is not None
+    chain_limit = chain_fraction * max(1, setting.plain.peak_bytes - problem.graph.persistent_bytes)
+    rate = 1 / device.d2h_bytes_per_second + 1 / device.h2d_bytes_per_second
+    chain_bytes: dict[int, float] = {}
+    priced: list[tuple[float, int, Action]] = []
+    for c in sorted(problem.candidates.values(), key=lambda c: c.value):
+        swap = c.num_bytes * rate * max(device.copy_interference, 0.05) * swap_weight + device.overhead_seconds
+        replay, chain = _replay_price(setting, c, chain_bytes)
+        can_replay = c.can_recompute and (chain <= chain_limit or not c.can_swap)
+        if not can_replay and not c.can_swap:
+            continue
+        action: Action = "recompute" if can_replay and (replay <= swap or not c.can_swap) else "swap"
+        chain_bytes[c.value] = chain if action == "recompute" else 0.0
+        priced.append(((replay if action == "recompute" else swap) / c.num_bytes, c.storage, action))
+    priced.sort(key=lambda row: row[:2])
+    return [(storage, action) for _, storage, action in priced]
+
+
+def _replay_price(setting: Setting, candidate: Candidate, chain_bytes: dict[int, float]) -> tuple[float, float]:
+    """Seconds to replay a storage from the saved tensors around it, and the bytes of the chain behind it."""
+    problem, graph = setting.problem, setting.problem.graph
+    if not candidate.can_recompute:
+        return float("inf"), float("inf")
+    seconds, num_bytes = 0.0, float(candidate.num_bytes)
+    stack, seen = [candidate.value], set[int]()
+    while stack:
+        producer = graph.values[stack.pop()].producer
+        if producer in seen or producer < 0:
+            continue
+        seen.add(producer)
+        seconds += graph.ops[producer].seconds
+        for v in graph.ops[producer].inputs:
+            storage = graph.values[v].storage
+            saved = v in problem.saved_value.get(storage, ()) and problem.last_value[storage] == v
+            if saved:
+                num_bytes += chain_bytes.get(v, 0.0)
+            elif not problem.is_given(v):
+                stack.append(v)
+    return seconds + setting.device.overhead_seconds, num_bytes
+
+
+def _simulate(setting: Setting, actions: dict[int, Action]) -> _Choice:
+    limit = setting.budget_bytes
+    return _Choice(actions, simulate(setting.problem, actions, setting.device, limit_bytes=limit))
+
+
+def _is_feasible(setting: Setting, choice: _Choice) -> bool:
+    return setting.budget_bytes is None or choice.timeline.peak_bytes <= setting.budget_bytes
+
+
+def _shortest_prefix(setting: Setting, order: Ordered) -> _Choice | None:
+    """The shortest feasible prefix of an order; chains may make a longer one worse, so the end is tried too."""
+    best: _Choice | None = None
+    low, high = 1, len(order)
+    whole = _simulate(setting, dict(order))
+    if _is_feasible(setting, whole):
+        best = whole
+    while low < high:
+        middle = (low + high) // 2
+        choice = _simulate(setting, dict(order[:middle]))
+        if _is_feasible(setting, choice):
+            best, high = choice, middle
+        else:
+            low = middle + 1
+    return best
+
+
+def _prune(setting: Setting, choice: _Choice) -> _Choice:
+    """Keep storages again where the plan stays feasible and gets no slower, largest blocks first."""
+    by_size = sorted(choice.actions, key=lambda s: -setting.problem.candidates[s].num_bytes)
+    trials = 0
+    pending = [by_size[i : i + max(1, len(by_size) // 16)] for i in range(0, len(by_size), max(1, len(by_size) // 16))]
+    while pending and trials < _MAX_PRUNE_TRIALS:
+        group = pending.pop()
+        trial = _simulate(setting, {s: a for s, a in choice.actions.items() if s not in group})
+        trials += 1
+        if _is_feasible(setting, trial) and trial.timeline.step_seconds <= choice.timeline.step_seconds:
+            choice = trial
+        elif len(group) > 1:
+            pending.extend((group[: len(group) // 2], group[len(group) // 2 :]))
+    return choice

@@ -1,0 +1,117 @@
+"""Turns a choice of actions into a memory plan, with its predictions and its floor; shared by all policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import AT_PACK, Action, Decision, MemoryPlan
+from lightning_offload.planning.bound import bound_seconds
+from lightning_offload.planning.problem import Candidate, Problem
+from lightning_offload.planning.residency import Actions
+from lightning_offload.planning.simulator import Timeline, simulate
+from lightning_offload.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What every policy is given: a step, a device and a budget in bytes, None for no budget."""
+
+    problem: Problem
+    device: DeviceSpec
+    budget_bytes: int | None
+
+    @functools.cached_property
+    def plain(self) -> Timeline:
+        """The step with everything kept."""
+        return simulate(self.problem, {}, self.device)
+
+    @functools.cached_property
+    def floor_actions(self) -> dict[int, Action]:
+        """Everything off the device at once: swapped, or recomputed where swapping makes no sense."""
+        return {s: "swap" if c.can_swap else "recompute" for s, c in self.problem.candidates.items() if _leaves(c)}
+
+    @functools.cached_property
+    def floor(self) -> Timeline:
+        """The step under :attr:`floor_actions`, waiting for each copy: the smallest peak there is."""
+        swapped = simulate(self.problem, self.floor_actions, self.device, overlap=False)
+        return min(swapped, self.plain, key=lambda timeline: timeline.peak_bytes)
+
+    @property
+    def floor_op(self) -> str:
+        """The op whose working set sets the floor, with its module."""
+        op = self.problem.graph.op_at(self.floor.peak_tick)
+        if op is None:
+            return "the state that is there before the step"
+        where = f"`{op.module}` " if op.module else ""
+        return f"{op.name} in {where}({op.phase})"
+
+    def require_feasible(self) -> None:
+        """Raise where no plan can meet the budget.
+
+        Raises:
+            BudgetInfeasibleError: The budget is below the floor.
+        """
+        if self.budget_bytes is not None and self.budget_bytes < self.floor.peak_bytes:
+            raise infeasible(self.budget_bytes, self.floor.peak_bytes, self.floor_op)
+
+
+def _leaves(candidate: Candidate) -> bool:
+    return candidate.can_swap or candidate.can_recompute
+
+
+def infeasible(budget_bytes: int, floor_bytes: int, op: str, policy: str = "") -> BudgetInfeasibleError:
+    """The error for a budget below a floor."""
+    under = f" under policy {policy!r}" if policy else ""
+    return BudgetInfeasibleError(
+        f"budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is infeasible{under}: the smallest feasible "
+        f"budget is {format_bytes(floor_bytes)} ({floor_bytes} bytes), set by {op}; raise the budget, lower the "
+        "batch size" + (", or use policy='auto'" if policy else ""),
+        budget_bytes=budget_bytes,
+        floor_bytes=floor_bytes,
+        op=op,
+    )
+
+
+def build_plan(
+    setting: Setting,
+    policy: str,
+    actions: Actions,
+    timeline: Timeline,
+    no_memo: frozenset[int] = frozenset(),
+) -> MemoryPlan:
+    """Write a simulated choice down as a plan."""
+    problem = setting.problem
+    decisions = tuple(
+        Decision(
+            storage=s,
+            action=action,
+            release_op=_release_op(problem, timeline.release_tick.get(s, -1)),
+            prefetch_unpack=timeline.prefetch.get(s, -1),
+            memo=s not in no_memo,
+        )
+        for s, action in sorted(actions.items())
+    )
+    return MemoryPlan(
+        graph_digest=problem.graph.digest(),
+        policy=policy,
+        budget_bytes=setting.budget_bytes,
+        decisions=decisions,
+        predicted_peak_bytes=timeline.peak_bytes,
+        predicted_step_seconds=timeline.step_seconds,
+        plain_peak_bytes=setting.plain.peak_bytes,
+        plain_step_seconds=setting.plain.step_seconds,
+        floor_bytes=setting.floor.peak_bytes,
+        floor_op=setting.floor_op,
+        bound_seconds=bound_seconds(problem, setting.device, setting.budget_bytes),
+    )
+
+
+def _release_op(problem: Problem, tick: int) -> int:
+    if tick < 0:
+        return AT_PACK
+    return int(np.searchsorted(problem.op_ticks, tick))

@@ -1,0 +1,207 @@
+"""A step graph as a planner sees it: flat arrays over ticks, and the storages there is a choice about.
+
+A saved storage is a *candidate* if it may leave the device: made in the step, saved in one value that is the
+last one written to it, and large enough to be worth it. Others are kept, and counted as fixed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_offload.graph.step_graph import Save, StepGraph
+
+MIN_BYTES = 64 << 10
+"""Smaller saved storages are always kept, unless the whole step is small: cf. :func:`min_bytes`."""
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A saved storage that may be swapped or recomputed.
+
+    Attributes:
+        storage: Index in the graph.
+        value: The value that is saved.
+        num_bytes: Size.
+        death: First tick without references of the program itself.
+        pack_tick: First pack.
+        release: First tick at which autograd has dropped all saved tensors on it.
+        can_swap: Whether swapping makes sense: not for a cast of a parameter, which is cast again instead.
+        can_recompute: Whether its producer, and what that needs, can be replayed.
+        module: Who saved it.
+    """
+
+    storage: int
+    value: int
+    num_bytes: int
+    death: int
+    pack_tick: int
+    release: int
+    can_swap: bool
+    can_recompute: bool
+    module: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unpack:
+    """One unpack of a saved tensor; its ordinal is its place in :attr:`Problem.unpacks`."""
+
+    tick: int
+    storage: int
+    value: int
+
+
+class Problem:
+    """See the module's docstring.
+
+    Attributes:
+        graph: The step.
+        candidates: By storage.
+        unpacks: All unpacks of the step, in order.
+        unpack_ticks: Their ticks.
+        op_ticks: Tick of each op.
+        base: Live bytes at each tick that no plan changes.
+        seconds: Duration of the op at each tick, 0 where there is none.
+    """
+
+    def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset()) -> None:
+        self.graph = graph
+        self.last_value = last_values(graph)
+        self.written_until = _overwritten_at(graph)
+        saves = _saves_by_storage(graph)
+        self.saved_value = {s: {save.value for save in group} for s, group in saves.items()}
+        self.release = {s: max(save.release_tick for save in group) for s, group in saves.items()}
+        limit = min_bytes(graph)
+        self.candidates: dict[int, Candidate] = {}
+        for storage, group in saves.items():
+            if storage not in keep and graph.storages[storage].num_bytes >= limit and self._may_leave(storage, group):
+                self.candidates[storage] = self._candidate(storage, group)
+        self.unpacks = _unpacks(graph)
+        self.unpack_ticks = np.array([unpack.tick for unpack in self.unpacks], dtype=np.int64)
+        self.op_ticks = np.array([op.tick for op in graph.ops], dtype=np.int64)
+        self.base = self._base(saves)
+        self.seconds = np.zeros(graph.num_ticks + 1)
+        for op in graph.ops:
+            self.seconds[op.tick] = op.seconds
+
+    def _may_leave(self, storage: int, group: list[Save]) -> bool:
+        if self.graph.storages[storage].is_persistent or any(save.must_keep for save in group):
+            return False
+        return self.saved_value[storage] == {self.last_value[storage]}
+
+    def _candidate(self, storage: int, group: list[Save]) -> Candidate:
+        value = group[0].value
+        return Candidate(
+            storage=storage,
+            value=value,
+            num_bytes=self.graph.storages[storage].num_bytes,
+            death=self.graph.storages[storage].death,
+            pack_tick=min(save.pack_tick for save in group),
+            release=self.release[storage],
+            can_swap=not self._is_cast_of_parameter(value),
+            can_recompute=self.can_replay(value),
+            module=group[0].module,
+        )
+
+    def _is_cast_of_parameter(self, value: int) -> bool:
+        producer = self.graph.values[value].producer
+        if producer < 0 or not self.graph.ops[producer].name.startswith("aten._to_copy"):
+            return False
+        return all(self.is_given(v) for v in self.graph.ops[producer].inputs)
+
+    def is_given(self, value: int) -> bool:
+        """Whether a value existed before the step and still does after it."""
+        storage = self.graph.values[value].storage
+        return self.graph.storages[storage].is_persistent and self.last_value[storage] == value
+
+    def is_kept_for_good(self, value: int) -> bool:
+        """Whether a value is saved on a storage that no plan moves and nothing overwrites."""
+        storage = self.graph.values[value].storage
+        saved = value in self.saved_value.get(storage, ()) and self.last_value[storage] == value
+        return saved and storage not in self.candidates
+
+    def can_replay(self, value: int) -> bool:
+        """Whether a value can be made again from given, saved or replayable values."""
+        return self._replayable[value]
+
+    @functools.cached_property
+    def _replayable(self) -> list[bool]:
+        """By value; ops are in order, so one pass suffices."""
+        values, ops = self.graph.values, self.graph.ops
+        replayable = [False] * len(values)
+        for op in ops:
+            ok = op.replayable and all(self._can_have(v, replayable) for v in op.inputs)
+            for v in op.outputs:
+                replayable[v] = ok
+        return replayable
+
+    def _can_have(self, value: int, replayable: list[bool]) -> bool:
+        storage = self.graph.values[value].storage
+        saved = value in self.saved_value.get(storage, ()) and self.last_value[storage] == value
+        return replayable[value] or saved or self.is_given(value)
+
+    def is_live(self, value: int, tick: int) -> bool:
+        """Whether the program itself still holds a value at a tick."""
+        storage = self.graph.values[value].storage
+        return self.graph.storages[storage].death > tick and self.written_until[value] > tick
+
+    def _base(self, saves: dict[int, list[Save]]) -> Bytes:
+        """Bytes of storages while the program holds them, and of saved ones that are always kept."""
+        graph = self.graph
+        delta = np.zeros(graph.num_ticks + 2, dtype=np.int64)
+        delta[0] += graph.extra_bytes
+        for i, storage in enumerate(graph.storages):
+            end = storage.death if not storage.is_persistent else graph.num_ticks + 1
+            if i in saves and i not in self.candidates:
+                end = max(end, self.release[i])
+            delta[max(storage.birth, 0)] += storage.num_bytes
+            delta[end] -= storage.num_bytes
+        if graph.gradient_bytes and self.unpacks:
+            delta[self.unpacks[0].tick] += graph.gradient_bytes
+        return np.cumsum(delta)[: graph.num_ticks + 1]
+
+
+def min_bytes(graph: StepGraph) -> int:
+    """Smallest size worth a decision: 64 KiB, less in a step so small that this would be most of it."""
+    saved = {graph.values[save.value].storage for save in graph.saves}
+    total = sum(graph.storages[s].num_bytes for s in saved if not graph.storages[s].is_persistent)
+    return max(1, min(MIN_BYTES, total // 2048))
+
+
+def last_values(graph: StepGraph) -> dict[int, int]:
+    """The last value written to each storage."""
+    return {value.storage: i for i, value in enumerate(graph.values)}
+
+
+def _overwritten_at(graph: StepGraph) -> list[int]:
+    """By value: the tick at which the next value is written on its storage; beyond the step if none is."""
+    until = [graph.num_ticks + 1] * len(graph.values)
+    latest: dict[int, int] = {}
+    for i, value in enumerate(graph.values):
+        if value.storage in latest:
+            until[latest[value.storage]] = graph.ops[value.producer].tick if value.producer >= 0 else 0
+        latest[value.storage] = i
+    return until
+
+
+def _saves_by_storage(graph: StepGraph) -> dict[int, list[Save]]:
+    groups: dict[int, list[Save]] = {}
+    for save in graph.saves:
+        groups.setdefault(graph.values[save.value].storage, []).append(save)
+    return groups
+
+
+def _unpacks(graph: StepGraph) -> list[Unpack]:
+    return sorted(
+        (
+            Unpack(tick=tick, storage=graph.values[save.value].storage, value=save.value)
+            for save in graph.saves
+            for tick in save.unpack_ticks
+        ),
+        key=lambda unpack: unpack.tick,
+    )

@@ -1,0 +1,263 @@
+"""Predicts memory over time and the duration of a step under a choice of actions.
+
+Memory is exact by construction, at the granularity of ticks: a plan fixes the op before which the device copy
+of a swap is released and the unpack at which its copy back is issued, and the runtime waits rather than exceed
+them, whatever the speed of the link. Only time depends on the performance model: one FIFO lane for each
+direction, ops and replays one after another on the compute lane, and compute slowed down by the share of the
+copies that the device's ``copy_interference`` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.planning.problem import Bytes, Problem
+from lightning_offload.planning.residency import Actions, Residency, residency
+
+_LOOKAHEAD = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        memory: Live device bytes at each tick.
+        peak_bytes: Its maximum.
+        peak_tick: Where that is.
+        step_seconds: Duration.
+        stall_seconds: Time that compute waits for copies.
+        release_tick: By swapped storage: tick at which its device copy is released; -1 at its pack.
+        prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1 on demand.
+    """
+
+    memory: Bytes
+    peak_bytes: int
+    peak_tick: int
+    step_seconds: float
+    stall_seconds: float
+    release_tick: Mapping[int, int]
+    prefetch: Mapping[int, int]
+
+
+def simulate(
+    problem: Problem,
+    actions: Actions,
+    device: DeviceSpec,
+    *,
+    limit_bytes: int | None = None,
+    no_memo: frozenset[int] = frozenset(),
+    overlap: bool = True,
+) -> Timeline:
+    """Simulate a step.
+
+    Args:
+        problem: The step.
+        actions: What happens to each candidate storage; those without an action are kept.
+        device: Links and overheads.
+        limit_bytes: Releases and prefetches are chosen so that memory stays below this where they can.
+        no_memo: Recomputed storages that are not kept when they are replayed on the way to another.
+        overlap: Whether copies may overlap compute; False is the floor policy, which waits for each.
+    """
+    return _Simulation(problem, actions, device, no_memo).run(limit_bytes, overlap)
+
+
+class _Simulation:
+    def __init__(self, problem: Problem, actions: Actions, device: DeviceSpec, no_memo: frozenset[int]) -> None:
+        self.problem = problem
+        self.device = device
+        self.needs: Residency = residency(problem, actions, no_memo)
+        self.swapped = [problem.candidates[s] for s, action in actions.items() if action == "swap"]
+        self.swapped.sort(key=lambda c: c.pack_tick)
+        self.recomputed = [s for s, action in actions.items() if action == "recompute"]
+        self.kept = [s for s in problem.candidates if s not in actions]
+        seconds = problem.seconds.copy()
+        for tick, replayed in self.needs.replay_seconds.items():
+            seconds[tick] += replayed + device.overhead_seconds
+        self.seconds = seconds
+        self.starts: npt.NDArray[np.float64] = np.concatenate(([0.0], np.cumsum(seconds)))
+        self.release: dict[int, int] = {}
+        self.prefetch: dict[int, int] = {}
+        self.memory = self._static_memory()
+
+    def run(self, limit: int | None, overlap: bool) -> Timeline:
+        if overlap:
+            self._choose_releases(limit)
+            self._choose_prefetches(limit)
+        else:
+            self.release = dict.fromkeys((c.storage for c in self.swapped), -1)
+            self.prefetch = dict.fromkeys((c.storage for c in self.swapped), -1)
+        seconds, stalls = self._time()
+        peak = int(np.argmax(self.memory))
+        return Timeline(
+            memory=self.memory,
+            peak_bytes=int(self.memory[peak]),
+            peak_tick=peak,
+            step_seconds=seconds,
+            stall_seconds=stalls,
+            release_tick=self.release,
+            prefetch=self.prefetch,
+        )
+
+    # ---- memory
+
+    def _static_memory(self) -> Bytes:
+        """Memory with every swap released at its pack and brought back on demand."""
+        problem, needs = self.problem, self.needs
+        size = problem.graph.num_ticks + 2
+        delta = np.zeros(size, dtype=np.int64)
+        for s in self.kept:
+            candidate = problem.candidates[s]
+            _occupy(delta, candidate.death, needs.held_until[s], candidate.num_bytes)
+        for s in (*self.recomputed, *(c.storage for c in self.swapped)):
+            if s in needs.needed_at:
+                _occupy(delta, needs.needed_at[s], needs.held_until[s], problem.candidates[s].num_bytes)
+        memory = problem.base + np.cumsum(delta)[: size - 1]
+        for tick, transient in needs.transient_bytes.items():
+            memory[tick] += transient
+        return memory
+
+    def _choose_releases(self, limit: int | None) -> None:
+        """Release each device copy when its copy out has ended, earlier where memory is short."""
+        lane_free = 0.0
+        waiting: list[tuple[int, int, int]] = []
+        for c in self.swapped:
+            start = max(lane_free, float(self.starts[c.pack_tick]))
+            lane_free = start + c.num_bytes / self.device.d2h_bytes_per_second
+            until = self._next_op_tick(int(np.searchsorted(self.starts, lane_free)))
+            first_need = self.needs.needed_at.get(c.storage, self.problem.graph.num_ticks)
+            delayed = c.death < until < first_need
+            self.release[c.storage] = until if delayed else -1
+            if delayed:
+                self.memory[c.death : until] += c.num_bytes
+                waiting.append((c.death, until, c.storage))
+        if limit is not None and waiting:
+            self._release_earlier(waiting, limit)
+
+    def _release_earlier(self, waiting: list[tuple[int, int, int]], limit: int) -> None:
+        """Where memory exceeds the limit, wait for the oldest copies first."""
+        first, last = min(w[0] for w in waiting), max(w[1] for w in waiting)
+        over = np.flatnonzero(self.memory[first:last] > limit) + first
+        for tick in over.tolist():
+            for death, until, s in waiting:
+                if self.memory[tick] <= limit:
+                    break
+                current = self.release[s] if self.release[s] >= 0 else death
+                if death <= tick < current:
+                    new = self._op_tick_at_or_before(tick, death)
+                    self.memory[max(new, death) : current] -= self.problem.candidates[s].num_bytes
+                    self.release[s] = new if new > death else -1
+
+    def _next_op_tick(self, tick: int) -> int:
+        ops = self.problem.op_ticks
+        i = int(np.searchsorted(ops, tick))
+        return int(ops[i]) if i < len(ops) else self.problem.graph.num_ticks
+
+    def _op_tick_at_or_before(self, tick: int, lowest: int) -> int:
+        """The runtime releases before ops only: a release inside a run of packs moves to the op before it."""
+        ops = self.problem.op_ticks
+        i = int(np.searchsorted(ops, tick, side="right")) - 1
+        return int(ops[i]) if i >= 0 and ops[i] > lowest else lowest
+
+    def _choose_prefetches(self, limit: int | None) -> None:
+        """Issue each copy back as late as hides it, as early as memory allows; last need first."""
+        wanted = [(self.needs.needed_at[c.storage], c) for c in self.swapped if c.storage in self.needs.needed_at]
+        lane_busy_from = float("inf")
+        for need, c in sorted(wanted, key=lambda pair: -pair[0]):
+            latest_end = min(float(self.starts[need]), lane_busy_from)
+            issue_by = latest_end - c.num_bytes / self.device.h2d_bytes_per_second - self.device.overhead_seconds
+            lane_busy_from = issue_by
+            self.prefetch[c.storage] = self._issue(need, issue_by, c.num_bytes, c.death, limit)
+
+    def _issue(self, need: int, issue_by: float, num_bytes: int, death: int, limit: int | None) -> int:
+        """Walk back from a need to the unpack at which its copy is issued, while memory allows; -1 for none."""
+        ticks = self.problem.unpack_ticks
+        ordinal = int(np.searchsorted(ticks, need)) - 1
+        earliest = max(0, ordinal - _LOOKAHEAD)
+        chosen, tick = -1, need
+        while ordinal >= earliest and ticks[ordinal] >= death:
+            before = int(ticks[ordinal])
+            if limit is not None and int(self.memory[before:tick].max(initial=0)) + num_bytes > limit:
+                break
+            self.memory[before:tick] += num_bytes
+            chosen, tick = ordinal, before
+            if self.starts[before] <= issue_by:
+                break
+            ordinal -= 1
+        return chosen
+
+    # ---- time
+
+    def _time(self) -> tuple[float, float]:
+        """Seconds of the step, and of those the ones that compute waited for copies."""
+        lanes, device = _Lanes(self.device), self.device
+        packed, released, issued, needed = self._events()
+        now, previous = 0.0, 0
+        for tick in sorted({*packed, *released, *issued, *needed}):
+            now += float(self.starts[tick] - self.starts[previous])
+            previous = tick
+            for s in packed.get(tick, ()):
+                lanes.swap_out(s, self.problem.candidates[s].num_bytes, now)
+            for s in released.get(tick, ()):
+                now = lanes.wait(lanes.out_end[s], now)
+            for s in (*issued.get(tick, ()), *needed.get(tick, ())):
+                lanes.swap_in(s, self.problem.candidates[s].num_bytes, now)
+            for s in needed.get(tick, ()):
+                now = lanes.wait(lanes.in_end[s], now)
+        now += float(self.starts[-1] - self.starts[previous])
+        interference = max(0.0, lanes.copy_seconds - lanes.stall_seconds) * device.copy_interference
+        return now + interference + 2 * len(self.swapped) * device.overhead_seconds, lanes.stall_seconds
+
+    def _events(self) -> tuple[dict[int, list[int]], ...]:
+        """Storages by tick of their copy out, release, issue of the copy back, and first need."""
+        packed: dict[int, list[int]] = {}
+        released: dict[int, list[int]] = {}
+        issued: dict[int, list[int]] = {}
+        needed: dict[int, list[int]] = {}
+        for c in self.swapped:
+            packed.setdefault(c.pack_tick, []).append(c.storage)
+            release = self.release[c.storage]
+            released.setdefault(release if release >= 0 else c.pack_tick, []).append(c.storage)
+            if c.storage in self.needs.needed_at:
+                needed.setdefault(self.needs.needed_at[c.storage], []).append(c.storage)
+                ordinal = self.prefetch[c.storage]
+                if ordinal >= 0:
+                    issued.setdefault(int(self.problem.unpack_ticks[ordinal]), []).append(c.storage)
+        return packed, released, issued, needed
+
+
+class _Lanes:
+    """The two FIFO copy lanes of a device on the simulated clock."""
+
+    def __init__(self, device: DeviceSpec) -> None:
+        self.device = device
+        self.out_end: dict[int, float] = {}
+        self.in_end: dict[int, float] = {}
+        self.out_free = self.in_free = self.stall_seconds = self.copy_seconds = 0.0
+
+    def swap_out(self, storage: int, num_bytes: int, now: float) -> None:
+        seconds = num_bytes / self.device.d2h_bytes_per_second
+        self.out_free = self.out_end[storage] = max(now, self.out_free) + seconds
+        self.copy_seconds += seconds
+
+    def swap_in(self, storage: int, num_bytes: int, now: float) -> None:
+        if storage in self.in_end:
+            return
+        seconds = num_bytes / self.device.h2d_bytes_per_second
+        self.in_free = self.in_end[storage] = max(now, self.in_free, self.out_end[storage]) + seconds
+        self.copy_seconds += seconds
+
+    def wait(self, end: float, now: float) -> float:
+        self.stall_seconds += max(0.0, end - now)
+        return max(now, end)
+
+
+def _occupy(delta: Bytes, begin: int, end: int, num_bytes: int) -> None:
+    if begin < end:
+        delta[begin] += num_bytes
+        delta[end] -= num_bytes

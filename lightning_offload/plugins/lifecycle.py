@@ -1,0 +1,193 @@
+"""The life of a plan: a step's shape is recorded, planned, verified, measured, planned once more, and then run.
+
+Step 1 of a new shape runs under the floor policy and is recorded. Step 2 runs under the first plan, its
+replays are verified; step 3 is measured. What was measured (op times, the peak) and what was mismatched goes
+into the final plan, which is in force from step 4 on. A step whose structure leaves its plan is recorded again,
+and after :data:`_MAX_DEVIATIONS` of them the shape is *unplanned*: it always runs under the floor policy, or
+plainly where that is known to fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+
+from lightning_offload.capture.recorder import Recorder
+from lightning_offload.capture.timing import OpTimes, retime
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.policies import plan as make_plan
+from lightning_offload.plugins.report_data import Phase
+from lightning_offload.runtime.program import Program, compile_plan
+
+_log = logging.getLogger(__name__)
+_MAX_DEVIATIONS = 3
+
+
+@dataclasses.dataclass(slots=True)
+class StepKind:
+    """What is known of one shape of step.
+
+    Attributes:
+        phase: What its next step does.
+        graph: The recorded step.
+        touched: Identities of the persistent storages that it touches.
+        program: The plan in force, compiled.
+        state_version: Version of the persistent state that the plan was made for.
+        shortfall_bytes: By how much measured peaks exceeded predicted ones.
+        mismatched: Storages that are not recomputed any more.
+        verified: Storages whose replays were verified.
+        num_deviations: Steps that left their plan.
+        num_unfinished: Recordings without a backward.
+        measured_peak_bytes: Peak of the last measured step, in total and by phase.
+    """
+
+    phase: Phase = "recording"
+    graph: StepGraph | None = None
+    touched: frozenset[int] = frozenset()
+    program: Program | None = None
+    state_version: int = -1
+    shortfall_bytes: int = 0
+    mismatched: set[int] = dataclasses.field(default_factory=set)
+    verified: set[int] = dataclasses.field(default_factory=set)
+    num_deviations: int = 0
+    num_unfinished: int = 0
+    measured_peak_bytes: int | None = None
+    forward_peak_bytes: int | None = None
+    backward_peak_bytes: int | None = None
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The plan in force."""
+        return self.program.plan if self.program is not None else None
+
+    @property
+    def must_verify(self) -> bool:
+        """Whether the plan recomputes a storage whose replay was not verified yet."""
+        if self.program is None:
+            return False
+        recomputed = {s for s, d in self.program.decisions.items() if d.action == "recompute"}
+        return not recomputed <= self.verified
+
+    @classmethod
+    def restored(cls, graph: StepGraph, plan: MemoryPlan | None) -> StepKind:
+        """A kind of step known from an earlier run; planned anew where its plan was for another setting."""
+        kind = cls(phase="verifying", graph=graph)
+        kind.program = compile_plan(graph, plan) if plan is not None else None
+        return kind
+
+    def runs_plainly(self, budget_bytes: int | None) -> bool:
+        """Whether there is nothing to do in its steps, not even to watch them."""
+        if self.phase == "unplanned":
+            return budget_bytes is None
+        is_keep_all = self.program is not None and self.program.is_keep_all
+        return self.phase != "recording" and is_keep_all and budget_bytes is None
+
+    @property
+    def survivor_bytes(self) -> int:
+        """Bytes made in the step that outlive it: gradients, and what the program kept."""
+        if self.graph is None:
+            return 0
+        end = self.graph.num_ticks
+        return sum(s.num_bytes for s in self.graph.storages if not s.is_persistent and s.death == end)
+
+    def set_extra_bytes(self, num_bytes: int) -> None:
+        """Count persistent state that the step does not touch; a change makes the plan void."""
+        if self.graph is not None and self.graph.extra_bytes != num_bytes:
+            self.graph = dataclasses.replace(self.graph, extra_bytes=num_bytes)
+            self.program = None
+
+    def recorded(self, recorder: Recorder) -> None:
+        """Take the result of a recording over."""
+        graph = recorder.finish()
+        if not recorder.num_unpacks:
+            self.num_unfinished += 1
+            if self.num_unfinished >= _MAX_DEVIATIONS:
+                self.phase = "unplanned"
+            return
+        if self.graph is None or self.graph.digest() != graph.digest():
+            self.mismatched.clear()
+            self.verified.clear()
+        self.graph = graph
+        self.program = None
+        self.phase = "verifying"
+
+    def deviated(self) -> None:
+        """A step left its plan: record the next one."""
+        self.num_deviations += 1
+        self.program = None
+        self.phase = "recording" if self.num_deviations < _MAX_DEVIATIONS else "unplanned"
+        if self.phase == "unplanned":
+            _log.warning(
+                "the model's structure changes from step to step under the same input shapes: such steps run "
+                "without a plan, everything saved is swapped out"
+            )
+
+    def measured(self, times: OpTimes, verified: set[int], mismatched: set[int]) -> None:
+        """Take over what a step under the plan showed; its peaks were noted before."""
+        assert self.graph is not None and self.plan is not None
+        self.verified |= verified
+        if mismatched - self.mismatched:
+            self.mismatched |= mismatched
+            self.program, self.phase = None, "verifying"
+            return
+        if self.phase == "verifying":
+            self.phase = "measuring"
+        elif self.phase == "measuring":
+            self.phase = "planned"
+            self.graph = retime(self.graph, times)
+            if self.measured_peak_bytes is not None:
+                predicted = self.plan.predicted_peak_bytes - self.shortfall_bytes
+                self.shortfall_bytes = max(0, self.measured_peak_bytes - predicted)
+            if not self._is_final:
+                self.program = None
+
+    @property
+    def _is_final(self) -> bool:
+        """Whether nothing measured can change the plan: one that keeps everything, and fits."""
+        plan = self.plan
+        if plan is None or plan.decisions:
+            return False
+        return plan.budget_bytes is None or plan.predicted_peak_bytes + self.shortfall_bytes <= plan.budget_bytes
+
+    def replan(
+        self, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...], given: MemoryPlan | None
+    ) -> None:
+        """Make the plan for the graph, or take the given one.
+
+        Raises:
+            BudgetInfeasibleError: The budget is below the floor.
+            PlanError: The given plan is for another graph.
+        """
+        assert self.graph is not None
+        if given is not None:
+            self.program = compile_plan(self.graph, given)
+            return
+        kept = _matching(self.graph, keep)
+        target = None if budget_bytes is None else budget_bytes - self.shortfall_bytes
+        try:
+            plan = make_plan(self.graph, device, target, policy=policy, keep=kept | frozenset(self.mismatched))
+        except BudgetInfeasibleError as error:
+            if not self.shortfall_bytes or budget_bytes is None or error.floor_bytes > budget_bytes:
+                raise
+            # The floor itself is met; only the margin for what was under-predicted is not.
+            plan = make_plan(self.graph, device, error.floor_bytes, policy=policy, keep=kept | frozenset(self.mismatched))
+        plan = dataclasses.replace(
+            plan,
+            budget_bytes=budget_bytes,
+            floor_bytes=plan.floor_bytes + self.shortfall_bytes,
+            predicted_peak_bytes=plan.predicted_peak_bytes + self.shortfall_bytes,
+        )
+        self.program = compile_plan(self.graph, plan)
+
+
+def _matching(graph: StepGraph, patterns: tuple[str, ...]) -> frozenset[int]:
+    """Storages saved by modules whose names match."""
+    return frozenset(
+        graph.values[save.value].storage
+        for save in graph.saves
+        if any(fnmatch.fnmatchcase(save.module, pattern) for pattern in patterns)
+    )

@@ -1,0 +1,349 @@
+"""The memory plugin: capture, plan, execute, re-plan, for any training loop.
+
+Protocol: ``attach`` (or ``with``), then ``step()`` around each forward and backward, ``detach`` at the end. A
+step that is closed after forward is finished by its backward, at the latest when the next one begins. One
+plugin serves one device and one thread of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_offload.capture.calibrate import measure_device
+from lightning_offload.errors import PlanError, UnsupportedError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.lifecycle import StepKind
+from lightning_offload.plugins.persistent import PersistentState
+from lightning_offload.plugins.report_data import Phase, Report
+from lightning_offload.plugins.run import StepRun, start_run
+from lightning_offload.plugins.settings import Budget, budget_bytes_on, check_settings
+from lightning_offload.plugins.signature import first_device, step_signature
+from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.lanes import Lanes, lanes_for
+from lightning_offload.runtime.mode import executing
+
+
+class MemoryPlugin:
+    """Trains within a budget of device memory, bit for bit as without it.
+
+    Args:
+        budget: Peak bytes of tensors alive on the compute device in a step, persistent state included: an int
+            of bytes, ``"12GiB"``, a float in (0, 1] as a fraction of device memory, or None for all that the
+            device has (on a CPU: no limit).
+        policy: Who plans: "auto", "keep-all", "all-swap" or "all-recompute".
+        tier: Where swapped tensors go: "auto" or "host".
+        host_budget: Most host memory for swapped tensors; what does not fit stays on the device.
+        spill_dir: Folder for spill files.
+        plan: A plan, or the path of one, to use instead of planning.
+        keep: Patterns of module names whose saved tensors stay on the device.
+        enabled: False makes everything a no-op, as does ``LIGHTNING_OFFLOAD=0`` in the environment.
+        verify: Compare replays with their originals in the "first" step under a plan, "always" or "never".
+        device: The compute device; by default that of the module, or of the step's inputs.
+        module: The model; gives names to its parts in ``keep`` and in messages.
+
+    Raises:
+        OffloadError: A keyword is wrong; the message says which and what is allowed.
+    """
+
+    def __init__(
+        self,
+        budget: Budget = None,
+        *,
+        policy: str = "auto",
+        tier: str = "auto",
+        host_budget: Budget = None,
+        spill_dir: str | os.PathLike[str] | None = None,
+        plan: MemoryPlan | str | os.PathLike[str] | None = None,
+        keep: str | Sequence[str] = (),
+        enabled: bool = True,
+        verify: str = "first",
+        device: torch.device | str | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        self._settings = check_settings(
+            budget=budget, policy=policy, tier=tier, host_budget=host_budget, spill_dir=spill_dir, plan=plan,
+            keep=keep, enabled=enabled, verify=verify,
+        )  # fmt: skip
+        self._device = _supported(torch.device(device)) if device is not None else None
+        self._module = weakref.ref(module) if module is not None else None
+        self._state = PersistentState(self._before_optimizer_step)
+        self._pool = HostPool(self._settings.host_budget_bytes)
+        self._lanes: Lanes | None = None
+        self._spec: DeviceSpec | None = None
+        self._kinds: dict[str, StepKind] = {}
+        self._executors: weakref.WeakSet[StepExecutor] = weakref.WeakSet()
+        self._run: StepRun | None = None
+        self._kind: StepKind | None = None
+        self._phase: Phase = "idle"
+        self._is_attached = False
+        self._is_open = False
+        self._num_steps = 0
+        self._stall_seconds = 0.0
+        self._step_seconds: float | None = None
+        self._optimizer_peak_bytes: int | None = None
+
+    # ---- attaching
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the plugin does anything."""
+        return self._settings.enabled
+
+    @property
+    def policy(self) -> str:
+        """Name of the planning policy."""
+        return self._settings.policy
+
+    @property
+    def device(self) -> torch.device | None:
+        """The compute device, None before it is known."""
+        return self._device
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None without one, or before the device is known that a fraction is of."""
+        if self._device is None and (self._settings.budget is None or isinstance(self._settings.budget, float)):
+            return None
+        return budget_bytes_on(self._settings, self._device or torch.device("cpu"))
+
+    def attach(self, module: torch.nn.Module | None = None, device: torch.device | str | None = None) -> None:
+        """Begin to serve a model; idempotent."""
+        if module is not None:
+            self._module = weakref.ref(module)
+        if device is not None:
+            self._device = _supported(torch.device(device))
+        if self.enabled:
+            self._state.attach(self._module_now())
+            self._is_attached = True
+
+    def detach(self) -> None:
+        """Take every hook off and end every thread; idempotent. Plans are remembered."""
+        self._finish()
+        self._state.detach()
+        if self._lanes is not None:
+            self._lanes.close()
+        self._pool.trim()
+        self._is_attached = False
+
+    def __enter__(self) -> MemoryPlugin:
+        """Attach."""
+        self.attach()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Detach."""
+        self.detach()
+
+    # ---- steps
+
+    @contextlib.contextmanager
+    def step(self, *inputs: Any, **kwargs: Any) -> Iterator[None]:
+        """Around one forward and its backward, or around forward alone.
+
+        Args:
+            inputs: What the step is given; shapes and dtypes of the tensors in it choose the cached plan.
+            kwargs: Likewise.
+
+        Raises:
+            BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
+        """
+        if not self._is_attached or self._is_open or not torch.is_grad_enabled():
+            yield
+            return
+        self._finish()
+        run = self._begin((inputs, kwargs))
+        if run is None:
+            yield
+            return
+        with self._opened(run, hooks=True):
+            yield
+
+    @contextlib.contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Around a backward of the step opened last, so that its ops and its peak are measured."""
+        run = self._run
+        if run is None or self._is_open:
+            yield
+            return
+        with self._opened(run, hooks=False):
+            yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run ``loss.backward(**kwargs)`` as part of the step opened last."""
+        with self.backward_scope():
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
+        self._is_open = True
+        try:
+            with run.timed(), executing(run.executor, hooks=hooks):
+                yield
+        except BaseException:
+            self._run = None
+            raise
+        finally:
+            self._is_open = False
+
+    def _begin(self, inputs: Any) -> StepRun | None:
+        """Choose what the coming step does; None to leave it alone."""
+        device = self._resolve_device(inputs)
+        kind = self._kinds.setdefault(step_signature(inputs, self._state.gradient_bytes()), StepKind())
+        self._note_optimizer_peak(device)
+        self._ensure_plan(kind, device)
+        self._kind, self._phase = kind, kind.phase
+        self._num_steps += 1
+        if kind.runs_plainly(self.budget_bytes):
+            return None
+        assert self._lanes is not None
+        run = start_run(kind, device, self._lanes, self._pool, self._module_now(), self._settings.verify)
+        self._executors.add(run.executor)
+        self._run = run
+        return run
+
+    def _module_now(self) -> torch.nn.Module | None:
+        return self._module() if self._module is not None else None
+
+    def _resolve_device(self, inputs: Any) -> torch.device:
+        if self._device is None:
+            module = self._module_now()
+            parameter = next(module.parameters(), None) if module is not None else None
+            found = parameter.device if parameter is not None else first_device(inputs)
+            if found is None:
+                on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+                found = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+            self._device = _supported(found)
+        if self._lanes is None:
+            self._lanes = lanes_for(self._device)
+        return self._device
+
+    def _ensure_plan(self, kind: StepKind, device: torch.device) -> None:
+        """Have a plan for a recorded kind of step, made for the persistent state that there is now."""
+        if kind.graph is None:
+            return
+        if kind.state_version != self._state.version:
+            kind.state_version = self._state.version
+            kind.set_extra_bytes(self._state.bytes_beside(kind.touched, device))
+        if kind.program is None and kind.phase != "recording":
+            s = self._settings
+            kind.replan(self._measured_spec(device), self.budget_bytes, s.policy, s.keep, s.plan)
+
+    def _measured_spec(self, device: torch.device) -> DeviceSpec:
+        if self._spec is None:
+            assert self._lanes is not None
+            lanes, block = self._lanes, HostPool().allocate(_LINK_BLOCK_BYTES)
+            assert block is not None
+            self._spec = measure_device(
+                device,
+                lambda storage: lanes.swap_out(storage, block).wait(),
+                lambda storage: lanes.swap_in(block, storage).wait(),
+                num_bytes=_LINK_BLOCK_BYTES,
+            )
+        return self._spec
+
+    def _finish(self) -> None:
+        """Take over what the last step showed, once its backward has run."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if run.recorder is not None:
+            self._state.learn_leaves(run.recorder.leaves)
+        run.finish(self._state.bytes_beside)
+        self._stall_seconds, self._step_seconds = run.executor.stall_seconds, run.seconds
+
+    def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
+        for executor in list(self._executors):
+            if executor.is_recomputing:
+                executor.settle_readers_of(parameters)
+
+    def _note_optimizer_peak(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self._optimizer_peak_bytes = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        elif self._kind is not None and self._kind.graph is not None:
+            self._optimizer_peak_bytes = self._kind.graph.persistent_bytes + self._kind.survivor_bytes
+
+    # ---- results
+
+    def report(self) -> Report:
+        """Figures of the kind of step that ran last."""
+        if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
+            self._finish()
+        kind = self._kind or StepKind()
+        if kind.graph is not None and kind.program is None and kind.phase != "recording" and self._device is not None:
+            self._ensure_plan(kind, self._device)
+        plan, graph = kind.plan, kind.graph
+        by_action = {a: plan.bytes_of(graph, a) if plan and graph else 0 for a in _ACTIONS}
+        return Report(
+            budget_bytes=self.budget_bytes,
+            floor_bytes=plan.floor_bytes if plan else None,
+            plain_peak_bytes=plan.plain_peak_bytes if plan else None,
+            predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
+            measured_peak_bytes=kind.measured_peak_bytes,
+            predicted_step_seconds=plan.predicted_step_seconds if plan else None,
+            measured_step_seconds=self._step_seconds,
+            plain_step_seconds=plan.plain_step_seconds if plan else None,
+            bound_seconds=plan.bound_seconds if plan else None,
+            kept_bytes=by_action["keep"],
+            swapped_bytes=by_action["swap"],
+            recomputed_bytes=by_action["recompute"],
+            host_peak_bytes=self._pool.peak_bytes,
+            stall_seconds=self._stall_seconds,
+            forward_peak_bytes=kind.forward_peak_bytes,
+            backward_peak_bytes=kind.backward_peak_bytes,
+            optimizer_peak_bytes=self._optimizer_peak_bytes,
+            policy=self.policy,
+            num_steps=self._num_steps,
+            phase=self._phase,
+            num_mismatched=len(kind.mismatched),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recorded graphs and their plans, as JSON-able data."""
+        return {
+            "schema": _STATE_SCHEMA,
+            "plans": [
+                {"signature": signature, "graph": kind.graph.to_json(), "plan": kind.plan.to_json()}
+                for signature, kind in self._kinds.items()
+                if kind.graph is not None and kind.plan is not None
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start with plans made earlier; their replays are verified again in their first step.
+
+        Raises:
+            PlanError: The state is malformed.
+        """
+        if not isinstance(state, dict) or state.get("schema") != _STATE_SCHEMA:
+            raise PlanError(f"not a state of this version of the memory plugin: {str(state)[:80]!r}")
+        for row in state["plans"]:
+            graph, plan = StepGraph.from_json(row["graph"]), MemoryPlan.from_json(row["plan"])
+            fits = plan.policy == self.policy and plan.budget_bytes == self.budget_bytes
+            self._kinds[row["signature"]] = StepKind.restored(graph, plan if fits else None)
+
+
+_ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
+_LINK_BLOCK_BYTES = 32 << 20
+_STATE_SCHEMA = 1
+
+
+def _supported(device: torch.device) -> torch.device:
+    """The device, checked.
+
+    Raises:
+        UnsupportedError: Neither a CPU nor CUDA.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda'")
+    return device

@@ -1,0 +1,97 @@
+"""Persistent state on the device that no op of a step need touch: optimizer state, unused parameters, gradients.
+
+Learnt from the module, where one is given, and from the optimizers themselves through torch's global
+optimizer-step hooks. Tensors are known by weak reference; nothing is kept alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_offload.tensors.op_facts import is_plain, tensors_in
+
+
+class PersistentState:
+    """Parameters, buffers, gradients and optimizer state, counted once for each storage.
+
+    Attributes:
+        version: Grows whenever state appears that was not there before.
+        optimizer_state_bytes: Bytes of the optimizers' state, None before the first optimizer step.
+    """
+
+    def __init__(self, before_optimizer_step: Callable[[list[Tensor]], None]) -> None:
+        self.version = 0
+        self.optimizer_state_bytes: int | None = None
+        self._before_optimizer_step = before_optimizer_step
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
+        self._hooks: list[Any] = []
+
+    def attach(self, module: torch.nn.Module | None) -> None:
+        """Install the optimizer hooks."""
+        self._module = weakref.ref(module) if module is not None else None
+        if not self._hooks:
+            self._hooks = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def learn_leaves(self, leaves: dict[int, weakref.ref[Tensor]]) -> None:
+        """Know the trainable tensors that a recorded step read."""
+        self._leaves.update(leaves)
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._before_optimizer_step([p for group in optimizer.param_groups for p in group["params"]])
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        num_states = sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
+        if self._optimizers.get(optimizer) != num_states:
+            self._optimizers[optimizer] = num_states
+            self.version += 1
+            states = [state for each in self._optimizers for state in each.state.values()]
+            self.optimizer_state_bytes = sum(_sizes(tensors_in(states)).values())
+
+    def trainable(self) -> Iterator[Tensor]:
+        """Tensors that collect gradients, as far as they are known."""
+        module = self._module() if self._module is not None else None
+        if module is not None:
+            yield from module.parameters()
+        for optimizer in self._optimizers:
+            yield from (p for group in optimizer.param_groups for p in group["params"])
+        yield from (leaf for leaf in (reference() for reference in self._leaves.values()) if leaf is not None)
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are there now."""
+        return sum(_sizes(p.grad for p in self.trainable() if p.grad is not None).values())
+
+    def bytes_beside(self, touched: Iterable[int], device: torch.device) -> int:
+        """Bytes on the device in storages (by identity) other than those that a step touches, gradients aside."""
+        known = set(touched)
+        sizes = _sizes(tensor for tensor in self._tensors() if tensor.device.type == device.type)
+        return sum(size for key, size in sizes.items() if key not in known)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self.trainable()
+        module = self._module() if self._module is not None else None
+        if module is not None:
+            yield from module.buffers()
+        for optimizer in self._optimizers:
+            yield from tensors_in(list(optimizer.state.values()))
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes by identity of the storage."""
+    storages = (tensor.untyped_storage() for tensor in tensors if is_plain(tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}

@@ -1,0 +1,115 @@
+"""The memory plugin's keywords, checked before anything is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from lightning_offload.errors import PlanError, SpillError, UnsupportedError
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.planning.policies import check_policy
+from lightning_offload.units import resolve_budget
+
+Budget = int | float | str | None
+Tier = Literal["auto", "host", "disk"]
+Verify = Literal["first", "always", "never"]
+
+_SWITCH = "LIGHTNING_OFFLOAD"
+_MARGIN = 0.03  # of a device's memory, left for what the allocator rounds up and for other libraries
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Checked keywords of a memory plugin; cf. its docstring."""
+
+    budget: Budget
+    policy: str
+    host_budget_bytes: int | None
+    plan: MemoryPlan | None
+    keep: tuple[str, ...]
+    enabled: bool
+    verify: Verify
+
+
+def check_settings(
+    *,
+    budget: Budget,
+    policy: str,
+    tier: str,
+    host_budget: Budget,
+    spill_dir: str | os.PathLike[str] | None,
+    plan: MemoryPlan | str | os.PathLike[str] | None,
+    keep: str | Sequence[str],
+    enabled: bool,
+    verify: str,
+) -> Settings:
+    """Check the keywords of a memory plugin.
+
+    Raises:
+        BudgetError: A budget cannot be read.
+        PolicyError: No such policy.
+        PlanError: The plan file is missing or malformed.
+        SpillError: The spill folder is missing or not writable.
+        UnsupportedError: The tier is not supported yet.
+        ValueError: ``tier`` or ``verify`` is none of the allowed words.
+    """
+    if not isinstance(budget, float):
+        resolve_budget(budget, device_bytes=None)
+    elif not 0 < budget <= 1:
+        resolve_budget(budget, device_bytes=1 << 40)
+    _check_word("tier", tier, Tier)
+    _check_word("verify", verify, Verify)
+    if spill_dir is not None:
+        _check_folder(Path(spill_dir))
+    if tier == "disk":
+        raise UnsupportedError("tier='disk' is not supported yet: use tier='host' or tier='auto'")
+    return Settings(
+        budget=budget,
+        policy=check_policy(policy),
+        host_budget_bytes=resolve_budget(host_budget, device_bytes=None),
+        plan=_load_plan(plan),
+        keep=(keep,) if isinstance(keep, str) else tuple(keep),
+        enabled=enabled and os.environ.get(_SWITCH, "1") != "0",
+        verify=verify,  # type: ignore[arg-type]
+    )
+
+
+def _check_word(name: str, word: str, allowed: object) -> None:
+    words = get_args(allowed)
+    if word not in words:
+        raise ValueError(f"{name}={word!r} is not known: choose one of {', '.join(map(repr, words))}")
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise SpillError(f"spill_dir {str(folder)!r} is no folder: create it, or name one that exists")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SpillError(f"spill_dir {str(folder)!r} is not writable: change its permissions, or name another")
+
+
+def _load_plan(plan: MemoryPlan | str | os.PathLike[str] | None) -> MemoryPlan | None:
+    if plan is None or isinstance(plan, MemoryPlan):
+        return plan
+    try:
+        text = Path(plan).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package") from None
+    return MemoryPlan.from_json(text)
+
+
+def budget_bytes_on(settings: Settings, device: torch.device) -> int | None:
+    """The budget in bytes on a device; None where there is none, as on a CPU without ``budget=``.
+
+    Raises:
+        BudgetError: A fraction was asked for of a device whose memory is not known.
+    """
+    total = int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+    if settings.budget is None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int((free + torch.cuda.memory_reserved(device)) - _MARGIN * (total or 0))
+    return resolve_budget(settings.budget, device_bytes=total)

@@ -1,0 +1,41 @@
+"""What tells one kind of step from another before it runs: its inputs, autocast, and gradients already there."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+
+def step_signature(inputs: Any, gradient_bytes: int) -> str:
+    """A key under which the step's plan is cached.
+
+    Numbers, strings and other leaves count by type, not by value: a batch index differs in every step.
+
+    Args:
+        inputs: Any pytree of tensors and other objects.
+        gradient_bytes: Bytes of gradients that are there before the step (accumulation).
+    """
+    leaves, spec = tree_flatten(inputs)
+    parts = [str(spec), str(gradient_bytes), *map(_describe, leaves)]
+    for device_type in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            parts.append(f"{device_type} autocast {torch.get_autocast_dtype(device_type)}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    if leaf.layout is not torch.strided:
+        return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.layout} {leaf.device.type}"
+    return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device.type} {leaf.requires_grad}"
+
+
+def first_device(inputs: Any) -> torch.device | None:
+    """The device of the first tensor among the inputs, one that is not on the CPU where there is any."""
+    devices = [leaf.device for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    return next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)

@@ -1,0 +1,491 @@
+"""Executes one step: decides nothing, does what the program says for each op, pack and unpack.
+
+Without a program (a step that has no plan yet, or one whose structure left its plan) it follows the *floor
+policy*: every saved tensor made in the step is swapped out at once and brought back when it is needed. A plan
+never decides about correctness: a tensor is recomputed only through calls recorded in this very step, and a
+storage is recognised by its live identity, never by its address.
+
+Threads: ops and packs come from the caller's thread, unpacks perhaps from autograd's device threads; a lock
+orders them. Finalizers take no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_offload.errors import ReplayError
+from lightning_offload.graph.memory_plan import AT_PACK, Decision
+from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.lanes import Lanes
+from lightning_offload.runtime.program import OpStep, Program
+from lightning_offload.runtime.replay import record_call, replay
+from lightning_offload.runtime.values import Call, Handle, Value, witness_of
+from lightning_offload.runtime.verifier import Verifier
+from lightning_offload.tensors.geometry import Geometry
+from lightning_offload.tensors.observer import StepObserver
+from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain, tensors_in
+_log = logging.getLogger(__name__)
+
+
+class _Off(threading.local):
+    """While entered, the ops of this thread are the runtime's own: the dispatch mode lets them pass."""
+
+    depth = 0
+
+    @property
+    def is_off(self) -> bool:
+        return self.depth > 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth -= 1
+
+
+_OFF = _Off()
+
+
+class StepExecutor:
+    """The state of one step, from its first op until autograd has dropped its last saved tensor.
+
+    Attributes:
+        program: What to do; None for the floor policy.
+        observer: Who is told of every event, if anybody.
+        has_deviated: Whether the step's structure left the program.
+        num_unpacks: Unpacks so far.
+        stall_seconds: Time that compute waited for copies.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        lanes: Lanes,
+        pool: HostPool,
+        program: Program | None,
+        observer: StepObserver | None,
+        verifier: Verifier | None,
+    ) -> None:
+        self.program = program
+        self.observer = observer
+        self.has_deviated = False
+        self.num_unpacks = 0
+        self.stall_seconds = 0.0
+        self._device = device
+        self._lanes = lanes
+        self._pool = pool
+        self._verifier = verifier
+        self._num_ops = 0
+        self._num_packs = 0
+        self._lock = threading.RLock()
+        self._values: dict[int, Value | weakref.ref[Value]] = {}
+        self._by_index: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        self._forget = _forgetter(self._values)
+
+    @property
+    def needs_mode(self) -> bool:
+        """Whether ops must be seen: not when everything is kept and nobody watches."""
+        return self.program is None or not self.program.is_keep_all or self.observer is not None
+
+    @property
+    def decisions(self) -> dict[int, Decision]:
+        """The plan's decisions by storage; none under the floor policy."""
+        return self.program.decisions if self.program is not None else {}
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether calls of this step may have to be replayed."""
+        return self.program is not None and self.program.is_recomputing
+
+    # ---- ops
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of the program, with what the plan asks for around it."""
+        if _OFF.is_off:
+            return func(*args, **kwargs)
+        with _OFF:
+            facts = facts_of(func)
+            step = self._next_step(facts)
+            if step is not None and step.release:
+                self._release(step.release)
+            rewritten = self._before_write(facts, args, kwargs) if facts.mutates else []
+            call = self._record(func, facts, args, kwargs) if step is not None and step.record else None
+            out = self._run(func, facts, args, kwargs)
+            for tensor in rewritten:
+                self._follow_new(tensor, -1)
+            if step is None or step.register:
+                self._register(facts, args, kwargs, out, step, call)
+            return out
+
+    def _next_step(self, facts: OpFacts) -> OpStep | None:
+        """The program's entry for this op; None under the floor policy."""
+        program = self.program
+        if program is None or self.has_deviated:
+            return None
+        index = self._num_ops
+        self._num_ops = index + 1
+        if index < len(program.ops) and program.ops[index].name == facts.name:
+            return program.ops[index]
+        self.deviate()
+        return None
+
+    def deviate(self) -> None:
+        """Leave the program: what follows in this step runs under the floor policy."""
+        self.has_deviated = True
+        _log.debug("op %d is not the one that was planned", self._num_ops - 1)
+        for value in list(self._by_index.values()):
+            self._let_go(value)
+
+    def _run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        observer = self.observer
+        if observer is None:
+            return func(*args, **kwargs)
+        observer.before_op()
+        start = time.perf_counter()
+        out = func(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        observer.on_op(facts, args, kwargs, out, seconds)
+        return out
+
+    def _record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        read = list(tensors_in((args, kwargs)))
+        if not facts.may_replay(self._device.type) or not all(map(is_plain, read)):
+            return None
+        if any(self._find(t.untyped_storage()) is None and _without_graph(t) is None for t in read):
+            return None
+        call = record_call(func, facts, args, kwargs, self._value_of)
+        for value in {ref.value for ref in call.refs()}:
+            if value.call is None:
+                value.readers.append(weakref.ref(call))
+                if not value.has_source:
+                    self._own(value, value.live())
+        return call
+
+    def _value_of(self, tensor: Tensor) -> Value:
+        """The value that an argument holds; one that no followed op made is taken as it is, and owned."""
+        storage = tensor.untyped_storage()
+        value = self._find(storage)
+        if value is None:
+            value = Value(-1, storage.nbytes())
+            value.version = (_without_graph(tensor), tensor._version)
+            self._follow(value, storage)
+            self._own(value, storage)
+        return value
+
+    # ---- values
+
+    def _find(self, storage: torch.UntypedStorage) -> Value | None:
+        entry = self._values.get(storage._cdata)
+        value = entry() if isinstance(entry, weakref.ref) else entry
+        if value is None or value.origin is None or value.origin() is not storage:
+            return None
+        return value
+
+    def _follow(self, value: Value, storage: torch.UntypedStorage) -> None:
+        """Know a value by its storage for as long as that lives."""
+        origin = _Origin(storage, self._forget)
+        origin.key = storage._cdata
+        value.origin = origin
+        self._values[origin.key] = value
+        if value.index >= 0:
+            self._by_index[value.index] = value
+
+    def _own(self, value: Value, storage: torch.UntypedStorage | None) -> None:
+        """Let a value hold its memory; from then on it lives by who needs the value, not by the table."""
+        if storage is not None:
+            value.storage = storage
+            if value.origin is not None:
+                self._values[storage._cdata] = weakref.ref(value)
+
+    def _register(
+        self,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        step: OpStep | None,
+        call: Call | None,
+    ) -> None:
+        """Follow the values that an op made: all under the floor policy, those of the plan otherwise."""
+        _, made, num_fresh = effects(facts, args, kwargs, out)
+        if step is None:
+            for tensor in made[:num_fresh]:
+                self._follow_new(tensor, -1)
+            return
+        if len(made) != len(step.num_bytes):
+            self.deviate()
+            return
+        for position, index in step.register:
+            tensor = made[position]
+            if tensor.untyped_storage().nbytes() != step.num_bytes[position]:
+                self.deviate()
+                return
+            value = self._follow_new(tensor, index)
+            if value is not None and call is not None:
+                value.call, value.position = call, position
+                call.results[position] = weakref.ref(value)
+
+    def _follow_new(self, tensor: Tensor, index: int) -> Value | None:
+        if tensor.device.type != self._device.type:
+            return None
+        storage = tensor.untyped_storage()
+        value = Value(index, storage.nbytes())
+        self._follow(value, storage)
+        return value
+
+    def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Settle what needs the old contents of storages about to be written; those made in this step."""
+        return [t for t in facts.written(args, kwargs) if is_plain(t) and self.before_write(t)]
+
+    def before_write(self, tensor: Tensor) -> bool:
+        """Settle what needs the old contents of a tensor's storage; called before any write that we see.
+
+        Calls that read it and could not have it again are replayed now. Saved tensors on it follow the storage
+        from now on, as they do in plain autograd, which reads it as it then is, or raises.
+
+        Returns:
+            Whether the storage was made in this step, so that its next value may leave the device too.
+        """
+        storage = tensor.untyped_storage()
+        value = self._find(storage)
+        if value is None:
+            return False
+        with self._lock, _OFF:
+            if value.copy is not None:
+                value.copy.wait()
+            if value.call is None and value.block is None:
+                for reader in value.readers:
+                    self._settle(reader())
+            for reference in value.handles:
+                handle = reference()
+                if handle is not None and handle.geometry is not None and handle.value is value:
+                    handle.kept, handle.value = handle.geometry.view(storage), None
+                    if self.observer is not None:
+                        self.observer.on_overwrite(handle.index)
+            value.origin = value.storage = None
+            self._values.pop(storage._cdata, None)
+        return value.version is None
+
+    def _settle(self, call: Call | None) -> None:
+        """Replay the results of a call that are still wanted, and keep them."""
+        for reference in list(call.results.values()) if call is not None else ():
+            value = reference()
+            if value is not None and value.call is call:
+                self._materialise(value)
+
+    # ---- saved tensors
+
+    def pack(self, tensor: Tensor) -> Handle:
+        """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
+        with _OFF:
+            return self._pack(tensor.detach())
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        index = self._num_packs
+        self._num_packs = index + 1
+        handle = Handle(self, index, tensor)
+        plain = is_plain(tensor)
+        if self.observer is not None:
+            self.observer.on_pack(index, tensor, plain)
+        program = self.program
+        if program is not None and program.is_keep_all:
+            self._check_pack(program, index, tensor, plain)
+        value = self._find(tensor.untyped_storage()) if plain and self._values else None
+        if value is not None and self._leave(value, tensor):
+            handle.witness = witness_of(tensor)
+            handle.value, handle.geometry = value, Geometry.of(tensor)
+            value.handles.append(weakref.ref(handle))
+        else:
+            handle.kept = tensor
+        return handle
+
+    def _check_pack(self, program: Program, index: int, tensor: Tensor, plain: bool) -> None:
+        """Notice that a step which keeps everything, and so sees no ops, is not the one that was planned."""
+        if index >= len(program.pack_bytes):
+            self.has_deviated = True
+        elif plain and tensor.untyped_storage().nbytes() != program.pack_bytes[index]:
+            self.has_deviated = True
+
+    def _leave(self, value: Value, tensor: Tensor) -> bool:
+        """Let a saved value leave the device as the plan says; whether it need not be kept as it is."""
+        storage = tensor.untyped_storage()
+        if value.version is not None or storage.nbytes() == 0:
+            return False
+        if value.block is not None:
+            return True
+        decision = None
+        if self.program is not None and not self.has_deviated:
+            decision = self.program.decisions.get(value.index)
+            if decision is None:
+                self._own(value, storage)
+                return False
+            if decision.action == "recompute":
+                return self._leave_to_replay(value, storage)
+        release_now = decision is None or decision.release_op == AT_PACK
+        return self._swap_out(value, storage, release_now=release_now)
+
+    def _leave_to_replay(self, value: Value, storage: torch.UntypedStorage) -> bool:
+        if value.call is None:
+            return False
+        if self._verifier is not None and value.original is None:
+            value.original = self._verifier.remember(storage)
+        return True
+
+    def _swap_out(self, value: Value, storage: torch.UntypedStorage, *, release_now: bool) -> bool:
+        block = self._pool.allocate(value.num_bytes)
+        if block is None:
+            self._own(value, storage)
+            return False
+        value.block = block
+        self._own(value, storage)
+        value.copy = self._lanes.swap_out(storage, block)
+        if release_now:
+            self._let_go(value)
+        return True
+
+    def _release(self, indices: list[int]) -> None:
+        for index in indices:
+            value = self._by_index.get(index)
+            if value is not None:
+                self._let_go(value)
+
+    def _let_go(self, value: Value) -> None:
+        """Wait for a copy out and drop the device memory."""
+        with self._lock:
+            if value.block is not None and value.copy is not None and value.origin is not None:
+                self._wait(value)
+                value.storage = None
+
+    def _wait(self, value: Value) -> None:
+        copy, value.copy = value.copy, None
+        if copy is not None and not copy.is_done:
+            start = time.perf_counter()
+            copy.wait()
+            stalled = time.perf_counter() - start
+            self.stall_seconds += stalled
+            if self.observer is not None:
+                self.observer.on_stall(stalled)
+        elif copy is not None:
+            copy.wait()
+
+    def unpack(self, handle: Handle) -> Tensor:
+        """Give a saved tensor back.
+
+        Raises:
+            RuntimeError: It was modified in place since it was saved.
+            StaleInputError: It must be recomputed from a tensor that was.
+            ReplayError: A replay failed.
+        """
+        with self._lock:
+            observer = self.observer
+            if observer is not None:
+                observer.on_unpack(handle.index)
+            ordinal = self.num_unpacks
+            self.num_unpacks = ordinal + 1
+            handle.check_version()
+            value = handle.value
+            if value is None or handle.geometry is None:
+                assert handle.kept is not None
+                tensor = handle.kept
+            else:
+                with _OFF:
+                    storage = self._materialise(value)
+                    if observer is not None:
+                        observer.on_unpacked(handle.index, storage)
+                    if value.original is not None and self._verifier is not None:
+                        storage = self._verifier.verify(value, storage, handle.geometry)
+                    tensor = handle.geometry.view(storage)
+            if self.program is not None and not self.has_deviated and ordinal in self.program.prefetch:
+                self._prefetch(self.program.prefetch[ordinal])
+            return tensor
+
+    def _materialise(self, value: Value) -> torch.UntypedStorage:
+        """Device memory that holds a value; it stays for as long as anybody needs the value."""
+        live = value.live()
+        if live is not None:
+            if value.origin is None or live is not value.origin():
+                self._wait(value)
+            value.check_version()
+            return live
+        if value.block is not None:
+            self._swap_in(value)
+            self._wait(value)
+            value.block = None
+        elif value.call is not None:
+            value.storage = replay(value, self._materialise, self._notice, self._stays)
+            value.call = None
+        if value.storage is None:
+            raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
+        return value.storage
+
+    def _stays(self, value: Value) -> bool:
+        """Whether a value replayed on the way to another stays for its own later unpack."""
+        decision = self.decisions.get(value.index)
+        return decision is not None and decision.memo and any(handle() is not None for handle in value.handles)
+
+    def _swap_in(self, value: Value) -> None:
+        assert value.block is not None
+        self._wait(value)
+        device_bytes = torch.empty(value.num_bytes, dtype=torch.uint8, device=self._device)
+        value.storage = device_bytes.untyped_storage()
+        value.origin = None
+        self._notice(value.storage)
+        value.copy = self._lanes.swap_in(value.block, value.storage)
+
+    def _prefetch(self, indices: tuple[int, ...]) -> None:
+        with _OFF:
+            for index in indices:
+                value = self._by_index.get(index)
+                if value is not None and value.block is not None and value.live() is None:
+                    self._swap_in(value)
+
+    def _notice(self, storage: torch.UntypedStorage) -> None:
+        if self.observer is not None:
+            self.observer.on_allocation(storage)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """End the part of the step in which ops are seen; saved tensors stay readable."""
+        for key, entry in list(self._values.items()):
+            if not isinstance(entry, weakref.ref):
+                del self._values[key]
+
+    def settle_readers_of(self, tensors: list[Tensor]) -> None:
+        """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
+        for tensor in tensors:
+            self.before_write(tensor)
+
+
+def _without_graph(tensor: Tensor) -> Tensor | None:
+    """A tensor that shares another's version counter and refers to no autograd graph; None if there is none.
+
+    Below autograd, where ops are seen, ``detach`` makes a tensor with a version counter of its own.
+    """
+    base = tensor._base if tensor._base is not None else tensor
+    return base if base.grad_fn is None else None
+
+
+class _Origin(weakref.ref[torch.UntypedStorage]):
+    __slots__ = ("key",)
+    key: int
+
+
+def _forgetter(values: dict[int, Value | weakref.ref[Value]]) -> Callable[[_Origin], None]:
+    """A callback that takes a storage that died out of the table; holds no executor, takes no lock."""
+
+    def forget(origin: Any) -> None:
+        entry = values.get(origin.key)
+        if not isinstance(entry, weakref.ref) and entry is not None and entry.origin is origin:
+            values.pop(origin.key, None)
+
+    return forget

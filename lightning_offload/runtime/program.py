@@ -1,0 +1,112 @@
+"""A memory plan turned into tables that the executor looks up by op and by unpack, without searching.
+
+For every value that the plan recomputes, the program lists the ops whose calls must be recorded: its producer,
+and in turn the producers of what that reads, down to values that will be at hand (kept, swapped, or persistent).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightning_offload.errors import PlanError
+from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+
+
+@dataclasses.dataclass(slots=True)
+class OpStep:
+    """What to do around one op.
+
+    Attributes:
+        name: The op that is expected.
+        num_bytes: Sizes of the storages it makes values on.
+        record: Whether to record its call.
+        register: Results to follow: (position, storage index).
+        release: Storages whose device copies are released before it.
+    """
+
+    name: str
+    num_bytes: tuple[int, ...]
+    record: bool = False
+    register: tuple[tuple[int, int], ...] = ()
+    release: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """See the module's docstring.
+
+    Attributes:
+        plan: The plan.
+        ops: One entry an op, in order.
+        decisions: By storage index.
+        prefetch: By ordinal of an unpack: the storages whose copies back are issued then.
+        pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure.
+        is_keep_all: Whether the plan keeps everything, so that the step needs no dispatch mode.
+        is_recomputing: Whether anything is recomputed.
+    """
+
+    plan: MemoryPlan
+    ops: tuple[OpStep, ...]
+    decisions: dict[int, Decision]
+    prefetch: dict[int, tuple[int, ...]]
+    pack_bytes: tuple[int, ...]
+    is_keep_all: bool
+    is_recomputing: bool
+
+
+def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
+    """Compile a plan for a graph.
+
+    Raises:
+        PlanError: The plan is for another graph, or recomputes what cannot be.
+    """
+    plan.check(graph)
+    decisions = {d.storage: d for d in plan.decisions if d.action != "keep"}
+    sizes = [graph.storages[v.storage].num_bytes for v in graph.values]
+    steps = tuple(OpStep(op.name, tuple(sizes[v] for v in op.outputs)) for op in graph.ops)
+    followed = _follow(graph, decisions, steps)
+    for i, op in enumerate(graph.ops):
+        steps[i].register = tuple(
+            (position, graph.values[v].storage) for position, v in enumerate(op.outputs) if v in followed
+        )
+    prefetch: dict[int, list[int]] = {}
+    for decision in decisions.values():
+        if decision.action == "swap" and decision.release_op != AT_PACK and decision.release_op < len(steps):
+            steps[decision.release_op].release.append(decision.storage)
+        if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
+            prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
+    return Program(
+        plan=plan,
+        ops=steps,
+        decisions=decisions,
+        prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
+        pack_bytes=tuple(sizes[save.value] for save in graph.saves),
+        is_keep_all=not decisions,
+        is_recomputing=any(d.action == "recompute" for d in decisions.values()),
+    )
+
+
+def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpStep, ...]) -> set[int]:
+    """Mark the ops to record; return the values that the executor must know by identity."""
+    saved_values = {save.value for save in graph.saves}
+    followed = {v for v in saved_values if graph.values[v].storage in decisions}
+    stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
+    seen = set(stack)
+    while stack:
+        producer = graph.values[stack.pop()].producer
+        if producer < 0 or not graph.ops[producer].replayable:
+            name = graph.ops[producer].name if producer >= 0 else "nothing"
+            raise PlanError(f"the plan recomputes a result of {name}, which cannot be replayed")
+        steps[producer].record = True
+        for v in graph.ops[producer].inputs:
+            storage = graph.values[v].storage
+            if v in seen or (graph.values[v].producer < 0 and graph.storages[storage].is_persistent):
+                continue
+            seen.add(v)
+            followed.add(v)
+            decision = decisions.get(storage)
+            at_hand = v in saved_values and (decision is None or decision.action != "recompute")
+            if not at_hand and graph.values[v].producer >= 0:
+                stack.append(v)
+    return followed

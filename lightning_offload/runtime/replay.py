@@ -1,0 +1,224 @@
+"""Replays recorded calls: the exact way to have a value again that was dropped.
+
+A replay runs the calls that lead to a value, in order, from what is still at hand. It runs with gradients,
+autocast and our dispatch mode off, with the generator's state of the original call set and restored, and with
+batch norm's running statistics left out. A call that writes in place gets a copy of the whole storage of every
+argument it writes, unless that storage is the replay's own and has no other reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_offload.errors import ReplayError
+from lightning_offload.runtime.lanes import device_bytes
+from lightning_offload.runtime.values import Call, Ref, Value
+from lightning_offload.tensors.geometry import Geometry
+from lightning_offload.tensors.op_facts import OpFacts, effects, tensors_in
+
+Have = Callable[[Value], torch.UntypedStorage]
+Notice = Callable[[torch.UntypedStorage], None]
+
+
+def record_call(
+    func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], value_of: Callable[[Tensor], Value]
+) -> Call:
+    """Record a call that is about to run.
+
+    Args:
+        func: The overload.
+        facts: Facts about it.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        value_of: Gives the value that a tensor among the arguments holds now.
+    """
+    if facts.running_stats:
+        *statistics, training = facts.running_stats
+        if args[training]:
+            args = tuple(None if i in statistics else item for i, item in enumerate(args))
+    generator = _generator(args, kwargs) if facts.is_random else None
+    return Call(
+        func=func,
+        facts=facts,
+        args=tuple(_freeze(item, value_of) for item in args),
+        kwargs={name: _freeze(item, value_of) for name, item in kwargs.items()},
+        generator=(generator, generator.get_state()) if generator is not None else None,
+    )
+
+
+def _freeze(item: Any, value_of: Callable[[Tensor], Value]) -> Any:
+    if isinstance(item, Tensor):
+        return Ref(value_of(item), Geometry.of(item))
+    if isinstance(item, (list, tuple)):
+        return type(item)([_freeze(part, value_of) for part in item])
+    return item
+
+
+def _thaw(item: Any, storage_of: dict[Value, torch.UntypedStorage]) -> Any:
+    if isinstance(item, Ref):
+        return item.geometry.view(storage_of[item.value])
+    if isinstance(item, (list, tuple)):
+        return type(item)([_thaw(part, storage_of) for part in item])
+    return item
+
+
+def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    """The generator that a random call draws from: its argument, else the default one of its device."""
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, torch.Generator):
+            return item
+    device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
+    if device is None:
+        device = torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def chain_to(value: Value) -> list[Call]:
+    """The calls to replay for a value, in order; depth first from what is at hand."""
+    order: list[Call] = []
+    done: set[Call] = set()
+    stack: list[tuple[Value, bool]] = [(value, False)]
+    while stack:
+        current, expanded = stack.pop()
+        call = current.call
+        if call is None or call in done:
+            continue
+        if expanded:
+            done.add(call)
+            order.append(call)
+            continue
+        stack.append((current, True))
+        stack.extend((ref.value, False) for ref in reversed(call.refs()) if _must_replay(ref.value))
+    return order
+
+
+def _must_replay(value: Value) -> bool:
+    return value.block is None and value.live() is None
+
+
+def replay(value: Value, have: Have, notice: Notice, keep: Callable[[Value], bool]) -> torch.UntypedStorage:
+    """Make a value again, and the others on the way that are worth keeping.
+
+    Args:
+        value: What is wanted; it has a call, and no memory.
+        have: Provides a value that need not be replayed.
+        notice: Told of every storage that the replay allocates.
+        keep: Whether a value made on the way stays resident.
+
+    Returns:
+        Device memory with the value, owned by nobody yet.
+
+    Raises:
+        ReplayError: The value cannot be made again, or came out with another size.
+    """
+    calls = chain_to(value)
+    if not calls:
+        raise ReplayError("a saved tensor was to be recomputed but its producer was not recorded in this step")
+    readers = Counter(v for call in calls for v in {ref.value for ref in call.refs()})
+    readers[value] += 1
+    own: dict[Value, torch.UntypedStorage] = {}
+    with _quiet():
+        for call in calls:
+            _run(call, own, readers, have, notice, keep)
+    storage = own.get(value)
+    if storage is None:
+        storage = value.storage
+    if storage is None or storage.nbytes() != value.num_bytes:
+        size = None if storage is None else storage.nbytes()
+        raise ReplayError(f"{calls[-1].facts.name} gave {size} bytes on replay, {value.num_bytes} at first")
+    return storage
+
+
+def _run(
+    call: Call,
+    own: dict[Value, torch.UntypedStorage],
+    readers: Counter[Value],
+    have: Have,
+    notice: Notice,
+    keep: Callable[[Value], bool],
+) -> None:
+    inputs = {ref.value: ref for ref in call.refs()}
+    storage_of = {v: own[v] if v in own else have(v) for v in inputs}
+    for v in inputs:
+        readers[v] -= 1
+    _copy_written(call, storage_of, own, readers, notice)
+    args = tuple(_thaw(item, storage_of) for item in call.args)
+    kwargs = {name: _thaw(item, storage_of) for name, item in call.kwargs.items()}
+    for v in inputs:
+        if readers[v] == 0:
+            own.pop(v, None)
+    with _generator_state(call):
+        out = call.func(*args, **kwargs)
+    _, made, num_fresh = effects(call.facts, args, kwargs, out)
+    for tensor in made[:num_fresh]:
+        notice(tensor.untyped_storage())
+    for position, reference in call.results.items():
+        result = reference()
+        if result is None or result.live() is not None or position >= len(made):
+            continue
+        storage = made[position].untyped_storage()
+        if keep(result):
+            result.storage, result.call = storage, None
+        if readers[result] > 0:
+            own[result] = storage
+
+
+def _copy_written(
+    call: Call,
+    storage_of: dict[Value, torch.UntypedStorage],
+    own: dict[Value, torch.UntypedStorage],
+    readers: Counter[Value],
+    notice: Notice,
+) -> None:
+    """Give a call its own copy of each storage that it writes."""
+    if not call.facts.mutates:
+        return
+    for v in {ref.value for ref in _written_refs(call)}:
+        if v in own and readers[v] == 0 and v.live() is None:
+            continue
+        original = storage_of[v]
+        copy = torch.empty(original.nbytes(), dtype=torch.uint8, device=original.device)
+        copy.copy_(device_bytes(original))
+        storage_of[v] = copy.untyped_storage()
+        notice(storage_of[v])
+
+
+def _written_refs(call: Call) -> Iterator[Ref]:
+    found: list[Any] = []
+    for position, name in call.facts.writes:
+        found.append(call.args[position] if position < len(call.args) else call.kwargs.get(name))
+    while found:
+        item = found.pop()
+        if isinstance(item, Ref):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            found.extend(item)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+@contextlib.contextmanager
+def _generator_state(call: Call) -> Iterator[None]:
+    if call.generator is None:
+        yield
+        return
+    generator, state = call.generator
+    current = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(current)

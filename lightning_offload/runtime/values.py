@@ -1,0 +1,197 @@
+"""What the runtime knows of one step's tensors: values, the calls that made them, and autograd's handles on them.
+
+Ownership is plain reference counting. Autograd owns a :class:`Handle` for each saved tensor; a handle owns the
+:class:`Value` it reads; a value owns what it can be had from: device memory, a host block, or a :class:`Call`
+to replay, which owns the values that the call read. When autograd drops a handle, everything that only it
+needed goes with it. Nothing here refers to a tensor that has a ``grad_fn``: that would be a cycle through
+autograd's graph that no garbage collector sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_offload.errors import StaleInputError
+from lightning_offload.runtime.host_pool import HostBlock
+from lightning_offload.runtime.lanes import Copy
+from lightning_offload.tensors.geometry import Geometry
+from lightning_offload.tensors.op_facts import OpFacts
+
+if TYPE_CHECKING:
+    from lightning_offload.runtime.executor import StepExecutor
+
+
+class Value:
+    """The contents of a storage between two writes, and where they can be had from.
+
+    Attributes:
+        index: The storage's index in the step graph, -1 outside a plan.
+        num_bytes: Size of the storage.
+        origin: The storage it was made on, while that lives and still holds it.
+        storage: Device memory that holds it and that this value owns.
+        copy: A copy from or to ``storage`` under way.
+        block: Host memory that holds it.
+        call: The call that makes it again.
+        position: Which of the call's results it is.
+        original: In a verify step: host memory with the original of a value that will be replayed.
+        readers: Calls that read it, kept for values that only ``origin`` may provide.
+        handles: Autograd's handles on it.
+        version: For a value that existed before the step: a tensor that shares its version counter, and the
+            version at which it was read.
+    """
+
+    __slots__ = (
+        "__weakref__", "block", "call", "copy", "handles", "index", "num_bytes", "origin", "original",
+        "position", "readers", "storage", "version",
+    )  # fmt: skip
+
+    def __init__(self, index: int, num_bytes: int) -> None:
+        self.index = index
+        self.num_bytes = num_bytes
+        self.origin: weakref.ref[torch.UntypedStorage] | None = None
+        self.storage: torch.UntypedStorage | None = None
+        self.copy: Copy | None = None
+        self.block: HostBlock | None = None
+        self.call: Call | None = None
+        self.position = 0
+        self.original: HostBlock | None = None
+        self.readers: list[weakref.ref[Call]] = []
+        self.handles: list[weakref.ref[Handle]] = []
+        self.version: tuple[Tensor | None, int] | None = None
+
+    def live(self) -> torch.UntypedStorage | None:
+        """Device memory that holds the value now, without doing anything for it; a copy in may be under way."""
+        if self.storage is not None:
+            return self.storage
+        return self.origin() if self.origin is not None else None
+
+    @property
+    def has_source(self) -> bool:
+        """Whether it can be had after its origin is gone."""
+        return self.storage is not None or self.block is not None or self.call is not None
+
+    def check_version(self) -> None:
+        """Raise if a value from before the step was changed since it was read.
+
+        Raises:
+            StaleInputError: Its tensor was written in place.
+        """
+        if self.version is None:
+            return
+        tensor, version = self.version
+        if tensor is not None and tensor._version != version:
+            raise StaleInputError(
+                "a tensor that a recomputation reads was modified in place between forward and backward "
+                f"(version {tensor._version}, was {version}); do the update after backward or inside "
+                "memory.step(), or use policy='all-swap'"
+            )
+
+
+@dataclasses.dataclass(slots=True)
+class Ref:
+    """Stands for a tensor in the arguments of a recorded call."""
+
+    value: Value
+    geometry: Geometry
+
+
+@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
+class Call:
+    """One dispatched call with its own arguments, ready to be replayed.
+
+    Attributes:
+        func: The overload.
+        facts: Facts about it.
+        args: Its positional arguments, tensors replaced by :class:`Ref`.
+        kwargs: Its keyword arguments, likewise.
+        generator: The generator it drew from and its state before.
+        results: The values it made, by position; weak, since they own the call.
+    """
+
+    func: Any
+    facts: OpFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    generator: tuple[torch.Generator, Tensor] | None
+    results: dict[int, weakref.ref[Value]] = dataclasses.field(default_factory=dict)
+
+    def refs(self) -> list[Ref]:
+        """The tensors among its arguments."""
+        found: list[Ref] = []
+        _collect(self.args, found)
+        _collect(self.kwargs, found)
+        return found
+
+
+def _collect(tree: Any, found: list[Ref]) -> None:
+    if isinstance(tree, Ref):
+        found.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _collect(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _collect(item, found)
+
+
+class Handle:
+    """What autograd holds in place of a saved tensor.
+
+    Attributes:
+        executor: The step it belongs to.
+        index: Ordinal of its pack.
+        kept: The tensor itself, detached, where it is kept.
+        value: What it reads, where it is not kept.
+        geometry: How the saved tensor lies on the value's storage.
+        witness: Shares the saved tensor's version counter.
+        version: The version that was saved.
+    """
+
+    __slots__ = ("__weakref__", "executor", "geometry", "index", "kept", "value", "version", "witness")
+
+    def __init__(self, executor: StepExecutor, index: int, tensor: Tensor) -> None:
+        self.executor = executor
+        self.index = index
+        self.version = tensor._version
+        self.kept: Tensor | None = None
+        self.value: Value | None = None
+        self.geometry: Geometry | None = None
+        self.witness: Tensor = tensor
+
+    def __del__(self) -> None:
+        observer = self.executor.observer
+        if observer is not None:
+            observer.on_release(self.index)
+
+    def check_version(self) -> None:
+        """Raise as plain autograd does if the saved tensor was modified in place.
+
+        Raises:
+            RuntimeError: It was.
+        """
+        if self.witness._version != self.version:
+            size = list(self.geometry.size if self.geometry is not None else self.witness.shape)
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.witness.type()} {size}] is at version {self.witness._version}; expected version "
+                f"{self.version} instead. Hint: enable anomaly detection to find the operation that failed to "
+                "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+            )
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def witness_of(tensor: Tensor) -> Tensor:
+    """A tensor without memory that shares another's version counter."""
+    key = (tensor.dtype, tensor.device)
+    if key not in _EMPTY:
+        _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    witness = tensor.detach()
+    witness.data = _EMPTY[key]
+    return witness

@@ -1,0 +1,83 @@
+"""How a tensor lies on its storage, kept apart from the storage so that one storage is moved once.
+
+``a``, ``a.t()`` and ``a[:2]`` are three geometries on one storage; expanded, strided, offset, conjugated and
+negated tensors are rebuilt exactly, without copying.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Geometry:
+    """Size, stride and offset in elements, dtype, device, and the lazy conjugate and negative bits."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        """The geometry of a strided tensor."""
+        return cls(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def view(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor with this geometry on a storage; detached, sharing memory with it."""
+        with torch.no_grad():
+            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            tensor.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+            if self.conj:
+                tensor = tensor.conj()
+            if self.neg:
+                tensor = torch._neg_view(tensor)
+        return tensor
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits (so NaN equals NaN, 0.0 differs from -0.0).
+
+    Both are read in place, in chunks along the first dimension when they lie on different devices.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = _as_integers(a), _as_integers(b)
+    if a.device == b.device:
+        return torch.equal(a, b)
+    if a.dim() == 0:
+        return torch.equal(a.cpu(), b.cpu())
+    rows = max(1, _CHUNK_BYTES // max(1, a[:1].numel() * a.element_size()))
+    chunks = zip(a.split(rows), b.split(rows))
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in chunks)
+
+
+_CHUNK_BYTES = 16 << 20
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype.is_floating_point:
+        tensor = tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
+    return tensor

@@ -1,0 +1,176 @@
+"""What an op does to its arguments: which it writes, whether it draws random numbers, whether it may be replayed.
+
+Schemas do not declare every write (``c10d.allreduce_`` declares none, ``native_batch_norm`` hides its running
+statistics), so an op outside ``aten`` and ``prims`` counts as writing all of its inputs and is never replayed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NAMESPACES = frozenset({"aten", "prims"})
+
+# Contents undefined (empty), side effects or hidden state (set_, resize_, sync batch norm), outputs that depend
+# on more than the arguments (data_ptr-like, sparse layouts), or results that alias in undeclared ways.
+_DENIED_PREFIXES = ("empty", "new_empty", "_resize", "resize", "set_", "_sync", "sparse", "_sparse", "_nested")
+_DENIED = frozenset(
+    {
+        "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_stats",
+        "batch_norm_update_stats", "record_stream", "_local_scalar_dense", "_cudnn_rnn", "miopen_rnn",
+        "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "to_sparse", "_to_sparse", "coalesce", "_coalesce",
+        "_pin_memory", "_fused_moving_avg_obs_fq_helper", "lift", "lift_fresh", "_assert_async",
+    }
+)  # fmt: skip
+
+# Kernels that add with atomics on CUDA: two runs may differ in the last bit.
+_ATOMIC_ON_CUDA = frozenset(
+    {
+        "index_add", "index_add_", "index_put", "index_put_", "_index_put_impl_", "scatter_add", "scatter_add_",
+        "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "put_", "put", "bincount", "histc",
+        "_embedding_bag", "_embedding_bag_forward_only", "cumsum", "cumsum_", "median", "kthvalue",
+        "grid_sampler_2d", "grid_sampler_3d", "_ctc_loss", "_cudnn_ctc_loss",
+    }
+)  # fmt: skip
+
+# Positions of (running mean, running variance) and of the flag that says they are updated.
+_BATCH_NORM = {
+    "native_batch_norm": (3, 4, 5),
+    "_native_batch_norm_legit": (3, 4, 5),
+    "cudnn_batch_norm": (3, 4, 5),
+    "miopen_batch_norm": (3, 4, 5),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What is known of one overload.
+
+    Attributes:
+        name: Qualified overload.
+        replayable: Whether it may be replayed on a CPU.
+        replayable_on_cuda: Whether it may be replayed on CUDA.
+        is_random: Whether it draws from a generator.
+        writes: Arguments it writes, by position and name; empty for a pure op.
+        writes_all: Whether any tensor argument may be written (an op we know nothing of).
+        running_stats: Positions of batch norm's running statistics and its training flag, or ().
+    """
+
+    name: str
+    replayable: bool
+    replayable_on_cuda: bool
+    is_random: bool
+    writes: tuple[tuple[int, str], ...]
+    writes_all: bool
+    running_stats: tuple[int, ...]
+
+    @property
+    def mutates(self) -> bool:
+        """Whether running it may change the contents of an argument."""
+        return bool(self.writes) or self.writes_all or bool(self.running_stats)
+
+    def may_replay(self, device_type: str) -> bool:
+        """Whether a replay on this type of device gives the same bits without side effects."""
+        return self.replayable if device_type == "cpu" else self.replayable_on_cuda
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+        """The tensors among the arguments that a call writes."""
+        if self.writes_all:
+            yield from tensors_in((args, kwargs))
+        for position, name in self.writes:
+            yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
+        if self.running_stats:
+            *statistics, training = self.running_stats
+            if args[training]:
+                yield from (args[i] for i in statistics if args[i] is not None)
+
+
+_CACHE: dict[Any, OpFacts] = {}
+
+
+def facts_of(func: Any) -> OpFacts:
+    """Facts about an ``OpOverload``, or about a higher-order operator (of which nothing is assumed)."""
+    facts = _CACHE.get(func)
+    if facts is None:
+        facts = _CACHE[func] = _inspect(func)
+    return facts
+
+
+def _inspect(func: Any) -> OpFacts:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES:
+        return OpFacts(str(func), False, False, False, (), True, ())
+    schema = func._schema
+    base = schema.name.split("::")[1]
+    writes = tuple(
+        (i, argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    denied = base in _DENIED or base.startswith(_DENIED_PREFIXES) or base.endswith("_out")
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    stats = _BATCH_NORM.get(base, ()) if func._overloadname != "no_stats" else ()
+    return OpFacts(
+        name=str(func),
+        replayable=not denied,
+        replayable_on_cuda=not denied and base not in _ATOMIC_ON_CUDA,
+        is_random=is_random,
+        writes=() if stats else writes,
+        writes_all=False,
+        running_stats=stats,
+    )
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """All tensors in an op's (nested) arguments or results, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
+
+
+def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> tuple[list[Tensor], list[Tensor], int]:
+    """What one call read and made, in the order in which a step graph lists it.
+
+    Args:
+        facts: Facts about the op.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        out: Its result.
+
+    Returns:
+        The tensors it read; one tensor for each storage that it made a value on, those on fresh storages
+        (outputs that share no argument's storage) first, then those written in place; the number of fresh ones.
+    """
+    inputs = list(tensors_in((args, kwargs)))
+    seen = {t.untyped_storage()._cdata for t in inputs if is_plain(t)}
+    made: list[Tensor] = []
+    for tensor in tensors_in(out):
+        if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in seen:
+            seen.add(key)
+            made.append(tensor)
+    num_fresh = len(made)
+    if facts.mutates:
+        written: set[int] = set()
+        for tensor in facts.written(args, kwargs):
+            if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in written:
+                written.add(key)
+                made.append(tensor)
+    return inputs, made, num_fresh
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one strided block of memory: no sparse, nested, quantised or wrapper-subclass tensor."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return False
+    return type(tensor) in _PLAIN_TYPES or not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})

@@ -1,0 +1,168 @@
+"""What holds for every test: fixed seeds, nothing left behind, GPU tests skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import _pop_mode
+
+OURS = "lightning-offload"
+"""How the names of our threads and spill files begin."""
+
+GRACE_SECONDS = 1.0
+"""How long a lane or a process that was told to end may take."""
+
+FOREIGN_PROCESSES = ("resource_tracker", "compile_worker", "fork_server", "forkserver")
+"""Helpers that Python and torch.compile start once and keep for the life of the process."""
+
+# The same examples in every run: a failure is a change of the code, never of the dice.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked gpu, with the reason, where torch sees no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    reason = "no CUDA device" if torch.version.cuda else f"torch {torch.__version__} has no CUDA"
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Start each test from the same random state."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - Lightning and scikit-learn read the global state
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test after which there are more threads, hooks, modes, processes or spill files than before."""
+    before = {name: look() for name, look in _LOOKS.items()}
+    yield
+    left = _left_behind(before)
+    if left:
+        # Lanes end a moment after the last reference to them goes, and a cycle may hold that one.
+        gc.collect()
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (left := _left_behind(before)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    if left:
+        _take_off_hooks(before)
+    assert not left, f"the test left behind: {'; '.join(left)}"
+
+
+def _take_off_hooks(before: dict[str, set[str]]) -> None:
+    """Spare the tests that follow: they would fail for a reason that is not theirs."""
+    while len(_dispatch_modes()) > len(before["dispatch modes"]):
+        _pop_mode()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    while _saved_tensor_hooks() - before["saved-tensor hooks"]:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for name, table in _global_hook_tables().items():
+        for key, hook in list(table.items()):
+            if f"{name}[{key}] {hook!r}" not in before["global hooks"]:
+                del table[key]
+
+
+def _left_behind(before: dict[str, set[str]]) -> list[str]:
+    found = {name: sorted(look() - before[name]) for name, look in _LOOKS.items()}
+    return [f"{name} {', '.join(new)}" for name, new in found.items() if new]
+
+
+def _threads() -> set[str]:
+    # Daemon threads of other packages (progress bars, pin memory) end on their own time; ours must be gone.
+    # The main thread and pytest's own are there before.
+    return {
+        f"{thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if not thread.daemon or thread.name.startswith(OURS)
+    }
+
+
+def _dispatch_modes() -> set[str]:
+    stack = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    return {f"{type(mode).__name__} ({id(mode)})" for mode in stack}
+
+
+def _saved_tensor_hooks() -> set[str]:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    found = set() if hooks is None else {f"{hooks[0]!r} and {hooks[1]!r}"}
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        found.add("that they are disabled")
+    return found
+
+
+def _global_hook_tables() -> dict[str, dict[Any, Any]]:
+    return {
+        name: table
+        for module in (torch_optimizer, nn_module)
+        for name, table in vars(module).items()
+        if name.startswith("_global_") and isinstance(table, dict)
+    }
+
+
+def _global_hooks() -> set[str]:
+    tables = _global_hook_tables().items()
+    return {f"{name}[{key}] {hook!r}" for name, table in tables for key, hook in table.items()}
+
+
+def _processes() -> set[str]:
+    found = {f"{child.name} ({child.pid})" for child in multiprocessing.active_children()}
+    for stat in Path("/proc").glob("[0-9]*/stat"):  # Linux alone; elsewhere those of multiprocessing
+        # "pid (name) state parent ...", where the name may hold spaces and brackets
+        state, _, parent = _read(stat).rpartition(")")[2].strip().partition(" ")
+        if state == "Z" or parent.partition(" ")[0] != str(os.getpid()):
+            continue
+        command = _read(stat.with_name("cmdline")).replace("\0", " ").strip()
+        if command and not any(foreign in command for foreign in FOREIGN_PROCESSES):
+            found.add(f"{command[:80]} ({stat.parent.name})")
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # the thread or process ended between listing and reading
+        return ""
+
+
+def _spill_files() -> set[str]:
+    found = {str(path) for path in Path(tempfile.gettempdir()).glob(f"{OURS}*")}
+    # A spill file is unlinked while it is open, so a leaked one shows only as a descriptor.
+    for link in Path("/proc/self/fd").glob("*"):
+        try:
+            target = os.readlink(link)
+        except OSError:  # closed between listing and reading
+            continue
+        if OURS in Path(target).name or "/#" in target:  # "/#inode": opened without ever having a name
+            found.add(f"{target} (descriptor {link.name})")
+    return found
+
+
+_LOOKS: dict[str, Callable[[], set[str]]] = {
+    "threads": _threads,
+    "dispatch modes": _dispatch_modes,
+    "saved-tensor hooks": _saved_tensor_hooks,
+    "global hooks": _global_hooks,
+    "processes": _processes,
+    "spill files": _spill_files,
+}

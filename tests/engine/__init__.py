@@ -1,0 +1,1 @@
+"""Exactness, budgets and faults of the engine, over the zoo."""

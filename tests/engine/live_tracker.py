@@ -1,0 +1,144 @@
+"""A count of live device bytes that does not trust the runtime.
+
+`LiveStorageTracker` is a dispatch mode that is entered outside everything else. It looks at the arguments and
+outputs of each op and follows every storage it sees by a weak reference: torch keeps a storage's Python object
+alive while the C++ storage lives, so the reference's callback fires exactly when the memory goes. Storages that
+no op has touched yet (parameters, optimizer state, a batch) are added by `register`. What a kernel allocates and
+frees within itself is not seen, and neither is memory that is not a tensor (host buffers of the runtime).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+
+class Window:
+    """The highest count of live bytes while the window was open."""
+
+    def __init__(self, live_bytes: int) -> None:
+        self.peak_bytes = live_bytes
+        self.peak_op = "at the start"
+
+
+class LiveStorageTracker(TorchDispatchMode):
+    """Counts the bytes of all live storages of one device type.
+
+    Args:
+        device: The device whose storages count.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self._device_type = torch.device(device).type
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._windows: list[Window] = []
+        self.live_bytes = 0
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code stays compiled under the tracker."""
+        return True
+
+    @property
+    def num_storages(self) -> int:
+        """How many storages are alive."""
+        return len(self._live)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the op, then count what it was given and what it made."""
+        result = func(*args, **(kwargs or {}))
+        self._follow(args)
+        if kwargs:
+            self._follow(tuple(kwargs.values()))
+        self._follow(result)
+        self._rise(str(func))
+        return result
+
+    def register(self, *objects: Any) -> None:
+        """Count tensors that no op has touched: of tensors, modules, optimizers and containers of them."""
+        for item in objects:
+            self._follow(_registered(item))
+        self._rise("registered")
+
+    @contextmanager
+    def window(self) -> Iterator[Window]:
+        """Yield a window whose `peak_bytes` is final when the context ends."""
+        opened = Window(self.live_bytes)
+        self._windows.append(opened)
+        try:
+            yield opened
+        finally:
+            self._windows.remove(opened)
+
+    def _rise(self, op: str) -> None:
+        for window in self._windows:
+            if self.live_bytes > window.peak_bytes:
+                window.peak_bytes = self.live_bytes
+                window.peak_op = op
+
+    def _follow(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._follow_tensor(value)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                self._follow(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self._follow(item)
+
+    def _follow_tensor(self, tensor: Tensor) -> None:
+        if tensor.layout is torch.sparse_coo:
+            self._follow((tensor._indices(), tensor._values()))
+            return
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            self._follow([getattr(tensor, name) for name in names])
+            return
+        if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
+            return
+        self._follow_storage(tensor.untyped_storage())
+
+    def _follow_storage(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        num_bytes = storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            if known[1] != num_bytes:
+                self._live[key] = (known[0], num_bytes)
+                self.live_bytes += num_bytes - known[1]
+            return
+        self._live[key] = (weakref.ref(storage, self._death_of(key)), num_bytes)
+        self.live_bytes += num_bytes
+
+    def _death_of(self, key: int) -> Any:
+        tracker = weakref.ref(self)
+
+        def on_death(_: Any) -> None:
+            owner = tracker()
+            if owner is not None:
+                owner.live_bytes -= owner._live.pop(key)[1]
+
+        return on_death
+
+
+def _registered(item: Any) -> Any:
+    if isinstance(item, nn.Module):
+        weights = list(item.parameters())
+        return [weights, [w.grad for w in weights], list(item.buffers())]
+    if isinstance(item, Optimizer):
+        return [list(state.values()) for state in item.state.values()]
+    return item

@@ -1,0 +1,111 @@
+"""Compiled submodules stay compiled inside a step, and equal plain compiled runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+from lightning_offload import MemoryPlugin
+from tests.engine.harness import Wrap, assert_same, run
+from tests.zoo.case import Case
+from tests.zoo.models.sandwich import WIDTH, Sandwich, body_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # torch about its own compiler
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    ),
+]
+
+
+class Counts:
+    """How many graphs a backend was given, and how often they ran."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+        self.num_runs = 0
+
+    def backend(self, name: str) -> Callable[..., Any]:
+        """Wrap a backend so that it counts."""
+        compile_graph = lookup_backend(name)
+
+        def compiled(graph: Any, inputs: Any) -> Callable[..., Any]:
+            self.num_graphs += 1
+            runnable = compile_graph(graph, inputs)
+
+            def counted(*args: Any) -> Any:
+                self.num_runs += 1
+                return runnable(*args)
+
+            return counted
+
+        return compiled
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Forget compiled code before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class _Compiled(nn.Module):
+    """A block compiled with a counting backend."""
+
+    def __init__(self, counts: Counts, backend: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.compiled = torch.compile(self._block, backend=counts.backend(backend), fullgraph=True)
+
+    def _block(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.linear(x).sin()
+        return hidden * x.sigmoid() + hidden.exp().clamp(max=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the compiled block between eager ops."""
+        out: Tensor = self.compiled(x.tanh())
+        return out.relu()
+
+
+def _case(counts: Counts, backend: str) -> Case:
+    return body_case("compiled", module=lambda: _Compiled(counts, backend), depth=2)
+
+
+@pytest.mark.parametrize("wrap", list(Wrap), ids=lambda wrap: wrap.value)
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_block_stays_compiled(backend: str, policy: str, wrap: Wrap) -> None:
+    """As many graphs and runs as without the plugin, and the same bits."""
+    plain, planned = Counts(), Counts()
+    expected = run(_case(plain, backend))
+    torch._dynamo.reset()
+    memory = MemoryPlugin(budget=None, policy=policy)
+    actual = run(_case(planned, backend), memory=memory, wrap=wrap)
+    assert_same(expected, actual)
+    assert plain.num_graphs > 0
+    assert (planned.num_graphs, planned.num_runs) == (plain.num_graphs, plain.num_runs)
+
+
+def test_compiled_step_under_one_plugin_after_a_plain_one() -> None:
+    """Code compiled in a plain step is used again inside a planned one."""
+    counts = Counts()
+    model = Sandwich(_Compiled(counts, "aot_eager"), depth=1)
+    batch = torch.randn(768, WIDTH)
+    model(batch).sum().backward()
+    num_graphs = counts.num_graphs
+    with MemoryPlugin(budget=None, policy="all-swap") as memory:
+        for _ in range(4):
+            with memory.step(batch):
+                model(batch).sum().backward()
+    assert counts.num_graphs == num_graphs
+    assert counts.num_runs == 5

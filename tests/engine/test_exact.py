@@ -1,0 +1,68 @@
+"""Every case of the zoo gives the same bits under a plan as plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_offload import MemoryPlugin
+from tests.engine.harness import Wrap, assert_same
+from tests.engine.probing import levels, plain_outcome, run_with, run_within
+from tests.zoo.case import Case
+from tests.zoo.cases import CASES
+
+HEIGHTS = (0.75, 0.5, 0.25, 0.0)
+POLICIES = ("all-swap", "all-recompute")
+FULL_MATRIX = {
+    "resnet-basic",
+    "gpt2-sdpa",
+    "lstm",
+    "inplace-residual",
+    "views-of-one-storage",
+    "own-generator",
+    "conjugates",
+    "custom-function",
+    "tied-weights",
+}
+"""Different enough from one another to run under every policy with every wrap."""
+
+
+def _wraps(case: Case, *, widely: bool) -> list[Wrap]:
+    if not case.split or not (widely or case.name in FULL_MATRIX):
+        return [Wrap.WHOLE]
+    return list(Wrap)
+
+
+def _by_height() -> list[object]:
+    return [
+        pytest.param(case, height, wrap, id=f"{case.name}-{height}-{wrap.value}")
+        for case in CASES
+        for height in HEIGHTS
+        for wrap in _wraps(case, widely=height == 0.25)
+    ]
+
+
+def _by_policy() -> list[object]:
+    return [
+        pytest.param(case, policy, wrap, id=f"{case.name}-{policy}-{wrap.value}")
+        for case in CASES
+        for policy in POLICIES
+        for wrap in _wraps(case, widely=False)
+    ]
+
+
+@pytest.mark.parametrize(("case", "height", "wrap"), _by_height())
+def test_same_bits_within_a_budget(case: Case, height: float, wrap: Wrap) -> None:
+    """Losses, gradients, weights, buffers, optimizer and random state are those of plain PyTorch."""
+    outcome, phase = run_within(case, levels(case.name).budget(height), wrap)
+    assert_same(plain_outcome(case.name), outcome)
+    if case.static:
+        assert phase == "planned"
+
+
+@pytest.mark.parametrize(("case", "policy", "wrap"), _by_policy())
+def test_same_bits_under_a_policy(case: Case, policy: str, wrap: Wrap) -> None:
+    """Swapping everything, and recomputing everything that can be, change no bit either."""
+    outcome, phase = run_with(case, MemoryPlugin(budget=None, policy=policy), wrap)
+    assert_same(plain_outcome(case.name), outcome)
+    if case.static:
+        assert phase == "planned"

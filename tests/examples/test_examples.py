@@ -1,0 +1,55 @@
+"""The examples run, learn, and stay within their budgets; each is a fresh process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "examples/lightning/config.yaml"
+
+
+def run(module: str, *args: str) -> str:
+    """Runs an example as its docstring says and returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", ["examples.pytorch.train", "examples.lightning.train"])
+def test_training_script(module: str) -> None:
+    """The scripts learn the digits within the budget that they are given."""
+    output = run(module, "--epochs", "3")
+    accuracy = float(re.findall(r"accuracy: ([0-9.]+)", output)[-1])
+    assert accuracy > 0.9
+    budget, measured = (
+        int(re.search(rf"{name}=(\d+)", output)[1]) for name in ("budget_bytes", "measured_peak_bytes")
+    )
+    assert measured <= budget == 12 * 2**20
+    assert "phase='planned'" in output
+
+
+def test_cli_from_a_file() -> None:
+    """LightningCLI trains from the configuration file, and prints the plan."""
+    output = run("examples.lightning.cli", "fit", "--config", CONFIG, "--trainer.max_epochs=1")
+    assert "Offload plan" in output
+    assert "12.0 MiB" in output
+
+
+def test_cli_help() -> None:
+    """The help that the docstring names lists the keywords."""
+    output = run("examples.lightning.cli", "fit", "--trainer.strategy.help=lightning_offload.OffloadStrategy")
+    assert "--trainer.strategy.budget" in output

@@ -1,0 +1,111 @@
+"""A fit under `OffloadStrategy` leaves exactly what the plain Trainer leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_offload import OffloadStrategy
+from tests.lightning.conftest import MakeTrainer
+from tests.lightning.models import ConvNet, Gan, assert_same, fit_and_read
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "64-true": {"precision": "64-true"},
+    "accumulate": {"accumulate_grad_batches": 2},
+    "clip": {"gradient_clip_val": 0.05},
+    "validate-between": {"val_check_interval": 2, "num_sanity_val_steps": 1},
+}
+MANUAL = ("fp32", "bf16-mixed", "64-true", "validate-between")
+
+
+def run(
+    make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any
+) -> tuple[dict[str, Any], Any]:
+    """Fits a fresh `model` and returns the state it leaves and the strategy."""
+    pl.seed_everything(3, verbose=False)
+    trainer = make_trainer(**settings)
+    return fit_and_read(trainer, model()), trainer.strategy
+
+
+def middle_budget(make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any) -> int:
+    """Half way between the smallest feasible budget and the plain peak."""
+    _, strategy = run(make_trainer, model, strategy=OffloadStrategy("1TiB"), **settings)
+    report = strategy.memory.report()
+    return report.floor_bytes + (report.plain_peak_bytes - report.floor_bytes) // 2
+
+
+@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_automatic_optimization(make_trainer: MakeTrainer, setting: str, policy: str) -> None:
+    """Losses, weights, buffers, optimizer and RNG state are equal under every precision and Trainer flag."""
+    settings = SETTINGS[setting]
+    plain, _ = run(make_trainer, ConvNet, **settings)
+    budget = middle_budget(make_trainer, ConvNet, **settings)
+    ours, strategy = run(make_trainer, ConvNet, strategy=OffloadStrategy(budget, policy=policy), **settings)
+    assert_same(ours, plain)
+    assert strategy.memory.report().num_steps == len(plain["losses"])
+
+
+@pytest.mark.parametrize("setting", MANUAL)
+def test_manual_optimization(make_trainer: MakeTrainer, setting: str) -> None:
+    """A GAN with two optimizers, whose backwards and updates run inside the step, is equal too."""
+    settings = SETTINGS[setting]
+    plain, _ = run(make_trainer, Gan, **settings)
+    budget = middle_budget(make_trainer, Gan, **settings)
+    ours, _ = run(make_trainer, Gan, strategy=OffloadStrategy(budget), **settings)
+    assert_same(ours, plain)
+
+
+class Perceptron(ConvNet):
+    """Linear layers alone: half precision convolutions are slow on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.stem, self.norm, self.inner, self.head
+        self.net = torch.nn.Sequential(
+            torch.nn.Flatten(),
+            torch.nn.Linear(432, 64),
+            torch.nn.GELU(),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(64, 4),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def test_gradient_scaler(make_trainer: MakeTrainer) -> None:
+    """A precision plugin with a GradScaler scales, unscales and updates as it does without us."""
+
+    def scaled() -> MixedPrecision:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        return MixedPrecision("16-mixed", "cpu", scaler)
+
+    plain_plugin, our_plugin = scaled(), scaled()
+    plain, _ = run(make_trainer, Perceptron, plugins=plain_plugin)
+    ours, _ = run(
+        make_trainer, Perceptron, plugins=our_plugin, strategy=OffloadStrategy("1GiB", policy="all-swap")
+    )
+    assert_same(ours, plain)
+    assert our_plugin.state_dict() == plain_plugin.state_dict()
+    assert our_plugin.state_dict()["scale"] > 2.0**10
+
+
+def test_disabled(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither enabled=False nor LIGHTNING_OFFLOAD=0 runs anything of ours."""
+    plain, _ = run(make_trainer, ConvNet)
+    ours, strategy = run(make_trainer, ConvNet, strategy=OffloadStrategy("1GiB", enabled=False))
+    assert_same(ours, plain)
+    assert strategy.memory.report().num_steps == 0
+
+    monkeypatch.setenv("LIGHTNING_OFFLOAD", "0")
+    ours, strategy = run(make_trainer, ConvNet, strategy=OffloadStrategy("1GiB"))
+    assert_same(ours, plain)
+    assert strategy.memory.report().num_steps == 0

@@ -1,0 +1,161 @@
+"""Building the strategy: keywords, devices, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_offload
+from lightning_offload import (
+    BudgetError,
+    BudgetInfeasibleError,
+    MemoryPlugin,
+    OffloadStrategy,
+    PlanError,
+    PolicyError,
+    UnsupportedError,
+)
+from tests.lightning.conftest import MakeTrainer
+from tests.lightning.models import ConvNet, images
+
+
+def test_keywords_are_those_of_the_plugin() -> None:
+    """The strategy takes the plugin's keywords, with the same defaults, all annotated."""
+    ours = dict(inspect.signature(OffloadStrategy).parameters)
+    plugins = dict(inspect.signature(MemoryPlugin).parameters)
+    assert list(ours) == [name for name in plugins if name not in ("device", "module")]
+    for name, parameter in ours.items():
+        assert parameter.default == plugins[name].default, name
+        assert parameter.annotation is not inspect.Parameter.empty, name
+
+
+def test_public_name() -> None:
+    """The class is found under its public name, and is one of Lightning's strategies."""
+    assert OffloadStrategy is lightning_offload.OffloadStrategy
+    assert (
+        f"{OffloadStrategy.__module__}.{OffloadStrategy.__qualname__}" == "lightning_offload.OffloadStrategy"
+    )
+    assert issubclass(OffloadStrategy, SingleDeviceStrategy)
+
+
+@pytest.mark.parametrize("name", ["offload", "lightning_offload.OffloadStrategy"])
+def test_registered_names(make_trainer: MakeTrainer, name: str) -> None:
+    """`Trainer(strategy=...)` takes the short name and the class path, and the name stays registered once."""
+    assert isinstance(make_trainer(strategy=name).strategy, OffloadStrategy)
+    assert name.lower() in StrategyRegistry.available_strategies()
+
+
+def test_without_budget_says_so_and_keeps_everything(make_trainer: MakeTrainer) -> None:
+    """`strategy="offload"` on a CPU trains and warns once that no budget is known."""
+    trainer = make_trainer(strategy="offload")
+    with pytest.warns(UserWarning, match="has no budget") as caught:
+        trainer.fit(ConvNet(), images(5))
+    assert len([w for w in caught if "budget" in str(w.message)]) == 1
+    report = trainer.strategy.memory.report()
+    assert report.budget_bytes is None
+    assert (report.swapped_bytes, report.recomputed_bytes, report.num_steps) == (0, 0, 5)
+
+
+@pytest.mark.parametrize("budget", ["12 bananas", 0, -1, 1.5, float("nan"), float("inf"), 1, True, "", "12G"])
+def test_bad_budget(budget: Any) -> None:
+    """A budget that cannot be read is refused where it is written."""
+    with pytest.raises(BudgetError):
+        OffloadStrategy(budget)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "error"),
+    [
+        ("policy", "bananas", PolicyError),
+        ("tier", "bananas", PolicyError),
+        ("verify", "bananas", PolicyError),
+        ("host_budget", "12 bananas", BudgetError),
+        ("plan", "no/such/plan.json", (PlanError, OSError)),
+    ],
+)
+def test_bad_keyword(keyword: str, value: str, error: type[Exception]) -> None:
+    """So is every other keyword."""
+    with pytest.raises(error, match=value.split("/")[0]):
+        OffloadStrategy("1GiB", **{keyword: value})
+
+
+def test_plan_that_is_none(tmp_path: Path) -> None:
+    """A file that is not a plan is refused where it is named."""
+    path = tmp_path / "plan.json"
+    path.write_text('{"layers": 3}')
+    with pytest.raises(PlanError):
+        OffloadStrategy("1GiB", plan=path)
+
+
+def test_infeasible_budget(make_trainer: MakeTrainer) -> None:
+    """A budget below what the step needs is an error that names the smallest feasible one, which works."""
+    strategy = OffloadStrategy("1TiB")
+    make_trainer(strategy=strategy).fit(ConvNet(), images())
+    floor_bytes = strategy.memory.report().floor_bytes
+    assert floor_bytes > 2**20
+
+    trainer = make_trainer(strategy=OffloadStrategy(2**20))
+    with pytest.raises(BudgetInfeasibleError) as raised:
+        trainer.fit(ConvNet(), images())
+    assert raised.value.budget_bytes == 2**20
+    assert raised.value.floor_bytes > 2**20
+    assert type(trainer.precision_plugin).__mro__[0].__module__.startswith("lightning.pytorch")
+    make_trainer(strategy=OffloadStrategy(raised.value.floor_bytes)).fit(ConvNet(), images())
+
+
+def test_several_devices(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one device, node or process is one clear error."""
+    with pytest.raises(UnsupportedError, match=r"2 were asked for.*devices=1"):
+        make_trainer(strategy="offload", devices=2)
+    with pytest.raises(UnsupportedError, match="num_nodes=2"):
+        make_trainer(strategy="offload", num_nodes=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UnsupportedError, match="4 were asked for"):
+        make_trainer(strategy="offload")
+
+
+def test_unknown_device() -> None:
+    """A device that is neither a CPU nor CUDA is one clear error."""
+    strategy = OffloadStrategy("1GiB")
+    with pytest.raises(UnsupportedError, match=r"'mps:0' yet.*accelerator='cpu'"):
+        strategy.parallel_devices = [torch.device("mps", 0)]
+
+
+def test_cuda_device_is_taken() -> None:
+    """The Trainer's choice of device is the strategy's root device."""
+    strategy = OffloadStrategy("1GiB")
+    assert not strategy.parallel_devices
+    strategy.parallel_devices = [torch.device("cuda", 3)]
+    assert strategy.root_device == torch.device("cuda", 3)
+
+
+def test_sharding_precision(make_trainer: MakeTrainer) -> None:
+    """FSDP's precision plugin is refused while the Trainer is built."""
+    with pytest.raises(UnsupportedError, match="FSDP is not supported"):
+        make_trainer(strategy=OffloadStrategy("1GiB"), plugins=FSDPPrecision("bf16-mixed"))
+
+
+def test_other_strategies_do_not_mix(make_trainer: MakeTrainer) -> None:
+    """There is one strategy per Trainer: the monitor of another one is one clear error."""
+    trainer = make_trainer(callbacks=[lightning_offload.OffloadMonitor()], enable_progress_bar=True)
+    with pytest.raises(MisconfigurationException, match="SingleDeviceStrategy"):
+        trainer.fit(ConvNet(), images())
+
+
+def test_subclass(make_trainer: MakeTrainer) -> None:
+    """The strategy can be subclassed like any other."""
+
+    class Mine(OffloadStrategy):
+        pass
+
+    trainer = make_trainer(strategy=Mine("1GiB"))
+    trainer.fit(ConvNet(), images(2))
+    assert type(trainer.strategy) is Mine
+    assert not issubclass(OffloadStrategy, Mine)

@@ -1,0 +1,48 @@
+"""The public surface: what can be imported from the package, and nothing by accident."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+import lightning_offload
+
+EXPORTED = [
+    "BudgetError",
+    "BudgetInfeasibleError",
+    "MemoryPlugin",
+    "OffloadError",
+    "OffloadMonitor",
+    "OffloadStrategy",
+    "PlanError",
+    "PolicyError",
+    "ReplayError",
+    "SpillError",
+    "StaleInputError",
+    "UnsupportedError",
+    "__version__",
+]
+
+
+def test_all_is_pinned() -> None:
+    """A public name is added or removed on purpose, by changing this list."""
+    assert lightning_offload.__all__ == EXPORTED
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_every_exported_name_resolves_and_is_listed(name: str) -> None:
+    """Each public name, lazy or not, can be had and shows up in dir()."""
+    assert getattr(lightning_offload, name) is not None
+    assert name in dir(lightning_offload)
+
+
+def test_an_unknown_name_raises_attribute_error() -> None:
+    """A name that does not exist fails as on any module."""
+    with pytest.raises(AttributeError, match="no attribute 'Offload'"):
+        _ = lightning_offload.Offload  # type: ignore[attr-defined]
+
+
+def test_version_is_the_installed_one() -> None:
+    """The version in the package is the version of the distribution."""
+    assert importlib.metadata.version("lightning-offload") == lightning_offload.__version__

@@ -1,0 +1,1 @@
+"""Own definitions of well known architectures, sized by their arguments."""

@@ -1,0 +1,73 @@
+"""Tiny, randomly initialised transformers of the Hugging Face library; nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def bert() -> nn.Module:
+    """A BERT for masked language modelling, with its usual dropout."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+def gpt2(attention: str) -> nn.Module:
+    """A GPT-2 with tied embeddings and dropout.
+
+    Args:
+        attention: The attention implementation, "eager" or "sdpa".
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=96, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+        attn_implementation=attention, use_cache=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def t5() -> nn.Module:
+    """A T5 encoder-decoder with relative positions and dropout."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        use_cache=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def _llama_like() -> dict[str, Any]:
+    return {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False,
+    }  # fmt: skip
+
+
+def llama() -> nn.Module:
+    """A Llama with grouped-query attention and rotary positions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_llama_like()))
+
+
+def mixtral() -> nn.Module:
+    """A Mixtral whose routing, and so its graph, changes from step to step."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            **_llama_like(),
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+            experts_implementation="eager",
+        )
+    )
