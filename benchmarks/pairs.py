@@ -1,8 +1,8 @@
 """The method of every comparison of step times: interleaved pairs and the median of their ratios.
 
-Times on a shared machine drift by more than the differences of interest. Two steps that follow each other see
-nearly the same machine, so each pair gives one ratio; which of the two goes first alternates. The median ratio
-comes with a 95% bootstrap interval (percentile method, fixed seed).
+Times on a shared machine drift by more than the differences of interest. Two steps that follow each other
+see nearly the same machine, so each pair gives one ratio; which of the two goes first alternates. The median
+ratio comes with a 95% bootstrap interval (percentile method, fixed seed).
 
 Known shortfall: neighbouring pairs are not independent when the machine drifts slowly, so the interval is
 somewhat too narrow.
@@ -33,9 +33,10 @@ class PairedTimes:
     other_seconds: tuple[float, ...]
 
     @property
-    def ratios(self) -> np.ndarray:
+    def ratios(self) -> list[float]:
         """Other over plain, pair by pair."""
-        return np.asarray(self.other_seconds) / np.asarray(self.plain_seconds)
+        pairs = zip(self.other_seconds, self.plain_seconds, strict=True)
+        return [other / plain for other, plain in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Models with a batch and a loss, as training steps of forward and backward.
 
-The optimizer's step is left out: it costs the same either way and would dilute ratios. Gradients start as None
-in every step.
+The optimizer's step is left out: it costs the same either way and would dilute ratios. Gradients start as
+None in every step.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def gpt2(device: torch.device, *, quick: bool) -> Workload:
 
 
 def _language_model_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    loss: Tensor = model(input_ids=batch[0], labels=batch[0]).loss
-    return loss
+    (tokens,) = batch
+    logits = model(input_ids=tokens).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def many_ops(device: torch.device, *, num_elements: int, quick: bool) -> Workload:
@@ -147,7 +148,7 @@ class _Checkpointed(nn.Module):
 
 
 class _OpCounter(TorchDispatchMode):
-    num_ops = 0
+    num_ops: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_ops += 1
@@ -156,6 +157,7 @@ class _OpCounter(TorchDispatchMode):
 
 def count_ops(workload: Workload) -> int:
     """Return the number of ops that forward and backward of one plain step dispatch."""
-    with _OpCounter() as counter:  # type: ignore[no-untyped-call]
+    counter = _OpCounter()  # type: ignore[no-untyped-call]
+    with counter:
         workload.step()
     return counter.num_ops

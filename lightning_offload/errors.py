@@ -60,8 +60,10 @@ class BudgetInfeasibleError(BudgetError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keywords, which an exception's own pickling leaves out."""
-        keywords = {"budget_bytes": self.budget_bytes, "floor_bytes": self.floor_bytes, "op": self.op}
-        return functools.partial(type(self), **keywords), self.args, self.__dict__
+        rebuild = functools.partial(
+            type(self), budget_bytes=self.budget_bytes, floor_bytes=self.floor_bytes, op=self.op
+        )
+        return rebuild, self.args, self.__dict__
 
 
 class PolicyError(OffloadError, ValueError):

@@ -1,20 +1,20 @@
 """What memory management costs in time: with nothing to do, at half of what can be saved, and per op.
 
-The peers, PyTorch's per-block checkpointing and `save_on_cpu`, run on the same model and are there for reading;
-where their peak lies between the floor and the plain peak is given as `share_of_savings_kept` (1 is the plain
-peak, 0 the smallest feasible budget).
+Every case trains two copies of a model in turns, a plain one and one under management. The peers, PyTorch's
+per-block checkpointing and `save_on_cpu`, run on the same model and are there for reading; where a peak lies
+between the smallest feasible budget (0) and the plain peak (1) is its `peak_share`.
 """
 
 from __future__ import annotations
 
-import gc
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from benchmarks import environment, workloads
 from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_pairs
@@ -27,10 +27,187 @@ if TYPE_CHECKING:
     from lightning_offload.plugins.report_data import Report
 
 TITLE = "Step time against plain PyTorch"
-FITS_GOAL = 1.03
-HALF_GOAL = 1.15
-_MAX_WARMUP_STEPS = 12
-_NUM_PLAIN_WARMUP_STEPS = 2
+
+_FITS_GOAL = 1.03
+_HALF_GOAL = 1.15
+_NUM_CASES = 7
+_MAX_PLANNING_STEPS = 12
+_NUM_WARMUP_STEPS = 2
 _TINY_ELEMENTS = 32
-_SMALL_ELEMENTS = 1 << 15  # 128 KiB: large enough to be planned
+_SMALL_ELEMENTS = 1 << 15  # 128 KiB, large enough for the planner to bother
+
+_Make = Callable[[], Workload]
 _Context = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """Between which peaks the budgets of a workload lie."""
+
+    floor_bytes: int
+    plain_peak_bytes: int
+
+    def share(self, peak_bytes: int) -> float:
+        """Return where `peak_bytes` lies between the floor (0) and the plain peak (1)."""
+        return (peak_bytes - self.floor_bytes) / max(1, self.plain_peak_bytes - self.floor_bytes)
+
+    def roomy(self) -> int:
+        """Return a budget that the plain step fits in."""
+        return round(1.1 * self.plain_peak_bytes)
+
+    def half(self) -> int:
+        """Return the budget that grants half of what can be saved."""
+        return self.floor_bytes + (self.plain_peak_bytes - self.floor_bytes) // 2
+
+
+@dataclass(kw_only=True)
+class _Collector:
+    """Gathers rows while the cases run."""
+
+    options: Options
+    progress: Progress
+    task: TaskID
+    rows: list[Row] = field(default_factory=list)
+    spread: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def time(
+        self, case: str, plain: Callable[[], None], other: Callable[[], None], goal: float | None
+    ) -> PairedTimes:
+        """Time pairs and note ratio, interval and step times."""
+        advance = functools.partial(self.progress.advance, self.task)
+        times = time_pairs(plain, other, num_pairs=self.options.num_pairs, advance=advance)
+        ratio = ratio_of(times)
+        self.rows.append(Row(case=case, metric="ratio", value=ratio.median, goal=goal))
+        self.note(case, ratio_low=ratio.low, ratio_high=ratio.high)
+        series = {"plain_step_seconds": times.plain_seconds, "step_seconds": times.other_seconds}
+        self.spread[case] = {name: quartiles(seconds) for name, seconds in series.items()}
+        self.note(case, **{name: middle for name, (_, middle, _) in self.spread[case].items()})
+        return times
+
+    def note(self, case: str, **figures: float) -> None:
+        """Add figures for reading."""
+        self.rows += [Row(case=case, metric=metric, value=value) for metric, value in figures.items()]
+
+
+def run(options: Options, progress: Progress) -> Measurements:
+    """Measure all cases; see the module's description."""
+    device, quick = environment.device(), options.quick
+    task = progress.add_task("overhead", total=_NUM_CASES * options.num_pairs)
+    collector = _Collector(options=options, progress=progress, task=task)
+    resnet = functools.partial(workloads.demo_resnet, device, quick=quick)
+    gpt2 = functools.partial(workloads.gpt2, device, quick=quick)
+    tiny = functools.partial(workloads.many_ops, device, num_elements=_TINY_ELEMENTS, quick=quick)
+    small = functools.partial(workloads.many_ops, device, num_elements=_SMALL_ELEMENTS, quick=quick)
+
+    limits = _managed(collector, "ResNet-50, budget fits the plain step", resnet, _Limits.roomy, _FITS_GOAL)
+    _managed(collector, "GPT-2, budget fits the plain step", gpt2, _Limits.roomy, _FITS_GOAL)
+    _managed(collector, "ResNet-50, half of the savings", resnet, _Limits.half, _HALF_GOAL)
+    checkpointed = functools.partial(resnet, checkpointed=True)
+    _peer(collector, "ResNet-50, checkpoint per block", resnet, checkpointed, nullcontext, limits)
+    on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
+    _peer(collector, "ResNet-50, save_on_cpu", resnet, resnet, on_cpu, limits)
+    _managed(collector, "tiny ops, all kept", tiny, _Limits.roomy, None, per_op=True)
+    _managed(collector, "small ops, half of the savings", small, _Limits.half, None, per_op=True)
+
+    named = {"resnet50": resnet, "gpt2": gpt2, "tiny_ops": tiny, "small_ops": small}
+    config: dict[str, Any] = {name: make().config for name, make in named.items()}
+    return Measurements(
+        rows=collector.rows, config=config, repeats=options.num_pairs, spread=collector.spread
+    )
+
+
+def _managed(
+    collector: _Collector,
+    case: str,
+    make: _Make,
+    choose_budget: Callable[[_Limits], int],
+    goal: float | None,
+    *,
+    per_op: bool = False,
+) -> _Limits:
+    """Compare a plain step with one under a budget, and return what the budget was chosen from."""
+    collector.progress.update(collector.task, description=case)
+    plain, managed = make(), make()
+    limits = _limits_of(managed)
+    with MemoryPlugin(f"{choose_budget(limits)}B", module=managed.model) as memory:
+        context = functools.partial(memory.step, *managed.batch)
+        _plan(managed, memory, context)
+        _warm_up(plain.step)
+        times = collector.time(case, plain.step, lambda: managed.step(context), goal)
+        report = memory.report()
+        peak_bytes = _peak_bytes(managed, context)
+    _note_report(collector, case, report, limits, peak_bytes)
+    if per_op:
+        num_ops = workloads.count_ops(plain)
+        for name, seconds in (("plain", times.plain_seconds), ("managed", times.other_seconds)):
+            microseconds = quartiles(seconds)[1] * 1e6 / num_ops
+            collector.note(case, **{f"{name}_host_microseconds_per_op": microseconds})
+    return limits
+
+
+def _peer(
+    collector: _Collector, case: str, make_plain: _Make, make_peer: _Make, context: _Context, limits: _Limits
+) -> None:
+    """Compare a plain step with another way to save memory."""
+    collector.progress.update(collector.task, description=case)
+    plain, peer = make_plain(), make_peer()
+    _warm_up(plain.step)
+    _warm_up(lambda: peer.step(context))
+    collector.time(case, plain.step, lambda: peer.step(context), None)
+    peak_bytes = _peak_bytes(peer, context)
+    collector.note(case, peak_bytes=peak_bytes, peak_share=limits.share(peak_bytes))
+
+
+def _limits_of(workload: Workload) -> _Limits:
+    """Learn floor and plain peak from a few steps under a budget that is no constraint."""
+    with MemoryPlugin("1TiB", module=workload.model) as memory:
+        _plan(workload, memory, functools.partial(memory.step, *workload.batch))
+        report = memory.report()
+    if report.floor_bytes is None or report.plain_peak_bytes is None:
+        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
+    return _Limits(floor_bytes=report.floor_bytes, plain_peak_bytes=report.plain_peak_bytes)
+
+
+def _plan(workload: Workload, memory: MemoryPlugin, context: _Context) -> None:
+    """Run steps until the plan is final."""
+    for _ in range(_MAX_PLANNING_STEPS):
+        workload.step(context)
+        if memory.report().phase == "planned":
+            return
+    raise RuntimeError(
+        f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{memory.report().phase}'; "
+        "is LIGHTNING_OFFLOAD=0 set?"
+    )
+
+
+def _warm_up(step: Callable[[], None]) -> None:
+    for _ in range(_NUM_WARMUP_STEPS):
+        step()
+
+
+def _peak_bytes(workload: Workload, context: _Context) -> int:
+    """Count the live bytes of one step, slowly."""
+    workload.model.zero_grad(set_to_none=True)
+    with peak_tracker(workload.batch[0].device) as tracker:
+        tracker.add([*workload.model.parameters(), *workload.model.buffers(), *workload.batch])
+        workload.step(context)
+    return tracker.peak_bytes
+
+
+def _note_report(collector: _Collector, case: str, report: Report, limits: _Limits, peak_bytes: int) -> None:
+    """Note the plan's figures, of which those not known are left out."""
+    figures = {
+        "budget_bytes": report.budget_bytes,
+        "floor_bytes": limits.floor_bytes,
+        "plain_peak_bytes": limits.plain_peak_bytes,
+        "peak_bytes": peak_bytes,
+        "predicted_peak_bytes": report.predicted_peak_bytes,
+        "peak_share": limits.share(peak_bytes),
+        "kept_bytes": report.kept_bytes,
+        "swapped_bytes": report.swapped_bytes,
+        "recomputed_bytes": report.recomputed_bytes,
+        "predicted_plain_step_seconds": report.plain_step_seconds,
+        "predicted_step_seconds": report.predicted_step_seconds,
+        "stall_seconds": report.stall_seconds,
+    }
+    collector.note(case, **{name: value for name, value in figures.items() if value is not None})

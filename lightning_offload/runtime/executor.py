@@ -117,8 +117,8 @@ class StepExecutor:
             step = self._next_step(facts)
             if step is not None and step.release:
                 self._release(step.release)
-            rewritten = self._before_write(facts, args, kwargs) if facts.mutates else []
             call = self._record(func, facts, args, kwargs) if step is not None and step.record else None
+            rewritten = self._before_write(facts, args, kwargs) if facts.mutates else []
             out = self._run(func, facts, args, kwargs)
             for tensor in rewritten:
                 self._follow_new(tensor, -1)
@@ -157,10 +157,11 @@ class StepExecutor:
         return out
 
     def _record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        read = list(tensors_in((args, kwargs)))
+        read = list(tensors_in((facts.replayed_args(args), kwargs)))
         if not facts.may_replay(self._device.type) or not all(map(is_plain, read)):
             return None
-        if any(self._find(t.untyped_storage()) is None and _without_graph(t) is None for t in read):
+        overwritten = {t.untyped_storage()._cdata for t in facts.written(args, kwargs)}
+        if not all(self._stays_readable(t, overwritten) for t in read):
             return None
         call = record_call(func, facts, args, kwargs, self._value_of)
         for value in {ref.value for ref in call.refs()}:
@@ -169,6 +170,14 @@ class StepExecutor:
                 if not value.has_source:
                     self._own(value, value.live())
         return call
+
+    def _stays_readable(self, tensor: Tensor, overwritten: set[int]) -> bool:
+        """Whether a replay will be able to have what an argument holds now."""
+        storage = tensor.untyped_storage()
+        value = self._find(storage)
+        if value is None:
+            return _without_graph(tensor) is not None and storage._cdata not in overwritten
+        return storage._cdata not in overwritten or value.call is not None or value.block is not None
 
     def _value_of(self, tensor: Tensor) -> Value:
         """The value that an argument holds; one that no followed op made is taken as it is, and owned."""
@@ -299,10 +308,10 @@ class StepExecutor:
         program = self.program
         if program is not None and program.is_keep_all:
             self._check_pack(program, index, tensor, plain)
-        value = self._find(tensor.untyped_storage()) if plain and self._values else None
+        handle.value = value = self._find(tensor.untyped_storage()) if plain and self._values else None
         if value is not None and self._leave(value, tensor):
             handle.witness = witness_of(tensor)
-            handle.value, handle.geometry = value, Geometry.of(tensor)
+            handle.geometry = Geometry.of(tensor)
             value.handles.append(weakref.ref(handle))
         else:
             handle.kept = tensor

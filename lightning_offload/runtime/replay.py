@@ -38,10 +38,7 @@ def record_call(
         kwargs: Keyword arguments.
         value_of: Gives the value that a tensor among the arguments holds now.
     """
-    if facts.running_stats:
-        *statistics, training = facts.running_stats
-        if args[training]:
-            args = tuple(None if i in statistics else item for i, item in enumerate(args))
+    args = facts.replayed_args(args)
     generator = _generator(args, kwargs) if facts.is_random else None
     return Call(
         func=func,

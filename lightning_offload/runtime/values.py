@@ -146,7 +146,7 @@ class Handle:
         executor: The step it belongs to.
         index: Ordinal of its pack.
         kept: The tensor itself, detached, where it is kept.
-        value: What it reads, where it is not kept.
+        value: What it reads; where the tensor is kept, only held for calls that read it too.
         geometry: How the saved tensor lies on the value's storage.
         witness: Shares the saved tensor's version counter.
         version: The version that was saved.

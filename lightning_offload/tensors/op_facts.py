@@ -77,6 +77,12 @@ class OpFacts:
         """Whether a replay on this type of device gives the same bits without side effects."""
         return self.replayable if device_type == "cpu" else self.replayable_on_cuda
 
+    def replayed_args(self, args: Any) -> Any:
+        """The arguments of a replay: without the running statistics that batch norm updates in training."""
+        if not self.running_stats or not args[self.running_stats[-1]]:
+            return args
+        return tuple(None if i in self.running_stats[:-1] else item for i, item in enumerate(args))
+
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
         """The tensors among the arguments that a call writes."""
         if self.writes_all:
@@ -149,8 +155,8 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> tuple[list[Tens
         The tensors it read; one tensor for each storage that it made a value on, those on fresh storages
         (outputs that share no argument's storage) first, then those written in place; the number of fresh ones.
     """
-    inputs = list(tensors_in((args, kwargs)))
-    seen = {t.untyped_storage()._cdata for t in inputs if is_plain(t)}
+    seen = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if is_plain(t)}
+    inputs = list(tensors_in((facts.replayed_args(args), kwargs)))
     made: list[Tensor] = []
     for tensor in tensors_in(out):
         if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in seen:

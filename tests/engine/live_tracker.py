@@ -1,10 +1,11 @@
 """A count of live device bytes that does not trust the runtime.
 
-`LiveStorageTracker` is a dispatch mode that is entered outside everything else. It looks at the arguments and
-outputs of each op and follows every storage it sees by a weak reference: torch keeps a storage's Python object
-alive while the C++ storage lives, so the reference's callback fires exactly when the memory goes. Storages that
-no op has touched yet (parameters, optimizer state, a batch) are added by `register`. What a kernel allocates and
-frees within itself is not seen, and neither is memory that is not a tensor (host buffers of the runtime).
+`LiveStorageTracker` is a dispatch mode that is entered outside everything else. It looks at the arguments
+and outputs of each op and follows every storage it sees by a weak reference: torch keeps a storage's Python
+object alive while the C++ storage lives, so the reference's callback fires exactly when the memory goes.
+Storages that no op has touched yet (parameters, optimizer state, a batch) are added by `register`. What a
+kernel allocates and frees within itself is not seen, and neither is memory that is not a tensor (host buffers
+of the runtime).
 """
 
 from __future__ import annotations

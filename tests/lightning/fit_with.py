@@ -53,7 +53,10 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     for name in names:
         importlib.import_module(name)
-    lightning_offload = importlib.import_module("lightning_offload")
+        if name != names[0] and "lightning_offload" in sys.modules:
+            # the class exists now, and must be taken by a package that is imported later
+            _ = sys.modules["lightning_offload"].OffloadStrategy
+    lightning_offload = sys.modules["lightning_offload"]
     for name in names:
         if name == "lightning_offload":
             continue

@@ -34,11 +34,11 @@ def run(
     return fit_and_read(trainer, model()), trainer.strategy
 
 
-def middle_budget(make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any) -> int:
+def middle_budget(make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any) -> str:
     """Half way between the smallest feasible budget and the plain peak."""
     _, strategy = run(make_trainer, model, strategy=OffloadStrategy("1TiB"), **settings)
     report = strategy.memory.report()
-    return report.floor_bytes + (report.plain_peak_bytes - report.floor_bytes) // 2
+    return f"{(report.floor_bytes + report.plain_peak_bytes) // 2}B"
 
 
 @pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])

@@ -15,8 +15,8 @@ OURS, NEW, OLD = "lightning_offload", "lightning.pytorch", "pytorch_lightning"
 
 @pytest.mark.parametrize(
     "names",
-    [(OURS, NEW, OLD), (NEW, OURS, OLD), (OLD, OURS), (OURS, OLD), (NEW, OLD, OURS)],
-    ids=["ours first", "ours between", "old only", "ours then old", "ours last"],
+    [(OURS, NEW, OLD), (OLD, NEW, OURS), (OLD, OURS)],
+    ids=["ours first", "ours last", "one package"],
 )
 def test_import_orders(names: tuple[str, ...]) -> None:
     """The name, the class and the monitor work with every package imported, whatever came first."""

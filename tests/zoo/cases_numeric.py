@@ -78,6 +78,11 @@ def _reductions(x: Tensor) -> Tensor:
     )
 
 
+def _products(x: Tensor) -> Tensor:
+    """Backward of `prod` takes another path, with other roundings, wherever a dispatch mode is active."""
+    return x.tanh() * (x.sigmoid() + 0.5).view(-1, 32, 4).prod(-1).repeat(1, 4)
+
+
 class _Norms(nn.Module):
     """Normalisations with and without running statistics, and weights derived by power iteration."""
 
@@ -159,6 +164,7 @@ NUMERIC: tuple[Case, ...] = (
     body_case("writes-by-index", _writes_by_index, budgeted=True),
     body_case("linear-algebra", _linear_algebra, depth=2, budgeted=True),
     body_case("reductions", _reductions, depth=2, budgeted=True),
+    body_case("products", _products, budgeted=True),
     body_case("norms", module=_Norms, depth=2, budgeted=True),
     body_case("pooling", module=_Pooling, depth=2, budgeted=True),
     body_case("evaluation-norm", module=_EvalNorm),

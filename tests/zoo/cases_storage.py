@@ -78,7 +78,7 @@ def _strided(x: Tensor) -> Tensor:
     windows = a.unfold(1, 4, 2)
     diagonal = a.as_strided((a.shape[0] - WIDTH, WIDTH), (WIDTH, WIDTH + 1))
     out = torch.cat([even * odd, even / (odd + 1)], 1)
-    return torch.tanh(out * windows.prod(-1).mean(1, keepdim=True) + diagonal.sin().mean())
+    return torch.tanh(out * windows.sin().mean(-1).mean(1, keepdim=True) + diagonal.sin().mean())
 
 
 def _expanded(x: Tensor) -> Tensor:

@@ -256,5 +256,6 @@ TRAINING: tuple[Case, ...] = (
         train_step=_gan_in_one,
         optimizers=_two_adams,
         split=False,
+        steps=7,  # the optimizers make their state in the first step, which so differs from the others
     ),
 )

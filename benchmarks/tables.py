@@ -1,0 +1,136 @@
+"""Tables for the documentation, written from the stored results and never by hand.
+
+`docs/performance.md` is written as a whole. README.md may hold a short table of a result's ratios between two
+marker lines, `<!-- benchmark: overhead-cpu -->` and `<!-- end -->`, with the name of the result file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.registry import load_suite
+from benchmarks.results import RESULTS_FOLDER, Row
+from lightning_offload.units import format_bytes, format_seconds
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+_INTRODUCTION = """# Performance
+
+Written by `python -m benchmarks tables` from `benchmarks/results/`; do not edit. A goal is the largest value
+that is good enough; figures without one are there to be read. Intervals are 95% bootstrap intervals of the
+median of interleaved pairs.
+"""
+_MARKED = re.compile(r"(<!-- benchmark: (?P<name>[\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write_documents(root: Path = _CHECKOUT, results: Path = RESULTS_FOLDER) -> list[Path]:
+    """Write docs/performance.md and fill the marked places of README.md; returns the files written."""
+    performance = root / "docs" / "performance.md"
+    performance.parent.mkdir(parents=True, exist_ok=True)
+    performance.write_text(performance_page(results), encoding="utf-8")
+    written = [performance]
+    readme = root / "README.md"
+    if readme.exists():
+        text = readme.read_text(encoding="utf-8")
+        filled = fill_markers(text, results)
+        if filled != text:
+            readme.write_text(filled, encoding="utf-8")
+            written.append(readme)
+    return written
+
+
+def performance_page(results: Path) -> str:
+    """Return the page with everything that is stored in the folder `results`."""
+    stored = [_load(path) for path in sorted(results.glob("*.json"))]
+    return "\n".join([_INTRODUCTION, *(_section(result) for result in stored)]).rstrip() + "\n"
+
+
+def fill_markers(text: str, results: Path) -> str:
+    """Return `text` with a table of ratios in every marked place whose result is stored."""
+
+    def fill(match: re.Match[str]) -> str:
+        path = results / f"{match['name']}.json"
+        if not path.exists():
+            return match[0]
+        return f"{match[1]}{_goal_table(_rows(_load(path)))}\n{match[3]}"
+
+    return _MARKED.sub(fill, text)
+
+
+def table_lines(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str]]:
+    """Return case, metric, value, interval and goal of every figure, as text; an interval has no line of its own."""
+    values = {(row.case, row.metric): row.value for row in rows}
+    lines = []
+    for row in rows:
+        if (row.case, re.sub(r"_(low|high)$", "", row.metric)) in values.keys() - {(row.case, row.metric)}:
+            continue
+        low, high = (values.get((row.case, f"{row.metric}_{end}")) for end in ("low", "high"))
+        texts = [format_value(row.metric, end) for end in (low, high) if end is not None]
+        goal = "" if row.goal is None else f"<= {format_value(row.metric, row.goal)}"
+        lines.append((row.case, row.metric, format_value(row.metric, row.value), " to ".join(texts), goal))
+    return lines
+
+
+def format_value(metric: str, value: float) -> str:
+    """Return `value` as text, in the unit that ends the metric's name."""
+    if metric.endswith("_bytes"):
+        return format_bytes(round(value))
+    if metric.endswith("_seconds"):
+        return format_seconds(value)
+    return f"{value:.3f}"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+def _rows(result: dict[str, Any]) -> list[Row]:
+    return [Row(**row) for row in result["rows"]]
+
+
+def _section(result: dict[str, Any]) -> str:
+    rows, environment = _rows(result), result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    machine = f"{environment['processor']}, {environment['num_threads']} threads, {environment['system']}"
+    lines = [
+        f"## {load_suite(result['suite']).TITLE}: {result['device']}",
+        "",
+        f"{machine}; {result['repeats']} pairs per case.",
+        f"Versions: {versions}. Commit: {environment['commit']}.",
+        "",
+        *(f"- {name}: {_sizes(sizes)}" for name, sizes in result["config"].items()),
+        "",
+        _goal_table(rows),
+        "",
+        _detail_table(rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _sizes(sizes: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sizes.items())
+
+
+def _goal_table(rows: Sequence[Row]) -> str:
+    """Return one line per figure with a goal or an interval."""
+    header = ("case", "metric", "value", "95% interval", "goal")
+    return _markdown(header, [line for line in table_lines(rows) if line[3] or line[4]])
+
+
+def _detail_table(rows: Sequence[Row]) -> str:
+    """Return the other figures, one line per case."""
+    others = [line for line in table_lines(rows) if not line[3] and not line[4]]
+    cases = groupby(others, key=lambda line: line[0])
+    lines = [(case, ", ".join(f"{line[1]} {line[2]}" for line in group)) for case, group in cases]
+    return _markdown(("case", "figures"), lines)
+
+
+def _markdown(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    rule = tuple("---" for _ in header)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))

@@ -1,0 +1,155 @@
+"""Writes to what autograd saved, or to what a replay would read, end as in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import StaleInputError
+from tests.engine.faults import FAULTY_STEPS, interruption, tolerant_case
+from tests.engine.harness import Outcome, Wrap, assert_same, run
+from tests.zoo.case import Case, Job, Scope
+from tests.zoo.models.sandwich import Sandwich, rows, square_loss
+
+POLICIES = ("keep-all", "all-swap", "all-recompute")
+WRAPS = pytest.mark.parametrize("wrap", list(Wrap), ids=lambda wrap: wrap.value)
+
+
+def _write_input(x: Tensor) -> Tensor:
+    scaled = x * 1.5
+    out = scaled.sin()
+    scaled.add_(1.0)
+    return out
+
+
+def _write_output(x: Tensor) -> Tensor:
+    out = x.sigmoid()
+    out.mul_(2.0)
+    return out
+
+
+def _write_view(x: Tensor) -> Tensor:
+    scaled = x * 1.5
+    out = scaled[:, ::2].exp().sum() + scaled.sin()
+    scaled[3:5].zero_()
+    return out
+
+
+def _write_without_grad(x: Tensor) -> Tensor:
+    scaled = x.tanh() * 1.5
+    out = scaled * scaled.sigmoid()
+    with torch.no_grad():
+        scaled.zero_()
+    return out
+
+
+class _WriteWeight(nn.Module):
+    """Moves a weight that backward needs right after its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use the weight, then move it."""
+        out: Tensor = self.linear(x)
+        with torch.no_grad():
+            self.linear.weight.mul_(0.9)
+        return out
+
+
+WRITES: dict[str, Callable[[], nn.Module | Callable[[Tensor], Tensor]]] = {
+    "input": lambda: _write_input,
+    "output": lambda: _write_output,
+    "view": lambda: _write_view,
+    "without-grad": lambda: _write_without_grad,
+    "weight": _WriteWeight,
+}
+
+
+class _Sometimes(nn.Module):
+    """Runs a faulty body in one step and a sound one in the others."""
+
+    def __init__(self, faulty: Any, faulty_call: int) -> None:
+        super().__init__()
+        self.faulty = faulty
+        self.faulty_call = faulty_call
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Choose the body by the number of the call."""
+        self.num_calls += 1
+        out: Tensor = self.faulty(x) if self.num_calls - 1 == self.faulty_call else x.sin() * x.sigmoid()
+        return out
+
+
+@pytest.mark.parametrize("step", FAULTY_STEPS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", WRITES)
+def test_written_saved_tensor_raises_as_plain(kind: str, policy: str, step: int) -> None:
+    """The same step raises the same error as in plain PyTorch, and the steps around it are exact."""
+    case = tolerant_case(lambda: _Sometimes(WRITES[kind](), step))
+    expected = run(case)
+    assert "modified by an inplace operation" in interruption(expected, step)
+    actual = run(case, memory=MemoryPlugin(budget=None, policy=policy))
+    assert "modified by an inplace operation" in interruption(actual, step)
+    assert_same(_without_messages(expected), _without_messages(actual))
+
+
+@WRAPS
+@pytest.mark.parametrize("policy", POLICIES)
+def test_written_saved_tensor_raises_when_split(policy: str, wrap: Wrap) -> None:
+    """It raises too where backward runs outside the step."""
+    case = tolerant_case(lambda: _Sometimes(_write_input, 4))
+    actual = run(case, memory=MemoryPlugin(budget=None, policy=policy), wrap=wrap)
+    assert "modified by an inplace operation" in interruption(actual, 4)
+    assert_same(_without_messages(run(case)), _without_messages(actual))
+
+
+def _without_messages(outcome: Outcome) -> Outcome:
+    values = {n: v for n, v in outcome.values.items() if not n.endswith("interrupted")}
+    return Outcome(values)
+
+
+@pytest.mark.parametrize("wrap", [Wrap.FORWARD, Wrap.BARE], ids=lambda wrap: wrap.value)
+@pytest.mark.parametrize("moved", ["bias", "input"])
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+def test_moved_leaf_is_exact_or_raises(policy: str, moved: str, wrap: Wrap) -> None:
+    """A leaf written outside the step, between forward and backward, never silently changes a gradient."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.full((128,), 0.1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.bias).sin()
+
+    def train_step(job: Job, batch: Any, scope: Scope) -> None:
+        with scope.step(batch):
+            with scope.forward():
+                loss = square_loss(job.model, batch)
+            with torch.no_grad():
+                (job.model.body.bias if moved == "bias" else batch).add_(0.5)  # type: ignore[union-attr,operator]
+            scope.backward(loss)
+        scope.record("loss", loss)
+        scope.update(*job.optimizers)
+
+    class Doubled(Sandwich):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x * 2.0).sin())
+
+    case = Case(
+        name="moved", build=lambda: Doubled(Shifted(), depth=1), batch=rows, train_step=train_step, steps=6
+    )
+    expected = run(case)
+    try:
+        actual = run(case, memory=MemoryPlugin(budget=None, policy=policy), wrap=wrap)
+    except StaleInputError:
+        return
+    assert_same(expected, actual)
