@@ -27,9 +27,7 @@ _UNIT_BYTES = {
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)},
 }
 _QUANTITY = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")
-_PLAIN_NUMBER = re.compile(
-    r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|nan|inf|infinity)", re.IGNORECASE
-)
+_PLAIN_NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|nan|inf|infinity)", re.IGNORECASE)
 _MAX_BYTES = (1 << 63) - 1
 _ALLOWED = (
     'allowed are an int of bytes, a text such as "12GiB" or "500 MB", a float in (0, 1] as a fraction of '
@@ -57,9 +55,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
-        raise BudgetError(
-            f"{text!r} is not a number of bytes; write one with a unit, such as '12GiB' or '500 MB'"
-        )
+        raise BudgetError(f"{text!r} is not a number of bytes; write one with a unit, such as '12GiB' or '500 MB'")
     sign, number, unit = match.groups()
     if unit.lower() not in _UNIT_BYTES:
         raise BudgetError(_unknown_unit(text, number, unit))

@@ -30,6 +30,9 @@ GRACE_SECONDS = 1.0
 FOREIGN_PROCESSES = ("resource_tracker", "compile_worker", "fork_server", "forkserver")
 """Helpers that Python and torch.compile start once and keep for the life of the process."""
 
+FOREIGN_THREADS = ("ThreadPoolExecutor-",)
+"""torch.compile keeps such a pool; one of ours would have our name, and an unnamed one is joined at exit."""
+
 # The same examples in every run: a failure is a change of the code, never of the dice.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")
@@ -90,11 +93,10 @@ def _left_behind(before: dict[str, set[str]]) -> list[str]:
 
 def _threads() -> set[str]:
     # Daemon threads of other packages (progress bars, pin memory) end on their own time; ours must be gone.
-    # The main thread and pytest's own are there before.
     return {
         f"{thread.name} ({thread.ident})"
         for thread in threading.enumerate()
-        if not thread.daemon or thread.name.startswith(OURS)
+        if thread.name.startswith(OURS) or not (thread.daemon or thread.name.startswith(FOREIGN_THREADS))
     }
 
 

@@ -2,7 +2,7 @@
 
 Usage:
     python -m examples.lightning.cli fit --config examples/lightning/config.yaml
-    python -m examples.lightning.cli fit --config CONFIG --trainer.strategy.init_args.budget=16MiB
+    python -m examples.lightning.cli fit --config CONFIG --trainer.strategy.init_args.budget=10MiB
     python -m examples.lightning.cli fit --trainer.strategy.help=lightning_offload.OffloadStrategy
 """
 

@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits with Lightning, within a memory budget.
 
-Usage: python -m examples.lightning.train --budget 12MiB
+Usage: python -m examples.lightning.train --budget 8MiB
 
 The model and the data are ordinary Lightning code; `strategy=` is all that changes.
 """
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budget", default="12MiB", help="peak memory of a training step")
+    parser.add_argument("--budget", default="8MiB", help="peak memory of a training step")
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Train a small convolutional network on handwritten digits in plain PyTorch, within a memory budget.
 
-Usage: python -m examples.pytorch.train --budget 12MiB
+Usage: python -m examples.pytorch.train --budget 8MiB
 
 The training loop is an ordinary one; `memory.step` around forward and backward is all that is added.
 """
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budget", default="12MiB", help="peak memory of a training step")
+    parser.add_argument("--budget", default="8MiB", help="peak memory of a training step")
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
 

@@ -12,7 +12,6 @@ from collections import deque
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_offload.tensors.observer import StepObserver

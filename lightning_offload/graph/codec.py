@@ -13,6 +13,7 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Hashable
 from typing import Any, TypeVar
 
 from lightning_offload.errors import PlanError
@@ -22,10 +23,10 @@ SCHEMA_VERSION = 1
 T = TypeVar("T")
 
 
-@functools.lru_cache(maxsize=None)
-def _field_types(cls: type[Any]) -> tuple[tuple[str, Any], ...]:
+@functools.cache
+def _field_types(cls: Hashable) -> tuple[tuple[str, Any], ...]:
     hints = typing.get_type_hints(cls)
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
+    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))  # type: ignore[arg-type]
 
 
 def encode(obj: Any) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def decode_rows(cls: type[T], rows: Any, *, where: str) -> tuple[T, ...]:
 def _decode_row(cls: type[T], fields: tuple[tuple[str, Any], ...], row: Any, where: str) -> T:
     if not isinstance(row, list) or len(row) != len(fields):
         raise PlanError(f"{where}: expected {len(fields)} fields {[name for name, _ in fields]}, got {row!r:.80}")
-    return cls(**{name: _check(kind, item, f"{where}.{name}") for (name, kind), item in zip(fields, row)})
+    return cls(**{name: _check(kind, item, f"{where}.{name}") for (name, kind), item in zip(fields, row, strict=True)})
 
 
 def _check(kind: Any, item: Any, where: str) -> Any:
@@ -111,7 +112,7 @@ def loads(kind: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         raise PlanError(f"not a {kind} file: invalid JSON ({error})") from None
     if not isinstance(data, dict) or data.get("lightning_offload") != kind:
-        raise PlanError(f"not a {kind} file: expected a JSON object with \"lightning_offload\": \"{kind}\"")
+        raise PlanError(f'not a {kind} file: expected a JSON object with "lightning_offload": "{kind}"')
     if data.get("schema") != SCHEMA_VERSION:
         raise PlanError(
             f"the {kind} file has schema {data.get('schema')!r}, this version reads schema {SCHEMA_VERSION}; "

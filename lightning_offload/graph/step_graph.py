@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from typing import Any, Literal
 
 from lightning_offload.errors import PlanError
@@ -195,8 +196,8 @@ def check(graph: StepGraph) -> None:
         _expect(all(graph.values[v].producer == i for v in op.outputs), f"ops[{i}] does not make its outputs")
     for i, save in enumerate(graph.saves):
         ticks = (save.pack_tick, *save.unpack_ticks)
-        ok = 0 <= save.value < len(graph.values) and all(a <= b for a, b in zip(ticks, ticks[1:]))
-        ok = ok and 0 <= ticks[0] and ticks[-1] < graph.num_ticks and save.release_tick <= graph.num_ticks
+        ok = 0 <= save.value < len(graph.values) and all(a <= b for a, b in itertools.pairwise(ticks))
+        ok = ok and ticks[0] >= 0 and ticks[-1] < graph.num_ticks and save.release_tick <= graph.num_ticks
         _expect(ok, f"saves[{i}] points outside the graph or is out of order: {save}")
 
 

@@ -144,7 +144,7 @@ class _Simulation:
         first, last = min(w[0] for w in waiting), max(w[1] for w in waiting)
         over = np.flatnonzero(self.memory[first:last] > limit) + first
         for tick in over.tolist():
-            for death, until, s in waiting:
+            for death, _, s in waiting:
                 if self.memory[tick] <= limit:
                     break
                 current = self.release[s] if self.release[s] >= 0 else death

@@ -128,7 +128,8 @@ class StepKind:
 
     def measured(self, times: OpTimes, verified: set[int], mismatched: set[int]) -> None:
         """Take over what a step under the plan showed; its peaks were noted before."""
-        assert self.graph is not None and self.plan is not None
+        assert self.graph is not None
+        assert self.plan is not None
         self.verified |= verified
         if mismatched - self.mismatched:
             self.mismatched |= mismatched
@@ -154,7 +155,12 @@ class StepKind:
         return plan.budget_bytes is None or plan.predicted_peak_bytes + self.shortfall_bytes <= plan.budget_bytes
 
     def replan(
-        self, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...], given: MemoryPlan | None
+        self,
+        device: DeviceSpec,
+        budget_bytes: int | None,
+        policy: str,
+        keep: tuple[str, ...],
+        given: MemoryPlan | None,
     ) -> None:
         """Make the plan for the graph, or take the given one.
 
@@ -174,7 +180,9 @@ class StepKind:
             if not self.shortfall_bytes or budget_bytes is None or error.floor_bytes > budget_bytes:
                 raise
             # The floor itself is met; only the margin for what was under-predicted is not.
-            plan = make_plan(self.graph, device, error.floor_bytes, policy=policy, keep=kept | frozenset(self.mismatched))
+            plan = make_plan(
+                self.graph, device, error.floor_bytes, policy=policy, keep=kept | frozenset(self.mismatched)
+            )
         plan = dataclasses.replace(
             plan,
             budget_bytes=budget_bytes,

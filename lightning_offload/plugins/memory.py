@@ -181,7 +181,7 @@ class MemoryPlugin:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run ``loss.backward(**kwargs)`` as part of the step opened last."""
         with self.backward_scope():
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            loss.backward(**kwargs)
 
     @contextlib.contextmanager
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:

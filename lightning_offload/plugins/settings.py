@@ -98,7 +98,9 @@ def _load_plan(plan: MemoryPlan | str | os.PathLike[str] | None) -> MemoryPlan |
     try:
         text = Path(plan).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package") from None
+        raise PlanError(
+            f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package"
+        ) from None
     return MemoryPlan.from_json(text)
 
 

@@ -15,43 +15,26 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_offload.errors import ReplayError
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes
 from lightning_offload.runtime.program import OpStep, Program
-from lightning_offload.runtime.replay import record_call, replay
+from lightning_offload.runtime.replay import record_call
+from lightning_offload.runtime.residence import Residence
+from lightning_offload.runtime.switch import unseen
+from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.values import Call, Handle, Value, witness_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain, tensors_in
+
 _log = logging.getLogger(__name__)
-
-
-class _Off(threading.local):
-    """While entered, the ops of this thread are the runtime's own: the dispatch mode lets them pass."""
-
-    depth = 0
-
-    @property
-    def is_off(self) -> bool:
-        return self.depth > 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self.depth -= 1
-
-
-_OFF = _Off()
 
 
 class StepExecutor:
@@ -62,7 +45,6 @@ class StepExecutor:
         observer: Who is told of every event, if anybody.
         has_deviated: Whether the step's structure left the program.
         num_unpacks: Unpacks so far.
-        stall_seconds: Time that compute waited for copies.
     """
 
     def __init__(
@@ -79,17 +61,13 @@ class StepExecutor:
         self.observer = observer
         self.has_deviated = False
         self.num_unpacks = 0
-        self.stall_seconds = 0.0
         self._device = device
-        self._lanes = lanes
-        self._pool = pool
         self._verifier = verifier
         self._num_ops = 0
         self._num_packs = 0
         self._lock = threading.RLock()
-        self._values: dict[int, Value | weakref.ref[Value]] = {}
-        self._by_index: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
-        self._forget = _forgetter(self._values)
+        self._table = ValueTable()
+        self._residence = Residence(device, lanes, pool, self._table, self.decisions, observer)
 
     @property
     def needs_mode(self) -> bool:
@@ -102,6 +80,11 @@ class StepExecutor:
         return self.program.decisions if self.program is not None else {}
 
     @property
+    def stall_seconds(self) -> float:
+        """Time that compute waited for copies."""
+        return self._residence.stall_seconds
+
+    @property
     def is_recomputing(self) -> bool:
         """Whether calls of this step may have to be replayed."""
         return self.program is not None and self.program.is_recomputing
@@ -110,9 +93,9 @@ class StepExecutor:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program, with what the plan asks for around it."""
-        if _OFF.is_off:
+        if unseen.depth:
             return func(*args, **kwargs)
-        with _OFF:
+        with unseen:
             facts = facts_of(func)
             step = self._next_step(facts)
             if step is not None and step.release:
@@ -142,8 +125,8 @@ class StepExecutor:
         """Leave the program: what follows in this step runs under the floor policy."""
         self.has_deviated = True
         _log.debug("op %d is not the one that was planned", self._num_ops - 1)
-        for value in list(self._by_index.values()):
-            self._let_go(value)
+        for value in self._table.all_indexed():
+            self._residence.release(value)
 
     def _run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         observer = self.observer
@@ -168,13 +151,13 @@ class StepExecutor:
             if value.call is None:
                 value.readers.append(weakref.ref(call))
                 if not value.has_source:
-                    self._own(value, value.live())
+                    self._table.own(value, value.live())
         return call
 
     def _stays_readable(self, tensor: Tensor, overwritten: set[int]) -> bool:
         """Whether a replay will be able to have what an argument holds now."""
         storage = tensor.untyped_storage()
-        value = self._find(storage)
+        value = self._table.find(storage)
         if value is None:
             return _without_graph(tensor) is not None and storage._cdata not in overwritten
         return storage._cdata not in overwritten or value.call is not None or value.block is not None
@@ -182,38 +165,15 @@ class StepExecutor:
     def _value_of(self, tensor: Tensor) -> Value:
         """The value that an argument holds; one that no followed op made is taken as it is, and owned."""
         storage = tensor.untyped_storage()
-        value = self._find(storage)
+        value = self._table.find(storage)
         if value is None:
             value = Value(-1, storage.nbytes())
             value.version = (_without_graph(tensor), tensor._version)
-            self._follow(value, storage)
-            self._own(value, storage)
+            self._table.follow(value, storage)
+            self._table.own(value, storage)
         return value
 
     # ---- values
-
-    def _find(self, storage: torch.UntypedStorage) -> Value | None:
-        entry = self._values.get(storage._cdata)
-        value = entry() if isinstance(entry, weakref.ref) else entry
-        if value is None or value.origin is None or value.origin() is not storage:
-            return None
-        return value
-
-    def _follow(self, value: Value, storage: torch.UntypedStorage) -> None:
-        """Know a value by its storage for as long as that lives."""
-        origin = _Origin(storage, self._forget)
-        origin.key = storage._cdata
-        value.origin = origin
-        self._values[origin.key] = value
-        if value.index >= 0:
-            self._by_index[value.index] = value
-
-    def _own(self, value: Value, storage: torch.UntypedStorage | None) -> None:
-        """Let a value hold its memory; from then on it lives by who needs the value, not by the table."""
-        if storage is not None:
-            value.storage = storage
-            if value.origin is not None:
-                self._values[storage._cdata] = weakref.ref(value)
 
     def _register(
         self,
@@ -248,7 +208,7 @@ class StepExecutor:
             return None
         storage = tensor.untyped_storage()
         value = Value(index, storage.nbytes())
-        self._follow(value, storage)
+        self._table.follow(value, storage)
         return value
 
     def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -265,10 +225,10 @@ class StepExecutor:
             Whether the storage was made in this step, so that its next value may leave the device too.
         """
         storage = tensor.untyped_storage()
-        value = self._find(storage)
+        value = self._table.find(storage)
         if value is None:
             return False
-        with self._lock, _OFF:
+        with self._lock, unseen:
             if value.copy is not None:
                 value.copy.wait()
             if value.call is None and value.block is None:
@@ -281,7 +241,7 @@ class StepExecutor:
                     if self.observer is not None:
                         self.observer.on_overwrite(handle.index)
             value.origin = value.storage = None
-            self._values.pop(storage._cdata, None)
+            self._table.drop(storage)
         return value.version is None
 
     def _settle(self, call: Call | None) -> None:
@@ -289,13 +249,13 @@ class StepExecutor:
         for reference in list(call.results.values()) if call is not None else ():
             value = reference()
             if value is not None and value.call is call:
-                self._materialise(value)
+                self._residence.materialise(value)
 
     # ---- saved tensors
 
     def pack(self, tensor: Tensor) -> Handle:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
-        with _OFF:
+        with unseen:
             return self._pack(tensor.detach())
 
     def _pack(self, tensor: Tensor) -> Handle:
@@ -308,7 +268,7 @@ class StepExecutor:
         program = self.program
         if program is not None and program.is_keep_all:
             self._check_pack(program, index, tensor, plain)
-        handle.value = value = self._find(tensor.untyped_storage()) if plain and self._values else None
+        handle.value = value = self._table.find(tensor.untyped_storage()) if plain else None
         if value is not None and self._leave(value, tensor):
             handle.witness = witness_of(tensor)
             handle.geometry = Geometry.of(tensor)
@@ -319,9 +279,9 @@ class StepExecutor:
 
     def _check_pack(self, program: Program, index: int, tensor: Tensor, plain: bool) -> None:
         """Notice that a step which keeps everything, and so sees no ops, is not the one that was planned."""
-        if index >= len(program.pack_bytes):
-            self.has_deviated = True
-        elif plain and tensor.untyped_storage().nbytes() != program.pack_bytes[index]:
+        if index >= len(program.pack_bytes) or (
+            plain and tensor.untyped_storage().nbytes() != program.pack_bytes[index]
+        ):
             self.has_deviated = True
 
     def _leave(self, value: Value, tensor: Tensor) -> bool:
@@ -335,12 +295,12 @@ class StepExecutor:
         if self.program is not None and not self.has_deviated:
             decision = self.program.decisions.get(value.index)
             if decision is None:
-                self._own(value, storage)
+                self._table.own(value, storage)
                 return False
             if decision.action == "recompute":
                 return self._leave_to_replay(value, storage)
         release_now = decision is None or decision.release_op == AT_PACK
-        return self._swap_out(value, storage, release_now=release_now)
+        return self._residence.swap_out(value, storage, release_now=release_now)
 
     def _leave_to_replay(self, value: Value, storage: torch.UntypedStorage) -> bool:
         if value.call is None:
@@ -349,42 +309,11 @@ class StepExecutor:
             value.original = self._verifier.remember(storage)
         return True
 
-    def _swap_out(self, value: Value, storage: torch.UntypedStorage, *, release_now: bool) -> bool:
-        block = self._pool.allocate(value.num_bytes)
-        if block is None:
-            self._own(value, storage)
-            return False
-        value.block = block
-        self._own(value, storage)
-        value.copy = self._lanes.swap_out(storage, block)
-        if release_now:
-            self._let_go(value)
-        return True
-
     def _release(self, indices: list[int]) -> None:
         for index in indices:
-            value = self._by_index.get(index)
+            value = self._table.indexed(index)
             if value is not None:
-                self._let_go(value)
-
-    def _let_go(self, value: Value) -> None:
-        """Wait for a copy out and drop the device memory."""
-        with self._lock:
-            if value.block is not None and value.copy is not None and value.origin is not None:
-                self._wait(value)
-                value.storage = None
-
-    def _wait(self, value: Value) -> None:
-        copy, value.copy = value.copy, None
-        if copy is not None and not copy.is_done:
-            start = time.perf_counter()
-            copy.wait()
-            stalled = time.perf_counter() - start
-            self.stall_seconds += stalled
-            if self.observer is not None:
-                self.observer.on_stall(stalled)
-        elif copy is not None:
-            copy.wait()
+                self._residence.release(value)
 
     def unpack(self, handle: Handle) -> Tensor:
         """Give a saved tensor back.
@@ -406,68 +335,23 @@ class StepExecutor:
                 assert handle.kept is not None
                 tensor = handle.kept
             else:
-                with _OFF:
-                    storage = self._materialise(value)
+                with unseen:
+                    storage = self._residence.materialise(value)
                     if observer is not None:
                         observer.on_unpacked(handle.index, storage)
                     if value.original is not None and self._verifier is not None:
                         storage = self._verifier.verify(value, storage, handle.geometry)
                     tensor = handle.geometry.view(storage)
             if self.program is not None and not self.has_deviated and ordinal in self.program.prefetch:
-                self._prefetch(self.program.prefetch[ordinal])
+                with unseen:
+                    self._residence.prefetch(self.program.prefetch[ordinal])
             return tensor
-
-    def _materialise(self, value: Value) -> torch.UntypedStorage:
-        """Device memory that holds a value; it stays for as long as anybody needs the value."""
-        live = value.live()
-        if live is not None:
-            if value.origin is None or live is not value.origin():
-                self._wait(value)
-            value.check_version()
-            return live
-        if value.block is not None:
-            self._swap_in(value)
-            self._wait(value)
-            value.block = None
-        elif value.call is not None:
-            value.storage = replay(value, self._materialise, self._notice, self._stays)
-            value.call = None
-        if value.storage is None:
-            raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
-        return value.storage
-
-    def _stays(self, value: Value) -> bool:
-        """Whether a value replayed on the way to another stays for its own later unpack."""
-        decision = self.decisions.get(value.index)
-        return decision is not None and decision.memo and any(handle() is not None for handle in value.handles)
-
-    def _swap_in(self, value: Value) -> None:
-        assert value.block is not None
-        self._wait(value)
-        device_bytes = torch.empty(value.num_bytes, dtype=torch.uint8, device=self._device)
-        value.storage = device_bytes.untyped_storage()
-        value.origin = None
-        self._notice(value.storage)
-        value.copy = self._lanes.swap_in(value.block, value.storage)
-
-    def _prefetch(self, indices: tuple[int, ...]) -> None:
-        with _OFF:
-            for index in indices:
-                value = self._by_index.get(index)
-                if value is not None and value.block is not None and value.live() is None:
-                    self._swap_in(value)
-
-    def _notice(self, storage: torch.UntypedStorage) -> None:
-        if self.observer is not None:
-            self.observer.on_allocation(storage)
 
     # ---- the end
 
     def close(self) -> None:
         """End the part of the step in which ops are seen; saved tensors stay readable."""
-        for key, entry in list(self._values.items()):
-            if not isinstance(entry, weakref.ref):
-                del self._values[key]
+        self._table.close()
 
     def settle_readers_of(self, tensors: list[Tensor]) -> None:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
@@ -482,19 +366,3 @@ def _without_graph(tensor: Tensor) -> Tensor | None:
     """
     base = tensor._base if tensor._base is not None else tensor
     return base if base.grad_fn is None else None
-
-
-class _Origin(weakref.ref[torch.UntypedStorage]):
-    __slots__ = ("key",)
-    key: int
-
-
-def _forgetter(values: dict[int, Value | weakref.ref[Value]]) -> Callable[[_Origin], None]:
-    """A callback that takes a storage that died out of the table; holds no executor, takes no lock."""
-
-    def forget(origin: Any) -> None:
-        entry = values.get(origin.key)
-        if not isinstance(entry, weakref.ref) and entry is not None and entry.origin is origin:
-            values.pop(origin.key, None)
-
-    return forget

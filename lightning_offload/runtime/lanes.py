@@ -61,7 +61,7 @@ class Lanes(abc.ABC):
     def swap_in(self, block: HostBlock, storage: torch.UntypedStorage) -> Copy:
         """Start copying a host block to a device storage."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most lanes have nothing to end)
         """End threads; the lanes may be used again later."""
 
 
@@ -167,7 +167,7 @@ def _done() -> Copy:
 def device_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage as a flat tensor of bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload,no-any-return]
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def host_bytes(block: HostBlock) -> torch.Tensor:

@@ -27,7 +27,11 @@ Notice = Callable[[torch.UntypedStorage], None]
 
 
 def record_call(
-    func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], value_of: Callable[[Tensor], Value]
+    func: Any,
+    facts: OpFacts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    value_of: Callable[[Tensor], Value],
 ) -> Call:
     """Record a call that is about to run.
 

@@ -33,9 +33,7 @@ def register(package: str) -> None:
 
     registry = sys.modules[f"{package}.strategies"].StrategyRegistry
     for name in _NAMES:
-        registry.register(
-            name, offload, description="Trains within a memory budget on one device", override=True
-        )
+        registry.register(name, offload, description="Trains within a memory budget on one device", override=True)
     _accept_built_classes(package)
 
 

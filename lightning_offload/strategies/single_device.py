@@ -235,9 +235,7 @@ class OffloadStrategyMixin(_StrategyBase):
     # --- checkpoints ---
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Adds the plans to a training checkpoint (not to one of weights alone) and saves it."""
         if self._memory.enabled and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = self._memory.state_dict()
@@ -258,9 +256,7 @@ class OffloadStrategyMixin(_StrategyBase):
         try:
             self._memory.load_state_dict(state)
         except PlanError as error:
-            rank_zero(
-                self._package, "warn", f"The checkpoint's memory plan is not used, a new one is made: {error}"
-            )
+            rank_zero(self._package, "warn", f"The checkpoint's memory plan is not used, a new one is made: {error}")
 
 
 @functools.cache

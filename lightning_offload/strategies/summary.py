@@ -94,9 +94,7 @@ class PlanSummary:
             )
         elif self._visible:
             budget = format_bytes(budget_bytes)
-            rank_zero(
-                self._package, "info", f"Offload budget: {budget} on {device}, planned in the first steps"
-            )
+            rank_zero(self._package, "info", f"Offload budget: {budget} on {device}, planned in the first steps")
 
     def print_when_planned(self) -> bool:
         """Prints the table if the plan is final; true if there is nothing left to print."""

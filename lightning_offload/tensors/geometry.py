@@ -28,9 +28,9 @@ class Geometry:
     def of(cls, tensor: Tensor) -> Geometry:
         """The geometry of a strided tensor."""
         return cls(
-            tuple(tensor.shape),
+            tuple(int(n) for n in tensor.shape),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.dtype,
             tensor.device,
             tensor.is_conj(),
@@ -41,7 +41,7 @@ class Geometry:
         """The tensor with this geometry on a storage; detached, sharing memory with it."""
         with torch.no_grad():
             tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-            tensor.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+            tensor.set_(storage, self.offset, self.size, self.stride)
             if self.conj:
                 tensor = tensor.conj()
             if self.neg:
@@ -62,7 +62,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dim() == 0:
         return torch.equal(a.cpu(), b.cpu())
     rows = max(1, _CHUNK_BYTES // max(1, a[:1].numel() * a.element_size()))
-    chunks = zip(a.split(rows), b.split(rows))
+    chunks = zip(a.split(rows), b.split(rows), strict=True)
     return all(torch.equal(x.cpu(), y.cpu()) for x, y in chunks)
 
 

@@ -41,9 +41,6 @@ class StepObserver:
     def on_allocation(self, storage: torch.UntypedStorage) -> None:
         """The runtime itself allocated device memory (a copy back, the result of a replay)."""
 
-    def on_stall(self, seconds: float) -> None:
-        """Compute waited for a copy."""
-
 
 def observe_all(observers: tuple[StepObserver, ...]) -> StepObserver | None:
     """One observer that tells several, or None for none."""

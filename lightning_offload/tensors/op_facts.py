@@ -17,7 +17,17 @@ _NAMESPACES = frozenset({"aten", "prims"})
 
 # Contents undefined (empty), side effects or hidden state (set_, resize_, sync batch norm), outputs that depend
 # on more than the arguments (data_ptr-like, sparse layouts), or results that alias in undeclared ways.
-_DENIED_PREFIXES = ("empty", "new_empty", "_resize", "resize", "set_", "_sync", "sparse", "_sparse", "_nested")
+_DENIED_PREFIXES = (
+    "empty",
+    "new_empty",
+    "_resize",
+    "resize",
+    "set_",
+    "_sync",
+    "sparse",
+    "_sparse",
+    "_nested",
+)
 _DENIED = frozenset(
     {
         "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_stats",

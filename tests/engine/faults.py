@@ -56,7 +56,7 @@ def tolerant(job: Job, batch: Any, scope: Scope) -> None:
                 loss = square_loss(job.model, batch)
             scope.backward(loss)
     except Exception as error:
-        scope.record("interrupted", f"{type(error).__name__}: {error}".split(".")[0][:80])
+        scope.record("interrupted", f"{type(error).__name__}: {error}"[:200])
         job.optimizer.zero_grad()
         return
     scope.record("loss", loss)

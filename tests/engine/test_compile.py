@@ -16,7 +16,10 @@ from tests.engine.harness import Wrap, assert_same, run
 from tests.zoo.case import Case
 from tests.zoo.models.sandwich import WIDTH, Sandwich, body_case
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # torch about its own compiler
+pytestmark = [  # the compiler's own, some of them raised by what it looks at while tracing
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 BACKENDS = [
     "aot_eager",

@@ -64,9 +64,7 @@ class Gan(pl.LightningModule):
         self.generator = nn.Sequential(
             nn.Linear(8, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 3 * 144), nn.Tanh()
         )
-        self.critic = nn.Sequential(
-            nn.Linear(3 * 144, 32), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(32, 1)
-        )
+        self.critic = nn.Sequential(nn.Linear(3 * 144, 32), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(32, 1))
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -120,9 +118,7 @@ def assert_same(ours: Any, plain: Any, path: str = "") -> None:
     """Fails unless the two states are equal bit for bit."""
     if isinstance(plain, Tensor):
         assert ours.dtype == plain.dtype, f"{path}: {ours.dtype} instead of {plain.dtype}"
-        same = (
-            ours.contiguous().view(-1).view(torch.uint8).equal(plain.contiguous().view(-1).view(torch.uint8))
-        )
+        same = ours.contiguous().view(-1).view(torch.uint8).equal(plain.contiguous().view(-1).view(torch.uint8))
         assert same, f"{path} differs"
     elif isinstance(plain, dict):
         assert ours.keys() == plain.keys(), path

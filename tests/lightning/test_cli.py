@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 def parsed(*flags: str) -> LightningCLI:
     """What the CLI builds from `flags`, without running."""
     quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
-    return LightningCLI(
-        ConvNet, args=[*quiet, *flags], run=False, save_config_callback=None, seed_everything_default=0
-    )
+    return LightningCLI(ConvNet, args=[*quiet, *flags], run=False, save_config_callback=None, seed_everything_default=0)
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +41,7 @@ def test_keywords_from_flags() -> None:
     assert strategy.memory.enabled is False
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"), [("12GB", 12 * 10**9), ("20000000", 20_000_000), ("null", None)]
-)
+@pytest.mark.parametrize(("text", "num_bytes"), [("12GB", 12 * 10**9), ("20000000", 20_000_000), ("null", None)])
 def test_budget_spellings(text: str, num_bytes: int | None) -> None:
     """Texts, integers and null are read as Python writes them."""
     cli = parsed(f"--trainer.strategy={STRATEGY}", f"--trainer.strategy.init_args.budget={text}")
@@ -55,9 +51,7 @@ def test_budget_spellings(text: str, num_bytes: int | None) -> None:
 @pytest.mark.parametrize("name", ["offload", STRATEGY])
 def test_names_alone(name: str) -> None:
     """The registered name and the bare class path need no keyword."""
-    assert isinstance(
-        parsed(f"--trainer.strategy={name}").trainer.strategy, lightning_offload.OffloadStrategy
-    )
+    assert isinstance(parsed(f"--trainer.strategy={name}").trainer.strategy, lightning_offload.OffloadStrategy)
 
 
 def test_file_and_flag(tmp_path: Path) -> None:

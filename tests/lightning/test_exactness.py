@@ -25,17 +25,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MANUAL = ("fp32", "bf16-mixed", "64-true", "validate-between")
 
 
-def run(
-    make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any
-) -> tuple[dict[str, Any], Any]:
+def run(make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any) -> tuple[dict[str, Any], Any]:
     """Fits a fresh `model` and returns the state it leaves and the strategy."""
     pl.seed_everything(3, verbose=False)
     trainer = make_trainer(**settings)
     return fit_and_read(trainer, model()), trainer.strategy
 
 
-def middle_budget(make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any) -> str:
-    """Half way between the smallest feasible budget and the plain peak."""
+def budget_for(policy: str, make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any) -> str:
+    """For the planner half way between floor and plain peak; the fixed policies move everything anyway."""
+    if policy != "auto":
+        return "1GiB"
     _, strategy = run(make_trainer, model, strategy=OffloadStrategy("1TiB"), **settings)
     report = strategy.memory.report()
     return f"{(report.floor_bytes + report.plain_peak_bytes) // 2}B"
@@ -47,19 +47,20 @@ def test_automatic_optimization(make_trainer: MakeTrainer, setting: str, policy:
     """Losses, weights, buffers, optimizer and RNG state are equal under every precision and Trainer flag."""
     settings = SETTINGS[setting]
     plain, _ = run(make_trainer, ConvNet, **settings)
-    budget = middle_budget(make_trainer, ConvNet, **settings)
+    budget = budget_for(policy, make_trainer, ConvNet, **settings)
     ours, strategy = run(make_trainer, ConvNet, strategy=OffloadStrategy(budget, policy=policy), **settings)
     assert_same(ours, plain)
     assert strategy.memory.report().num_steps == len(plain["losses"])
 
 
+@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])
 @pytest.mark.parametrize("setting", MANUAL)
-def test_manual_optimization(make_trainer: MakeTrainer, setting: str) -> None:
+def test_manual_optimization(make_trainer: MakeTrainer, setting: str, policy: str) -> None:
     """A GAN with two optimizers, whose backwards and updates run inside the step, is equal too."""
     settings = SETTINGS[setting]
     plain, _ = run(make_trainer, Gan, **settings)
-    budget = middle_budget(make_trainer, Gan, **settings)
-    ours, _ = run(make_trainer, Gan, strategy=OffloadStrategy(budget), **settings)
+    budget = budget_for(policy, make_trainer, Gan, **settings)
+    ours, _ = run(make_trainer, Gan, strategy=OffloadStrategy(budget, policy=policy), **settings)
     assert_same(ours, plain)
 
 
@@ -90,9 +91,7 @@ def test_gradient_scaler(make_trainer: MakeTrainer) -> None:
 
     plain_plugin, our_plugin = scaled(), scaled()
     plain, _ = run(make_trainer, Perceptron, plugins=plain_plugin)
-    ours, _ = run(
-        make_trainer, Perceptron, plugins=our_plugin, strategy=OffloadStrategy("1GiB", policy="all-swap")
-    )
+    ours, _ = run(make_trainer, Perceptron, plugins=our_plugin, strategy=OffloadStrategy("1GiB", policy="all-swap"))
     assert_same(ours, plain)
     assert our_plugin.state_dict() == plain_plugin.state_dict()
     assert our_plugin.state_dict()["scale"] > 2.0**10

@@ -272,9 +272,7 @@ def test_the_strategy_keeps_no_batch(make_trainer: MakeTrainer) -> None:
     batches: list[weakref.ref[Tensor]] = []
 
     class Watch(pl.Callback):
-        def on_train_batch_start(
-            self, trainer: Any, pl_module: Any, batch: list[Tensor], batch_idx: int
-        ) -> None:
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: list[Tensor], batch_idx: int) -> None:
             batches.append(weakref.ref(batch[0]))
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

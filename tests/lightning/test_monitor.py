@@ -91,9 +91,7 @@ def test_progress_bar_without_logger(make_trainer: MakeTrainer) -> None:
     } <= bar.shown[-1].keys()
 
 
-@pytest.mark.parametrize(
-    "monitor", [OffloadMonitor(), OffloadMonitor(progress_bar=False)], ids=["bar", "no bar"]
-)
+@pytest.mark.parametrize("monitor", [OffloadMonitor(), OffloadMonitor(progress_bar=False)], ids=["bar", "no bar"])
 def test_nowhere_to_write(make_trainer: MakeTrainer, monitor: Callback) -> None:
     """Without logger and progress bar it raises, as DeviceStatsMonitor does."""
     bar = (

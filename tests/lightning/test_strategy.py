@@ -39,9 +39,7 @@ def test_keywords_are_those_of_the_plugin() -> None:
 def test_public_name() -> None:
     """The class is found under its public name, and is one of Lightning's strategies."""
     assert OffloadStrategy is lightning_offload.OffloadStrategy
-    assert (
-        f"{OffloadStrategy.__module__}.{OffloadStrategy.__qualname__}" == "lightning_offload.OffloadStrategy"
-    )
+    assert f"{OffloadStrategy.__module__}.{OffloadStrategy.__qualname__}" == "lightning_offload.OffloadStrategy"
     assert issubclass(OffloadStrategy, SingleDeviceStrategy)
 
 

@@ -24,9 +24,7 @@ def all_swap(setting: Setting) -> MemoryPlan:
 
 def all_recompute(setting: Setting) -> MemoryPlan:
     """Recompute every saved tensor that can be."""
-    actions: dict[int, Action] = {
-        s: "recompute" for s, c in setting.problem.candidates.items() if c.can_recompute
-    }
+    actions: dict[int, Action] = {s: "recompute" for s, c in setting.problem.candidates.items() if c.can_recompute}
     return _fixed(setting, "all-recompute", actions)
 
 

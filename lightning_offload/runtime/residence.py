@@ -1,0 +1,118 @@
+"""Where values are: moves them off the device and back, and replays those that are nowhere.
+
+All methods run under the executor's lock. Device memory is allocated here, by the thread that computes.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from lightning_offload.errors import ReplayError
+from lightning_offload.graph.memory_plan import Decision
+from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.lanes import Lanes
+from lightning_offload.runtime.replay import replay
+from lightning_offload.runtime.table import ValueTable
+from lightning_offload.runtime.values import Value
+from lightning_offload.tensors.observer import StepObserver
+
+
+class Residence:
+    """Moves the values of one step.
+
+    Attributes:
+        stall_seconds: Time that compute waited for copies.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        lanes: Lanes,
+        pool: HostPool,
+        table: ValueTable,
+        decisions: dict[int, Decision],
+        observer: StepObserver | None,
+    ) -> None:
+        self.stall_seconds = 0.0
+        self._device = device
+        self._lanes = lanes
+        self._pool = pool
+        self._table = table
+        self._decisions = decisions
+        self._observer = observer
+
+    def swap_out(self, value: Value, storage: torch.UntypedStorage, *, release_now: bool) -> bool:
+        """Start copying a value to the host; False where the host has no room, and it stays."""
+        block = self._pool.allocate(value.num_bytes)
+        self._table.own(value, storage)
+        if block is None:
+            return False
+        value.block = block
+        value.copy = self._lanes.swap_out(storage, block)
+        if release_now:
+            self.release(value)
+        return True
+
+    def release(self, value: Value) -> None:
+        """Wait for a value's copy out and drop its device memory; nothing if there is no such copy."""
+        if value.block is not None and value.copy is not None and value.origin is not None:
+            self._wait(value)
+            value.storage = None
+
+    def materialise(self, value: Value) -> torch.UntypedStorage:
+        """Device memory that holds a value; it stays for as long as anybody needs the value.
+
+        Raises:
+            StaleInputError: A replay would read a tensor that was modified since.
+            ReplayError: There is no way to have the value.
+        """
+        live = value.live()
+        if live is not None:
+            if value.origin is None or live is not value.origin():
+                self._wait(value)
+            value.check_version()
+            return live
+        if value.block is not None:
+            self._swap_in(value)
+            self._wait(value)
+            value.block = None
+        elif value.call is not None:
+            value.storage = replay(value, self.materialise, self._notice, self._stays)
+            value.call = None
+        if value.storage is None:
+            raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
+        return value.storage
+
+    def prefetch(self, indices: tuple[int, ...]) -> None:
+        """Start bringing swapped values back."""
+        for index in indices:
+            value = self._table.indexed(index)
+            if value is not None and value.block is not None and value.live() is None:
+                self._swap_in(value)
+
+    def _swap_in(self, value: Value) -> None:
+        assert value.block is not None
+        self._wait(value)
+        value.storage = torch.empty(value.num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        value.origin = None
+        self._notice(value.storage)
+        value.copy = self._lanes.swap_in(value.block, value.storage)
+
+    def _stays(self, value: Value) -> bool:
+        """Whether a value replayed on the way to another stays for its own later unpack."""
+        decision = self._decisions.get(value.index)
+        return decision is not None and decision.memo and any(handle() is not None for handle in value.handles)
+
+    def _wait(self, value: Value) -> None:
+        copy, value.copy = value.copy, None
+        if copy is None:
+            return
+        start = time.perf_counter()
+        copy.wait()
+        self.stall_seconds += time.perf_counter() - start
+
+    def _notice(self, storage: torch.UntypedStorage) -> None:
+        if self._observer is not None:
+            self._observer.on_allocation(storage)
