@@ -1,8 +1,8 @@
 """What a suite measured: rows in memory, one JSON line for programs, one file per suite and device on disk.
 
 The line is `{"suite", "device", "rows": [{"case", "metric", "value", "goal"}]}`; a goal is the largest value
-that is good enough, or null for figures that are there to be read. A metric `x` with rows `x_low` and `x_high`
-has a 95% interval. Names end in their units, `_bytes` and `_seconds`.
+that is good enough, or null for figures that are there to be read. A metric `x` with rows `x_low` and
+`x_high` has a 95% interval. Names end in their units, `_bytes` and `_seconds`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ def result_path(suite: str, device: str, folder: Path = RESULTS_FOLDER) -> Path:
     return folder / f"{suite}-{slug}.json"
 
 
-def write_result(
-    path: Path, suite: str, device: str, measurements: Measurements, environment: dict[str, Any]
-) -> None:
+def write_result(path: Path, suite: str, device: str, measurements: Measurements, environment: dict[str, Any]) -> None:
     """Write a result with all that is needed to read it later."""
     content = {
         "suite": suite,

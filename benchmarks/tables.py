@@ -62,7 +62,7 @@ def fill_markers(text: str, results: Path) -> str:
 
 
 def table_lines(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str]]:
-    """Return case, metric, value, interval and goal of every figure, as text; an interval has no line of its own."""
+    """Return case, metric, value, interval and goal of every figure as text; an interval has no own line."""
     values = {(row.case, row.metric): row.value for row in rows}
     lines = []
     for row in rows:

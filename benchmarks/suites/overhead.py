@@ -70,9 +70,7 @@ class _Collector:
     rows: list[Row] = field(default_factory=list)
     spread: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
-    def time(
-        self, case: str, plain: Callable[[], None], other: Callable[[], None], goal: float | None
-    ) -> PairedTimes:
+    def time(self, case: str, plain: Callable[[], None], other: Callable[[], None], goal: float | None) -> PairedTimes:
         """Time pairs and note ratio, interval and step times."""
         advance = functools.partial(self.progress.advance, self.task)
         times = time_pairs(plain, other, num_pairs=self.options.num_pairs, advance=advance)
@@ -111,9 +109,7 @@ def run(options: Options, progress: Progress) -> Measurements:
 
     named = {"resnet50": resnet, "gpt2": gpt2, "tiny_ops": tiny, "small_ops": small}
     config: dict[str, Any] = {name: make().config for name, make in named.items()}
-    return Measurements(
-        rows=collector.rows, config=config, repeats=options.num_pairs, spread=collector.spread
-    )
+    return Measurements(rows=collector.rows, config=config, repeats=options.num_pairs, spread=collector.spread)
 
 
 def _managed(
@@ -175,8 +171,7 @@ def _plan(workload: Workload, memory: MemoryPlugin, context: _Context) -> None:
         if memory.report().phase == "planned":
             return
     raise RuntimeError(
-        f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{memory.report().phase}'; "
-        "is LIGHTNING_OFFLOAD=0 set?"
+        f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{memory.report().phase}'; is LIGHTNING_OFFLOAD=0 set?"
     )
 
 

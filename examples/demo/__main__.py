@@ -24,7 +24,7 @@ from rich.progress import (
 from examples.demo.resnet import NUM_PARAMETERS_1000_CLASSES, ResNet50, count_parameters
 from examples.demo.state import GROUPS
 from examples.demo.summary import DemoSummary, result_table
-from examples.demo.training import DemoConfig, RunResult, quieten_lightning, train
+from examples.demo.training import DemoConfig, RunResult, quiet_lightning, train
 from lightning_offload import OffloadError, OffloadStrategy
 
 OUTPUT_FOLDER = Path("build/demo")
@@ -46,9 +46,9 @@ def main(config: DemoConfig | None = None, folder: Path = OUTPUT_FOLDER) -> int:
         The exit status: 0 if training was identical and in budget.
     """
     console, errors = Console(), Console(stderr=True)
-    quieten_lightning()
     try:
-        run_demo(config or DemoConfig(), folder, console)
+        with quiet_lightning():
+            run_demo(config or DemoConfig(), folder, console)
     except (DemoError, OffloadError) as error:
         errors.print(f"[bold red]demo failed:[/] {error}", highlight=False, soft_wrap=True)
         return 1
@@ -163,9 +163,7 @@ def _title(config: DemoConfig) -> str:
 
 
 @contextmanager
-def _progress(
-    console: Console, total_steps: int
-) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+def _progress(console: Console, total_steps: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """Show a progress bar; yields what names the current phase and what counts a step."""
     columns = (
         SpinnerColumn(),

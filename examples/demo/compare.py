@@ -2,8 +2,8 @@
 
 It is a program of its own so that nothing of the runs' process, neither a patched function nor a live tensor,
 has a say in the verdict. It knows nothing of this library. The last line of its output is one JSON object
-with a verdict per part, `identical` for all of them, and the first difference found. Exit status: 0 identical,
-1 different, 2 no comparison possible.
+with a verdict per part, `identical` for all of them, and the first difference found. Exit status: 0
+identical, 1 different, 2 no comparison possible.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def load_images(image_size: int, limit: int | None = None) -> tuple[Tensor, Tens
     return images.repeat(1, 3, 1, 1), labels
 
 
-def make_loader(
-    images: Tensor, labels: Tensor, *, batch_size: int, seed: int
-) -> DataLoader[tuple[Tensor, ...]]:
+def make_loader(images: Tensor, labels: Tensor, *, batch_size: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
     """Return a loader that shuffles the same way for the same `seed` and drops the ragged last batch."""
     generator = torch.Generator().manual_seed(seed)
     return DataLoader(

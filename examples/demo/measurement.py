@@ -75,9 +75,7 @@ class Measurement(L.Callback):
         self.losses.append(outputs["loss"].detach().clone())
         self._advance()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leave no dispatch mode behind when a step fails."""
         self._tracking.close()
 

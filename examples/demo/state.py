@@ -14,9 +14,7 @@ GROUPS = ("losses", "weights", "statistics", "optimizer", "random")
 State = dict[str, dict[str, Tensor]]
 
 
-def save_state(
-    path: Path, losses: Sequence[Tensor], module: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def save_state(path: Path, losses: Sequence[Tensor], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write losses, parameters, buffers, optimizer state and the random state to `path`."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     state: State = {

@@ -6,11 +6,12 @@ budget they record, verify and measure), the next ones count live bytes, the res
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,11 +138,20 @@ def train(
     return result
 
 
-def quieten_lightning() -> None:
-    """Leave the terminal to the demo's own progress bar and table."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"lightning\.(pytorch|fabric)")
+@contextlib.contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Leave the terminal to the demo's own progress bar and table while inside."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.(pytorch|fabric)")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _trainer(num_steps: int, strategy: Strategy | None, measurement: Measurement) -> L.Trainer:

@@ -69,9 +69,7 @@ class Classifier(pl.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="8MiB", help="peak memory of a training step")
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()

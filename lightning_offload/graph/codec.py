@@ -9,11 +9,9 @@ build plain data and never execute anything.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import types
 import typing
-from collections.abc import Hashable
 from typing import Any, TypeVar
 
 from lightning_offload.errors import PlanError
@@ -23,20 +21,25 @@ SCHEMA_VERSION = 1
 T = TypeVar("T")
 
 
-@functools.cache
-def _field_types(cls: Hashable) -> tuple[tuple[str, Any], ...]:
-    hints = typing.get_type_hints(cls)
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+_TYPES: dict[type[Any], dict[str, Any]] = {}
+
+
+def _field_types(cls: type[Any]) -> dict[str, Any]:
+    """Types of a dataclass's fields, in order."""
+    if cls not in _TYPES:
+        hints = typing.get_type_hints(cls)
+        _TYPES[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return _TYPES[cls]
 
 
 def encode(obj: Any) -> dict[str, Any]:
     """Write one frozen dataclass as a JSON object of its fields."""
-    return {name: getattr(obj, name) for name, _ in _field_types(type(obj))}
+    return {name: getattr(obj, name) for name in _field_types(type(obj))}
 
 
 def encode_rows(rows: tuple[Any, ...]) -> list[list[Any]]:
     """Write dataclasses of one class as lists in field order."""
-    return [[getattr(row, name) for name, _ in _field_types(type(row))] for row in rows]
+    return [[getattr(row, name) for name in _field_types(type(row))] for row in rows]
 
 
 def decode(cls: type[T], data: Any, *, where: str) -> T:
@@ -47,7 +50,7 @@ def decode(cls: type[T], data: Any, *, where: str) -> T:
     """
     if not isinstance(data, dict):
         raise PlanError(f"{where}: expected an object, got {type(data).__name__}")
-    fields = dict(_field_types(cls))
+    fields = _field_types(cls)
     unknown = set(data) - set(fields)
     missing = set(fields) - set(data)
     if unknown or missing:
@@ -67,10 +70,12 @@ def decode_rows(cls: type[T], rows: Any, *, where: str) -> tuple[T, ...]:
     return tuple(_decode_row(cls, fields, row, f"{where}[{i}]") for i, row in enumerate(rows))
 
 
-def _decode_row(cls: type[T], fields: tuple[tuple[str, Any], ...], row: Any, where: str) -> T:
+def _decode_row(cls: type[T], fields: dict[str, Any], row: Any, where: str) -> T:
     if not isinstance(row, list) or len(row) != len(fields):
-        raise PlanError(f"{where}: expected {len(fields)} fields {[name for name, _ in fields]}, got {row!r:.80}")
-    return cls(**{name: _check(kind, item, f"{where}.{name}") for (name, kind), item in zip(fields, row, strict=True)})
+        raise PlanError(f"{where}: expected {len(fields)} fields {list(fields)}, got {row!r:.80}")
+    return cls(
+        **{name: _check(kind, item, f"{where}.{name}") for (name, kind), item in zip(fields.items(), row, strict=True)}
+    )
 
 
 def _check(kind: Any, item: Any, where: str) -> Any:

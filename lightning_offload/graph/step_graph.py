@@ -105,6 +105,8 @@ class StepGraph:
         num_ticks: Length of the step in ticks.
         extra_bytes: Persistent bytes on the device that no op of the step touched (optimizer state above all).
         gradient_bytes: Gradients that backward will leave behind, where it was not observed; else 0.
+        old_gradient_bytes: Gradients of earlier steps that may be there before backward, beyond those recorded.
+        accumulated_bytes: The part of them that may still be there in backward.
     """
 
     num_ticks: int
@@ -114,6 +116,8 @@ class StepGraph:
     saves: tuple[Save, ...]
     extra_bytes: int = 0
     gradient_bytes: int = 0
+    old_gradient_bytes: int = 0
+    accumulated_bytes: int = 0
 
     @property
     def persistent_bytes(self) -> int:
@@ -152,6 +156,8 @@ class StepGraph:
             "num_ticks": self.num_ticks,
             "extra_bytes": self.extra_bytes,
             "gradient_bytes": self.gradient_bytes,
+            "old_gradient_bytes": self.old_gradient_bytes,
+            "accumulated_bytes": self.accumulated_bytes,
         }
         for name in ("ops", "storages", "values", "saves"):
             payload[name] = codec.encode_rows(getattr(self, name))
@@ -178,7 +184,8 @@ def check(graph: StepGraph) -> None:
     Raises:
         PlanError: Names the first row that is wrong.
     """
-    _expect(graph.num_ticks >= 0 and graph.extra_bytes >= 0 and graph.gradient_bytes >= 0, "negative size")
+    sizes = (graph.num_ticks, graph.extra_bytes, graph.gradient_bytes, graph.accumulated_bytes)
+    _expect(min(sizes) >= 0 and graph.old_gradient_bytes >= graph.accumulated_bytes, "negative size")
     for i, storage in enumerate(graph.storages):
         ok = storage.num_bytes >= 0 and -1 <= storage.birth <= storage.death <= graph.num_ticks
         _expect(ok, f"storages[{i}] has a negative size or a death before its birth: {storage}")

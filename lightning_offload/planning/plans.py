@@ -10,6 +10,7 @@ import numpy as np
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import AT_PACK, Action, Decision, MemoryPlan
+from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.bound import bound_seconds
 from lightning_offload.planning.problem import Candidate, Problem
 from lightning_offload.planning.residency import Actions
@@ -47,8 +48,7 @@ class Setting:
         op = self.problem.graph.op_at(self.floor.peak_tick)
         if op is None:
             return "the state that is there before the step"
-        where = f"`{op.module}` " if op.module else ""
-        return f"{op.name} in {where}({op.phase})"
+        return describe(op)
 
     def require_feasible(self) -> None:
         """Raise where no plan can meet the budget.
@@ -62,6 +62,12 @@ class Setting:
 
 def _leaves(candidate: Candidate) -> bool:
     return candidate.can_swap or candidate.can_recompute
+
+
+def describe(op: Op) -> str:
+    """An op for messages: its name, its module where that is known, and its phase."""
+    where = f" in `{op.module}`" if op.module else ""
+    return f"{op.name}{where} ({op.phase})"
 
 
 def infeasible(budget_bytes: int, floor_bytes: int, op: str, policy: str = "") -> BudgetInfeasibleError:

@@ -161,8 +161,10 @@ class Problem:
                 end = max(end, self.release[i])
             delta[max(storage.birth, 0)] += storage.num_bytes
             delta[end] -= storage.num_bytes
-        if graph.gradient_bytes and self.unpacks:
-            delta[self.unpacks[0].tick] += graph.gradient_bytes
+        delta[0] += graph.old_gradient_bytes
+        if self.unpacks:
+            freed = graph.old_gradient_bytes - graph.accumulated_bytes
+            delta[self.unpacks[0].tick] += graph.gradient_bytes - freed
         return np.cumsum(delta)[: graph.num_ticks + 1]
 
 

@@ -39,6 +39,7 @@ class StepKind:
         state_version: Version of the persistent state that the plan was made for.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
         mismatched: Storages that are not recomputed any more.
+        recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         verified: Storages whose replays were verified.
         num_deviations: Steps that left their plan.
         num_unfinished: Recordings without a backward.
@@ -52,6 +53,9 @@ class StepKind:
     state_version: int = -1
     shortfall_bytes: int = 0
     mismatched: set[int] = dataclasses.field(default_factory=set)
+    recorded_gradient_bytes: int = 0
+    old_gradient_bytes: int = 0
+    accumulated_bytes: int = 0
     verified: set[int] = dataclasses.field(default_factory=set)
     num_deviations: int = 0
     num_unfinished: int = 0
@@ -94,16 +98,35 @@ class StepKind:
         end = self.graph.num_ticks
         return sum(s.num_bytes for s in self.graph.storages if not s.is_persistent and s.death == end)
 
+    def note_gradients(self, old_bytes: int, accumulated_bytes: int) -> None:
+        """Plan for gradients of earlier steps: those there before forward, those still there in backward."""
+        self.old_gradient_bytes = max(self.old_gradient_bytes, old_bytes, accumulated_bytes)
+        self.accumulated_bytes = max(self.accumulated_bytes, accumulated_bytes)
+        if self.graph is None:
+            return
+        old = max(0, self.old_gradient_bytes - self.recorded_gradient_bytes)
+        accumulated = max(0, self.accumulated_bytes - self.recorded_gradient_bytes)
+        if (old, accumulated) != (self.graph.old_gradient_bytes, self.graph.accumulated_bytes):
+            self.graph = dataclasses.replace(self.graph, old_gradient_bytes=old, accumulated_bytes=accumulated)
+            self.program = None
+
     def set_extra_bytes(self, num_bytes: int) -> None:
         """Count persistent state that the step does not touch; a change makes the plan void."""
         if self.graph is not None and self.graph.extra_bytes != num_bytes:
             self.graph = dataclasses.replace(self.graph, extra_bytes=num_bytes)
             self.program = None
 
-    def recorded(self, recorder: Recorder) -> None:
-        """Take the result of a recording over."""
+    def recorded(self, recorder: Recorder, accumulated_bytes: int, *, is_typical: bool) -> None:
+        """Take the result of a recording over.
+
+        Args:
+            recorder: What recorded the step.
+            accumulated_bytes: Gradients of earlier steps that were there in its backward.
+            is_typical: Whether later steps will be like it: not the one in which an optimizer makes its state.
+        """
         graph = recorder.finish()
-        if not recorder.num_unpacks:
+        self.recorded_gradient_bytes = accumulated_bytes
+        if not recorder.num_unpacks or not is_typical:
             self.num_unfinished += 1
             if self.num_unfinished >= _MAX_DEVIATIONS:
                 self.phase = "unplanned"
@@ -114,6 +137,7 @@ class StepKind:
         self.graph = graph
         self.program = None
         self.phase = "verifying"
+        self.note_gradients(self.old_gradient_bytes, accumulated_bytes)
 
     def deviated(self) -> None:
         """A step left its plan: record the next one."""

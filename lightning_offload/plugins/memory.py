@@ -132,6 +132,7 @@ class MemoryPlugin:
         self._state.detach()
         if self._lanes is not None:
             self._lanes.close()
+            self._lanes = None
         self._pool.trim()
         self._is_attached = False
 
@@ -198,7 +199,9 @@ class MemoryPlugin:
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
         device = self._resolve_device(inputs)
-        kind = self._kinds.setdefault(step_signature(inputs, self._state.gradient_bytes()), StepKind())
+        kind = self._kinds.setdefault(step_signature(inputs), StepKind())
+        gradients = self._state.gradients()
+        kind.note_gradients(sum(gradients.values()), 0)
         self._note_optimizer_peak(device)
         self._ensure_plan(kind, device)
         self._kind, self._phase = kind, kind.phase
@@ -207,6 +210,8 @@ class MemoryPlugin:
             return None
         assert self._lanes is not None
         run = start_run(kind, device, self._lanes, self._pool, self._module_now(), self._settings.verify)
+        run.state_version = self._state.version
+        run.watch_gradients(gradients, self._state.gradients)
         self._executors.add(run.executor)
         self._run = run
         return run
@@ -258,10 +263,12 @@ class MemoryPlugin:
             return
         if run.recorder is not None:
             self._state.learn_leaves(run.recorder.leaves)
-        run.finish(self._state.bytes_beside)
+        run.finish(self._state)
         self._stall_seconds, self._step_seconds = run.executor.stall_seconds, run.seconds
 
     def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
+        if self._is_open and self._run is not None:
+            self._run.optimizer_ran_inside = True
         for executor in list(self._executors):
             if executor.is_recomputing:
                 executor.settle_readers_of(parameters)
@@ -327,10 +334,14 @@ class MemoryPlugin:
         """
         if not isinstance(state, dict) or state.get("schema") != _STATE_SCHEMA:
             raise PlanError(f"not a state of this version of the memory plugin: {str(state)[:80]!r}")
-        for row in state["plans"]:
-            graph, plan = StepGraph.from_json(row["graph"]), MemoryPlan.from_json(row["plan"])
+        try:
+            rows = [(row["signature"], row["graph"], row["plan"]) for row in state["plans"]]
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"the state of the memory plugin is malformed: {error!r}") from None
+        for signature, graph_text, plan_text in rows:
+            graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
             fits = plan.policy == self.policy and plan.budget_bytes == self.budget_bytes
-            self._kinds[row["signature"]] = StepKind.restored(graph, plan if fits else None)
+            self._kinds[signature] = StepKind.restored(graph, plan if fits else None)
 
 
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")

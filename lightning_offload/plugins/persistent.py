@@ -72,9 +72,9 @@ class PersistentState:
             yield from (p for group in optimizer.param_groups for p in group["params"])
         yield from (leaf for leaf in (reference() for reference in self._leaves.values()) if leaf is not None)
 
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients that are there now."""
-        return sum(_sizes(p.grad for p in self.trainable() if p.grad is not None).values())
+    def gradients(self) -> dict[int, int]:
+        """The gradients that are there now: bytes by identity of the storage."""
+        return _sizes(p.grad for p in self.trainable() if p.grad is not None)
 
     def bytes_beside(self, touched: Iterable[int], device: torch.device) -> int:
         """Bytes on the device in storages (by identity) other than those that a step touches, gradients aside."""

@@ -13,6 +13,7 @@ from lightning_offload.capture.live import LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes
 from lightning_offload.plugins.lifecycle import StepKind
+from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes
@@ -35,6 +36,10 @@ class StepRun:
         live: Counts live bytes where the device does not.
         verifier: Compares replays, if they are not trusted yet.
         seconds: Time spent in its scopes.
+        optimizer_ran_inside: Whether an optimizer updated parameters within its scopes.
+        state_version: Version of the persistent state when it began.
+        old_gradients: Gradients that were there when it began: bytes by identity of the storage.
+        accumulated: Those that were there when its backward began.
         cuda_peak_bytes: The allocator's peak over its scopes.
     """
 
@@ -46,6 +51,10 @@ class StepRun:
     live: LiveBytes | None
     verifier: Verifier | None
     seconds: float = 0.0
+    optimizer_ran_inside: bool = False
+    state_version: int = 0
+    old_gradients: dict[int, int] = dataclasses.field(default_factory=dict)
+    accumulated: dict[int, int] = dataclasses.field(default_factory=dict)
     cuda_peak_bytes: int | None = None
 
     @contextlib.contextmanager
@@ -59,17 +68,30 @@ class StepRun:
             if self.device.type == "cuda":
                 self.cuda_peak_bytes = torch.cuda.max_memory_allocated(self.device)
 
-    def finish(self, bytes_beside: BytesBeside) -> None:
+    def watch_gradients(self, now: dict[int, int], gradients: Callable[[], dict[int, int]]) -> None:
+        """Note the gradients of earlier steps: those there now, and those there when backward begins."""
+        self.old_gradients = now
+
+        def note() -> None:
+            self.accumulated = gradients()
+
+        self.executor.on_backward = note
+
+    def finish(self, state: PersistentState) -> None:
         """Hand what was seen to the kind of step."""
         kind = self.kind
         if not self.executor.num_unpacks and self.recorder is None:
             return
-        self._note_peaks(bytes_beside)
+        self._note_peaks(state.bytes_beside)
+        accumulated_bytes = sum(self.accumulated.values())
         if self.recorder is not None:
             kind.touched = frozenset(self.recorder.persistent_ids())
             kind.state_version = -1
-            kind.recorded(self.recorder)
-        elif self.executor.has_deviated:
+            is_typical = not (self.optimizer_ran_inside and state.version != self.state_version)
+            kind.recorded(self.recorder, accumulated_bytes, is_typical=is_typical)
+            return
+        kind.note_gradients(0, accumulated_bytes)
+        if self.executor.has_deviated:
             kind.deviated()
         elif self.times is not None and kind.program is self.executor.program:
             trusted = {s for s, d in self.executor.decisions.items() if d.action == "recompute"}
@@ -83,9 +105,11 @@ class StepRun:
         elif self.live is not None:
             persistent = self.live.persistent_storages()
             rest = sum(persistent.values()) + bytes_beside(persistent, self.device)
-            kind.measured_peak_bytes = self.live.peak_bytes + rest
-            kind.forward_peak_bytes = self.live.forward_peak_bytes + rest
-            kind.backward_peak_bytes = self.live.backward_peak_bytes + rest
+            old = sum(size for key, size in self.old_gradients.items() if key not in persistent)
+            accumulated = sum(size for key, size in self.accumulated.items() if key not in persistent)
+            kind.forward_peak_bytes = self.live.forward_peak_bytes + rest + old
+            kind.backward_peak_bytes = self.live.backward_peak_bytes + rest + accumulated
+            kind.measured_peak_bytes = max(kind.forward_peak_bytes, kind.backward_peak_bytes)
 
 
 def start_run(

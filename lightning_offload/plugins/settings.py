@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from lightning_offload.errors import PlanError, SpillError, UnsupportedError
+from lightning_offload.errors import PlanError, PolicyError, SpillError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies import check_policy
 from lightning_offload.units import resolve_budget
@@ -52,11 +52,10 @@ def check_settings(
 
     Raises:
         BudgetError: A budget cannot be read.
-        PolicyError: No such policy.
+        PolicyError: No such policy, or ``tier`` or ``verify`` is none of the allowed words.
         PlanError: The plan file is missing or malformed.
         SpillError: The spill folder is missing or not writable.
         UnsupportedError: The tier is not supported yet.
-        ValueError: ``tier`` or ``verify`` is none of the allowed words.
     """
     if not isinstance(budget, float):
         resolve_budget(budget, device_bytes=None)
@@ -82,7 +81,7 @@ def check_settings(
 def _check_word(name: str, word: str, allowed: object) -> None:
     words = get_args(allowed)
     if word not in words:
-        raise ValueError(f"{name}={word!r} is not known: choose one of {', '.join(map(repr, words))}")
+        raise PolicyError(f"{name}={word!r} is not known: choose one of {', '.join(map(repr, words))}")
 
 
 def _check_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What tells one kind of step from another before it runs: its inputs, autocast, and gradients already there."""
+"""What tells one kind of step from another before it runs: its inputs, and autocast."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 
-def step_signature(inputs: Any, gradient_bytes: int) -> str:
+def step_signature(inputs: Any) -> str:
     """A key under which the step's plan is cached.
 
     Numbers, strings and other leaves count by type, not by value: a batch index differs in every step.
 
     Args:
         inputs: Any pytree of tensors and other objects.
-        gradient_bytes: Bytes of gradients that are there before the step (accumulation).
     """
     leaves, spec = tree_flatten(inputs)
-    parts = [str(spec), str(gradient_bytes), *map(_describe, leaves)]
+    parts = [str(spec), *map(_describe, leaves)]
     for device_type in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device_type):
             parts.append(f"{device_type} autocast {torch.get_autocast_dtype(device_type)}")

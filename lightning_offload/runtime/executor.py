@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_pl
 
 _log = logging.getLogger(__name__)
 
+_NOTHING = OpStep(name="", num_bytes=())
+
 
 class StepExecutor:
     """The state of one step, from its first op until autograd has dropped its last saved tensor.
@@ -45,6 +48,7 @@ class StepExecutor:
         observer: Who is told of every event, if anybody.
         has_deviated: Whether the step's structure left the program.
         num_unpacks: Unpacks so far.
+        on_backward: Called once, when the first saved tensor is read back.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class StepExecutor:
         self.observer = observer
         self.has_deviated = False
         self.num_unpacks = 0
+        self.on_backward: Callable[[], None] | None = None
         self._device = device
         self._verifier = verifier
         self._num_ops = 0
@@ -114,6 +119,8 @@ class StepExecutor:
         program = self.program
         if program is None or self.has_deviated:
             return None
+        if not program.is_strict and torch._C._current_graph_task_id() != -1:
+            return _NOTHING
         index = self._num_ops
         self._num_ops = index + 1
         if index < len(program.ops) and program.ops[index].name == facts.name:
@@ -329,6 +336,8 @@ class StepExecutor:
                 observer.on_unpack(handle.index)
             ordinal = self.num_unpacks
             self.num_unpacks = ordinal + 1
+            if ordinal == 0 and self.on_backward is not None:
+                self.on_backward()
             handle.check_version()
             value = handle.value
             if value is None or handle.geometry is None:

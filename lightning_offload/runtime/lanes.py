@@ -62,7 +62,7 @@ class Lanes(abc.ABC):
         """Start copying a host block to a device storage."""
 
     def close(self) -> None:  # noqa: B027  (most lanes have nothing to end)
-        """End threads; the lanes may be used again later."""
+        """End threads; copies asked for later are made by the thread that asks."""
 
 
 class CpuLanes(Lanes):
@@ -94,8 +94,12 @@ class _Worker:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def submit(self, storage: torch.UntypedStorage, block: HostBlock, *, to_host: bool) -> Copy:
+        if self._is_closed:
+            copy_bytes(storage, block, to_host=to_host)
+            return _done()
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
@@ -104,6 +108,7 @@ class _Worker:
         return copy
 
     def close(self) -> None:
+        self._is_closed = True
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()

@@ -38,7 +38,9 @@ class Program:
 
     Attributes:
         plan: The plan.
-        ops: One entry an op, in order.
+        ops: One entry an op, in order; those of backward only where one of them asks for something.
+        is_strict: Whether backward's ops are among them. They are left out where they can be, since backward
+            runs other ops when gradients accumulate.
         decisions: By storage index.
         prefetch: By ordinal of an unpack: the storages whose copies back are issued then.
         pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure.
@@ -48,6 +50,7 @@ class Program:
 
     plan: MemoryPlan
     ops: tuple[OpStep, ...]
+    is_strict: bool
     decisions: dict[int, Decision]
     prefetch: dict[int, tuple[int, ...]]
     pack_bytes: tuple[int, ...]
@@ -76,9 +79,12 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
             steps[decision.release_op].release.append(decision.storage)
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
+    in_backward = [op.phase == "backward" for op in graph.ops]
+    is_strict = any(b and (s.record or s.register or s.release) for b, s in zip(in_backward, steps, strict=True))
     return Program(
         plan=plan,
-        ops=steps,
+        ops=steps if is_strict else tuple(s for b, s in zip(in_backward, steps, strict=True) if not b),
+        is_strict=is_strict,
         decisions=decisions,
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),

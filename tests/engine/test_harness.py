@@ -11,9 +11,7 @@ from tests.zoo.cases import BY_NAME
 
 
 @pytest.mark.parametrize("wrap", list(Wrap), ids=lambda wrap: wrap.value)
-@pytest.mark.parametrize(
-    "name", ["gpt2-sdpa", "lstm", "retain-graph", "autograd-grad", "gan", "accumulation"]
-)
+@pytest.mark.parametrize("name", ["gpt2-sdpa", "lstm", "retain-graph", "autograd-grad", "gan", "accumulation"])
 def test_a_faithful_plugin_passes(name: str, wrap: Wrap) -> None:
     """Copies of saved tensors give the same bits, and the plugin is in force where the wrap says."""
     case = BY_NAME[name]

@@ -67,9 +67,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
             scope.record("validation", square_loss(job.model, batch[:64]))
         job.model.train()
 
-    case = body_case(
-        "validated", module=lambda: nn.Sequential(nn.Dropout(0.1), nn.GELU()), train_step=train_step
-    )
+    case = body_case("validated", module=lambda: nn.Sequential(nn.Dropout(0.1), nn.GELU()), train_step=train_step)
     memory = MemoryPlugin(budget=None, policy="all-recompute")
     phases: list[str] = []
     outcome = run(case, memory=memory, after_step=lambda _: phases.append(memory.report().phase))

@@ -144,9 +144,7 @@ def test_moved_leaf_is_exact_or_raises(policy: str, moved: str, wrap: Wrap) -> N
         def forward(self, x: Tensor) -> Tensor:
             return super().forward((x * 2.0).sin())
 
-    case = Case(
-        name="moved", build=lambda: Doubled(Shifted(), depth=1), batch=rows, train_step=train_step, steps=6
-    )
+    case = Case(name="moved", build=lambda: Doubled(Shifted(), depth=1), batch=rows, train_step=train_step, steps=6)
     expected = run(case)
     try:
         actual = run(case, memory=MemoryPlugin(budget=None, policy=policy), wrap=wrap)

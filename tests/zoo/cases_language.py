@@ -46,9 +46,7 @@ def _translate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), target[:, 1:].flatten())
 
 
-def _transformer(
-    name: str, build: Any, batch: Any = _tokens, loss: Any = _model_loss, **options: Any
-) -> Case:
+def _transformer(name: str, build: Any, batch: Any = _tokens, loss: Any = _model_loss, **options: Any) -> Case:
     return Case(name=name, build=build, batch=batch, train_step=simple(loss), optimizers=adamw, **options)
 
 
@@ -69,42 +67,42 @@ LANGUAGE: tuple[Case, ...] = (
     Case(
         name="lstm",
         build=lambda: RecurrentLM("lstm"),
-        batch=lambda step: integers(step, 64, 16, 33),
+        batch=lambda step: integers(step, 64, 48, 14),
         train_step=simple(_next_token),
         budgeted=True,
     ),
     Case(
         name="gru",
         build=lambda: RecurrentLM("gru"),
-        batch=lambda step: integers(step, 64, 16, 33),
+        batch=lambda step: integers(step, 64, 48, 14),
         train_step=simple(_next_token),
         budgeted=True,
     ),
     Case(
         name="lstm-unsafe-chunk",
         build=HandLSTM,
-        batch=lambda step: normal(step, 12, 96, 64),
+        batch=lambda step: normal(step, 8, 160, 64),
         train_step=simple(square_loss),
         budgeted=True,
     ),
     Case(
         name="rnn-cells",
         build=CellRNN,
-        batch=lambda step: normal(step, 12, 96, 64),
+        batch=lambda step: normal(step, 8, 160, 64),
         train_step=simple(square_loss),
         budgeted=True,
     ),
     Case(
         name="mamba-scan",
         build=_scan_stack,
-        batch=lambda step: normal(step, 16, 16, 48),
+        batch=lambda step: normal(step, 24, 10, 48),
         train_step=simple(square_loss),
         budgeted=True,
     ),
     Case(
         name="seq2seq",
         build=Seq2Seq,
-        batch=lambda step: (integers(step, 48, 16, 16), integers(step, 48, 16, 12, salt=2)),
+        batch=lambda step: (integers(step, 48, 40, 10), integers(step, 48, 40, 8, salt=2)),
         train_step=simple(_translate),
         budgeted=True,
     ),

@@ -62,20 +62,14 @@ def _linear_algebra(x: Tensor) -> Tensor:
     factor = torch.linalg.cholesky(gram)
     solved = torch.linalg.solve_triangular(factor, x.t(), upper=False).t()
     mixed = torch.einsum("ni,ij->nj", solved, gram)
-    return (
-        torch.baddbmm(x.view(8, -1, WIDTH), mixed.view(8, -1, WIDTH), gram.expand(8, -1, -1))
-        .view_as(x)
-        .tanh()
-    )
+    return torch.baddbmm(x.view(8, -1, WIDTH), mixed.view(8, -1, WIDTH), gram.expand(8, -1, -1)).view_as(x).tanh()
 
 
 def _reductions(x: Tensor) -> Tensor:
     total = x.cumsum(1) * 0.1 + (x.tanh() + 1.1).cumprod(1)
     softened = x.logsumexp(1, keepdim=True) + x.norm(dim=1, keepdim=True) + x.var(1, keepdim=True)
     near = torch.cdist(x[:64], x[64:128]).min(1, keepdim=True).values
-    return (
-        total.tanh() * softened.square().log1p().tanh() + near.mean().tanh() + x.log_softmax(1) * x.softmax(0)
-    )
+    return total.tanh() * softened.square().log1p().tanh() + near.mean().tanh() + x.log_softmax(1) * x.softmax(0)
 
 
 def _products(x: Tensor) -> Tensor:
@@ -117,9 +111,7 @@ class _Pooling(nn.Module):
         large = functional.interpolate(small, scale_factor=2.0, mode="bilinear")
         folded = functional.fold(functional.unfold(large, 3, padding=1), (16, 16), 3, padding=1)
         mixed = functional.pixel_shuffle(functional.pixel_unshuffle(folded, 2), 2)
-        return (
-            (mixed * functional.pad(large, (1, 1, 1, 1), mode="reflect")[:, :, 1:-1, 1:-1]).tanh().view_as(x)
-        )
+        return (mixed * functional.pad(large, (1, 1, 1, 1), mode="reflect")[:, :, 1:-1, 1:-1]).tanh().view_as(x)
 
 
 class _EvalNorm(nn.Module):
@@ -140,10 +132,7 @@ def _constants(x: Tensor) -> Tensor:
     ramp = torch.arange(WIDTH, device=x.device) / WIDTH
     nothing = x[:0].exp().sum()
     return (
-        x * ramp * x.mean()
-        + torch.full_like(x, 0.3) * (x.abs() + 0.01).sqrt()
-        + nothing
-        + torch.tensor(0.5) * x.sin()
+        x * ramp * x.mean() + torch.full_like(x, 0.3) * (x.abs() + 0.01).sqrt() + nothing + torch.tensor(0.5) * x.sin()
     )
 
 

@@ -37,7 +37,7 @@ def _classify_channels_last(model: nn.Module, batch: Images) -> Tensor:
 
 
 def _tiny_resnet(*, bottleneck: bool = False) -> nn.Module:
-    return ResNet((1, 1, 1, 1), bottleneck=bottleneck, width=8, num_classes=10)
+    return ResNet((2, 2, 1), bottleneck=bottleneck, width=8, num_classes=10)
 
 
 def _tiny_vgg(*, batch_norm: bool) -> nn.Module:

@@ -34,7 +34,5 @@ def test_cases_are_deterministic_and_finite(case: Case) -> None:
     for name, value in first.values.items():
         if isinstance(value, Snapshot) and (value.dtype.is_floating_point or value.dtype.is_complex):
             assert value.tensor().isfinite().all(), name
-    grads = [
-        value for name, value in first.values.items() if name.startswith("step0/grad") and value is not None
-    ]
+    grads = [value for name, value in first.values.items() if name.startswith("step0/grad") and value is not None]
     assert grads or case.name == "lbfgs"

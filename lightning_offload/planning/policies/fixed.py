@@ -8,7 +8,7 @@ of SuperNeurons (PPoPP'18, arXiv 1801.04380) with memoised chains; what cannot b
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.plans import Setting, build_plan, infeasible
+from lightning_offload.planning.plans import Setting, build_plan, describe, infeasible
 from lightning_offload.planning.simulator import simulate
 
 
@@ -35,6 +35,6 @@ def _fixed(setting: Setting, policy: str, actions: dict[int, Action]) -> MemoryP
         tight = simulate(setting.problem, actions, setting.device, overlap=False)
         if tight.peak_bytes > limit:
             op = setting.problem.graph.op_at(tight.peak_tick)
-            raise infeasible(limit, tight.peak_bytes, op.name if op else "persistent state", policy)
+            raise infeasible(limit, tight.peak_bytes, describe(op) if op else "persistent state", policy)
         timeline = tight
     return build_plan(setting, policy, actions, timeline)

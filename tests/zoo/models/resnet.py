@@ -26,9 +26,7 @@ class Block(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample: nn.Module | None = None
         if stride != 1 or in_channels != out_channels:
-            self.downsample = nn.Sequential(
-                _conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
-            )
+            self.downsample = nn.Sequential(_conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the block's convolutions to its (down-sampled) input, in place."""
@@ -51,9 +49,7 @@ class ResNet(nn.Module):
         num_classes: The number of outputs.
     """
 
-    def __init__(
-        self, layers: Sequence[int], *, bottleneck: bool, width: int = 64, num_classes: int = 1000
-    ) -> None:
+    def __init__(self, layers: Sequence[int], *, bottleneck: bool, width: int = 64, num_classes: int = 1000) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 7, 2, 3, bias=False),

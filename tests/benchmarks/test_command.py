@@ -1,0 +1,87 @@
+"""The command line of the benchmarks, run on tiny models: its contract, not its figures."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks.__main__ import main
+from benchmarks.registry import SUITES, load_suite
+from benchmarks.results import Measurements, Options, Row
+
+
+@pytest.fixture
+def nothing_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if the run would store anything."""
+
+    def store(*_: object, **__: object) -> None:
+        pytest.fail("a quick run must not store its figures")
+
+    monkeypatch.setattr(command, "store", store)
+
+
+@pytest.mark.usefixtures("nothing_stored")
+def test_overhead_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]):
+    """The last line has suite, device and rows; the goals stand at the ratios that have one."""
+    assert main(["overhead", "--quick", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(result) == ["suite", "device", "rows"]
+    assert result["suite"] == "overhead"
+    assert all(list(row) == ["case", "metric", "value", "goal"] for row in result["rows"])
+    assert all(math.isfinite(row["value"]) for row in result["rows"])
+    goals = {row["case"]: row["goal"] for row in result["rows"] if row["goal"] is not None}
+    assert sorted(goals.values()) == [1.03, 1.03, 1.15]
+    assert {row["metric"] for row in result["rows"] if row["goal"] is not None} == {"ratio"}
+    cases = {row["case"] for row in result["rows"]}
+    for case in cases:
+        metrics = [row["metric"] for row in result["rows"] if row["case"] == case]
+        assert {"ratio", "ratio_low", "ratio_high", "plain_step_seconds", "step_seconds"} <= set(metrics)
+        assert len(metrics) == len(set(metrics))
+    per_op = [row for row in result["rows"] if row["metric"].endswith("_host_microseconds_per_op")]
+    assert len(per_op) == 4
+
+
+def test_full_run_is_stored_and_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Without --quick the result goes to `store`; without --json a table is shown."""
+    measured = Measurements(rows=[Row(case="some case", metric="ratio", value=1.5, goal=2.0)], config={}, repeats=30)
+    asked: list[tuple[str, Options]] = []
+    stored: list[Measurements] = []
+
+    def run_suite(name: str, options: Options) -> Measurements:
+        asked.append((name, options))
+        return measured
+
+    monkeypatch.setattr(command, "run_suite", run_suite)
+    monkeypatch.setattr(command, "store", lambda suite, device, result: stored.append(result))
+    assert main(["overhead"]) == 0
+    assert asked == [("overhead", Options(quick=False, num_pairs=30))]
+    assert stored == [measured]
+    output = capsys.readouterr().out
+    assert "some case" in output
+    assert "<= 2.000" in output
+
+
+def test_too_few_pairs_are_refused(capsys: pytest.CaptureFixture[str]):
+    """An interval needs two pairs."""
+    assert main(["overhead", "--pairs", "1"]) == 2
+    assert "--pairs 1 is too few" in capsys.readouterr().err
+
+
+def test_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]):
+    """The error lists the suites."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["nonsense"])
+    assert "overhead" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"unknown suite 'nonsense'; the suites are .*overhead"):
+        load_suite("nonsense")
+
+
+@pytest.mark.parametrize("name", sorted(SUITES))
+def test_every_suite_has_a_title_and_runs(name: str):
+    """A registered suite can be imported and provides what the command needs."""
+    suite = load_suite(name)
+    assert suite.TITLE
+    assert callable(suite.run)

@@ -1,0 +1,63 @@
+"""Interleaved pairs: the order alternates, and the ratio is the pairs' median with its interval."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_pairs
+
+
+class FakeMachine:
+    """Steps that take as long as they say, on a clock of their own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.order = ""
+
+    def clock(self) -> float:
+        return self.now
+
+    def plain(self) -> None:
+        self.now += 2.0
+        self.order += "p"
+
+    def other(self) -> None:
+        self.now += 3.0
+        self.order += "o"
+
+
+def test_order_alternates_and_times_belong_to_their_step():
+    """Each kind goes first in every other pair, and no time lands on the wrong side."""
+    machine = FakeMachine()
+    ticks: list[None] = []
+    times = time_pairs(
+        machine.plain, machine.other, num_pairs=4, advance=lambda: ticks.append(None), clock=machine.clock
+    )
+    assert machine.order == "po" + "op" + "po" + "op"
+    assert times == PairedTimes(plain_seconds=(2.0,) * 4, other_seconds=(3.0,) * 4)
+    assert len(ticks) == 4
+
+
+def test_ratio_is_the_median_of_pairs_not_of_times():
+    """A machine that slows down for whole pairs does not change the ratio."""
+    plain = (1.0, 10.0, 100.0, 1.0, 10.0)
+    times = PairedTimes(plain_seconds=plain, other_seconds=tuple(1.5 * seconds for seconds in plain))
+    ratio = ratio_of(times)
+    assert ratio.median == pytest.approx(1.5)
+    assert ratio.low == pytest.approx(1.5)
+    assert ratio.high == pytest.approx(1.5)
+
+
+def test_interval_is_around_the_median_and_repeats():
+    """The interval holds the median, is no wider than the data, and is the same in every run."""
+    other = tuple(1.0 + 0.01 * (index % 7) for index in range(30))
+    times = PairedTimes(plain_seconds=(1.0,) * 30, other_seconds=other)
+    ratio = ratio_of(times)
+    assert min(other) <= ratio.low <= ratio.median <= ratio.high <= max(other)
+    assert ratio.low < ratio.high
+    assert ratio_of(times) == ratio
+
+
+def test_quartiles():
+    """Lower quartile, median, upper quartile."""
+    assert quartiles([4.0, 0.0, 2.0, 1.0, 3.0]) == [1.0, 2.0, 3.0]

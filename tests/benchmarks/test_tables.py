@@ -1,0 +1,110 @@
+"""Tables in the documents come from the stored results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import RESULTS_FOLDER, Measurements, Row, write_result
+from benchmarks.tables import fill_markers, format_value, performance_page, table_lines, write_documents
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "processor": "a processor",
+    "num_threads": 2,
+    "system": "Linux",
+    "versions": {"torch": "2.13"},
+    "commit": "abc",
+}
+ROWS = [
+    Row(case="ResNet-50", metric="ratio", value=1.012, goal=1.03),
+    Row(case="ResNet-50", metric="ratio_low", value=1.001),
+    Row(case="ResNet-50", metric="ratio_high", value=1.02),
+    Row(case="ResNet-50", metric="step_seconds", value=0.5),
+    Row(case="ResNet-50", metric="peak_bytes", value=3 << 20),
+    Row(case="tiny ops", metric="host_microseconds_per_op", value=2.5),
+]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A folder with one stored result."""
+    folder = tmp_path / "results"
+    measured = Measurements(rows=ROWS, config={"resnet50": {"batch_size": 64}}, repeats=30)
+    write_result(folder / "overhead-cpu.json", "overhead", "cpu", measured, ENVIRONMENT)
+    return folder
+
+
+def test_interval_goes_beside_its_figure():
+    """Rows that end in _low and _high have no line of their own; the others keep order and units."""
+    assert table_lines(ROWS) == [
+        ("ResNet-50", "ratio", "1.012", "1.001 to 1.020", "<= 1.030"),
+        ("ResNet-50", "step_seconds", "500.0 ms", "", ""),
+        ("ResNet-50", "peak_bytes", "3.0 MiB", "", ""),
+        ("tiny ops", "host_microseconds_per_op", "2.500", "", ""),
+    ]
+
+
+def test_low_without_its_figure_is_a_figure():
+    """A metric that merely ends in _low is shown."""
+    assert table_lines([Row(case="a", metric="water_low", value=1.0)]) == [("a", "water_low", "1.000", "", "")]
+
+
+def test_page_says_what_was_measured_on_what(results: Path):
+    """The page has the machine, the sizes, the goals and the figures for reading."""
+    page = performance_page(results)
+    for expected in (
+        "## Step time against plain PyTorch: cpu",
+        "a processor, 2 threads, Linux; 30 pairs per case.",
+        "Versions: torch 2.13. Commit: abc.",
+        "- resnet50: batch_size 64",
+        "| ResNet-50 | ratio | 1.012 | 1.001 to 1.020 | <= 1.030 |",
+        "| ResNet-50 | step_seconds 500.0 ms, peak_bytes 3.0 MiB |",
+        "| tiny ops | host_microseconds_per_op 2.500 |",
+    ):
+        assert expected in page
+
+
+def test_marked_places_are_filled_and_stay_marked(results: Path):
+    """Between the markers stands the table of ratios; filling twice changes nothing."""
+    text = "before\n<!-- benchmark: overhead-cpu -->\nold\n<!-- end -->\nafter\n"
+    filled = fill_markers(text, results)
+    assert "old" not in filled
+    assert "| ResNet-50 | ratio | 1.012 |" in filled
+    assert filled.startswith("before\n<!-- benchmark: overhead-cpu -->\n")
+    assert filled.endswith("\n<!-- end -->\nafter\n")
+    assert fill_markers(filled, results) == filled
+
+
+def test_place_without_a_result_is_left_alone(results: Path):
+    """A marker whose result is not stored keeps what it has."""
+    text = "<!-- benchmark: overhead-tpu -->\nold\n<!-- end -->\n"
+    assert fill_markers(text, results) == text
+
+
+def test_documents_are_written(results: Path, tmp_path: Path):
+    """The page is written, and the readme only if it changes."""
+    readme = tmp_path / "README.md"
+    readme.write_text("no markers\n")
+    assert write_documents(tmp_path, results) == [tmp_path / "docs" / "performance.md"]
+    readme.write_text("<!-- benchmark: overhead-cpu -->\n<!-- end -->\n")
+    assert write_documents(tmp_path, results) == [tmp_path / "docs" / "performance.md", readme]
+    assert "ResNet-50" in readme.read_text()
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [("x_bytes", 1024, "1.0 KiB"), ("x_seconds", 0.002, "2.0 ms"), ("ratio", 1.0349, "1.035")],
+)
+def test_units_follow_the_name(metric: str, value: float, text: str):
+    """The end of a metric's name is its unit."""
+    assert format_value(metric, value) == text
+
+
+@pytest.mark.skipif(not list(RESULTS_FOLDER.glob("*.json")), reason="no stored results")
+def test_documents_are_up_to_date():
+    """The documents in the checkout are what the stored results give."""
+    assert (CHECKOUT / "docs" / "performance.md").read_text() == performance_page(RESULTS_FOLDER)
+    readme = (CHECKOUT / "README.md").read_text()
+    assert fill_markers(readme, RESULTS_FOLDER) == readme
