@@ -39,8 +39,7 @@ def our_threads() -> list[str]:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Collect, then let reference counts alone free what is freed inside."""
-    gc.collect()
+    """Let reference counts alone free what is freed inside."""
     gc.disable()
     try:
         yield

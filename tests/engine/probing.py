@@ -31,7 +31,7 @@ class Levels:
 
 
 @functools.lru_cache(maxsize=8)
-def levels(name: str) -> Levels:
+def levels(name: str, wrap: Wrap = Wrap.WHOLE) -> Levels:
     """Probe a case of the zoo: the highest floor and peak of any of its steps."""
     case = BY_NAME[name]
     memory = MemoryPlugin(budget=None, policy="all-swap")
@@ -46,7 +46,7 @@ def levels(name: str) -> Levels:
         peaks.append(report.plain_peak_bytes or 0)
 
     steps = NUM_PROBING_STEPS if case.static else case.steps
-    run(case, memory=memory, around=around, steps=steps, record=False)
+    run(case, memory=memory, wrap=wrap, around=around, steps=steps, record=False)
     found = Levels(floor_bytes=max(floors), plain_peak_bytes=max(peaks))
     assert 0 < found.floor_bytes <= found.plain_peak_bytes, found
     return found

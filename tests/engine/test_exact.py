@@ -53,7 +53,7 @@ def _by_policy() -> list[object]:
 @pytest.mark.parametrize(("case", "height", "wrap"), _by_height())
 def test_same_bits_within_a_budget(case: Case, height: float, wrap: Wrap) -> None:
     """Losses, gradients, weights, buffers, optimizer and random state are those of plain PyTorch."""
-    outcome, phase = run_within(case, levels(case.name).budget(height), wrap)
+    outcome, phase = run_within(case, levels(case.name, wrap).budget(height), wrap)
     assert_same(plain_outcome(case.name), outcome)
     if case.static:
         assert phase == "planned"
