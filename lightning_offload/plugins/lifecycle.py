@@ -25,6 +25,7 @@ from lightning_offload.runtime.program import Program, compile_plan
 
 _log = logging.getLogger(__name__)
 _MAX_DEVIATIONS = 3
+_MEASURE_EVERY = 32
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,7 +43,8 @@ class StepKind:
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         verified: Storages whose replays were verified.
         num_deviations: Steps that left their plan.
-        num_unfinished: Recordings without a backward.
+        num_unfinished: Recordings without a backward, or in which an optimizer made its state.
+        num_planned: Steps under a plan, or unplanned.
         measured_peak_bytes: Peak of the last measured step, in total and by phase.
     """
 
@@ -59,6 +61,7 @@ class StepKind:
     verified: set[int] = dataclasses.field(default_factory=set)
     num_deviations: int = 0
     num_unfinished: int = 0
+    num_planned: int = 0
     measured_peak_bytes: int | None = None
     forward_peak_bytes: int | None = None
     backward_peak_bytes: int | None = None
@@ -82,6 +85,16 @@ class StepKind:
         kind = cls(phase="verifying", graph=graph)
         kind.program = compile_plan(graph, plan) if plan is not None else None
         return kind
+
+    def is_due_for_measurement(self) -> bool:
+        """Whether the coming planned step is one whose peak is counted: the first ones, then one in 32.
+
+        A plan's memory does not change from step to step, and counting costs host time.
+        """
+        self.num_planned += 1
+        if self.program is not None and self.program.is_keep_all:
+            return False
+        return self.num_planned <= 2 or self.num_planned % _MEASURE_EVERY == 0
 
     def runs_plainly(self, budget_bytes: int | None) -> bool:
         """Whether there is nothing to do in its steps, not even to watch them."""

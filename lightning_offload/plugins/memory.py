@@ -27,10 +27,9 @@ from lightning_offload.plugins.report_data import Phase, Report
 from lightning_offload.plugins.run import StepRun, start_run
 from lightning_offload.plugins.settings import Budget, budget_bytes_on, check_settings
 from lightning_offload.plugins.signature import first_device, step_signature
-from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes, lanes_for
-from lightning_offload.runtime.mode import executing
+from lightning_offload.runtime.mode import Executor, executing
 
 
 class MemoryPlugin:
@@ -81,7 +80,7 @@ class MemoryPlugin:
         self._lanes: Lanes | None = None
         self._spec: DeviceSpec | None = None
         self._kinds: dict[str, StepKind] = {}
-        self._executors: weakref.WeakSet[StepExecutor] = weakref.WeakSet()
+        self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self._run: StepRun | None = None
         self._kind: StepKind | None = None
         self._phase: Phase = "idle"

@@ -16,7 +16,9 @@ from lightning_offload.plugins.lifecycle import StepKind
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.keeping import KeepingExecutor
 from lightning_offload.runtime.lanes import Lanes
+from lightning_offload.runtime.mode import Executor
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all
 
@@ -45,7 +47,7 @@ class StepRun:
 
     kind: StepKind
     device: torch.device
-    executor: StepExecutor
+    executor: Executor
     recorder: Recorder | None
     times: OpTimes | None
     live: LiveBytes | None
@@ -124,11 +126,13 @@ def start_run(
     program = kind.program
     recorder = Recorder(device, module) if kind.phase == "recording" else None
     times = OpTimes() if kind.phase in ("verifying", "measuring") else None
-    is_watched = recorder is not None or times is not None or program is None or not program.is_keep_all
+    is_watched = recorder is not None or times is not None or kind.is_due_for_measurement()
     live = LiveBytes(device) if device.type == "cpu" and is_watched else None
     must_verify = program is not None and program.is_recomputing and verify != "never"
     verifier = Verifier(lanes, pool) if must_verify and (verify == "always" or kind.must_verify) else None
     observers: list[StepObserver] = [o for o in (live, recorder, times) if o is not None]
+    if program is not None and program.is_keep_all and not observers and kind.phase == "planned":
+        return StepRun(kind, device, KeepingExecutor(program), None, None, None, None)
     executor = StepExecutor(
         device=device,
         lanes=lanes,

@@ -25,7 +25,7 @@ from lightning_offload.graph.memory_plan import AT_PACK, Decision
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes
 from lightning_offload.runtime.program import OpStep, Program
-from lightning_offload.runtime.replay import record_call
+from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.residence import Residence
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
@@ -33,7 +33,7 @@ from lightning_offload.runtime.values import Call, Handle, Value, witness_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain, tensors_in
+from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +73,6 @@ class StepExecutor:
         self._lock = threading.RLock()
         self._table = ValueTable()
         self._residence = Residence(device, lanes, pool, self._table, self.decisions, observer)
-
-    @property
-    def needs_mode(self) -> bool:
-        """Whether ops must be seen: not when everything is kept and nobody watches."""
-        return self.program is None or not self.program.is_keep_all or self.observer is not None
 
     @property
     def decisions(self) -> dict[int, Decision]:
@@ -147,35 +142,40 @@ class StepExecutor:
         return out
 
     def _record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        read = list(tensors_in((facts.replayed_args(args), kwargs)))
-        if not facts.may_replay(self._device.type) or not all(map(is_plain, read)):
+        """Record a call; None where it cannot be replayed from what it reads."""
+        if not facts.may_replay(self._device.type):
             return None
-        overwritten = {t.untyped_storage()._cdata for t in facts.written(args, kwargs)}
-        if not all(self._stays_readable(t, overwritten) for t in read):
+        for tensor in facts.written(args, kwargs) if facts.writes else ():
+            if not self._is_replayable_after_write(tensor):
+                return None
+        try:
+            call = record_call(func, facts, args, kwargs, self._value_of)
+        except Unrecordable:
             return None
-        call = record_call(func, facts, args, kwargs, self._value_of)
-        for value in {ref.value for ref in call.refs()}:
+        for value in call.inputs:
             if value.call is None:
                 value.readers.append(weakref.ref(call))
                 if not value.has_source:
                     self._table.own(value, value.live())
         return call
 
-    def _stays_readable(self, tensor: Tensor, overwritten: set[int]) -> bool:
-        """Whether a replay will be able to have what an argument holds now."""
-        storage = tensor.untyped_storage()
-        value = self._table.find(storage)
-        if value is None:
-            return _without_graph(tensor) is not None and storage._cdata not in overwritten
-        return storage._cdata not in overwritten or value.call is not None or value.block is not None
+    def _is_replayable_after_write(self, tensor: Tensor) -> bool:
+        """Whether what a tensor holds can be had again once the storage is overwritten."""
+        value = self._table.find(tensor.untyped_storage()) if is_plain(tensor) else None
+        return value is not None and (value.call is not None or value.block is not None)
 
     def _value_of(self, tensor: Tensor) -> Value:
-        """The value that an argument holds; one that no followed op made is taken as it is, and owned."""
+        """The value that an argument holds; one from before the step is taken as it is, and owned."""
+        if not is_plain(tensor):
+            raise Unrecordable
         storage = tensor.untyped_storage()
         value = self._table.find(storage)
         if value is None:
+            owner = _without_graph(tensor)
+            if owner is None:
+                raise Unrecordable
             value = Value(-1, storage.nbytes())
-            value.version = (_without_graph(tensor), tensor._version)
+            value.version = (owner, tensor._version)
             self._table.follow(value, storage)
             self._table.own(value, storage)
         return value
@@ -272,9 +272,6 @@ class StepExecutor:
         plain = is_plain(tensor)
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
-        program = self.program
-        if program is not None and program.is_keep_all:
-            self._check_pack(program, index, tensor, plain)
         handle.value = value = self._table.find(tensor.untyped_storage()) if plain else None
         if value is not None and self._leave(value, tensor):
             handle.witness = witness_of(tensor)
@@ -283,13 +280,6 @@ class StepExecutor:
         else:
             handle.kept = tensor
         return handle
-
-    def _check_pack(self, program: Program, index: int, tensor: Tensor, plain: bool) -> None:
-        """Notice that a step which keeps everything, and so sees no ops, is not the one that was planned."""
-        if index >= len(program.pack_bytes) or (
-            plain and tensor.untyped_storage().nbytes() != program.pack_bytes[index]
-        ):
-            self.has_deviated = True
 
     def _leave(self, value: Value, tensor: Tensor) -> bool:
         """Let a saved value leave the device as the plan says; whether it need not be kept as it is."""

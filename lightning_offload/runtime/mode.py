@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.keeping import KeepingExecutor
+
+Executor = StepExecutor | KeepingExecutor
 
 
 class StepMode(TorchDispatchMode):
@@ -46,7 +49,7 @@ class StepMode(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def executing(executor: StepExecutor, *, hooks: bool = True) -> Iterator[None]:
+def executing(executor: Executor, *, hooks: bool = True) -> Iterator[None]:
     """Run what is inside under an executor.
 
     Args:
@@ -56,15 +59,11 @@ def executing(executor: StepExecutor, *, hooks: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(executor.close)
         if hooks:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, _unpack))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
             stack.enter_context(_yielding_to_functorch(executor))
-        if executor.needs_mode:
+        if isinstance(executor, StepExecutor):
             stack.enter_context(StepMode(executor))
         yield
-
-
-def _unpack(handle: Any) -> torch.Tensor:
-    return handle.executor.unpack(handle)  # type: ignore[no-any-return]
 
 
 _OPEN = threading.local()
@@ -88,16 +87,16 @@ def _disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
             yield
     finally:
         _OPEN.executor = executor
-        torch._C._autograd._push_saved_tensors_default_hooks(executor.pack, _unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(executor.pack, executor.unpack)
 
 
-def _ours_is_top(executor: StepExecutor) -> bool:
+def _ours_is_top(executor: Executor) -> bool:
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and top[0] == executor.pack
 
 
 @contextlib.contextmanager
-def _yielding_to_functorch(executor: StepExecutor) -> Iterator[None]:
+def _yielding_to_functorch(executor: Executor) -> Iterator[None]:
     global _num_patches
     previous = getattr(_OPEN, "executor", None)
     _OPEN.executor = executor

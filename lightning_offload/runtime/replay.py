@@ -26,6 +26,10 @@ Have = Callable[[Value], torch.UntypedStorage]
 Notice = Callable[[torch.UntypedStorage], None]
 
 
+class Unrecordable(Exception):
+    """A call reads something that a replay could not have."""
+
+
 def record_call(
     func: Any,
     facts: OpFacts,
@@ -40,24 +44,28 @@ def record_call(
         facts: Facts about it.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        value_of: Gives the value that a tensor among the arguments holds now.
+        value_of: Gives the value that a tensor among the arguments holds now, or raises ``Unrecordable``.
     """
     args = facts.replayed_args(args)
+    inputs: dict[Value, None] = {}
     generator = _generator(args, kwargs) if facts.is_random else None
     return Call(
         func=func,
         facts=facts,
-        args=tuple(_freeze(item, value_of) for item in args),
-        kwargs={name: _freeze(item, value_of) for name, item in kwargs.items()},
+        args=tuple([_freeze(item, value_of, inputs) for item in args]),
+        kwargs={name: _freeze(item, value_of, inputs) for name, item in kwargs.items()} if kwargs else {},
+        inputs=tuple(inputs),
         generator=(generator, generator.get_state()) if generator is not None else None,
     )
 
 
-def _freeze(item: Any, value_of: Callable[[Tensor], Value]) -> Any:
+def _freeze(item: Any, value_of: Callable[[Tensor], Value], inputs: dict[Value, None]) -> Any:
     if isinstance(item, Tensor):
-        return Ref(value_of(item), Geometry.of(item))
+        value = value_of(item)
+        inputs[value] = None
+        return Ref(value, Geometry.of(item))
     if isinstance(item, (list, tuple)):
-        return type(item)([_freeze(part, value_of) for part in item])
+        return type(item)([_freeze(part, value_of, inputs) for part in item])
     return item
 
 
@@ -98,7 +106,7 @@ def chain_to(value: Value) -> list[Call]:
             order.append(call)
             continue
         stack.append((current, True))
-        stack.extend((ref.value, False) for ref in reversed(call.refs()) if _must_replay(ref.value))
+        stack.extend((v, False) for v in reversed(call.inputs) if _must_replay(v))
     return order
 
 
@@ -124,7 +132,7 @@ def replay(value: Value, have: Have, notice: Notice, keep: Callable[[Value], boo
     calls = chain_to(value)
     if not calls:
         raise ReplayError("a saved tensor was to be recomputed but its producer was not recorded in this step")
-    readers = Counter(v for call in calls for v in {ref.value for ref in call.refs()})
+    readers = Counter(v for call in calls for v in call.inputs)
     readers[value] += 1
     own: dict[Value, torch.UntypedStorage] = {}
     with _quiet():
@@ -147,14 +155,13 @@ def _run(
     notice: Notice,
     keep: Callable[[Value], bool],
 ) -> None:
-    inputs = {ref.value: ref for ref in call.refs()}
-    storage_of = {v: own[v] if v in own else have(v) for v in inputs}
-    for v in inputs:
+    storage_of = {v: own[v] if v in own else have(v) for v in call.inputs}
+    for v in call.inputs:
         readers[v] -= 1
     _copy_written(call, storage_of, own, readers, notice)
     args = tuple(_thaw(item, storage_of) for item in call.args)
     kwargs = {name: _thaw(item, storage_of) for name, item in call.kwargs.items()}
-    for v in inputs:
+    for v in call.inputs:
         if readers[v] == 0:
             own.pop(v, None)
     with _generator_state(call):

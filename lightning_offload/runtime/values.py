@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -109,6 +110,7 @@ class Call:
         facts: Facts about it.
         args: Its positional arguments, tensors replaced by :class:`Ref`.
         kwargs: Its keyword arguments, likewise.
+        inputs: The values it reads, each once.
         generator: The generator it drew from and its state before.
         results: The values it made, by position; weak, since they own the call.
     """
@@ -117,26 +119,9 @@ class Call:
     facts: OpFacts
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    inputs: tuple[Value, ...]
     generator: tuple[torch.Generator, Tensor] | None
     results: dict[int, weakref.ref[Value]] = dataclasses.field(default_factory=dict)
-
-    def refs(self) -> list[Ref]:
-        """The tensors among its arguments."""
-        found: list[Ref] = []
-        _collect(self.args, found)
-        _collect(self.kwargs, found)
-        return found
-
-
-def _collect(tree: Any, found: list[Ref]) -> None:
-    if isinstance(tree, Ref):
-        found.append(tree)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            _collect(item, found)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _collect(item, found)
 
 
 class Handle:
@@ -175,13 +160,22 @@ class Handle:
             RuntimeError: It was.
         """
         if self.witness._version != self.version:
-            size = list(self.geometry.size if self.geometry is not None else self.witness.shape)
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.witness.type()} {size}] is at version {self.witness._version}; expected version "
-                f"{self.version} instead. Hint: enable anomaly detection to find the operation that failed to "
-                "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-            )
+            size = self.geometry.size if self.geometry is not None else self.witness.shape
+            raise_modified(self.witness, size, self.version)
+
+
+def raise_modified(tensor: Tensor, size: Sequence[int], version: int) -> NoReturn:
+    """Raise what plain autograd raises for a saved tensor that was modified in place.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(size)}] is at version {tensor._version}; expected version {version} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -93,7 +93,7 @@ def test_split_steps_are_within_the_budget(case: Case, wrap: Wrap) -> None:
     steps = measure(case, MemoryPlugin(budget=budget_bytes), wrap=wrap)
     if wrap is Wrap.FORWARD:
         check_steady(steps, budget_bytes)
-    assert all(step.peak_bytes <= budget_bytes for step in steps[FIRST_STEADY_STEP:])
+    assert max(step.peak_bytes for step in steps[FIRST_STEADY_STEP:]) <= budget_bytes
 
 
 @pytest.mark.parametrize("case", BUDGETED, ids=str)

@@ -1,0 +1,1 @@
+"""Steps, devices and plans as plain data."""

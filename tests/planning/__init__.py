@@ -1,0 +1,1 @@
+"""Choosing actions, on hand-made graphs and without torch."""
