@@ -1,7 +1,8 @@
 """Measures the links of a device: how fast bytes leave it and come back.
 
-Method: copies of one block larger than the caches, through the very lanes that the runtime uses, after a
-warm-up; the best of a few is the link's rate, what the others lack is noise of the machine.
+Method: a block larger than the caches leaves through the very lanes that the runtime uses, and comes back to
+memory allocated anew, as in a step (on a CPU the first touch of new pages costs more than the copy); the best of
+a few is the link's rate, what the others lack is noise of the machine.
 """
 
 from __future__ import annotations
@@ -28,28 +29,33 @@ def measure_device(
     Args:
         device: The device.
         swap_out: Copies a storage of ``num_bytes`` to the host and waits for it.
-        swap_in: Copies it back and waits.
+        swap_in: Copies it back to a storage allocated anew, and waits.
         num_bytes: Size of the block.
     """
-    storage = torch.zeros(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+    storage = new_storage(num_bytes, device)
     is_cpu = device.type == "cpu"
     return DeviceSpec(
         name=device_name(device),
         kind=device.type,
         memory_bytes=device_memory_bytes(device),
-        d2h_bytes_per_second=num_bytes / _best_seconds(swap_out, storage),
-        h2d_bytes_per_second=num_bytes / _best_seconds(swap_in, storage),
+        d2h_bytes_per_second=num_bytes / _best_seconds(lambda: swap_out(storage)),
+        h2d_bytes_per_second=num_bytes / _best_seconds(lambda: swap_in(new_storage(num_bytes, device))),
         copy_interference=_CPU_INTERFERENCE if is_cpu else 0.0,
         overhead_seconds=_OVERHEAD_SECONDS,
     )
 
 
-def _best_seconds(transfer: Transfer, storage: torch.UntypedStorage) -> float:
-    transfer(storage)
+def new_storage(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Device memory with undefined contents."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def _best_seconds(transfer: Callable[[], None]) -> float:
+    transfer()
     best = float("inf")
     for _ in range(_NUM_TRIALS):
         start = time.perf_counter()
-        transfer(storage)
+        transfer()
         best = min(best, time.perf_counter() - start)
     return max(best, 1e-9)
 

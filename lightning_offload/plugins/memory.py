@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lightning_offload.plugins.signature import first_device, step_signature
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes, lanes_for
 from lightning_offload.runtime.mode import Executor, executing
+from lightning_offload.runtime.step_mode import mode_off, watch_backward
 
 
 class MemoryPlugin:
@@ -86,6 +88,8 @@ class MemoryPlugin:
         self._phase: Phase = "idle"
         self._is_attached = False
         self._is_open = False
+        self._thread = 0
+        self._end_watch: Callable[[], None] = _nothing
         self._num_steps = 0
         self._stall_seconds = 0.0
         self._step_seconds: float | None = None
@@ -123,12 +127,15 @@ class MemoryPlugin:
             self._device = _supported(torch.device(device))
         if self.enabled:
             self._state.attach(self._module_now())
+            if not self._is_attached:
+                self._end_watch = watch_backward(self._around_backward)
             self._is_attached = True
 
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent. Plans are remembered."""
         self._finish()
         self._state.detach()
+        self._end_watch()
         if self._lanes is not None:
             self._lanes.close()
             self._lanes = None
@@ -178,6 +185,22 @@ class MemoryPlugin:
         with self._opened(run, hooks=False):
             yield
 
+    @contextlib.contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """Around every backward of the process: those of the open or pending step are watched where they must be."""
+        run = self._run
+        is_nested = torch._C._current_graph_task_id() != -1
+        if run is None or is_nested or threading.get_ident() != self._thread:
+            yield
+        elif not self._is_open:
+            with self._opened(run, hooks=False):
+                yield
+        elif run.executor.watches_backward:
+            yield
+        else:
+            with mode_off():
+                yield
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run ``loss.backward(**kwargs)`` as part of the step opened last."""
         with self.backward_scope():
@@ -186,6 +209,7 @@ class MemoryPlugin:
     @contextlib.contextmanager
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
         self._is_open = True
+        self._thread = threading.get_ident()
         try:
             with run.timed(), executing(run.executor, hooks=hooks):
                 yield
@@ -341,6 +365,10 @@ class MemoryPlugin:
             graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
             fits = plan.policy == self.policy and plan.budget_bytes == self.budget_bytes
             self._kinds[signature] = StepKind.restored(graph, plan if fits else None)
+
+
+def _nothing() -> None:
+    """There is no watch to end."""
 
 
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")

@@ -27,6 +27,7 @@ from lightning_offload.runtime.lanes import Lanes
 from lightning_offload.runtime.program import OpStep, Program
 from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.residence import Residence
+from lightning_offload.runtime.step_mode import CHANGED_BY_MODES, leave_for_this_node
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.values import Call, Handle, Value, witness_of
@@ -70,6 +71,8 @@ class StepExecutor:
         self._verifier = verifier
         self._num_ops = 0
         self._num_packs = 0
+        self._packs_before_op = 0
+        self._blind: set[int] = set()
         self._lock = threading.RLock()
         self._table = ValueTable()
         self._residence = Residence(device, lanes, pool, self._table, self.decisions, observer)
@@ -89,6 +92,11 @@ class StepExecutor:
         """Whether calls of this step may have to be replayed."""
         return self.program is not None and self.program.is_recomputing
 
+    @property
+    def watches_backward(self) -> bool:
+        """Whether the ops of backward must be seen."""
+        return self.observer is not None or (self.program is not None and self.program.is_strict)
+
     # ---- ops
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,6 +105,9 @@ class StepExecutor:
             return func(*args, **kwargs)
         with unseen:
             facts = facts_of(func)
+            if facts.name in CHANGED_BY_MODES:
+                self._blind.update(range(self._packs_before_op, self._num_packs))
+            self._packs_before_op = self._num_packs
             step = self._next_step(facts)
             if step is not None and step.release:
                 self._release(step.release)
@@ -256,7 +267,8 @@ class StepExecutor:
         for reference in list(call.results.values()) if call is not None else ():
             value = reference()
             if value is not None and value.call is call:
-                self._residence.materialise(value)
+                self._table.own(value, self._residence.materialise(value))
+                value.call = None
 
     # ---- saved tensors
 
@@ -329,6 +341,8 @@ class StepExecutor:
             if ordinal == 0 and self.on_backward is not None:
                 self.on_backward()
             handle.check_version()
+            if handle.index in self._blind:
+                leave_for_this_node()
             value = handle.value
             if value is None or handle.geometry is None:
                 assert handle.kept is not None

@@ -21,6 +21,7 @@ class KeepingExecutor:
     """Stands in for :class:`~lightning_offload.runtime.executor.StepExecutor`; the same attributes."""
 
     is_recomputing = False
+    watches_backward = False
     stall_seconds = 0.0
     observer: StepObserver | None = None
     decisions: dict[int, Decision]

@@ -1,8 +1,8 @@
 """Puts an executor in force: the one dispatch mode and the one pair of saved-tensor hooks.
 
-Of stacked hooks only the innermost run, so there is one pair. The mode is an *infra mode*: ``torch.compile``d
-modules stay compiled under it. ``torch.func`` transforms refuse to run under saved-tensor hooks, so while a
-step is open ``torch.autograd.graph.disable_saved_tensors_hooks`` takes ours off and puts them back.
+Of stacked hooks only the innermost run, so there is one pair. ``torch.func`` transforms refuse to run under
+saved-tensor hooks, so while a step is open ``torch.autograd.graph.disable_saved_tensors_hooks`` takes ours off
+and puts them back.
 """
 
 from __future__ import annotations
@@ -10,42 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.keeping import KeepingExecutor
+from lightning_offload.runtime.step_mode import StepMode
 
 Executor = StepExecutor | KeepingExecutor
-
-
-class StepMode(TorchDispatchMode):
-    """Hands every op to the executor."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, executor: StepExecutor) -> None:
-        super().__init__()
-        self._dispatch = executor.dispatch
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._dispatch(func, args, kwargs or {})
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    @override
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 @contextlib.contextmanager
@@ -61,8 +33,8 @@ def executing(executor: Executor, *, hooks: bool = True) -> Iterator[None]:
         if hooks:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
             stack.enter_context(_yielding_to_functorch(executor))
-        if isinstance(executor, StepExecutor):
-            stack.enter_context(StepMode(executor))
+        if isinstance(executor, StepExecutor) and (hooks or executor.watches_backward):
+            stack.enter_context(StepMode(executor.dispatch))
         yield
 
 

@@ -95,7 +95,8 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
 
 def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpStep, ...]) -> set[int]:
     """Mark the ops to record; return the values that the executor must know by identity."""
-    saved_values = {save.value for save in graph.saves}
+    last = {value.storage: v for v, value in enumerate(graph.values)}
+    saved_values = {save.value for save in graph.saves if last[graph.values[save.value].storage] == save.value}
     followed = {v for v in saved_values if graph.values[v].storage in decisions}
     stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
     seen = set(stack)

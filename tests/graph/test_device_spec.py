@@ -54,6 +54,7 @@ def test_round_trip_is_exact(device: DeviceSpec) -> None:
         ("lightning_offload", "step_graph"),
         ("colour", "red"),
     ],
+    ids=lambda item: str(item)[:24],
 )
 def test_corrupt_device_is_a_plan_error(field: str, item: Any) -> None:
     """Wrong types, unknown fields and impossible rates are refused."""

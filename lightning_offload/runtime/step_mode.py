@@ -1,0 +1,105 @@
+"""The one dispatch mode, and how it is taken off for a backward or for a single node of it.
+
+The mode is an *infra mode*: ``torch.compile``d modules stay compiled under it.
+
+Note [modes change backward]: some autograd formulas (``prod``, ``cumprod``) ask whether any dispatch mode is on
+(``isTensorSubclassLike``) and then compute the same gradient in another way, with other roundings. So the mode is
+off in backward wherever backward need not be seen, and where it must be, it is taken off for the nodes of such
+ops: autograd restores a thread's modes after each node, so what ``unpack`` pops is gone for that node alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+from typing_extensions import override
+
+Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+CHANGED_BY_MODES = frozenset({"aten.prod.default", "aten.prod.dim_int", "aten.cumprod.default"})
+"""Ops whose backward computes otherwise under a mode: Note [modes change backward]."""
+
+
+class StepMode(TorchDispatchMode):
+    """Hands every op to an executor's ``dispatch``."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dispatch = dispatch
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._dispatch(func, args, kwargs or {})
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def leave_for_this_node() -> None:
+    """Called inside ``unpack``: the rest of the autograd node runs without our mode."""
+    if isinstance(_get_current_dispatch_mode(), StepMode):
+        _pop_mode()
+
+
+@contextlib.contextmanager
+def mode_off() -> Iterator[None]:
+    """Run a backward without our mode, if it is the innermost one."""
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, StepMode):
+        yield
+        return
+    _pop_mode()
+    try:
+        yield
+    finally:
+        _push_mode(mode)
+
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
+_watchers: list[Around] = []
+_original_run_backward = torch.autograd.graph._engine_run_backward
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        for around in list(_watchers):
+            stack.enter_context(around())
+        return _original_run_backward(*args, **kwargs)
+
+
+def watch_backward(around: Around) -> Callable[[], None]:
+    """Run every backward of this process inside a context manager, however it is called.
+
+    Returns:
+        What ends the watch.
+    """
+    _watchers.append(around)
+    _install(_run_backward)
+
+    def end() -> None:
+        if around in _watchers:
+            _watchers.remove(around)
+        if not _watchers:
+            _install(_original_run_backward)
+
+    return end
+
+
+def _install(run_backward: Any) -> None:
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    torch.autograd.graph._engine_run_backward = run_backward

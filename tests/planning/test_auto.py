@@ -1,0 +1,162 @@
+"""The planner: feasible down to the floor, deterministic, and never slower than what it gives up for nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph import Decision, MemoryPlan, StepGraph
+from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies import plan
+from lightning_offload.planning.problem import Problem
+from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs
+
+NET = chain(*(100 + 10 * i for i in range(12)))
+SHARED = dataclasses.replace(DEVICE, copy_interference=0.5, overhead_seconds=0.01)
+
+
+def floor_of(graph: StepGraph) -> int:
+    """The smallest feasible budget."""
+    return Setting(Problem(graph), DEVICE, None).floor.peak_bytes
+
+
+def plain_peak(graph: StepGraph) -> int:
+    """The peak with everything kept."""
+    return Setting(Problem(graph), DEVICE, None).plain.peak_bytes
+
+
+def test_no_budget_keeps_everything() -> None:
+    """Without a budget, or with one that is large enough, there is nothing to decide."""
+    for budget in (None, plain_peak(NET)):
+        found = plan(NET, DEVICE, budget)
+        assert found.decisions == ()
+        assert found.predicted_peak_bytes == found.plain_peak_bytes == plain_peak(NET)
+        assert found.predicted_step_seconds == found.plain_step_seconds == found.bound_seconds
+        assert found.budget_bytes == budget
+
+
+@pytest.mark.parametrize("height", [0.0, 0.1, 0.3, 0.5, 0.8, 0.99])
+def test_plan_fits_the_budget(height: float) -> None:
+    """Between the floor and the plain peak the predicted peak is within the budget, and the plan is sound."""
+    low, high = floor_of(NET), plain_peak(NET)
+    budget = int(low + height * (high - low))
+    found = plan(NET, SHARED, budget)
+    assert found.decisions
+    assert found.predicted_peak_bytes <= budget < found.plain_peak_bytes
+    assert found.bound_seconds <= found.predicted_step_seconds
+    assert (found.floor_bytes, found.policy, found.budget_bytes) == (low, "auto", budget)
+    found.check(NET)
+    assert MemoryPlan.from_json(found.to_json()) == found
+
+
+def test_exactly_the_floor_works_and_one_byte_less_does_not() -> None:
+    """The error carries the budget, the floor and the op; trying again with its floor succeeds."""
+    low = floor_of(NET)
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        plan(NET, DEVICE, low - 1)
+    assert (caught.value.budget_bytes, caught.value.floor_bytes) == (low - 1, low)
+    assert str(low) in str(caught.value)
+    assert caught.value.op in str(caught.value)
+    assert plan(NET, DEVICE, caught.value.floor_bytes).predicted_peak_bytes == low
+
+
+def test_infeasible_names_the_op_with_the_largest_working_set() -> None:
+    """The op in the message is the one that needs the most at once, with its module and phase."""
+    b = GraphBuilder()
+    x = b.given(10)
+    small = b.make(20, x)
+    b.pack(small)
+    (large,) = b.op((small,), (500,), name="aten.convolution.default", module="layer4.2.conv3")
+    b.drop(small)
+    b.pack(large)
+    (last,) = b.op((large,), (5,), name="aten.sum.default")
+    b.drop(large, last)
+    b.op()
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        plan(b.build(), DEVICE, 100)
+    assert caught.value.op == "aten.convolution.default in `layer4.2.conv3` (forward)"
+    assert caught.value.floor_bytes == 10 + 20 + 500
+
+
+def test_infeasible_without_an_op_names_the_state() -> None:
+    """Where persistent state alone exceeds the budget in a step without ops, it is named."""
+    b = GraphBuilder()
+    b.pack(b.given(100))
+    with pytest.raises(BudgetInfeasibleError, match="before the step"):
+        plan(b.build(), DEVICE, 50)
+
+
+def test_kept_modules_raise_the_floor() -> None:
+    """What the user keeps is kept, and counts."""
+    kept = frozenset({3, 5})
+    low = Setting(Problem(NET, kept), DEVICE, None).floor.peak_bytes
+    assert low > floor_of(NET)
+    found = plan(NET, DEVICE, low, keep=kept)
+    assert not kept & {decision.storage for decision in found.decisions}
+
+
+def test_the_last_result_is_not_moved_in_vain() -> None:
+    """What is needed again at once frees nothing at the peak, so it stays."""
+    budget = plain_peak(NET) - 1
+    found = plan(NET, DEVICE, budget)
+    assert 12 not in {decision.storage for decision in found.decisions}
+
+
+def test_cheap_replays_are_preferred_to_slow_copies_and_the_reverse() -> None:
+    """With links of 1 B/s and instant ops everything is replayed; with ops of an hour everything is swapped."""
+    budget = (floor_of(NET) + plain_peak(NET)) // 2
+    ops = tuple(dataclasses.replace(op, seconds=0.001) for op in NET.ops)
+    slow_links = dataclasses.replace(SHARED, d2h_bytes_per_second=1.0, h2d_bytes_per_second=1.0)
+    quick = plan(dataclasses.replace(NET, ops=ops), slow_links, budget)
+    assert {decision.action for decision in quick.decisions} == {"recompute"}
+    ops = tuple(dataclasses.replace(op, seconds=3600.0) for op in NET.ops)
+    slow = plan(dataclasses.replace(NET, ops=ops), SHARED, budget)
+    assert {decision.action for decision in slow.decisions} == {"swap"}
+
+
+@given(graph=step_graphs(), height=st.floats(0, 1.1))
+def test_any_step_is_planned_within_its_budget(graph: StepGraph, height: float) -> None:
+    """Feasible whenever the budget is at least the floor; deterministic; consistent with its own graph."""
+    setting = Setting(Problem(graph), SHARED, None)
+    low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
+    budget = int(low + height * (high - low))
+    found = plan(graph, SHARED, budget)
+    assert found == plan(graph, SHARED, budget)
+    assert low <= found.predicted_peak_bytes <= max(budget, low)
+    assert found.bound_seconds <= found.predicted_step_seconds * (1 + 1e-9)
+    found.check(graph)
+    candidates = Problem(graph).candidates
+    for decision in found.decisions:
+        candidate = candidates[decision.storage]
+        assert candidate.can_swap if decision.action == "swap" else candidate.can_recompute
+        _check_schedule(graph, decision, candidate.pack_tick)
+
+
+def _check_schedule(graph: StepGraph, decision: Decision, pack_tick: int) -> None:
+    """A release follows the pack, and a copy back is issued after the release."""
+    if decision.action != "swap":
+        assert (decision.release_op, decision.prefetch_unpack) == (AT_PACK, ON_DEMAND)
+        return
+    released = pack_tick
+    if decision.release_op != AT_PACK:
+        released = graph.ops[decision.release_op].tick if decision.release_op < len(graph.ops) else graph.num_ticks
+        assert released > pack_tick
+    if decision.prefetch_unpack != ON_DEMAND:
+        ticks = sorted(tick for save in graph.saves for tick in save.unpack_ticks)
+        assert ticks[decision.prefetch_unpack] >= released
+
+
+@given(graph=step_graphs())
+def test_below_the_floor_is_infeasible(graph: StepGraph) -> None:
+    """One byte below the floor raises, and the error names that floor."""
+    low = floor_of(graph)
+    if low < 2:
+        return
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        plan(graph, DEVICE, low - 1)
+    assert caught.value.floor_bytes == low

@@ -1,0 +1,125 @@
+"""Fixed policies, and what all policies share."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_offload.errors import BudgetInfeasibleError, PolicyError
+from lightning_offload.graph import StepGraph
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies import POLICIES, check_policy, plan
+from lightning_offload.planning.problem import Problem
+from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs
+
+NET = chain(*(100 + 10 * i for i in range(6)))
+
+
+def test_policies_share_one_signature() -> None:
+    """Each is a function of a setting alone that returns a plan, named as in the table."""
+    assert list(POLICIES) == ["auto", "keep-all", "all-swap", "all-recompute"]
+    for policy in POLICIES.values():
+        signature = inspect.signature(policy)
+        assert [p.annotation for p in signature.parameters.values()] == ["Setting"]
+        assert signature.return_annotation == "MemoryPlan"
+
+
+@pytest.mark.parametrize("name", ["", "Auto", "swap", "keep_all", None, 3, ["auto"], {}])
+def test_unknown_policy_lists_those_there_are(name: object) -> None:
+    """The message echoes the name and lists the policies."""
+    with pytest.raises(PolicyError, match="'auto', 'keep-all', 'all-swap', 'all-recompute'") as caught:
+        check_policy(name)  # type: ignore[arg-type]
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "actions"),
+    [("auto", set()), ("keep-all", set()), ("all-swap", {"swap"}), ("all-recompute", {"recompute"})],
+)
+def test_fixed_policies_do_one_thing(policy: str, actions: set[str]) -> None:
+    """Without a budget each does what it is called, to every storage there is a choice about."""
+    found = plan(NET, DEVICE, None, policy=policy)
+    assert {decision.action for decision in found.decisions} == actions
+    assert len(found.decisions) == (6 if actions else 0)
+    assert found.policy == policy
+
+
+def test_all_swap_recomputes_casts_of_parameters() -> None:
+    """A cast weight is never swapped, under any policy."""
+    b = GraphBuilder()
+    (cast,) = b.op((b.given(80),), (40,), name="aten._to_copy.default")
+    save = b.pack(cast)
+    b.drop(cast)
+    b.op()
+    b.unpack(save)
+    found = plan(b.build(), DEVICE, None, policy="all-swap")
+    assert [decision.action for decision in found.decisions] == ["recompute"]
+
+
+def test_all_recompute_keeps_what_cannot_be_replayed() -> None:
+    """An opaque result stays on the device."""
+    b = GraphBuilder()
+    opaque = b.make(40, b.given(1), replayable=False)
+    b.pack(opaque)
+    result = b.make(40, opaque)
+    b.pack(result)
+    found = plan(b.build(), DEVICE, None, policy="all-recompute")
+    assert [decision.storage for decision in found.decisions] == [2]
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "auto"])
+def test_fixed_policy_below_its_own_floor_is_infeasible(policy: str) -> None:
+    """The error names the smallest budget that this policy can meet, which then works, and says what to do."""
+    with pytest.raises(BudgetInfeasibleError, match="use policy='auto'") as caught:
+        plan(NET, DEVICE, 1, policy=policy)
+    floor = caught.value.floor_bytes
+    assert policy in str(caught.value)
+    assert plan(NET, DEVICE, floor, policy=policy).predicted_peak_bytes <= floor
+    with pytest.raises(BudgetInfeasibleError):
+        plan(NET, DEVICE, floor - 1, policy=policy)
+    assert plan(NET, DEVICE, floor).predicted_peak_bytes <= floor
+
+
+@given(graph=step_graphs(), policy=st.sampled_from(list(POLICIES)), height=st.floats(0, 1))
+def test_each_policy_fits_or_names_a_floor_that_works(graph: StepGraph, policy: str, height: float) -> None:
+    """Whatever the step and the budget, a policy returns a plan that fits, or an error whose floor works."""
+    setting = Setting(Problem(graph), DEVICE, None)
+    budget = int(setting.floor.peak_bytes + height * (setting.plain.peak_bytes - setting.floor.peak_bytes))
+    try:
+        found = plan(graph, DEVICE, budget, policy=policy)
+    except BudgetInfeasibleError as error:
+        assert policy != "auto"
+        assert error.floor_bytes > budget
+        budget = error.floor_bytes
+        found = plan(graph, DEVICE, budget, policy=policy)
+    assert found.predicted_peak_bytes <= budget
+    found.check(graph)
+
+
+def test_plain_figures_are_those_of_keep_all() -> None:
+    """Every plan carries the peak and time that keeping everything would have."""
+    kept = plan(NET, DEVICE, None, policy="keep-all")
+    for policy in POLICIES:
+        found = plan(NET, DEVICE, None, policy=policy)
+        assert found.plain_peak_bytes == kept.predicted_peak_bytes
+        assert found.plain_step_seconds == kept.predicted_step_seconds
+
+
+def test_planning_needs_no_torch() -> None:
+    """Planning on a hand-made graph imports no torch: it runs on a laptop for a device that is not there."""
+    slower = dataclasses.replace(DEVICE, d2h_bytes_per_second=7.0)
+    code = (
+        "import sys\n"
+        "from lightning_offload.graph import StepGraph, DeviceSpec\n"
+        "from lightning_offload.planning.policies import plan\n"
+        f"graph, device = StepGraph.from_json({NET.to_json()!r}), DeviceSpec.from_json({slower.to_json()!r})\n"
+        "assert plan(graph, device, plan(graph, device, None).floor_bytes).decisions\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,184 @@
+"""Memory over time and step times, against profiles worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_offload.graph import StepGraph
+from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.simulator import simulate
+from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs
+
+INSTANT = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e15, h2d_bytes_per_second=1e15)
+
+# Ticks of a chain of three: op 0, pack 1, op 2, pack 3, op 4, pack 5 in forward; then unpack 6 and op 7 for the
+# third, unpack 8 and op 9 for the second, unpack 10 and op 11 for the first. Gradients are of 10 bytes.
+THREE = Problem(chain(20, 30, 40))
+KEPT = [120, 120, 150, 150, 190, 190, 190, 200, 160, 170, 130, 140, 100]
+
+
+def test_everything_kept_by_hand() -> None:
+    """Saved bytes pile up in forward and go one by one in backward, beside the gradients."""
+    timeline = simulate(THREE, {}, DEVICE)
+    assert timeline.memory.tolist() == KEPT
+    assert (timeline.peak_bytes, timeline.peak_tick) == (200, 7)
+    assert timeline.step_seconds == 6.0
+    assert timeline.stall_seconds == 0.0
+
+
+def test_swapped_storage_is_away_between_death_and_need() -> None:
+    """The first result is away from the third op, which no longer reads it, until its own unpack."""
+    timeline = simulate(THREE, {1: "swap"}, DEVICE, overlap=False)
+    away = range(4, 10)  # dropped by the program at tick 4, needed at tick 10
+    assert timeline.memory.tolist() == [m - 20 * (t in away) for t, m in enumerate(KEPT)]
+    assert timeline.release_tick == {1: -1}
+    assert timeline.prefetch == {1: -1}
+
+
+def test_recomputed_storage_is_away_too() -> None:
+    """A replayed value takes memory from its replay on, and the replay's time is added to the step."""
+    timeline = simulate(THREE, {2: "recompute"}, DEVICE)
+    away = range(6, 8)
+    assert timeline.memory.tolist() == [m - 30 * (t in away) for t, m in enumerate(KEPT)]
+    assert timeline.step_seconds == 7.0
+
+
+def test_overhead_counts_once_a_replay_and_twice_a_swap() -> None:
+    """Host costs are those of the device spec."""
+    slow = dataclasses.replace(INSTANT, overhead_seconds=0.125)
+    assert simulate(THREE, {2: "recompute"}, slow).step_seconds == 7.125
+    assert simulate(THREE, {2: "swap"}, slow).step_seconds == pytest.approx(6.25)
+
+
+def test_unhidden_copies_stall_for_their_whole_duration() -> None:
+    """Without overlap compute waits for the copy out and for the copy back."""
+    timeline = simulate(THREE, {3: "swap"}, DEVICE, overlap=False)
+    assert timeline.stall_seconds == pytest.approx(0.4 + 0.4)
+    assert timeline.step_seconds == pytest.approx(6.8)
+
+
+def test_copies_hidden_by_compute_cost_nothing() -> None:
+    """A copy out that ends while the program still holds the tensor, and a prefetch in time, stall nothing."""
+    timeline = simulate(THREE, {1: "swap"}, DEVICE)
+    assert timeline.stall_seconds == 0.0
+    assert timeline.step_seconds == pytest.approx(6.0)
+
+
+def test_interference_slows_compute_by_its_share_of_the_copies() -> None:
+    """Hidden copies of 0.2 s each way cost half of it where they take half of a core."""
+    shared = dataclasses.replace(DEVICE, copy_interference=0.5)
+    assert simulate(THREE, {1: "swap"}, shared).step_seconds == pytest.approx(6.2)
+
+
+def test_release_waits_for_a_slow_copy() -> None:
+    """Without a limit the device copy stays until its copy out has ended: no stall in forward."""
+    slow = dataclasses.replace(INSTANT, d2h_bytes_per_second=20 / 2.5)  # 2.5 s for 20 bytes, from tick 1 at 1 s
+    timeline = simulate(THREE, {1: "swap"}, slow)
+    assert timeline.release_tick == {1: 9}  # ends at 3.5 s; the next op to start after that is at tick 9
+    assert timeline.memory[4:9].tolist() == KEPT[4:9]
+    assert timeline.stall_seconds == 0.0
+
+
+def test_release_is_tightened_under_a_limit() -> None:
+    """Where memory is short the release moves to the op that needs the room, and compute waits there."""
+    slow = dataclasses.replace(INSTANT, d2h_bytes_per_second=20 / 2.5)
+    timeline = simulate(THREE, {1: "swap"}, slow, limit_bytes=180)
+    assert timeline.memory[4] == KEPT[4] - 20
+    assert timeline.peak_bytes == 180
+    assert timeline.stall_seconds == pytest.approx(1.5)  # from 2 s (tick 4) to 3.5 s
+
+
+def test_prefetch_hides_a_slow_copy_back() -> None:
+    """The copy back of 1.5 s is issued two unpacks before it is needed."""
+    slow = dataclasses.replace(INSTANT, h2d_bytes_per_second=20 / 1.5)
+    timeline = simulate(THREE, {1: "swap"}, slow)
+    assert timeline.prefetch == {1: 0}
+    assert timeline.stall_seconds == pytest.approx(0.0, abs=1e-9)
+    assert timeline.memory[6:10].tolist() == KEPT[6:10]
+
+
+def test_prefetch_follows_the_release() -> None:
+    """The copy back is issued only after the device copy has gone: both are never counted at once."""
+    slow = dataclasses.replace(DEVICE, d2h_bytes_per_second=20 / 2.5, h2d_bytes_per_second=20 / 1.5)
+    timeline = simulate(THREE, {1: "swap"}, slow)
+    issued = int(THREE.unpack_ticks[timeline.prefetch[1]]) if timeline.prefetch[1] >= 0 else 10
+    assert issued >= timeline.release_tick[1]
+    assert (timeline.memory <= KEPT).all()
+
+
+def test_prefetch_is_limited_by_memory() -> None:
+    """It is issued only as early as there is room, and compute waits for the rest."""
+    slow = dataclasses.replace(INSTANT, h2d_bytes_per_second=20 / 1.5)
+    timeline = simulate(THREE, {1: "swap"}, slow, limit_bytes=180)
+    assert timeline.prefetch == {1: 1}
+    assert timeline.peak_bytes == 180
+    assert timeline.stall_seconds == pytest.approx(0.5)  # issued at 4 s, here at 5.5 s, needed at 5 s
+
+
+def test_prefetch_is_on_demand_where_there_is_no_room() -> None:
+    """With no room before its need the copy back is issued then, and compute waits for all of it."""
+    slow = dataclasses.replace(INSTANT, h2d_bytes_per_second=20 / 1.5)
+    timeline = simulate(THREE, {1: "swap"}, slow, limit_bytes=150)
+    assert timeline.prefetch == {1: -1}
+    assert timeline.stall_seconds == pytest.approx(1.5)
+
+
+def test_copies_queue_on_their_lane() -> None:
+    """Two copies out on one lane follow each other: the second waits for the first."""
+    slow = dataclasses.replace(INSTANT, d2h_bytes_per_second=10.0)  # 2 s from 1 s on, then 3 s, for two storages
+    timeline = simulate(THREE, {1: "swap", 2: "swap"}, slow, overlap=False)
+    assert timeline.stall_seconds == pytest.approx(5.0)
+    overlapped = simulate(THREE, {1: "swap", 2: "swap"}, slow)
+    assert overlapped.release_tick[1] == 7  # ends at 3 s
+    assert overlapped.stall_seconds < timeline.stall_seconds
+
+
+def test_transients_of_a_replay_count_at_its_tick() -> None:
+    """A replay's temporaries raise memory at the unpack alone."""
+    b = GraphBuilder()
+    temporary = b.make(100, b.given(1))
+    value = b.make(10, temporary)
+    save = b.pack(value)
+    b.drop(temporary, value)
+    b.op()
+    b.backward()
+    b.unpack(save)  # tick 4
+    b.op()
+    b.release(save)
+    memory = simulate(Problem(b.build()), {2: "recompute"}, DEVICE).memory
+    assert memory.tolist() == [101, 111, 111, 1, 111, 11, 1]
+
+
+@given(graph=step_graphs(), data=st.data())
+def test_waiting_for_each_copy_is_the_smallest_memory(graph: StepGraph, data: st.DataObject) -> None:
+    """At each tick: swapped and waited for takes no more than overlapped, nor that more than kept."""
+    problem = Problem(graph)
+    chosen = [c for c in problem.candidates if data.draw(st.booleans())]
+    tight = simulate(problem, dict.fromkeys(chosen, "swap"), DEVICE, overlap=False)
+    loose = simulate(problem, dict.fromkeys(chosen, "swap"), DEVICE)
+    kept = simulate(problem, {}, DEVICE)
+    assert (tight.memory <= loose.memory).all()
+    assert (loose.memory <= kept.memory).all()
+    assert kept.step_seconds == pytest.approx(graph.seconds)
+
+
+@given(graph=step_graphs(), data=st.data(), limit=st.integers(1, 600))
+def test_simulation_is_deterministic_and_consistent(graph: StepGraph, data: st.DataObject, limit: int) -> None:
+    """Two runs agree; the peak is the maximum; a limit never costs less time nor takes more memory."""
+    problem = Problem(graph)
+    options = {s: ["keep", "swap"] + ["recompute"] * c.can_recompute for s, c in problem.candidates.items()}
+    drawn = {s: data.draw(st.sampled_from(choices)) for s, choices in options.items()}
+    actions = {s: action for s, action in drawn.items() if action != "keep"}
+    one, two = (simulate(problem, actions, DEVICE, limit_bytes=limit) for _ in range(2))
+    free = simulate(problem, actions, DEVICE)
+    assert np.array_equal(one.memory, two.memory)
+    assert one.step_seconds == two.step_seconds
+    assert one.peak_bytes == one.memory.max() == one.memory[one.peak_tick]
+    assert one.peak_bytes <= max(free.peak_bytes, limit)
+    assert one.step_seconds >= graph.seconds - 1e-9
+    assert (one.memory >= problem.base).all()

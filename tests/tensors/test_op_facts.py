@@ -1,0 +1,227 @@
+"""What ops write and whether they may be replayed; what a call read and made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain, tensors_in
+
+aten = torch.ops.aten
+
+
+def positions(items: Any, among: list[Tensor]) -> list[int]:
+    """Which of some tensors these are, by storage; -1 for others."""
+    keys = [t.untyped_storage()._cdata for t in among]
+    return [keys.index(k) if (k := t.untyped_storage()._cdata) in keys else -1 for t in items]
+
+
+def test_pure_op_writes_nothing() -> None:
+    """An ordinary op makes a fresh result and may be replayed."""
+    facts = facts_of(aten.add.Tensor)
+    assert facts == OpFacts("aten.add.Tensor", True, True, False, (), False, ())
+    assert not facts.mutates
+    assert facts_of(aten.add.Tensor) is facts
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "written"),
+    [
+        (aten.add_.Tensor, (0, 1), {}, [0]),
+        (aten.add.out, (0, 1), {"out": 2}, [2]),
+        (aten.copy_.default, (0, 1), {}, [0]),
+        (aten.relu_.default, (0,), {}, [0]),
+        (aten._foreach_add_.Scalar, ([0, 1], 1.0), {}, [0, 1]),
+        (aten._foreach_addcmul_.Scalar, ([0], [1], [2]), {}, [0]),
+        (aten.native_dropout.default, (0, 0.5, True), {}, []),
+        (aten.topk.values, (0, 1), {"values": 1, "indices": 2}, [1, 2]),
+        (aten.index_put_.default, (0, [2], 1), {}, [0]),
+    ],
+    ids=lambda item: str(item) if isinstance(item, torch._ops.OpOverload) else "",
+)
+def test_declared_writes(op: Any, args: Any, kwargs: Any, written: list[int]) -> None:
+    """In-place, out= and foreach ops write exactly the arguments that their schemas say."""
+    tensors = [torch.ones(2), torch.ones(2), torch.ones(2)]
+
+    def fill(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return type(item)(fill(part) for part in item)
+        return tensors[item] if isinstance(item, int) and not isinstance(item, bool) else item
+
+    found = facts_of(op).written(fill(args), {name: fill(item) for name, item in kwargs.items()})
+    assert positions(found, tensors) == written
+    assert facts_of(op).mutates == bool(written)
+
+
+@pytest.mark.parametrize("op", [aten.native_batch_norm.default, aten._native_batch_norm_legit.default], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_writes_running_statistics_in_training_alone(op: Any, training: bool) -> None:
+    """In training it writes them behind its schema, and is replayed without them; in eval it reads them."""
+    x, weight, bias, mean, variance = (torch.ones(3) for _ in range(5))
+    args = (x, weight, bias, mean, variance, training, 0.1, 1e-5)
+    facts = facts_of(op)
+    assert positions(facts.written(args, {}), [mean, variance]) == ([0, 1] if training else [])
+    replayed = facts.replayed_args(args)
+    assert replayed == ((x, weight, bias, None, None, *args[5:]) if training else args)
+    assert facts.replayable
+
+
+def test_batch_norm_without_running_statistics_writes_nothing() -> None:
+    """Statistics that are not tracked are not written."""
+    x = torch.ones(4, 3)
+    assert list(facts_of(aten.native_batch_norm.default).written((x, None, None, None, None, True, 0.1, 1e-5), {})) == []
+    facts = facts_of(aten._native_batch_norm_legit.no_stats)
+    assert list(facts.written((x, None, None, True, 0.1, 1e-5), {})) == []
+
+
+@pytest.mark.parametrize("name", ["native_batch_norm.out", "_native_batch_norm_legit.no_stats_out"])
+def test_batch_norm_out_writes_its_outputs(name: str) -> None:
+    """The out= variants write their out arguments, as any out= op."""
+    base, overload = name.split(".")
+    op = getattr(getattr(aten, base), overload)
+    statistics = [] if "no_stats" in name else [None, None]
+    args = (torch.ones(4, 3), None, None, *statistics, True, 0.1, 1e-5)
+    outs = {a.name: torch.ones(3) for a in op._schema.arguments if a.is_out}
+    assert len(outs) == 3
+    assert positions(facts_of(op).written(args, outs), list(outs.values())) == [0, 1, 2]
+
+
+def test_running_statistics_of_the_functional_variant_are_results() -> None:
+    """The variant that returns new statistics writes nothing."""
+    assert not facts_of(aten._native_batch_norm_legit_functional.default).mutates
+
+
+def test_op_of_another_namespace_writes_all_its_arguments() -> None:
+    """Schemas outside aten are not believed: everything may be written, nothing is replayed."""
+    with torch.library._scoped_library("offload_facts", "FRAGMENT") as library:
+        library.define("innocent(Tensor a, Tensor[] b, *, Tensor? c=None) -> Tensor")
+        facts = facts_of(torch.ops.offload_facts.innocent.default)
+    tensors = [torch.ones(1) for _ in range(4)]
+    found = facts.written((tensors[0], [tensors[1], tensors[2]]), {"c": tensors[3]})
+    assert positions(found, tensors) == [0, 1, 2, 3]
+    assert facts.mutates
+    assert not facts.may_replay("cpu")
+    assert not facts.may_replay("cuda")
+
+
+def test_collective_writes_all_and_never_replays() -> None:
+    """The all-reduce that declares no write is an op of another namespace."""
+    facts = facts_of(torch.ops._c10d_functional.all_reduce.default)
+    assert facts.writes_all
+    assert not facts.replayable
+
+
+def test_higher_order_operator_writes_all_and_never_replays() -> None:
+    """Nothing is assumed of control flow and the like."""
+    facts = facts_of(torch.ops.higher_order.cond)
+    assert facts.writes_all
+    assert not facts.replayable
+    assert facts.name
+
+
+def test_every_op_with_a_generator_is_random() -> None:
+    """Each aten op that takes a generator has its state recorded."""
+    missed = [
+        str(op)
+        for name in dir(aten)
+        for overload in getattr(getattr(aten, name), "overloads", list)()
+        if "Generator" in str((op := getattr(getattr(aten, name), overload))._schema)
+        and not facts_of(op).is_random
+    ]
+    assert missed == []
+
+
+@pytest.mark.parametrize(
+    "op",
+    [aten.rand.default, aten.bernoulli_.float, aten.native_dropout.default, aten.randperm.default, aten.normal_.default],
+    ids=str,
+)
+def test_random_ops_replay(op: Any) -> None:
+    """Random ops may be replayed, with the generator's state of the first time."""
+    assert facts_of(op).is_random
+    assert facts_of(op).replayable
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+        aten.set_.source_Storage, aten.resize_.default, aten._local_scalar_dense.default, aten.record_stream.default,
+        aten._cudnn_rnn.default, aten._assert_async.default, aten.to_sparse.default, aten.batch_norm_stats.default,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ops_that_never_replay(op: Any) -> None:
+    """Undefined contents, hidden state and side effects are not replayed."""
+    assert not facts_of(op).may_replay("cpu")
+    assert not facts_of(op).may_replay("cuda")
+
+
+@pytest.mark.parametrize("op", [aten.index_add.default, aten.scatter_add_.default, aten._embedding_bag.default], ids=str)
+def test_atomic_kernels_replay_on_cpu_alone(op: Any) -> None:
+    """Kernels that add in any order on CUDA are replayed on a CPU only."""
+    assert facts_of(op).may_replay("cpu")
+    assert not facts_of(op).may_replay("cuda")
+
+
+def test_tensors_are_found_in_order() -> None:
+    """Lists, tuples and dicts are searched depth first, in order; other objects are passed over."""
+    a, b, c, d = (torch.ones(1) for _ in range(4))
+    assert list(tensors_in((a, [b, (None, 3, c)], {"x": d, "y": "z"}))) == [a, b, c, d]
+
+
+def test_effects_list_fresh_results_before_writes() -> None:
+    """Fresh storages come first, then those written in place, each once; then the number of fresh ones."""
+    x, out, index = torch.ones(3), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    facts = facts_of(aten.topk.values)
+    read, made, fresh = effects(facts, (x, 2), {"values": out, "indices": index}, (out, index))
+    assert positions(read, [x, out, index]) == [0, 1, 2]
+    assert positions(made, [out, index]) == [0, 1]
+    assert fresh == 0
+    x2, mean, variance = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    args = (x2, None, None, mean, variance, True, 0.1, 1e-5)
+    result = aten.native_batch_norm.default(*args)
+    read, made, fresh = effects(facts_of(aten.native_batch_norm.default), args, {}, result)
+    assert positions(read, [x2, mean, variance]) == [0]
+    assert positions(made, [*result, mean, variance]) == [0, 1, 2, 3, 4]
+    assert fresh == 3
+
+
+def test_effects_of_a_view_make_nothing() -> None:
+    """A view is no new value; several views of one written storage are one value."""
+    x = torch.ones(4, 4)
+    read, made, fresh = effects(facts_of(aten.t.default), (x,), {}, x.t())
+    assert positions(read, [x]) == [0]
+    assert (made, fresh) == ([], 0)
+    parts = list(x.split(2))
+    read, made, fresh = effects(facts_of(aten._foreach_add_.Scalar), (parts, 1.0), {}, None)
+    assert len(read) == 2
+    assert positions(made, [x]) == [0]
+    assert fresh == 0
+
+
+def test_effects_leave_sparse_results_out() -> None:
+    """What is not one strided block is read, never made."""
+    x = torch.eye(3)
+    sparse = x.to_sparse()
+    assert not is_plain(sparse)
+    _, made, fresh = effects(facts_of(aten.add.Tensor), (x,), {}, sparse)
+    assert (made, fresh) == ([], 0)
+
+
+def test_plain_tensors() -> None:
+    """Tensors, parameters and simple subclasses are plain; sparse, nested, quantised and wrapping ones are not."""
+
+    class Simple(Tensor):
+        pass
+
+    assert is_plain(torch.ones(2))
+    assert is_plain(torch.nn.Parameter(torch.ones(2)))
+    assert is_plain(torch.ones(2).as_subclass(Simple))
+    assert not is_plain(torch.eye(2).to_sparse())
+    assert not is_plain(torch.eye(2).to_sparse_csr())
+    assert not is_plain(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))
+    assert not is_plain(torch.nested.nested_tensor([torch.ones(2)]))
