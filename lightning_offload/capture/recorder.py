@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,9 @@ from typing_extensions import override
 from lightning_offload.graph.step_graph import Op, Phase, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, effects, is_plain
+
+Price = Callable[[OpFacts, Any, Any, Any], float]
+"""Models the duration of a call in seconds from the op, its arguments and its result."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,10 +53,11 @@ class Recorder(StepObserver):
         num_unpacks: Unpacks seen so far.
     """
 
-    def __init__(self, device: torch.device, module: torch.nn.Module | None = None) -> None:
+    def __init__(self, device: torch.device, module: torch.nn.Module | None = None, price: Price | None = None) -> None:
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.num_unpacks = 0
         self._device_type = device.type
+        self._price = price
         self._modules = _ModuleNames(module)
         self._ops: list[Op] = []
         self._storages: list[_Storage] = []
@@ -87,7 +92,7 @@ class Recorder(StepObserver):
                 module=self._backward_module if in_backward else self._modules.current(),
                 phase=phase,
                 tick=tick,
-                seconds=seconds,
+                seconds=seconds if self._price is None else self._price(facts, args, kwargs, out),
                 inputs=inputs,
                 outputs=tuple(outputs),
                 replayable=facts.may_replay(self._device_type) and len(outputs) == len(made),

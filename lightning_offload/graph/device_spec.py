@@ -21,6 +21,8 @@ class DeviceSpec:
         copy_interference: Share of a copy's duration that compute loses meanwhile, in [0, 1]: 0 with copy
             engines, near 0.5 where copies are made by a core that compute would have used.
         overhead_seconds: Host cost of one swap or replay beside its work.
+        flops_per_second: Peak arithmetic rate, for op times that are modelled; 0 where they are measured.
+        memory_bytes_per_second: Peak bandwidth of device memory, likewise.
     """
 
     name: str
@@ -30,6 +32,8 @@ class DeviceSpec:
     h2d_bytes_per_second: float
     copy_interference: float
     overhead_seconds: float
+    flops_per_second: float = 0.0
+    memory_bytes_per_second: float = 0.0
 
     def to_json(self) -> str:
         """Write the device as JSON."""

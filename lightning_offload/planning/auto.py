@@ -2,9 +2,10 @@
 
 Each family of choices prices a storage by its cheaper action, orders storages by price per byte, and bisects
 the shortest prefix of that order that is feasible, every trial being simulated in full. The families differ in
-the weight of a swap against a replay and in the bytes that a chain of replays may accumulate before it is
-broken by a storage that is not recomputed. The best few results are then pruned: storages whose action turns
-out to be unnecessary are kept again. Everything-swapped, waiting for each copy, is the last resort, so a plan
+the share of its copies' duration that a swap is priced at (how much of it may be hidden depends on all the
+others) and in the bytes that a chain of replays may accumulate before it is broken by a storage that is
+swapped, or kept. The best few results are then pruned: storages whose action turns out to be unnecessary are
+kept again. Everything-swapped, waiting for each copy, is the last resort, so a plan
 exists whenever the budget is at least the floor.
 
 Shortfall: greedy, so no optimality is claimed; every plan reports its gap to :mod:`~.bound`.
@@ -20,8 +21,9 @@ from lightning_offload.planning.plans import Setting, build_plan
 from lightning_offload.planning.problem import Candidate
 from lightning_offload.planning.simulator import Timeline, simulate
 
-_SWAP_WEIGHTS = (1.0, 0.25, 4.0)
-_CHAIN_FRACTIONS = (1.0, 0.1, 0.02)
+_SWAP_WEIGHTS = (0.02, 0.1, 0.3, 1.0, 3.0)
+_CHAIN_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)
+_BREAKS: tuple[Action, ...] = ("swap", "keep")
 _NUM_PRUNED = 3
 _MAX_PRUNE_TRIALS = 48
 
@@ -59,12 +61,12 @@ Ordered = list[tuple[int, Action]]
 def _families(setting: Setting) -> list[Ordered]:
     """Orders in which storages leave the device, cheapest bytes first."""
     seen: dict[tuple[tuple[int, Action], ...], None] = {}
-    for weight, fraction in itertools.product(_SWAP_WEIGHTS, _CHAIN_FRACTIONS):
-        seen[tuple(_order(setting, weight, fraction))] = None
+    for weight, fraction, break_by in itertools.product(_SWAP_WEIGHTS, _CHAIN_FRACTIONS, _BREAKS):
+        seen[tuple(_order(setting, weight, fraction, break_by))] = None
     return [list(order) for order in seen]
 
 
-def _order(setting: Setting, swap_weight: float, chain_fraction: float) -> Ordered:
+def _order(setting: Setting, swap_weight: float, chain_fraction: float, break_by: Action) -> Ordered:
     problem, device = setting.problem, setting.device
     assert setting.budget_bytes is not None
     chain_limit = chain_fraction * max(1, setting.plain.peak_bytes - problem.graph.persistent_bytes)
@@ -72,10 +74,11 @@ def _order(setting: Setting, swap_weight: float, chain_fraction: float) -> Order
     chain_bytes: dict[int, float] = {}
     priced: list[tuple[float, int, Action]] = []
     for c in sorted(problem.candidates.values(), key=lambda c: c.value):
-        swap = c.num_bytes * rate * max(device.copy_interference, 0.05) * swap_weight + device.overhead_seconds
+        swap = c.num_bytes * rate * max(device.copy_interference, swap_weight) + device.overhead_seconds
         replay, chain = _replay_price(setting, c, chain_bytes)
         can_replay = c.can_recompute and (chain <= chain_limit or not c.can_swap)
-        if not can_replay and not c.can_swap:
+        if not can_replay and (not c.can_swap or (break_by == "keep" and c.can_recompute)):
+            chain_bytes[c.value] = 0.0
             continue
         action: Action = "recompute" if can_replay and (replay <= swap or not c.can_swap) else "swap"
         chain_bytes[c.value] = chain if action == "recompute" else 0.0

@@ -105,6 +105,8 @@ class StepExecutor:
             return func(*args, **kwargs)
         with unseen:
             facts = facts_of(func)
+            if facts.is_query:
+                return func(*args, **kwargs)
             if facts.name in CHANGED_BY_MODES:
                 self._blind.update(range(self._packs_before_op, self._num_packs))
             self._packs_before_op = self._num_packs

@@ -67,6 +67,7 @@ class OpFacts:
         is_random: Whether it draws from a generator.
         writes: Arguments it writes, by position and name; empty for a pure op.
         writes_all: Whether any tensor argument may be written (an op we know nothing of).
+        is_query: Whether it only asks a tensor something (``prim.device`` under FakeTensorMode) and is no op.
         running_stats: Positions of batch norm's running statistics and its training flag, or ().
     """
 
@@ -77,6 +78,7 @@ class OpFacts:
     writes: tuple[tuple[int, str], ...]
     writes_all: bool
     running_stats: tuple[int, ...]
+    is_query: bool = False
 
     @property
     def mutates(self) -> bool:
@@ -117,6 +119,8 @@ def facts_of(func: Any) -> OpFacts:
 
 
 def _inspect(func: Any) -> OpFacts:
+    if isinstance(func, torch._ops.OpOverload) and func.namespace == "prim":
+        return OpFacts(str(func), False, False, False, (), False, (), is_query=True)
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES:
         return OpFacts(str(func), False, False, False, (), True, ())
     schema = func._schema

@@ -212,6 +212,7 @@ def test_effects_leave_sparse_results_out() -> None:
     assert (made, fresh) == ([], 0)
 
 
+@pytest.mark.filterwarnings("ignore:.*(in beta state|in prototype stage):UserWarning")
 def test_plain_tensors() -> None:
     """Tensors, parameters and simple subclasses are plain; sparse, nested, quantised and wrapping ones are not."""
 

@@ -1,0 +1,55 @@
+"""Records a step that does not run: FakeTensors in, the same graph out, for any device, without its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typing_extensions import override
+
+from lightning_offload.capture.recorder import Recorder
+from lightning_offload.capture.roofline import Roofline
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.host_pool import HostBlock, HostPool
+from lightning_offload.runtime.lanes import FakeLanes
+from lightning_offload.runtime.mode import executing
+
+Step = Callable[[], None]
+
+
+def record_fake_step(build: Callable[[], tuple[torch.nn.Module, Step]], device: DeviceSpec) -> StepGraph:
+    """Record one forward and backward under FakeTensorMode.
+
+    Args:
+        build: Makes the model and its step (forward and backward on tensors it makes itself); called under
+            FakeTensorMode, so it costs no memory whatever the sizes.
+        device: Prices the ops by its ``flops_per_second`` and ``memory_bytes_per_second``.
+
+    Returns:
+        The graph, on fake CPU tensors: CUDA runs other kernels for some ops (dropout, attention).
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module, step = build()
+        recorder = Recorder(torch.device("cpu"), module, Roofline(device))
+        executor = StepExecutor(
+            device=torch.device("cpu"),
+            lanes=FakeLanes(),
+            pool=_FakePool(),
+            program=None,
+            observer=recorder,
+            verifier=None,
+        )
+        with executing(executor):
+            step()
+        return recorder.finish()
+
+
+class _FakePool(HostPool):
+    """Blocks that nothing is copied to."""
+
+    @override
+    def allocate(self, num_bytes: int) -> HostBlock | None:
+        return super().allocate(1)
