@@ -82,9 +82,9 @@ class StepKind:
     @classmethod
     def restored(cls, graph: StepGraph, plan: MemoryPlan | None) -> StepKind:
         """A kind of step known from an earlier run; planned anew where its plan was for another setting."""
-        kind = cls(phase="verifying", graph=graph)
-        kind.program = compile_plan(graph, plan) if plan is not None else None
-        return kind
+        if plan is None:
+            return cls(phase="verifying", graph=graph)
+        return cls(phase="planned", graph=graph, program=compile_plan(graph, plan))
 
     def is_due_for_measurement(self) -> bool:
         """Whether the coming planned step is one whose peak is counted: the first ones, then one in 32.
@@ -163,15 +163,17 @@ class StepKind:
                 "without a plan, everything saved is swapped out"
             )
 
-    def measured(self, times: OpTimes, verified: set[int], mismatched: set[int]) -> None:
-        """Take over what a step under the plan showed; its peaks were noted before."""
-        assert self.graph is not None
-        assert self.plan is not None
+    def verifier_said(self, verified: set[int], mismatched: set[int]) -> None:
+        """Trust replays that gave the same bits; plan again without those that did not."""
         self.verified |= verified
         if mismatched - self.mismatched:
             self.mismatched |= mismatched
             self.program, self.phase = None, "verifying"
-            return
+
+    def measured(self, times: OpTimes) -> None:
+        """Take over what a step under the plan showed; its peaks were noted before."""
+        assert self.graph is not None
+        assert self.plan is not None
         if self.phase == "verifying":
             self.phase = "measuring"
         elif self.phase == "measuring":

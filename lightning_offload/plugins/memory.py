@@ -259,7 +259,7 @@ class MemoryPlugin:
         """Have a plan for a recorded kind of step, made for the persistent state that there is now."""
         if kind.graph is None:
             return
-        if kind.state_version != self._state.version:
+        if kind.touched and kind.state_version != self._state.version:
             kind.state_version = self._state.version
             kind.set_extra_bytes(self._state.bytes_beside(kind.touched, device))
         if kind.program is None and kind.phase != "recording":

@@ -95,10 +95,12 @@ class StepRun:
         kind.note_gradients(0, accumulated_bytes)
         if self.executor.has_deviated:
             kind.deviated()
-        elif self.times is not None and kind.program is self.executor.program:
-            trusted = {s for s, d in self.executor.decisions.items() if d.action == "recompute"}
-            mismatched = self.verifier.mismatched if self.verifier is not None else set()
-            kind.measured(self.times, trusted if self.verifier is not None else set(), mismatched)
+            return
+        if self.verifier is not None:
+            recomputed = {s for s, d in self.executor.decisions.items() if d.action == "recompute"}
+            kind.verifier_said(recomputed, self.verifier.mismatched)
+        if self.times is not None and kind.program is not None and kind.program is self.executor.program:
+            kind.measured(self.times)
 
     def _note_peaks(self, bytes_beside: BytesBeside) -> None:
         kind = self.kind

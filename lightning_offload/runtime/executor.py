@@ -38,6 +38,7 @@ from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_pl
 
 _log = logging.getLogger(__name__)
 
+_MAX_STRAY_OPS = 64
 _NOTHING = OpStep(name="", num_bytes=())
 
 
@@ -71,6 +72,7 @@ class StepExecutor:
         self._verifier = verifier
         self._num_ops = 0
         self._num_packs = 0
+        self._num_stray_ops = 0
         self._packs_before_op = 0
         self._blind: set[int] = set()
         self._lock = threading.RLock()
@@ -130,16 +132,33 @@ class StepExecutor:
         if not program.is_strict and torch._C._current_graph_task_id() != -1:
             return _NOTHING
         index = self._num_ops
-        self._num_ops = index + 1
         if index < len(program.ops) and program.ops[index].name == facts.name:
+            self._num_ops = index + 1
             return program.ops[index]
+        return self._resynchronise(program, facts.name)
+
+    def _resynchronise(self, program: Program, name: str) -> OpStep | None:
+        """Cope with ops that come and go beside the model's own, such as those of logging.
+
+        Planned ops for which there is nothing to do may be missing; a few ops that were not planned may come
+        between. A wrong guess costs memory or time, as a wrong plan does, never exactness.
+        """
+        for index in range(self._num_ops, min(self._num_ops + _MAX_STRAY_OPS, len(program.ops))):
+            if program.ops[index].name == name:
+                self._num_ops = index + 1
+                return program.ops[index]
+            if program.ops[index].is_busy:
+                break
+        self._num_stray_ops += 1
+        if self._num_stray_ops <= _MAX_STRAY_OPS:
+            return _NOTHING
         self.deviate()
         return None
 
     def deviate(self) -> None:
         """Leave the program: what follows in this step runs under the floor policy."""
         self.has_deviated = True
-        _log.debug("op %d is not the one that was planned", self._num_ops - 1)
+        _log.debug("the step left its plan near op %d", self._num_ops)
         for value in self._table.all_indexed():
             self._residence.release(value)
 

@@ -31,6 +31,11 @@ class OpStep:
     register: tuple[tuple[int, int], ...] = ()
     release: list[int] = dataclasses.field(default_factory=list)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to do."""
+        return self.record or bool(self.register) or bool(self.release)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
@@ -80,7 +85,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
     in_backward = [op.phase == "backward" for op in graph.ops]
-    is_strict = any(b and (s.record or s.register or s.release) for b, s in zip(in_backward, steps, strict=True))
+    is_strict = any(b and s.is_busy for b, s in zip(in_backward, steps, strict=True))
     return Program(
         plan=plan,
         ops=steps if is_strict else tuple(s for b, s in zip(in_backward, steps, strict=True) if not b),

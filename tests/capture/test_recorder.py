@@ -33,7 +33,8 @@ def test_chain_of_two_by_hand() -> None:
     graph = record(step)
     check(graph)
     assert op_names(graph) == ["exp.default", "sin.default", "ones.default"]
-    assert op_names(graph, "backward")[:3] == ["cos.default", "mul.Tensor", "mul.Tensor"]
+    arithmetic = [name for name in op_names(graph, "backward") if name != "detach.default"]
+    assert arithmetic == ["cos.default", "mul.Tensor", "mul.Tensor"]
     exp, sin = graph.ops[:2]
     assert [len(exp.inputs), len(exp.outputs), sin.inputs == exp.outputs] == [1, 1, True]
     assert sizes(graph, exp.inputs + exp.outputs) == [ROW, ROW]
@@ -72,7 +73,12 @@ def test_births_and_deaths() -> None:
 def test_gradients_outlive_the_step() -> None:
     """The gradient that backward leaves behind is alive at the end; everything else made in it is gone."""
     x = leaf()
-    graph = record(lambda: (x * x).sum().backward())
+
+    def step() -> None:
+        (x * x).sum().backward()
+        torch.zeros(0)  # by now the temporaries of backward are gone
+
+    graph = record(step)
     survivors = [s.num_bytes for s in graph.storages if not s.is_persistent and s.death == graph.num_ticks]
     assert survivors == [ROW]
     assert x.grad is not None
@@ -129,13 +135,12 @@ def test_written_after_save_must_be_kept() -> None:
 
     def step() -> None:
         y = x * 2.0
-        y.sin()
-        keep.append(y.exp())
+        results.append(y.sin())
         y.zero_()
+        y.exp()
 
-    keep: list[Tensor] = []
-    kept = {graph_save.must_keep for graph_save in record(step).saves}
-    assert True in kept
+    results: list[Tensor] = []
+    assert [save.must_keep for save in record(step).saves] == [True, False]
 
 
 def test_leaves_are_persistent() -> None:

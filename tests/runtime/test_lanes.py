@@ -1,0 +1,165 @@
+"""Lanes copy bytes in order, report failures to who waits, and end their threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_offload.runtime import lanes as lanes_module
+from lightning_offload.runtime.host_pool import HostBlock, HostPool
+from lightning_offload.runtime.lanes import (
+    BlockingLanes,
+    Copy,
+    CpuLanes,
+    FakeLanes,
+    Lanes,
+    device_bytes,
+    host_bytes,
+    lanes_for,
+)
+
+KINDS: dict[str, type[Lanes]] = {"cpu": CpuLanes, "blocking": BlockingLanes}
+
+
+@pytest.fixture(params=KINDS)
+def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
+    """Lanes of each kind that copies."""
+    made = KINDS[request.param]()
+    yield made
+    made.close()
+
+
+def storage_of(seed: int, num_bytes: int) -> torch.UntypedStorage:
+    """Device memory with random bytes."""
+    torch.manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).untyped_storage()
+
+
+def block_of(pool: HostPool, num_bytes: int) -> HostBlock:
+    """Host memory."""
+    block = pool.allocate(num_bytes)
+    assert block is not None
+    return block
+
+
+@pytest.mark.parametrize("num_bytes", [1, 63, 4096, 1 << 20])
+def test_bytes_go_out_and_come_back(lanes: Lanes, num_bytes: int) -> None:
+    """A swap-out holds the storage's bytes, a swap-in gives them to another storage."""
+    storage, block = storage_of(1, num_bytes), block_of(HostPool(), num_bytes)
+    lanes.swap_out(storage, block).wait()
+    assert torch.equal(host_bytes(block), device_bytes(storage))
+    back = torch.zeros(num_bytes, dtype=torch.uint8).untyped_storage()
+    copy = lanes.swap_in(block, back)
+    copy.wait()
+    assert copy.is_done
+    assert torch.equal(device_bytes(back), device_bytes(storage))
+
+
+def test_copies_of_one_direction_run_in_order(lanes: Lanes) -> None:
+    """When the last of many copies to one block is done, so are all before it, and its bytes are there."""
+    pool = HostPool()
+    block = block_of(pool, 1 << 16)
+    storages = [storage_of(seed, 1 << 16) for seed in range(20)]
+    copies = [lanes.swap_out(storage, block) for storage in storages]
+    copies[-1].wait()
+    assert all(copy.is_done for copy in copies)
+    assert torch.equal(host_bytes(block), device_bytes(storages[-1]))
+
+
+def test_failed_copy_raises_in_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the worker reaches each ``wait``, and the lane goes on with the next copy."""
+    lanes = CpuLanes()
+    original = lanes_module.copy_bytes
+
+    def failing(storage: torch.UntypedStorage, block: HostBlock, *, to_host: bool) -> None:
+        if storage.nbytes() == 13:
+            raise MemoryError("no such page")
+        original(storage, block, to_host=to_host)
+
+    monkeypatch.setattr(lanes_module, "copy_bytes", failing)
+    pool = HostPool()
+    try:
+        bad = lanes.swap_out(storage_of(1, 13), block_of(pool, 13))
+        good = lanes.swap_out(storage_of(2, 14), block_of(pool, 14))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no such page") as caught:
+                bad.wait()
+        assert isinstance(caught.value.__cause__, MemoryError)
+        good.wait()
+    finally:
+        lanes.close()
+
+
+def test_threads_start_with_the_first_copy_and_end_with_close() -> None:
+    """Lanes that were never used have no threads; closed lanes have none either, and copy inline."""
+
+    def ours() -> set[str]:
+        return {thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-offload")}
+
+    lanes, pool = CpuLanes(), HostPool()
+    assert ours() == set()
+    storage, block = storage_of(1, 4096), block_of(pool, 4096)
+    copy = lanes.swap_out(storage, block)
+    assert ours() == {"lightning-offload-swap-out"}
+    lanes.close()
+    assert copy.is_done
+    assert ours() == set()
+    back = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
+    inline = lanes.swap_in(block, back)
+    assert inline.is_done
+    assert torch.equal(device_bytes(back), device_bytes(storage))
+    assert ours() == set()
+    lanes.close()
+
+
+def test_copies_under_way_are_finished_by_close() -> None:
+    """Closing waits for what was asked for."""
+    lanes, pool = CpuLanes(), HostPool()
+    copies = [lanes.swap_out(storage_of(seed, 1 << 18), block_of(pool, 1 << 18)) for seed in range(10)]
+    lanes.close()
+    assert all(copy.is_done for copy in copies)
+
+
+def test_worker_lets_go_of_the_storage_before_it_reports() -> None:
+    """Who waits for a copy is the last to hold the storage: dropping it frees it at once."""
+    import weakref
+
+    lanes, pool = CpuLanes(), HostPool()
+    try:
+        for seed in range(50):
+            storage = storage_of(seed, 4096)
+            alive = weakref.ref(storage)
+            lanes.swap_out(storage, block_of(pool, 4096)).wait()
+            del storage
+            assert alive() is None
+    finally:
+        lanes.close()
+
+
+def test_fake_lanes_move_nothing() -> None:
+    """Their copies are done at once, and leave both sides as they are."""
+    storage, block = storage_of(1, 64), block_of(HostPool(), 64)
+    before = host_bytes(block).clone()
+    copy = FakeLanes().swap_out(storage, block)
+    assert copy.is_done
+    copy.wait()
+    assert torch.equal(host_bytes(block), before)
+
+
+def test_copy_is_done_once_finished() -> None:
+    """A copy is pending until it is finished."""
+    copy = Copy()
+    assert not copy.is_done
+    copy.finish()
+    assert copy.is_done
+    copy.wait()
+
+
+def test_lanes_of_a_cpu() -> None:
+    """A CPU gets worker threads."""
+    made = lanes_for(torch.device("cpu"))
+    assert isinstance(made, CpuLanes)
+    made.close()

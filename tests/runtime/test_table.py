@@ -1,0 +1,90 @@
+"""Values are known by the live identity of their storage."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+
+from lightning_offload.runtime.table import ValueTable
+from lightning_offload.runtime.values import Value
+
+
+def storage() -> torch.UntypedStorage:
+    """Some device memory."""
+    return torch.ones(100).untyped_storage()
+
+
+def test_followed_value_is_found_by_its_storage() -> None:
+    """Any tensor on the storage leads to the value, no other storage does."""
+    table, tensor, value = ValueTable(), torch.ones(10, 10), Value(7, 400)
+    table.follow(value, tensor.untyped_storage())
+    assert table.find(tensor.t()[2:].untyped_storage()) is value
+    assert table.find(storage()) is None
+    assert table.indexed(7) is value
+    assert table.all_indexed() == [value]
+
+
+def test_reused_address_is_another_storage() -> None:
+    """After a storage died, one at the same address holds no value, though keys may collide."""
+    table = ValueTable()
+    for index in range(200):
+        memory = storage()
+        assert table.find(memory) is None
+        table.follow(Value(index, 400), memory)
+        assert table.find(memory) is not None
+        del memory
+
+
+def test_value_dies_with_its_storage() -> None:
+    """A value that owns nothing is forgotten when its storage goes."""
+    table, memory = ValueTable(), storage()
+    alive = weakref.ref(value := Value(3, 400))
+    table.follow(value, memory)
+    del value
+    assert alive() is not None
+    del memory
+    assert alive() is None
+    assert table.indexed(3) is None
+
+
+def test_owned_value_lives_by_who_needs_it() -> None:
+    """A value that owns its memory goes when nobody holds it, and takes the memory along."""
+    table, memory = ValueTable(), storage()
+    value = Value(3, 400)
+    table.follow(value, memory)
+    table.own(value, memory)
+    freed = weakref.ref(memory)
+    assert table.find(memory) is value
+    del memory
+    assert freed() is not None
+    assert value.live() is freed()
+    del value
+    assert freed() is None
+
+
+def test_dropped_storage_is_not_found() -> None:
+    """A storage about to be written holds its value no more; a new one may be followed on it."""
+    table, memory, old, new = ValueTable(), storage(), Value(1, 400), Value(1, 400)
+    table.follow(old, memory)
+    table.drop(memory)
+    assert table.find(memory) is None
+    table.follow(new, memory)
+    assert table.find(memory) is new
+    table.drop(storage())
+
+
+def test_closed_table_lets_go() -> None:
+    """At the end of the step values that nobody else needs go, others stay."""
+    table, first, second = ValueTable(), storage(), storage()
+    unneeded = weakref.ref(value := Value(1, 400))
+    table.follow(value, first)
+    del value
+    needed = Value(2, 400)
+    table.follow(needed, second)
+    table.own(needed, second)
+    table.close()
+    gc.collect()
+    assert unneeded() is None
+    assert needed.live() is second
