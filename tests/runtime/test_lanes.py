@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -125,8 +126,6 @@ def test_copies_under_way_are_finished_by_close() -> None:
 
 def test_worker_lets_go_of_the_storage_before_it_reports() -> None:
     """Who waits for a copy is the last to hold the storage: dropping it frees it at once."""
-    import weakref
-
     lanes, pool = CpuLanes(), HostPool()
     try:
         for seed in range(50):

@@ -1,0 +1,268 @@
+"""One step under a program: deviations, version checks, ownership, prefetches, host memory that runs out."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_offload.errors import StaleInputError
+from lightning_offload.graph import Decision
+from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.lanes import CpuLanes
+from lightning_offload.runtime.mode import executing
+from lightning_offload.runtime.program import Program, compile_plan
+from tests.capture.recording import record
+from tests.runtime.executing import (
+    compiled,
+    executor_for,
+    gradients,
+    plain,
+    plan_of,
+    planned,
+    saved_storages,
+    under,
+)
+
+
+def leaf() -> Tensor:
+    """A trainable vector."""
+    return torch.linspace(-1.0, 1.0, 1000).requires_grad_()
+
+
+def chain_of(x: Tensor, length: int = 4) -> Tensor:
+    """A chain of saved results."""
+    for _ in range(length):
+        x = (x * 1.25).sin()
+    return x.sum()
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute", None])
+def test_step_is_exact_and_leaves_nothing(action: str | None) -> None:
+    """Under any program and under the floor policy: same gradients, no host memory in use afterwards."""
+    x = leaf()
+    program = compiled(lambda: chain_of(x), action) if action else None  # type: ignore[arg-type]
+    x.grad = None
+    found, ran = planned(lambda: chain_of(x), x, program=program)
+    assert found == plain(lambda: chain_of(x), x)
+    ran.pool.collect()
+    assert ran.pool.used_bytes == 0
+    assert ran.executor.has_deviated is False
+    assert (ran.pool.peak_bytes > 0) == (action != "recompute")
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute"])
+@pytest.mark.parametrize("change", ["longer", "shorter", "other op", "other size"])
+def test_step_that_leaves_its_program_is_exact(action: str, change: str) -> None:
+    """A step of another structure is noticed, and goes on under the floor policy with the same gradients."""
+    x = leaf()
+    program = compiled(lambda: chain_of(x), action)  # type: ignore[arg-type]
+    x.grad = None
+    steps = {
+        "longer": lambda: chain_of(x, 6),
+        "shorter": lambda: chain_of(x.cos(), 2),
+        "other op": lambda: chain_of((x * 1.25).cos(), 3),
+        "other size": lambda: chain_of(x[:700]),
+    }
+    found, ran = planned(steps[change], x, program=program)
+    assert found == plain(steps[change], x)
+    assert ran.executor.has_deviated
+
+
+def test_release_and_prefetch_follow_the_program() -> None:
+    """The device copy goes before the op that the plan says, the copy back comes at the unpack it says."""
+    x = leaf()
+    graph = record(lambda: chain_of(x).backward())
+    first, *rest = saved_storages(graph)
+    decision = Decision(storage=first, action="swap", release_op=4, prefetch_unpack=1)
+    program = compile_plan(graph, plan_of(graph, decision))
+    x.grad = None
+    pool, events = HostPool(), []
+    executor = executor_for(program, pool=pool)
+    release, prefetch = executor._residence.release, executor._residence.prefetch
+    executor._residence.release = lambda value: (events.append(executor._num_ops), release(value))[1]  # type: ignore
+    executor._residence.prefetch = lambda i: (events.append((executor.num_unpacks, i)), prefetch(i))[1]  # type: ignore
+    with executing(executor):
+        chain_of(x).backward()
+    assert events == [5, (2, (first,))]
+    assert rest
+    assert gradients((x,)) == plain(lambda: chain_of(x), x)[:1]
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute", "keep", None])
+def test_saved_tensor_that_was_modified_raises_as_in_plain(action: str | None) -> None:
+    """The version check, which hooks switch off, is made up for."""
+    x = leaf()
+
+    def step(write: bool) -> Tensor:
+        y = x * 2.0
+        out = y.sin()
+        if write:
+            y.add_(1.0)
+        return out.sum()
+
+    program = compiled(lambda: step(False), action) if action else None  # type: ignore[arg-type]
+    with under(program):
+        loss = step(True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_input_of_a_replay_that_was_modified_is_never_used() -> None:
+    """A bias updated between forward and backward gives the old gradient or raises, never another gradient."""
+    x, bias = leaf(), torch.ones(1000, requires_grad=True)
+
+    def step() -> Tensor:
+        return (x + bias).sin().sum()
+
+    program = compiled(step, "recompute")
+    x.grad = bias.grad = None
+    step().backward()
+    expected = gradients((x, bias))
+    for inside in (True, False):
+        with under(program):
+            loss = step()
+            if inside:
+                with torch.no_grad():
+                    bias.add_(0.5)
+        if not inside:
+            with torch.no_grad():
+                bias.add_(0.5)
+        try:
+            loss.backward()
+            assert gradients((x, bias)) == expected
+        except StaleInputError as error:
+            assert not inside
+            assert "modified in place" in str(error)
+        with torch.no_grad():
+            bias.fill_(1.0)
+
+
+def test_retained_graph_and_backward_after_the_step() -> None:
+    """Saved tensors may be read twice, and after the step was closed."""
+    x = leaf()
+    for action in ("swap", "recompute"):
+        program = compiled(lambda: chain_of(x), action)  # type: ignore[arg-type]
+        x.grad = None
+        expected = plain(lambda: chain_of(x), x)[:1]
+        with under(program):
+            loss = chain_of(x)
+        loss.backward(retain_graph=True)
+        assert gradients((x,)) == expected
+        loss.backward()
+        assert gradients((x,)) == expected
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute", "keep", None])
+def test_dropped_graph_frees_everything_without_backward(action: str | None) -> None:
+    """Without a garbage collector: dropping the loss frees device memory, host blocks and handles."""
+    x = leaf()
+    program = compiled(lambda: chain_of(x), action) if action else None  # type: ignore[arg-type]
+    gc.collect()
+    gc.disable()
+    try:
+        with under(program) as ran:
+            y = x.sin() if program is None else (x * 1.25)
+            kept = weakref.ref(y.untyped_storage())
+            loss = chain_of(y) if program is None else y.sin().sum()
+            del y
+        executor = weakref.ref(ran.executor)
+        pool = ran.pool
+        del loss, ran
+        assert kept() is None
+        assert executor() is None
+        pool.collect()
+        assert pool.used_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_host_memory_that_runs_out_keeps_tensors() -> None:
+    """What finds no room in host memory stays on the device; the step is exact and the budget holds."""
+    x = leaf()
+    program = compiled(lambda: chain_of(x), "swap")
+    x.grad = None
+    pool = HostPool(budget_bytes=3 * 4096)
+    executor = executor_for(program, pool=pool)
+    with executing(executor):
+        chain_of(x).backward()
+    assert gradients((x,)) == plain(lambda: chain_of(x), x)[:1]
+    assert 0 < pool.peak_bytes <= 3 * 4096
+    assert not executor.has_deviated
+
+
+def test_one_copy_for_all_views_of_a_storage() -> None:
+    """A tensor, its transpose and its slice are swapped once and come back once."""
+    x = torch.linspace(-1, 1, 1600).view(40, 40).clone().requires_grad_()
+
+    def step() -> Tensor:
+        y = x.exp()
+        return (y.sin().sum() + y.t().cos().sum()) * y[3:7].sigmoid().sum()
+
+    program = compiled(step, "swap", only=lambda place: place == 0)
+    x.grad = None
+    found, ran = planned(step, x, program=program)
+    assert found == plain(step, x)
+    assert ran.pool.peak_bytes == 6400
+
+
+def test_worker_threads_give_the_same() -> None:
+    """Copies in worker threads, with releases and prefetches, change nothing but time."""
+    x = leaf()
+    graph = record(lambda: chain_of(x, 8).backward())
+    decisions = [
+        Decision(storage=s, action="swap", release_op=min(i * 2 + 4, len(graph.ops)), prefetch_unpack=i)
+        for i, s in enumerate(saved_storages(graph))
+    ]
+    program: Program = compile_plan(graph, plan_of(graph, *decisions))
+    x.grad = None
+    lanes = CpuLanes()
+    try:
+        found, ran = planned(lambda: chain_of(x, 8), x, program=program, lanes=lanes)
+    finally:
+        lanes.close()
+    assert found == plain(lambda: chain_of(x, 8), x)
+    assert not ran.executor.has_deviated
+
+
+def test_backward_may_run_in_another_thread() -> None:
+    """Unpacks come from whichever thread autograd uses."""
+    x = leaf()
+    program = compiled(lambda: chain_of(x), "recompute")
+    x.grad = None
+    expected = plain(lambda: chain_of(x), x)[:1]
+    with under(program):
+        loss = chain_of(x)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert gradients((x,)) == expected
+
+
+def test_optimizer_step_between_forward_and_backward() -> None:
+    """Before parameters are updated, replays that read them run; the gradient is that of the old parameters."""
+    x = leaf()
+    weight = torch.full((1000,), 0.5, requires_grad=True)
+
+    def step() -> Tensor:
+        return (x * weight).sin().cos().sum()
+
+    program = compiled(step, "recompute")
+    x.grad = weight.grad = None
+    step().backward()
+    expected = gradients((x, weight))
+    with under(program) as ran:
+        loss = step()
+    ran.executor.settle_readers_of([weight])
+    with torch.no_grad():
+        weight.mul_(2.0)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # mul saves its factors: plain PyTorch raises too
+    else:
+        assert gradients((x, weight)) == expected

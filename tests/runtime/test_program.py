@@ -1,0 +1,98 @@
+"""A plan becomes tables: what to record, follow, release and prefetch, by op and by unpack."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_offload.errors import PlanError
+from lightning_offload.graph import Decision, StepGraph
+from lightning_offload.runtime.program import compile_plan
+from tests.graph.building import GraphBuilder, chain
+from tests.runtime.executing import plan_of
+
+FOUR = chain(10, 20, 30, 40)
+"""Ops 0 to 3 make storages 1 to 4; ops 4 to 7 are those of backward."""
+
+
+def recorded(graph: StepGraph, *decisions: Decision) -> list[int]:
+    """Which ops a plan has recorded."""
+    return [i for i, op in enumerate(compile_plan(graph, plan_of(graph, *decisions)).ops) if op.record]
+
+
+def test_keeping_everything_asks_for_nothing() -> None:
+    """A plan without decisions, or with keep alone, needs no ops at all."""
+    for decisions in ((), (Decision(storage=1, action="keep"),)):
+        program = compile_plan(FOUR, plan_of(FOUR, *decisions))
+        assert (program.is_keep_all, program.is_recomputing, program.is_strict) == (True, False, False)
+        assert (program.decisions, program.prefetch) == ({}, {})
+        assert not any(op.record or op.register or op.release for op in program.ops)
+    assert program.pack_bytes == (10, 20, 30, 40)
+
+
+def test_ops_of_backward_are_left_out_where_nothing_is_asked_of_them() -> None:
+    """Backward may run other ops when gradients accumulate, so its ops are compared only where needed."""
+    program = compile_plan(FOUR, plan_of(FOUR, Decision(storage=1, action="swap")))
+    assert [len(program.ops), program.is_strict] == [4, False]
+    strict = compile_plan(FOUR, plan_of(FOUR, Decision(storage=1, action="swap", release_op=5)))
+    assert [len(strict.ops), strict.is_strict] == [8, True]
+
+
+def test_swapped_storage_is_followed_and_scheduled() -> None:
+    """Its maker registers it, an op releases it, an unpack brings it back."""
+    program = compile_plan(FOUR, plan_of(FOUR, Decision(storage=2, action="swap", release_op=3, prefetch_unpack=1)))
+    assert [op.register for op in program.ops] == [(), ((0, 2),), (), ()]
+    assert [op.release for op in program.ops] == [[], [], [], [2]]
+    assert program.prefetch == {1: (2,)}
+    assert recorded(FOUR, Decision(storage=2, action="swap")) == []
+    assert [op.num_bytes for op in program.ops] == [(10,), (20,), (30,), (40,)]
+
+
+def test_recomputed_storage_records_its_producer_down_to_what_is_at_hand() -> None:
+    """A kept, swapped or persistent input ends the chain; recomputed ones go on."""
+    assert recorded(FOUR, Decision(storage=3, action="recompute")) == [2]
+    assert recorded(FOUR, Decision(storage=3, action="recompute"), Decision(storage=2, action="swap")) == [2]
+    assert recorded(FOUR, *(Decision(storage=s, action="recompute") for s in (2, 3))) == [1, 2]
+    assert recorded(FOUR, Decision(storage=1, action="recompute")) == [0]
+
+
+def test_unsaved_inputs_are_recorded_too() -> None:
+    """Temporaries between saved values have nobody else to keep them."""
+    b = GraphBuilder()
+    temporary = b.make(10, b.given(1))
+    second = b.make(10, temporary)
+    value = b.make(10, second)
+    b.pack(value)
+    assert recorded(b.build(), Decision(storage=3, action="recompute")) == [0, 1, 2]
+
+
+def test_in_place_chain_is_recorded_in_full() -> None:
+    """Each write to the storage is part of what makes its last value."""
+    b = GraphBuilder()
+    value = b.make(10, b.given(1))
+    for _ in range(2):
+        (value,) = b.op((value,), writes=(value,))
+    b.pack(value)
+    assert recorded(b.build(), Decision(storage=1, action="recompute")) == [0, 1, 2]
+
+
+def test_recomputing_the_irreproducible_is_a_plan_error() -> None:
+    """A result of an op that cannot be replayed, or of none, is refused by name."""
+    b = GraphBuilder()
+    given = b.given(1)
+    (opaque,) = b.op((given,), (10,), name="aten.empty.memory_format", replayable=False)
+    result = b.make(10, opaque)
+    b.pack(result)
+    graph = b.build()
+    with pytest.raises(PlanError, match=r"aten\.empty\.memory_format"):
+        compile_plan(graph, plan_of(graph, Decision(storage=2, action="recompute")))
+    b = GraphBuilder()
+    b.pack(b.given(10))
+    graph = b.build()
+    with pytest.raises(PlanError, match="nothing"):
+        compile_plan(graph, plan_of(graph, Decision(storage=0, action="recompute")))
+
+
+def test_plan_of_another_graph_is_refused() -> None:
+    """A plan is checked against its graph before anything is compiled."""
+    with pytest.raises(PlanError, match="another model"):
+        compile_plan(FOUR, plan_of(chain(10, 20, 30)))

@@ -1,0 +1,124 @@
+"""Replays that lie are found out, and the original is used instead."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.lanes import BlockingLanes
+from lightning_offload.runtime.values import Value
+from lightning_offload.runtime.verifier import Verifier
+from lightning_offload.tensors import op_facts
+from lightning_offload.tensors.geometry import Geometry
+from tests.runtime.executing import compiled, plain, planned
+
+
+def verified(original: Tensor, replayed: Tensor, view: Tensor) -> tuple[Verifier, torch.UntypedStorage]:
+    """Compare a replay with its original over a view of the original."""
+    verifier = Verifier(BlockingLanes(), HostPool())
+    value = Value(5, original.nbytes)
+    value.original = verifier.remember(original.untyped_storage())
+    return verifier, verifier.verify(value, replayed.untyped_storage(), Geometry.of(view))
+
+
+def test_equal_replay_is_used() -> None:
+    """The same bits are accepted, NaNs among them, and counted."""
+    original = torch.tensor([1.0, float("nan"), -0.0])
+    replayed = original.clone()
+    verifier, storage = verified(original, replayed, original)
+    assert storage is replayed.untyped_storage()
+    assert (verifier.num_verified, verifier.mismatched) == (1, set())
+
+
+def test_other_bits_are_replaced_by_the_original(caplog: pytest.LogCaptureFixture) -> None:
+    """A zero of another sign is a mismatch: it is logged, reported, and the memory holds the original again."""
+    original, replayed = torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0])
+    with caplog.at_level(logging.WARNING):
+        verifier, storage = verified(original, replayed, original)
+    assert verifier.mismatched == {5}
+    assert storage is replayed.untyped_storage()
+    assert replayed.signbit().tolist() == [False, True]
+    assert "storage 5" in caplog.text
+
+
+def test_only_the_bytes_of_the_view_count() -> None:
+    """What no saved tensor covers may differ, as in the padding of a result."""
+    original, replayed = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 9.0])
+    assert verified(original, replayed, original[:2])[0].mismatched == set()
+    assert verified(original, replayed.clone(), original[1:])[0].mismatched == {5}
+
+
+def test_mismatch_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Several saved tensors on one storage give one message."""
+    original = torch.tensor([1.0, 2.0])
+    verifier = Verifier(BlockingLanes(), HostPool())
+    value = Value(5, 8)
+    value.original = verifier.remember(original.untyped_storage())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            verifier.verify(value, torch.zeros(2).untyped_storage(), Geometry.of(original))
+    assert len(caplog.records) == 1
+    assert verifier.num_verified == 3
+
+
+def test_without_host_memory_nothing_is_remembered() -> None:
+    """Where the host has no room, the value goes unverified."""
+    verifier = Verifier(BlockingLanes(), HostPool(budget_bytes=64))
+    assert verifier.remember(torch.zeros(1000).untyped_storage()) is None
+
+
+@pytest.fixture
+def lying_op(monkeypatch: pytest.MonkeyPatch) -> object:
+    """An op with a hidden counter, which is taken for replayable."""
+    calls = [0]
+
+    def lie(x: Tensor) -> Tensor:
+        calls[0] += 1
+        return x * float(calls[0])
+
+    with torch.library._scoped_library("offload_lies", "FRAGMENT") as library:
+        library.define("counted(Tensor x) -> Tensor")
+        library.impl("counted", lie, "CompositeExplicitAutograd")
+
+        class Counted(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: object, x: Tensor) -> Tensor:
+                return torch.ops.offload_lies.counted(x)
+
+            @staticmethod
+            def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+                return grad
+
+        monkeypatch.setattr(op_facts, "_NAMESPACES", op_facts._NAMESPACES | {"offload_lies"})
+        monkeypatch.setattr(op_facts, "_CACHE", {})
+        yield lambda x: (Counted.apply(x), calls)
+
+
+def test_op_with_hidden_state_is_found_out(lying_op: object) -> None:
+    """An op that gives other results on replay is reported, and the gradient of that step is exact still."""
+    x = torch.linspace(-1, 1, 500).requires_grad_()
+    counter: list[int] = []
+
+    def step() -> Tensor:
+        y, calls = lying_op(x)  # type: ignore[operator]
+        counter[:] = [0]
+        calls_seen.append(calls)
+        return y.sin().sum()
+
+    calls_seen: list[list[int]] = []
+    program = compiled(step, "recompute")
+    assert program.is_recomputing
+    x.grad = None
+    calls_seen[0][0] = 0
+    expected = plain(step, x)
+    calls_seen[0][0] = 0
+    found, ran = planned(step, x, program=program, verify=True)
+    assert found == expected
+    assert ran.verifier is not None
+    assert ran.verifier.mismatched == set(program.decisions)
+    calls_seen[0][0] = 0
+    assert planned(step, x, program=program)[0] != expected  # unverified, the lie would have shown
