@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from lightning_offload.capture.calibrate import measure_device
-from lightning_offload.errors import PlanError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.lifecycle import StepKind
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.report_data import Phase, Report
+from lightning_offload.plugins.report_data import Phase, Report, make_report
 from lightning_offload.plugins.run import StepRun, start_run
+from lightning_offload.plugins.saved_state import dump_kinds, load_kinds
 from lightning_offload.plugins.settings import Budget, budget_bytes_on, check_settings
-from lightning_offload.plugins.signature import first_device, step_signature
+from lightning_offload.plugins.signature import step_signature
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes, lanes_for
 from lightning_offload.runtime.mode import Executor, executing
@@ -75,7 +75,7 @@ class MemoryPlugin:
             budget=budget, policy=policy, tier=tier, host_budget=host_budget, spill_dir=spill_dir, plan=plan,
             keep=keep, enabled=enabled, verify=verify,
         )  # fmt: skip
-        self._device = _supported(torch.device(device)) if device is not None else None
+        self._device = supported(torch.device(device)) if device is not None else None
         self._module = weakref.ref(module) if module is not None else None
         self._state = PersistentState(self._before_optimizer_step)
         self._pool = HostPool(self._settings.host_budget_bytes)
@@ -124,7 +124,7 @@ class MemoryPlugin:
         if module is not None:
             self._module = weakref.ref(module)
         if device is not None:
-            self._device = _supported(torch.device(device))
+            self._device = supported(torch.device(device))
         if self.enabled:
             self._state.attach(self._module_now())
             if not self._is_attached:
@@ -244,13 +244,7 @@ class MemoryPlugin:
 
     def _resolve_device(self, inputs: Any) -> torch.device:
         if self._device is None:
-            module = self._module_now()
-            parameter = next(module.parameters(), None) if module is not None else None
-            found = parameter.device if parameter is not None else first_device(inputs)
-            if found is None:
-                on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-                found = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-            self._device = _supported(found)
+            self._device = supported(find_device(self._module_now(), inputs))
         if self._lanes is None:
             self._lanes = lanes_for(self._device)
         return self._device
@@ -312,42 +306,21 @@ class MemoryPlugin:
         kind = self._kind or StepKind()
         if kind.graph is not None and kind.program is None and kind.phase != "recording" and self._device is not None:
             self._ensure_plan(kind, self._device)
-        plan, graph = kind.plan, kind.graph
-        by_action = {a: plan.bytes_of(graph, a) if plan and graph else 0 for a in _ACTIONS}
-        return Report(
+        return make_report(
+            kind,
             budget_bytes=self.budget_bytes,
-            floor_bytes=plan.floor_bytes if plan else None,
-            plain_peak_bytes=plan.plain_peak_bytes if plan else None,
-            predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
-            measured_peak_bytes=kind.measured_peak_bytes,
-            predicted_step_seconds=plan.predicted_step_seconds if plan else None,
             measured_step_seconds=self._step_seconds,
-            plain_step_seconds=plan.plain_step_seconds if plan else None,
-            bound_seconds=plan.bound_seconds if plan else None,
-            kept_bytes=by_action["keep"],
-            swapped_bytes=by_action["swap"],
-            recomputed_bytes=by_action["recompute"],
-            host_peak_bytes=self._pool.peak_bytes,
             stall_seconds=self._stall_seconds,
-            forward_peak_bytes=kind.forward_peak_bytes,
-            backward_peak_bytes=kind.backward_peak_bytes,
+            host_peak_bytes=self._pool.peak_bytes,
             optimizer_peak_bytes=self._optimizer_peak_bytes,
             policy=self.policy,
             num_steps=self._num_steps,
             phase=self._phase,
-            num_mismatched=len(kind.mismatched),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded graphs and their plans, as JSON-able data."""
-        return {
-            "schema": _STATE_SCHEMA,
-            "plans": [
-                {"signature": signature, "graph": kind.graph.to_json(), "plan": kind.plan.to_json()}
-                for signature, kind in self._kinds.items()
-                if kind.graph is not None and kind.plan is not None
-            ],
-        }
+        return dump_kinds(self._kinds)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start with plans made earlier; their replays are verified again in their first step.
@@ -355,33 +328,11 @@ class MemoryPlugin:
         Raises:
             PlanError: The state is malformed.
         """
-        if not isinstance(state, dict) or state.get("schema") != _STATE_SCHEMA:
-            raise PlanError(f"not a state of this version of the memory plugin: {str(state)[:80]!r}")
-        try:
-            rows = [(row["signature"], row["graph"], row["plan"]) for row in state["plans"]]
-        except (KeyError, TypeError) as error:
-            raise PlanError(f"the state of the memory plugin is malformed: {error!r}") from None
-        for signature, graph_text, plan_text in rows:
-            graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
-            fits = plan.policy == self.policy and plan.budget_bytes == self.budget_bytes
-            self._kinds[signature] = StepKind.restored(graph, plan if fits else None)
+        self._kinds.update(load_kinds(state, self.policy, self.budget_bytes))
 
 
 def _nothing() -> None:
     """There is no watch to end."""
 
 
-_ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 _LINK_BLOCK_BYTES = 32 << 20
-_STATE_SCHEMA = 1
-
-
-def _supported(device: torch.device) -> torch.device:
-    """The device, checked.
-
-    Raises:
-        UnsupportedError: Neither a CPU nor CUDA.
-    """
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda'")
-    return device

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from lightning_offload.graph.memory_plan import Action
+
+if TYPE_CHECKING:
+    from lightning_offload.plugins.lifecycle import StepKind
 
 Phase = Literal["idle", "recording", "verifying", "measuring", "planned", "unplanned"]
 
@@ -57,3 +62,46 @@ class Report:
     num_steps: int
     phase: Phase
     num_mismatched: int
+
+
+_ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
+
+
+def make_report(
+    kind: StepKind,
+    *,
+    budget_bytes: int | None,
+    measured_step_seconds: float | None,
+    stall_seconds: float,
+    host_peak_bytes: int,
+    optimizer_peak_bytes: int | None,
+    policy: str,
+    num_steps: int,
+    phase: Phase,
+) -> Report:
+    """The report of a kind of step, from its plan and from what the plugin measured."""
+    plan, graph = kind.plan, kind.graph
+    num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
+    return Report(
+        budget_bytes=budget_bytes,
+        floor_bytes=plan.floor_bytes if plan else None,
+        plain_peak_bytes=plan.plain_peak_bytes if plan else None,
+        predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
+        measured_peak_bytes=kind.measured_peak_bytes,
+        predicted_step_seconds=plan.predicted_step_seconds if plan else None,
+        measured_step_seconds=measured_step_seconds,
+        plain_step_seconds=plan.plain_step_seconds if plan else None,
+        bound_seconds=plan.bound_seconds if plan else None,
+        kept_bytes=num_bytes["keep"],
+        swapped_bytes=num_bytes["swap"],
+        recomputed_bytes=num_bytes["recompute"],
+        host_peak_bytes=host_peak_bytes,
+        stall_seconds=stall_seconds,
+        forward_peak_bytes=kind.forward_peak_bytes,
+        backward_peak_bytes=kind.backward_peak_bytes,
+        optimizer_peak_bytes=optimizer_peak_bytes,
+        policy=policy,
+        num_steps=num_steps,
+        phase=phase,
+        num_mismatched=len(kind.mismatched),
+    )

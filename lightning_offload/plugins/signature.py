@@ -32,9 +32,3 @@ def _describe(leaf: Any) -> str:
     if leaf.layout is not torch.strided:
         return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.layout} {leaf.device.type}"
     return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device.type} {leaf.requires_grad}"
-
-
-def first_device(inputs: Any) -> torch.device | None:
-    """The device of the first tensor among the inputs, one that is not on the CPU where there is any."""
-    devices = [leaf.device for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
-    return next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)

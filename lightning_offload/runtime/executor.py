@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
+from lightning_offload.runtime.cursor import ProgramCursor
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes
 from lightning_offload.runtime.program import OpStep, Program
-from lightning_offload.runtime.replay import Unrecordable, record_call
+from lightning_offload.runtime.recording import Recording
 from lightning_offload.runtime.residence import Residence
 from lightning_offload.runtime.step_mode import CHANGED_BY_MODES, leave_for_this_node
 from lightning_offload.runtime.switch import unseen
@@ -37,9 +38,6 @@ from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain
 
 _log = logging.getLogger(__name__)
-
-_MAX_STRAY_OPS = 64
-_NOTHING = OpStep(name="", num_bytes=())
 
 
 class StepExecutor:
@@ -70,13 +68,13 @@ class StepExecutor:
         self.on_backward: Callable[[], None] | None = None
         self._device = device
         self._verifier = verifier
-        self._num_ops = 0
+        self._cursor = ProgramCursor(program) if program is not None else None
         self._num_packs = 0
-        self._num_stray_ops = 0
         self._packs_before_op = 0
         self._blind: set[int] = set()
         self._lock = threading.RLock()
         self._table = ValueTable()
+        self._recording = Recording(device, self._table)
         self._residence = Residence(device, lanes, pool, self._table, self.decisions, observer)
 
     @property
@@ -115,7 +113,7 @@ class StepExecutor:
             step = self._next_step(facts)
             if step is not None and step.release:
                 self._release(step.release)
-            call = self._record(func, facts, args, kwargs) if step is not None and step.record else None
+            call = self._recording.record(func, facts, args, kwargs) if step is not None and step.record else None
             rewritten = self._before_write(facts, args, kwargs) if facts.mutates else []
             out = self._run(func, facts, args, kwargs)
             for tensor in rewritten:
@@ -126,39 +124,17 @@ class StepExecutor:
 
     def _next_step(self, facts: OpFacts) -> OpStep | None:
         """The program's entry for this op; None under the floor policy."""
-        program = self.program
-        if program is None or self.has_deviated:
+        if self._cursor is None or self.has_deviated:
             return None
-        if not program.is_strict and torch._C._current_graph_task_id() != -1:
-            return _NOTHING
-        index = self._num_ops
-        if index < len(program.ops) and program.ops[index].name == facts.name:
-            self._num_ops = index + 1
-            return program.ops[index]
-        return self._resynchronise(program, facts.name)
-
-    def _resynchronise(self, program: Program, name: str) -> OpStep | None:
-        """Cope with ops that come and go beside the model's own, such as those of logging.
-
-        Planned ops for which there is nothing to do may be missing; a few ops that were not planned may come
-        between. A wrong guess costs memory or time, as a wrong plan does, never exactness.
-        """
-        for index in range(self._num_ops, min(self._num_ops + _MAX_STRAY_OPS, len(program.ops))):
-            if program.ops[index].name == name:
-                self._num_ops = index + 1
-                return program.ops[index]
-            if program.ops[index].is_busy:
-                break
-        self._num_stray_ops += 1
-        if self._num_stray_ops <= _MAX_STRAY_OPS:
-            return _NOTHING
-        self.deviate()
-        return None
+        step = self._cursor.next(facts.name)
+        if step is None:
+            self.deviate()
+        return step
 
     def deviate(self) -> None:
         """Leave the program: what follows in this step runs under the floor policy."""
         self.has_deviated = True
-        _log.debug("the step left its plan near op %d", self._num_ops)
+        _log.debug("the step left its plan after %d packs", self._num_packs)
         for value in self._table.all_indexed():
             self._residence.release(value)
 
@@ -172,45 +148,6 @@ class StepExecutor:
         seconds = time.perf_counter() - start
         observer.on_op(facts, args, kwargs, out, seconds)
         return out
-
-    def _record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Record a call; None where it cannot be replayed from what it reads."""
-        if not facts.may_replay(self._device.type):
-            return None
-        for tensor in facts.written(args, kwargs) if facts.writes else ():
-            if not self._is_replayable_after_write(tensor):
-                return None
-        try:
-            call = record_call(func, facts, args, kwargs, self._value_of)
-        except Unrecordable:
-            return None
-        for value in call.inputs:
-            if value.call is None:
-                value.readers.append(weakref.ref(call))
-                if not value.has_source:
-                    self._table.own(value, value.live())
-        return call
-
-    def _is_replayable_after_write(self, tensor: Tensor) -> bool:
-        """Whether what a tensor holds can be had again once the storage is overwritten."""
-        value = self._table.find(tensor.untyped_storage()) if is_plain(tensor) else None
-        return value is not None and (value.call is not None or value.block is not None)
-
-    def _value_of(self, tensor: Tensor) -> Value:
-        """The value that an argument holds; one from before the step is taken as it is, and owned."""
-        if not is_plain(tensor):
-            raise Unrecordable
-        storage = tensor.untyped_storage()
-        value = self._table.find(storage)
-        if value is None:
-            owner = _without_graph(tensor)
-            if owner is None:
-                raise Unrecordable
-            value = Value(-1, storage.nbytes())
-            value.version = (owner, tensor._version)
-            self._table.follow(value, storage)
-            self._table.own(value, storage)
-        return value
 
     # ---- values
 
@@ -391,12 +328,3 @@ class StepExecutor:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
         for tensor in tensors:
             self.before_write(tensor)
-
-
-def _without_graph(tensor: Tensor) -> Tensor | None:
-    """A tensor that shares another's version counter and refers to no autograd graph; None if there is none.
-
-    Below autograd, where ops are seen, ``detach`` makes a tensor with a version counter of its own.
-    """
-    base = tensor._base if tensor._base is not None else tensor
-    return base if base.grad_fn is None else None

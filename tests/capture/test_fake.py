@@ -56,13 +56,3 @@ def test_fake_graph_is_the_real_one(name: str) -> None:
     real = recorded(name, fake=False)
     assert fake.digest() == real.digest()
     assert untimed(fake) == untimed(real)
-
-
-def test_huge_step_costs_no_memory() -> None:
-    """A net whose results would fill terabytes is recorded in full."""
-    with FakeTensorMode():
-        net = nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.Sigmoid())
-        x = torch.empty(1 << 18, 1 << 20)
-        graph = record(lambda: net(x).sum().backward(), net, fake=True)
-    assert sum(storage.num_bytes for storage in graph.storages) > 1 << 42
-    assert graph.persistent_bytes == 4 * ((1 << 40) + (1 << 20) + (1 << 38))

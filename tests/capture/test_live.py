@@ -68,11 +68,11 @@ def test_backward_is_counted_apart() -> None:
 
 def test_dead_persistent_storages_are_forgotten() -> None:
     """A storage from before the step that has died since no longer counts as state."""
-    x = torch.ones(100)
+    held = [torch.ones(100)]
     live = LiveBytes(CPU)
-    observe(lambda: x + 1.0, live)
+    observe(lambda: held[0] + 1.0, live)
     assert list(live.persistent_storages().values()) == [ROW]
-    del x
+    held.clear()
     assert live.persistent_storages() == {}
 
 

@@ -88,7 +88,7 @@ def test_gradients_outlive_the_step() -> None:
 def test_unseen_backward_is_made_up_for() -> None:
     """Where backward was not seen op by op, the gradients it will leave are counted from the leaves."""
     x, y = leaf(), leaf(50)
-    graph = record(lambda: (x.exp().sum() + y.exp().sum()))
+    graph = record(lambda: x.exp().sum() + y.exp().sum())
     assert graph.gradient_bytes == x.nbytes + y.nbytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -125,10 +126,8 @@ def test_any_replaced_cell_reads_or_is_a_plan_error(graph: StepGraph, data: st.D
     row = data.draw(st.sampled_from(payload[table]))
     junk = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
     row[data.draw(st.integers(0, len(row) - 1))] = data.draw(st.one_of(junk, st.lists(junk, max_size=3)))
-    try:
+    with contextlib.suppress(PlanError):
         StepGraph.from_json(json.dumps(payload))
-    except PlanError as error:
-        assert str(error)
 
 
 @given(graph=step_graphs(), cut=st.floats(0, 1))

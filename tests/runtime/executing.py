@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_offload.capture.live import LiveBytes
 from lightning_offload.graph import Decision, MemoryPlan, StepGraph
 from lightning_offload.graph.memory_plan import Action
+from lightning_offload.planning.problem import Problem, last_values
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import BlockingLanes, Lanes
@@ -39,17 +40,25 @@ def plan_of(graph: StepGraph, *decisions: Decision) -> MemoryPlan:
 
 def saved_storages(graph: StepGraph) -> list[int]:
     """Storages made in the step and saved in their last value, in order of their first pack."""
-    last = {value.storage: i for i, value in enumerate(graph.values)}
+    last = last_values(graph)
     found = dict.fromkeys(graph.values[save.value].storage for save in graph.saves if not save.must_keep)
     values = {save.value for save in graph.saves}
     return [s for s in found if not graph.storages[s].is_persistent and last[s] in values]
 
 
 def compiled(step: Step, action: Action, *, only: Callable[[int], bool] = lambda _: True) -> Program:
-    """Record a step with its backward; treat all saved storages (or those at some places) one way."""
+    """Record a step with its backward; treat all saved storages (or those at some places) one way.
+
+    What is to be recomputed and cannot be is swapped.
+    """
     graph = record(lambda: step().backward())
+    problem, last = Problem(graph), last_values(graph)
     chosen = [s for place, s in enumerate(saved_storages(graph)) if only(place)]
-    return compile_plan(graph, plan_of(graph, *(Decision(storage=s, action=action) for s in chosen)))
+    actions: dict[int, Action] = dict.fromkeys(chosen, action)
+    for s in chosen:
+        if action == "recompute" and not problem.can_replay(last[s]):
+            actions[s] = "swap"
+    return compile_plan(graph, plan_of(graph, *(Decision(storage=s, action=a) for s, a in actions.items())))
 
 
 @dataclasses.dataclass

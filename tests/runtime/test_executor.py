@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import CpuLanes
 from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.runtime.values import Value
 from tests.capture.recording import record
 from tests.runtime.executing import (
     compiled,
@@ -55,22 +57,31 @@ def test_step_is_exact_and_leaves_nothing(action: str | None) -> None:
     assert (ran.pool.peak_bytes > 0) == (action != "recompute")
 
 
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a little longer": lambda x: chain_of(x, 6),
+    "much longer": lambda x: chain_of(x, 60),
+    "shorter": lambda x: chain_of(x.cos(), 2),
+    "one other op": lambda x: chain_of((x * 1.25).cos(), 3),
+    "quite another": lambda x: torch.stack([(x.cos() * x.exp() - k).sigmoid() for k in range(30)]).sum(),
+    "an op in between": lambda x: chain_of((x * 1.25).abs().sin(), 3),
+    "other size": lambda x: chain_of(x[:700]),
+    "in place": lambda x: chain_of((x * 1.25).sin_(), 3),
+}
+NOTICED = ("much longer", "quite another", "other size")
+
+
 @pytest.mark.parametrize("action", ["swap", "recompute"])
-@pytest.mark.parametrize("change", ["longer", "shorter", "other op", "other size"])
-def test_step_that_leaves_its_program_is_exact(action: str, change: str) -> None:
-    """A step of another structure is noticed, and goes on under the floor policy with the same gradients."""
+@pytest.mark.parametrize("change", CHANGES)
+def test_step_of_another_structure_is_exact(action: str, change: str) -> None:
+    """A step that is not the one that was planned is exact; one that differs by more than a few ops is noticed."""
     x = leaf()
     program = compiled(lambda: chain_of(x), action)  # type: ignore[arg-type]
     x.grad = None
-    steps = {
-        "longer": lambda: chain_of(x, 6),
-        "shorter": lambda: chain_of(x.cos(), 2),
-        "other op": lambda: chain_of((x * 1.25).cos(), 3),
-        "other size": lambda: chain_of(x[:700]),
-    }
-    found, ran = planned(steps[change], x, program=program)
-    assert found == plain(steps[change], x)
-    assert ran.executor.has_deviated
+    found, ran = planned(lambda: CHANGES[change](x), x, program=program)
+    assert found == plain(lambda: CHANGES[change](x), x)
+    assert ran.executor.has_deviated or change not in NOTICED
+    ran.pool.collect()
+    assert ran.pool.used_bytes == 0
 
 
 def test_release_and_prefetch_follow_the_program() -> None:
@@ -83,9 +94,18 @@ def test_release_and_prefetch_follow_the_program() -> None:
     x.grad = None
     pool, events = HostPool(), []
     executor = executor_for(program, pool=pool)
-    release, prefetch = executor._residence.release, executor._residence.prefetch
-    executor._residence.release = lambda value: (events.append(executor._num_ops), release(value))[1]  # type: ignore
-    executor._residence.prefetch = lambda i: (events.append((executor.num_unpacks, i)), prefetch(i))[1]  # type: ignore
+    residence = executor._residence
+    release, prefetch = residence.release, residence.prefetch
+
+    def noting_release(value: Value) -> None:
+        events.append(executor._num_ops)
+        release(value)
+
+    def noting_prefetch(indices: tuple[int, ...]) -> None:
+        events.append((executor.num_unpacks, indices))
+        prefetch(indices)
+
+    residence.release, residence.prefetch = noting_release, noting_prefetch  # type: ignore[method-assign]
     with executing(executor):
         chain_of(x).backward()
     assert events == [5, (2, (first,))]
@@ -132,12 +152,14 @@ def test_input_of_a_replay_that_was_modified_is_never_used() -> None:
         if not inside:
             with torch.no_grad():
                 bias.add_(0.5)
+        is_stale = False
         try:
             loss.backward()
-            assert gradients((x, bias)) == expected
-        except StaleInputError as error:
-            assert not inside
-            assert "modified in place" in str(error)
+        except StaleInputError:
+            is_stale = True
+        assert not (is_stale and inside)
+        assert is_stale or gradients((x, bias)) == expected
+        x.grad = bias.grad = None
         with torch.no_grad():
             bias.fill_(1.0)
 
@@ -244,7 +266,7 @@ def test_backward_may_run_in_another_thread() -> None:
 
 
 def test_optimizer_step_between_forward_and_backward() -> None:
-    """Before parameters are updated, replays that read them run; the gradient is that of the old parameters."""
+    """A parameter that backward itself reads and that was updated meanwhile raises, as in plain PyTorch."""
     x = leaf()
     weight = torch.full((1000,), 0.5, requires_grad=True)
 
@@ -253,16 +275,30 @@ def test_optimizer_step_between_forward_and_backward() -> None:
 
     program = compiled(step, "recompute")
     x.grad = weight.grad = None
-    step().backward()
-    expected = gradients((x, weight))
     with under(program) as ran:
         loss = step()
     ran.executor.settle_readers_of([weight])
     with torch.no_grad():
         weight.mul_(2.0)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)  # mul saves its factors: plain PyTorch raises too
-    else:
-        assert gradients((x, weight)) == expected
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # mul saves its factors: plain PyTorch raises too
+
+
+def test_replay_runs_before_an_update_of_what_it_reads() -> None:
+    """Where backward itself needs no old parameter, the gradient is exact although a replay reads one."""
+    x, bias = leaf(), torch.ones(1000, requires_grad=True)
+
+    def step() -> Tensor:
+        return (x + bias).sin().cos().sum()
+
+    program = compiled(step, "recompute")
+    x.grad = bias.grad = None
+    step().backward()
+    expected = gradients((x, bias))
+    with under(program) as ran:
+        loss = step()
+    ran.executor.settle_readers_of([bias])
+    with torch.no_grad():
+        bias.mul_(2.0)
+    loss.backward()
+    assert gradients((x, bias)) == expected

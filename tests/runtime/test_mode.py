@@ -125,7 +125,6 @@ def test_steps_may_nest() -> None:
 
 def test_without_hooks_ops_alone_are_seen() -> None:
     """Around a backward that is only watched nothing is packed."""
-    x = leaf()
     with executing(executor_for(None), hooks=False):
         assert hooks() is None
 

@@ -72,7 +72,9 @@ def test_batch_norm_writes_running_statistics_in_training_alone(op: Any, trainin
 def test_batch_norm_without_running_statistics_writes_nothing() -> None:
     """Statistics that are not tracked are not written."""
     x = torch.ones(4, 3)
-    assert list(facts_of(aten.native_batch_norm.default).written((x, None, None, None, None, True, 0.1, 1e-5), {})) == []
+    assert (
+        list(facts_of(aten.native_batch_norm.default).written((x, None, None, None, None, True, 0.1, 1e-5), {})) == []
+    )
     facts = facts_of(aten._native_batch_norm_legit.no_stats)
     assert list(facts.written((x, None, None, True, 0.1, 1e-5), {})) == []
 
@@ -128,15 +130,20 @@ def test_every_op_with_a_generator_is_random() -> None:
         str(op)
         for name in dir(aten)
         for overload in getattr(getattr(aten, name), "overloads", list)()
-        if "Generator" in str((op := getattr(getattr(aten, name), overload))._schema)
-        and not facts_of(op).is_random
+        if "Generator" in str((op := getattr(getattr(aten, name), overload))._schema) and not facts_of(op).is_random
     ]
     assert missed == []
 
 
 @pytest.mark.parametrize(
     "op",
-    [aten.rand.default, aten.bernoulli_.float, aten.native_dropout.default, aten.randperm.default, aten.normal_.default],
+    [
+        aten.rand.default,
+        aten.bernoulli_.float,
+        aten.native_dropout.default,
+        aten.randperm.default,
+        aten.normal_.default,
+    ],
     ids=str,
 )
 def test_random_ops_replay(op: Any) -> None:
@@ -160,7 +167,9 @@ def test_ops_that_never_replay(op: Any) -> None:
     assert not facts_of(op).may_replay("cuda")
 
 
-@pytest.mark.parametrize("op", [aten.index_add.default, aten.scatter_add_.default, aten._embedding_bag.default], ids=str)
+@pytest.mark.parametrize(
+    "op", [aten.index_add.default, aten.scatter_add_.default, aten._embedding_bag.default], ids=str
+)
 def test_atomic_kernels_replay_on_cpu_alone(op: Any) -> None:
     """Kernels that add in any order on CUDA are replayed on a CPU only."""
     assert facts_of(op).may_replay("cpu")

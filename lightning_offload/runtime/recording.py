@@ -1,0 +1,70 @@
+"""Records the calls that a plan will replay, with the values that they read."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_offload.runtime.replay import Unrecordable, record_call
+from lightning_offload.runtime.table import ValueTable
+from lightning_offload.runtime.values import Call, Value
+from lightning_offload.tensors.op_facts import OpFacts, is_plain
+
+
+class Recording:
+    """Records calls of one step."""
+
+    def __init__(self, device: torch.device, table: ValueTable) -> None:
+        self._device_type = device.type
+        self._table = table
+
+    def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Record a call; None where it cannot be replayed from what it reads."""
+        if not facts.may_replay(self._device_type):
+            return None
+        for tensor in facts.written(args, kwargs) if facts.writes else ():
+            if not self._is_replayable_after_write(tensor):
+                return None
+        try:
+            call = record_call(func, facts, args, kwargs, self._value_of)
+        except Unrecordable:
+            return None
+        for value in call.inputs:
+            if value.call is None:
+                value.readers.append(weakref.ref(call))
+                if not value.has_source:
+                    self._table.own(value, value.live())
+        return call
+
+    def _is_replayable_after_write(self, tensor: Tensor) -> bool:
+        """Whether what a tensor holds can be had again once the storage is overwritten."""
+        value = self._table.find(tensor.untyped_storage()) if is_plain(tensor) else None
+        return value is not None and (value.call is not None or value.block is not None)
+
+    def _value_of(self, tensor: Tensor) -> Value:
+        """The value that an argument holds; one from before the step is taken as it is, and owned."""
+        if not is_plain(tensor):
+            raise Unrecordable
+        storage = tensor.untyped_storage()
+        value = self._table.find(storage)
+        if value is None:
+            owner = _without_graph(tensor)
+            if owner is None:
+                raise Unrecordable
+            value = Value(-1, storage.nbytes())
+            value.version = (owner, tensor._version)
+            self._table.follow(value, storage)
+            self._table.own(value, storage)
+        return value
+
+
+def _without_graph(tensor: Tensor) -> Tensor | None:
+    """A tensor that shares another's version counter and refers to no autograd graph; None if there is none.
+
+    Below autograd, where ops are seen, ``detach`` makes a tensor with a version counter of its own.
+    """
+    base = tensor._base if tensor._base is not None else tensor
+    return base if base.grad_fn is None else None

@@ -1,0 +1,223 @@
+"""Runs a random program for a few steps, plainly or under a random plan, and notes every bit that it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import StaleInputError
+from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action, Decision, MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.problem import Candidate, Problem
+from tests.fuzz.programs import SIDE, Machine, Net
+
+NUM_STEPS = 6
+SHAPES = ("whole", "forward", "bare", "retain", "interleaved", "accumulate", "update-inside")
+"""Forward and backward in one step; forward alone with a watched or a bare backward; two backwards; two steps at once;
+gradients of two steps added up; the optimizer inside the step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A program and how it is trained; all from one seed."""
+
+    seed: int
+    shape: str
+    writes: float
+    num_instructions: int
+    varies: bool
+
+    @classmethod
+    def of(cls, seed: int) -> Program:
+        rng = random.Random(f"program {seed}")
+        return cls(
+            seed=seed,
+            shape=rng.choice(SHAPES),
+            writes=rng.choice([0.0, 0.1, 0.25]),
+            num_instructions=rng.randrange(4, 22),
+            varies=rng.random() < 0.25,
+        )
+
+
+def random_planner(seed: int) -> Any:
+    """A planner that decides by dice, within what is legal: anything a candidate allows."""
+    rng = random.Random(f"plan {seed}")
+
+    def plan(graph: StepGraph, device: Any, target: Any, *, policy: str, keep: frozenset[int]) -> MemoryPlan:
+        problem = Problem(graph, keep)
+        weights = rng.choice([(1, 1, 1), (0, 1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 4)])
+        decisions = [
+            decision
+            for c in problem.candidates.values()
+            if (decision := _decide(rng, graph, problem, c, weights)) is not None
+        ]
+        return MemoryPlan(
+            graph_digest=graph.digest(), policy=policy, budget_bytes=target, decisions=tuple(decisions),
+            predicted_peak_bytes=0, predicted_step_seconds=0.0, plain_peak_bytes=0, plain_step_seconds=0.0,
+            floor_bytes=0, floor_op="", bound_seconds=0.0,
+        )  # fmt: skip
+
+    return plan
+
+
+def _decide(rng: random.Random, graph: StepGraph, problem: Problem, c: Candidate, weights: Any) -> Decision | None:
+    actions: tuple[Action, ...] = ("keep", "swap", "recompute")
+    (action,) = rng.choices(actions, weights)
+    if action == "keep":
+        return None
+    if action == "recompute" and not c.can_recompute:
+        action = "swap"
+    first = next((i for i, op in enumerate(graph.ops) if op.tick > c.pack_tick), len(graph.ops))
+    return Decision(
+        storage=c.storage,
+        action=action,
+        release_op=AT_PACK if rng.random() < 0.5 else rng.randint(first, len(graph.ops)),
+        prefetch_unpack=rng.randrange(ON_DEMAND, max(len(problem.unpacks), 1)) if rng.random() < 0.5 else ON_DEMAND,
+        memo=rng.random() < 0.5,
+    )
+
+
+Trace = list[tuple[str, Any]]
+
+
+def _bits(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    data = tensor.detach().resolve_conj().contiguous().flatten().view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), bytes(data.numpy())
+
+
+class _Plain:
+    def step(self, *inputs: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        loss.backward(**kwargs)
+
+
+def trace(program: Program, memory: Any = None) -> Trace:
+    """Train; every loss, gradient, parameter, buffer and random state, and every error."""
+    torch.manual_seed(program.seed)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.5, foreach=program.seed % 2 == 0)
+    runner = _Runner(program, memory or _Plain(), net, optimizer)
+    for index in range(NUM_STEPS):
+        try:
+            runner.train_step(index)
+        except RuntimeError as error:
+            if isinstance(error, StaleInputError):
+                raise
+            runner.trace.append(("error", str(error).split(":")[0][:60]))
+        runner.end_step()
+    return runner.trace
+
+
+@dataclasses.dataclass(slots=True)
+class _Runner:
+    program: Program
+    memory: Any
+    net: Net
+    optimizer: torch.optim.Optimizer
+    trace: Trace = dataclasses.field(default_factory=list)
+
+    def train_step(self, index: int) -> None:
+        shape = self.program.shape
+        if shape in ("whole", "retain", "update-inside"):
+            with self.memory.step():
+                loss = self.forward(index)
+                loss.backward(retain_graph=shape == "retain")
+                if shape == "retain":
+                    loss.backward()
+                if shape == "update-inside":
+                    self.optimizer.step()
+            self.note("loss", loss)
+            return
+        losses = []
+        for part in range(1 if shape in ("forward", "bare") else 2):
+            with self.memory.step():
+                losses.append(self.forward(index, part))
+            if shape == "accumulate":
+                losses[-1].backward()
+        for loss in losses:
+            self.note("loss", loss)
+            if shape == "forward":
+                self.memory.backward(loss)
+            elif shape != "accumulate":
+                loss.backward()
+
+    def forward(self, index: int, part: int = 0) -> Tensor:
+        program = self.program
+        batch = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(100 * index + part))
+        key = f"{program.seed} {index % 3 == 2 if program.varies else False}"
+        return Machine(self.net, key, program.writes).run(batch, program.num_instructions)
+
+    def end_step(self) -> None:
+        for name, parameter in self.net.named_parameters():
+            self.note(f"grad {name}", parameter.grad)
+        if self.program.shape != "update-inside":
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        for name, tensor in (*self.net.named_parameters(), *self.net.named_buffers()):
+            self.note(name, tensor)
+        self.note("rng", torch.get_rng_state())
+
+    def note(self, name: str, tensor: Tensor | None) -> None:
+        self.trace.append((name, _bits(tensor)))
+
+
+@contextlib.contextmanager
+def randomly_planned(seed: int) -> Iterator[MemoryPlugin]:
+    """A plugin whose plans come from dice."""
+    verify = ("first", "never", "always")[seed % 3]
+    with mock.patch("lightning_offload.plugins.lifecycle.make_plan", random_planner(seed)):
+        with MemoryPlugin(device="cpu", policy="all-swap", verify=verify) as memory:
+            yield memory
+
+
+def check(seed: int) -> str:
+    """Run one program both ways and compare.
+
+    Returns:
+        What happened: "same", "error" (the same one both ways), or "stale".
+
+    Raises:
+        AssertionError: Something differs, or stays behind.
+    """
+    program = Program.of(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = trace(program)
+        with randomly_planned(seed) as memory:
+            try:
+                actual = trace(program, memory)
+            except StaleInputError:
+                assert program.shape in ("bare", "interleaved", "accumulate", "forward"), "stale within one step"
+                return "stale"
+        _check_left(memory)
+    for i, ((name, before), (name_now, after)) in enumerate(zip(expected, actual, strict=False)):
+        assert (name, before) == (name_now, after), f"{program}: {_describe(expected, actual, i)}"
+    assert len(expected) == len(actual)
+    return "error" if any(name == "error" for name, _ in expected) else "same"
+
+
+def _describe(expected: Trace, actual: Trace, i: int) -> str:
+    step = sum(name == "rng" for name, _ in expected[:i])
+    values = [v if name == "error" else "bits" for name, v in (expected[i], actual[i])]
+    return f"step {step}: {expected[i][0]!r} {values[0]}, with the plugin {actual[i][0]!r} {values[1]}"
+
+
+def _check_left(memory: MemoryPlugin) -> None:
+    gc.collect()
+    memory._pool.collect()
+    assert memory._pool.used_bytes == 0, f"{memory._pool.used_bytes} bytes of host memory stay behind"
+    assert not list(memory._executors), "an executor stays behind"

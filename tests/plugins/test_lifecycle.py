@@ -1,0 +1,230 @@
+"""From the first step of a shape to its final plan, and what makes it start again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import BudgetInfeasibleError
+from tests.plugins.training import attached, middle_budget, net, phases_of, report_of, rows, train_step
+
+BEGIN = ["recording", "verifying", "measuring", "planned"]
+
+
+@pytest.mark.parametrize("policy", ["auto", "keep-all", "all-swap", "all-recompute"])
+def test_plan_is_final_from_the_fourth_step_on(policy: str) -> None:
+    """Recorded, verified, measured, planned; each step is exact."""
+    model, batch = net(), rows()
+    expected = train_step(model, batch)
+    # A generous budget, so that even a plan that keeps everything is watched.
+    with attached(model, policy=policy, budget="64MiB") as memory:
+        phases = []
+        for _ in range(5):
+            assert train_step(model, batch, memory) == expected
+            phases.append(memory.report().phase)
+        assert phases == [*BEGIN, "planned"]
+        assert memory.report().num_steps == 5
+        assert memory.report().num_mismatched == 0
+
+
+@pytest.mark.parametrize("height", [0.0, 0.5])
+def test_final_plan_is_within_budget(height: float) -> None:
+    """Measured peaks of planned steps are within the budget, at the floor too, and equal the predicted ones."""
+    model, batch = net(), rows()
+    probe = report_of(model, batch, policy="all-swap")
+    assert probe.floor_bytes is not None
+    assert probe.plain_peak_bytes is not None
+    budget = int(probe.floor_bytes + height * (probe.plain_peak_bytes - probe.floor_bytes))
+    report = report_of(model, batch, budget=budget)
+    assert report.phase == "planned"
+    assert report.measured_peak_bytes is not None
+    assert report.predicted_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.predicted_peak_bytes <= budget == report.budget_bytes
+    assert report.swapped_bytes + report.recomputed_bytes > 0
+    assert (report.bound_seconds or 0) <= (report.predicted_step_seconds or 0)
+
+
+def test_below_the_floor_raises_on_entering_the_first_planned_step() -> None:
+    """The model is as it was, no hook is left, and a budget of the error's floor works."""
+    model, batch = net(), rows()
+    with attached(model, budget="1MiB") as memory:
+        train_step(model, batch, memory)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(BudgetInfeasibleError) as caught, memory.step(batch):
+            pytest.fail("the step must not run")
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert caught.value.budget_bytes == 1 << 20
+    assert report_of(model, batch, budget=caught.value.floor_bytes).phase == "planned"
+
+
+def test_each_shape_has_its_own_life() -> None:
+    """A new shape is recorded while others stay planned; all are exact."""
+    model, large, small = net(), rows(), rows(128)
+    with attached(model, policy="all-swap") as memory:
+        assert phases_of(memory, model, large, 4) == BEGIN
+        assert phases_of(memory, model, small, 2) == BEGIN[:2]
+        assert phases_of(memory, model, large, 1) == ["planned"]
+        assert phases_of(memory, model, small, 2) == BEGIN[2:]
+        assert train_step(model, small, memory) == train_step(model, small)
+
+
+class Changing(nn.Module):
+    """Another structure in every step, under the same input shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        for _ in range(80 * (self.step % 5 + 1)):
+            x = x.sin() if self.step % 2 else x.sigmoid()
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_changing_structure_ends_unplanned(caplog: pytest.LogCaptureFixture) -> None:
+    """After three deviations the shape runs without a plan, exactly, with one warning."""
+    torch.manual_seed(1)
+    model, batch = Changing(), rows(16)
+    with attached(model, policy="all-swap") as memory, caplog.at_level(logging.WARNING):
+        phases = []
+        for _ in range(14):
+            found = train_step(model, batch, memory)
+            model.step -= 1
+            assert train_step(model, batch) == found
+            phases.append(memory.report().phase)
+    assert phases[0] == "recording"
+    assert phases[-1] == "unplanned"
+    assert sum("structure changes" in record.message for record in caplog.records) == 1
+
+
+def test_forward_alone_ends_unplanned() -> None:
+    """Steps without a backward have nothing to plan, and are left alone after three tries."""
+    model, batch = net(), rows(16)
+    with attached(model, policy="all-swap") as memory:
+        phases = []
+        for _ in range(6):
+            with memory.step(batch):
+                model(batch)
+            phases.append(memory.report().phase)
+    assert phases[:3] == ["recording"] * 3
+    assert phases[-1] == "unplanned"
+
+
+def test_no_grad_steps_are_no_steps() -> None:
+    """Validation changes nothing: no phase, no count, no hooks."""
+    model, batch = net(), rows(16)
+    with attached(model, policy="all-swap") as memory:
+        train_step(model, batch, memory)
+        with torch.no_grad(), memory.step(batch):
+            assert torch._C._len_torch_dispatch_stack() == 0
+            model(batch)
+        assert (memory.report().num_steps, memory.report().phase) == (1, "recording")
+
+
+def test_failed_step_is_forgotten() -> None:
+    """An exception in a step takes the hooks off; the next step starts over in the same phase."""
+    model, batch = net(), rows(16)
+    with attached(model, policy="all-swap") as memory:
+        with contextlib.suppress(KeyError), memory.step(batch):
+            model(batch)
+            raise KeyError("on purpose")
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert phases_of(memory, model, batch, 4) == BEGIN
+
+
+def test_optimizer_state_is_planned_for() -> None:
+    """State that appears with the first optimizer step is part of the final plan's peak."""
+    model, batch = net(), rows()
+    parameters = sum(p.nbytes for p in model.parameters())
+    used = sum(p.nbytes for name, p in model.named_parameters() if "unused" not in name)
+    with attached(model, policy="all-swap") as memory:
+        optimizer = Adam(model.parameters())
+        peaks = []
+        for _ in range(6):
+            with memory.step(batch):
+                model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            peaks.append(memory.report().predicted_peak_bytes)
+        report = memory.report()
+    assert report.phase == "planned"
+    bare = report_of(net(), batch, policy="all-swap").predicted_peak_bytes
+    assert report.predicted_peak_bytes is not None
+    assert bare is not None
+    counters = 4 * 16
+    assert report.predicted_peak_bytes == bare + 2 * used + counters
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= report.predicted_peak_bytes
+    assert parameters > used
+
+
+def test_optimizer_peak_is_state_and_gradients() -> None:
+    """On a CPU the optimizer's figure is exactly what exists then: state, batch, and gradients."""
+    model, batch = net(), rows()
+    with attached(model, policy="all-swap") as memory:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            with memory.step(batch):
+                model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = memory.report()
+    used = sum(p.nbytes for name, p in model.named_parameters() if "unused" not in name)
+    unused = sum(p.nbytes for p in model.unused.parameters())
+    assert report.optimizer_peak_bytes == 2 * used + unused + batch.nbytes
+
+
+def test_accumulated_gradients_are_planned_for() -> None:
+    """Micro-batches that accumulate stay within the budget, and are exact."""
+    model, batch = net(), rows()
+    budget = middle_budget(model, batch)
+
+    def epoch(memory: MemoryPlugin | None) -> list[bytes]:
+        found: list[bytes] = []
+        for _ in range(3):
+            for _ in range(3):
+                if memory is None:
+                    model(batch).square().mean().backward()
+                    continue
+                with memory.step(batch):
+                    model(batch).square().mean().backward()
+            found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+        return found
+
+    expected = epoch(None)
+    with attached(model, budget=budget + 4 * (1 << 20)) as memory:
+        assert epoch(memory) == expected
+        report = memory.report()
+    assert report.phase == "planned"
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= budget + 4 * (1 << 20)
+
+
+def test_split_backwards_are_measured() -> None:
+    """``step`` around forward alone, with ``memory.backward`` or a bare backward, goes through the same phases."""
+    model, batch = net(), rows()
+    expected = train_step(model, batch)
+    for bare in (False, True):
+        with attached(model, policy="all-swap") as memory:
+            phases = []
+            for _ in range(4):
+                with memory.step(batch):
+                    loss = model(batch).square().mean()
+                loss.backward() if bare else memory.backward(loss)
+                found = [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+                assert found == expected
+                model.zero_grad()
+                phases.append(memory.report().phase)
+            assert phases == BEGIN
+            assert memory.report().backward_peak_bytes is not None

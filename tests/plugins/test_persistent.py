@@ -1,0 +1,151 @@
+"""State on the device that a step need not touch: counted once for each storage, kept alive by nobody."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_offload.plugins.persistent import PersistentState
+
+CPU = torch.device("cpu")
+
+
+def hooks() -> int:
+    """How many global hooks of optimizers there are."""
+    return len(torch_optimizer._global_optimizer_pre_hooks) + len(torch_optimizer._global_optimizer_post_hooks)
+
+
+def trained(layer: nn.Module, optimizer: Optimizer) -> None:
+    """One training step."""
+    layer(torch.ones(2, 10)).sum().backward()
+    optimizer.step()
+
+
+def test_optimizer_state_is_learnt_from_its_step() -> None:
+    """Adam's two moments and its counters count from its first step on, and change the version once."""
+    state = PersistentState(lambda parameters: None)
+    layer = nn.Linear(10, 10)
+    state.attach(layer)
+    try:
+        optimizer = Adam(layer.parameters())
+        assert (state.version, state.optimizer_state_bytes) == (0, None)
+        trained(layer, optimizer)
+        assert state.version == 1
+        assert state.optimizer_state_bytes == 2 * 440 + 2 * 4
+        trained(layer, optimizer)
+        assert state.version == 1
+    finally:
+        state.detach()
+
+
+def test_stateless_optimizer_has_no_state() -> None:
+    """SGD without momentum adds nothing."""
+    state = PersistentState(lambda parameters: None)
+    layer = nn.Linear(10, 10)
+    state.attach(layer)
+    try:
+        trained(layer, SGD(layer.parameters(), lr=0.1))
+        assert state.optimizer_state_bytes == 0
+    finally:
+        state.detach()
+
+
+def test_bytes_beside_what_a_step_touches() -> None:
+    """Parameters, buffers and optimizer state count unless the step touched them; gradients never do."""
+    state = PersistentState(lambda parameters: None)
+    net = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10))
+    state.attach(net)
+    try:
+        optimizer = Adam(net.parameters())
+        trained(net, optimizer)
+        every = sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
+        moments = 2 * sum(p.nbytes for p in net.parameters()) + 4 * 4
+        assert state.bytes_beside((), CPU) == every + moments
+        touched = [p.untyped_storage()._cdata for p in net.parameters()]
+        assert state.bytes_beside(touched, CPU) == moments + sum(b.nbytes for b in net.buffers())
+        assert state.bytes_beside((), torch.device("meta")) == 0
+    finally:
+        state.detach()
+
+
+def test_gradients_are_counted_apart() -> None:
+    """The gradients that are there now, by storage; none after zero_grad."""
+    state = PersistentState(lambda parameters: None)
+    layer = nn.Linear(10, 10)
+    state.attach(layer)
+    try:
+        assert state.gradients() == {}
+        layer(torch.ones(2, 10)).sum().backward()
+        assert sorted(state.gradients().values()) == [40, 400]
+        layer.zero_grad()
+        assert state.gradients() == {}
+    finally:
+        state.detach()
+
+
+def test_shared_storages_count_once() -> None:
+    """Tied weights are one piece of memory."""
+    state = PersistentState(lambda parameters: None)
+    first, second = nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False)
+    second.weight = first.weight
+    net = nn.Sequential(first, second)
+    state.attach(net)
+    try:
+        assert state.bytes_beside((), CPU) == 400
+    finally:
+        state.detach()
+
+
+def test_parameters_are_announced_before_their_update() -> None:
+    """The callback hears of all parameters before the optimizer writes them."""
+    heard: list[tuple[int, float]] = []
+
+    def before(parameters: list[Tensor]) -> None:
+        heard.append((len(parameters), float(parameters[0].detach().sum())))
+
+    state = PersistentState(before)
+    layer = nn.Linear(10, 10)
+    total = float(layer.weight.detach().sum())
+    state.attach(layer)
+    try:
+        trained(layer, SGD(layer.parameters(), lr=0.5))
+    finally:
+        state.detach()
+    assert heard == [(2, total)]
+
+
+def test_leaves_are_learnt_without_a_module() -> None:
+    """Tensors that recorded steps read count where no module is given, for as long as they live."""
+    state = PersistentState(lambda parameters: None)
+    leaf = torch.ones(100, requires_grad=True)
+    state.learn_leaves({id(leaf): weakref.ref(leaf)})
+    assert state.bytes_beside((), CPU) == 400
+    leaf.sum().backward()
+    assert list(state.gradients().values()) == [400]
+    del leaf
+    assert state.bytes_beside((), CPU) == 0
+
+
+def test_nothing_is_kept_alive_and_all_hooks_go() -> None:
+    """Models and optimizers are known weakly; attaching twice installs the hooks once."""
+    before = hooks()
+    state = PersistentState(lambda parameters: None)
+    layer = nn.Linear(10, 10)
+    state.attach(layer)
+    state.attach(layer)
+    assert hooks() == before + 2
+    optimizer = Adam(layer.parameters())
+    trained(layer, optimizer)
+    alive = [weakref.ref(layer), weakref.ref(optimizer)]
+    del layer, optimizer
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+    assert state.bytes_beside((), CPU) == 0
+    state.detach()
+    state.detach()
+    assert hooks() == before

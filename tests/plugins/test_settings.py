@@ -1,0 +1,140 @@
+"""Every wrong keyword is refused at once, with one of our errors that echoes it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import (
+    BudgetError,
+    OffloadError,
+    PlanError,
+    PolicyError,
+    SpillError,
+    UnsupportedError,
+)
+from lightning_offload.plugins.settings import budget_bytes_on, check_settings
+
+DEFAULTS: dict[str, Any] = {
+    "budget": None, "policy": "auto", "tier": "auto", "host_budget": None, "spill_dir": None, "plan": None,
+    "keep": (), "enabled": True, "verify": "first",
+}  # fmt: skip
+
+WRONG: list[tuple[str, Any, type[OffloadError]]] = [
+    ("budget", "12 bananas", BudgetError),
+    ("budget", "", BudgetError),
+    ("budget", 0, BudgetError),
+    ("budget", -5, BudgetError),
+    ("budget", 12, BudgetError),
+    ("budget", True, BudgetError),
+    ("budget", 1.5, BudgetError),
+    ("budget", 0.0, BudgetError),
+    ("budget", float("nan"), BudgetError),
+    ("budget", float("inf"), BudgetError),
+    ("budget", [1], BudgetError),
+    ("policy", "fastest", PolicyError),
+    ("policy", None, PolicyError),
+    ("policy", ["auto"], PolicyError),
+    ("tier", "tape", PolicyError),
+    ("tier", None, PolicyError),
+    ("tier", "disk", UnsupportedError),
+    ("host_budget", "much", BudgetError),
+    ("host_budget", 0.5, BudgetError),
+    ("host_budget", 0, BudgetError),
+    ("spill_dir", "/no/such/folder", SpillError),
+    ("spill_dir", 5, OffloadError),
+    ("plan", "/no/such/plan.json", PlanError),
+    ("plan", "/", PlanError),
+    ("plan", "a\0b", PlanError),
+    ("plan", 5, PlanError),
+    ("keep", 5, OffloadError),
+    ("keep", [1, 2], OffloadError),
+    ("verify", "sometimes", PolicyError),
+    ("verify", True, PolicyError),
+    ("device", "banana", OffloadError),
+    ("device", "meta", UnsupportedError),
+    ("device", "mps", UnsupportedError),
+    ("module", 5, OffloadError),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "error"), WRONG, ids=lambda x: repr(x)[:24] if not isinstance(x, type) else ""
+)
+def test_wrong_keyword_is_one_of_our_errors(name: str, item: Any, error: type[OffloadError]) -> None:
+    """The constructor raises, before anything is touched, and says what was wrong."""
+    with pytest.raises(error) as caught:
+        MemoryPlugin(**{name: item})
+    assert len(str(caught.value)) > 20
+
+
+@pytest.mark.parametrize("name", ["policy", "tier", "verify"])
+def test_words_are_listed(name: str) -> None:
+    """A wrong word is echoed with all that are allowed."""
+    with pytest.raises(PolicyError, match=r"'wrong'.*choose one of '") as caught:
+        MemoryPlugin(**{name: "wrong"})  # type: ignore[arg-type]
+    assert "'auto'" in str(caught.value) or "'first', 'always', 'never'" in str(caught.value)
+
+
+def test_unknown_keyword_is_a_type_error() -> None:
+    """A mistyped keyword is Python's to refuse."""
+    with pytest.raises(TypeError, match="bugdet"):
+        MemoryPlugin(bugdet=1)  # type: ignore[call-arg]
+
+
+def test_malformed_plan_file_is_a_plan_error(tmp_path: Path) -> None:
+    """Files that hold something else are refused when the plugin is made."""
+    for name, data in (("text", b"{}"), ("binary", bytes(range(256))), ("empty", b"")):
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(PlanError):
+            MemoryPlugin(plan=path)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_folder_that_is_not_writable(tmp_path: Path) -> None:
+    """A spill folder is checked for permission."""
+    tmp_path.chmod(0o500)
+    with pytest.raises(SpillError, match="not writable"):
+        MemoryPlugin(spill_dir=tmp_path)
+
+
+def test_checked_settings() -> None:
+    """Texts become bytes, one pattern becomes a tuple."""
+    found = check_settings(**{**DEFAULTS, "host_budget": "2MiB", "keep": "head*"})
+    assert (found.host_budget_bytes, found.keep, found.enabled) == (2 << 20, ("head*",), True)
+    assert check_settings(**{**DEFAULTS, "keep": ["a", "b"]}).keep == ("a", "b")
+
+
+def test_switch_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LIGHTNING_OFFLOAD=0 switches off; keywords are checked all the same."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD", "0")
+    assert not MemoryPlugin().enabled
+    with pytest.raises(PolicyError):
+        MemoryPlugin(policy="fastest")
+    monkeypatch.setenv("LIGHTNING_OFFLOAD", "1")
+    assert MemoryPlugin().enabled
+    assert not MemoryPlugin(enabled=False).enabled
+
+
+def test_budget_on_a_cpu() -> None:
+    """Bytes are bytes; no budget is none; a fraction needs a device that has memory of its own."""
+    cpu = torch.device("cpu")
+    assert budget_bytes_on(check_settings(**{**DEFAULTS, "budget": "3MiB"}), cpu) == 3 << 20
+    assert budget_bytes_on(check_settings(**DEFAULTS), cpu) is None
+    with pytest.raises(BudgetError, match="fraction"):
+        budget_bytes_on(check_settings(**{**DEFAULTS, "budget": 0.5}), cpu)
+
+
+def test_properties_before_the_device_is_known() -> None:
+    """A budget in bytes is known at once, a fraction only with its device."""
+    memory = MemoryPlugin("4MiB", policy="all-swap", device="cpu")
+    assert (memory.budget_bytes, memory.policy, memory.device) == (4 << 20, "all-swap", torch.device("cpu"))
+    assert MemoryPlugin("4MiB").budget_bytes == 4 << 20
+    assert MemoryPlugin(0.5).budget_bytes is None
+    assert MemoryPlugin().device is None
