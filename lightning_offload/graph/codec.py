@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from typing import Any, TypeVar
@@ -94,9 +95,9 @@ def _check(kind: Any, item: Any, where: str) -> Any:
         if item not in typing.get_args(kind):
             raise PlanError(f"{where}: {item!r:.60} is none of {list(typing.get_args(kind))}")
         return item
-    if kind is float and isinstance(item, int) and not isinstance(item, bool):
+    if kind is float and isinstance(item, int) and abs(item) < 1 << 53 and not isinstance(item, bool):
         return float(item)
-    if type(item) is not kind or (kind is float and item != item):
+    if type(item) is not kind or (kind is float and not math.isfinite(item)):
         raise PlanError(f"{where}: expected {kind.__name__}, got {item!r:.60}")
     return item
 
@@ -114,7 +115,7 @@ def loads(kind: str, text: str) -> dict[str, Any]:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"not a {kind} file: invalid JSON ({error})") from None
     if not isinstance(data, dict) or data.get("lightning_offload") != kind:
         raise PlanError(f'not a {kind} file: expected a JSON object with "lightning_offload": "{kind}"')

@@ -49,6 +49,8 @@ class DeviceSpec:
         device = codec.decode(cls, codec.loads("device_spec", text), where="device_spec")
         if min(device.d2h_bytes_per_second, device.h2d_bytes_per_second) <= 0:
             raise PlanError(f"device_spec: bandwidths must be positive, got {device}")
+        if device.memory_bytes is not None and device.memory_bytes <= 0:
+            raise PlanError(f"device_spec: memory_bytes must be positive or null, got {device.memory_bytes}")
         if not 0 <= device.copy_interference <= 1 or device.overhead_seconds < 0:
             raise PlanError(f"device_spec: copy_interference must lie in [0, 1], overhead_seconds be >= 0: {device}")
         return device

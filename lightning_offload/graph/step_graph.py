@@ -204,7 +204,8 @@ def check(graph: StepGraph) -> None:
     for i, save in enumerate(graph.saves):
         ticks = (save.pack_tick, *save.unpack_ticks)
         ok = 0 <= save.value < len(graph.values) and all(a <= b for a, b in itertools.pairwise(ticks))
-        ok = ok and ticks[0] >= 0 and ticks[-1] < graph.num_ticks and save.release_tick <= graph.num_ticks
+        ok = ok and ticks[0] >= 0 and ticks[-1] < graph.num_ticks
+        ok = ok and ticks[-1] <= save.release_tick <= graph.num_ticks
         _expect(ok, f"saves[{i}] points outside the graph or is out of order: {save}")
 
 

@@ -5,8 +5,8 @@ the shortest prefix of that order that is feasible, every trial being simulated 
 the share of its copies' duration that a swap is priced at (how much of it may be hidden depends on all the
 others) and in the bytes that a chain of replays may accumulate before it is broken by a storage that is
 swapped, or kept. The best few results are then pruned: storages whose action turns out to be unnecessary are
-kept again. Everything-swapped, waiting for each copy, is the last resort, so a plan
-exists whenever the budget is at least the floor.
+kept again, and the largest ones of the best plan try the other actions. Everything-swapped, waiting for each
+copy, is the last resort, so a plan exists whenever the budget is at least the floor.
 
 Shortfall: greedy, so no optimality is claimed; every plan reports its gap to :mod:`~.bound`.
 """
@@ -26,6 +26,9 @@ _CHAIN_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)
 _BREAKS: tuple[Action, ...] = ("swap", "keep")
 _NUM_PRUNED = 3
 _MAX_PRUNE_TRIALS = 48
+_MAX_EXCHANGES = 48
+_MAX_ROUNDS = 4
+_FEW = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,13 +49,17 @@ def auto(setting: Setting) -> MemoryPlan:
         return build_plan(setting, "auto", {}, setting.plain)
     setting.require_feasible()
     found = [choice for family in _families(setting) if (choice := _shortest_prefix(setting, family)) is not None]
-    found.append(_Choice(setting.floor_actions, setting.floor))
-    found.sort(key=lambda choice: choice.timeline.step_seconds)
-    best = min(
-        (_prune(setting, choice) for choice in found[:_NUM_PRUNED]),
-        key=lambda choice: choice.timeline.step_seconds,
-    )
+    overlapped = _simulate(setting, setting.floor_actions)
+    found.append(overlapped if _is_feasible(setting, overlapped) else _Choice(setting.floor_actions, setting.floor))
+    found.sort(key=_seconds)
+    pruned = sorted((_prune(setting, choice) for choice in found[:_NUM_PRUNED]), key=_seconds)
+    few = len(setting.problem.candidates) <= _FEW
+    best = min((_exchange(setting, choice) for choice in pruned[: _NUM_PRUNED if few else 1]), key=_seconds)
     return build_plan(setting, "auto", best.actions, best.timeline, best.no_memo)
+
+
+def _seconds(choice: _Choice) -> float:
+    return choice.timeline.step_seconds
 
 
 Ordered = list[tuple[int, Action]]
@@ -150,3 +157,29 @@ def _prune(setting: Setting, choice: _Choice) -> _Choice:
         elif len(group) > 1:
             pending.extend((group[: len(group) // 2], group[len(group) // 2 :]))
     return choice
+
+
+def _exchange(setting: Setting, choice: _Choice) -> _Choice:
+    """Give storages the other action, or leave them be, where the plan stays feasible and gets faster."""
+    candidates = sorted(setting.problem.candidates.values(), key=lambda c: -c.num_bytes)[:_MAX_EXCHANGES]
+    for _ in range(_MAX_ROUNDS if len(candidates) <= _FEW else 1):
+        before = choice
+        for c in candidates:
+            options: list[Action] = ["keep"]
+            options += ["swap"] if c.can_swap else []
+            options += ["recompute"] if c.can_recompute else []
+            for action in options:
+                if action != choice.actions.get(c.storage, "keep"):
+                    choice = _better(setting, choice, _simulate(setting, _with(choice.actions, c.storage, action)))
+        if choice is before:
+            break
+    return choice
+
+
+def _with(actions: dict[int, Action], storage: int, action: Action) -> dict[int, Action]:
+    rest = {s: a for s, a in actions.items() if s != storage}
+    return rest if action == "keep" else {**rest, storage: action}
+
+
+def _better(setting: Setting, choice: _Choice, trial: _Choice) -> _Choice:
+    return trial if _is_feasible(setting, trial) and _seconds(trial) < _seconds(choice) else choice

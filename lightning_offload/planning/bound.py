@@ -4,7 +4,8 @@ Proof idea: look at the tick where everything-kept memory peaks. A feasible plan
 the storages that are then on the device only because they are saved away from it. A storage that is away by
 swapping costs at least the compute that its two copies take (``copy_interference`` of their duration); one that
 is away by recomputation costs at least its own producer, whose time is shared among what it makes. Taking the
-cheapest bytes first, and a fraction of the last storage, relaxes the choice, so no plan is cheaper.
+cheapest bytes first (what is never read costs nothing), and a fraction of the last storage, relaxes the
+choice, so no plan is cheaper.
 
 Assumptions: replays and copies take the modelled time; a swap's copies may be hidden completely. Shortfall:
 neither the links' capacity nor chains of replays count, so the bound is loose where either dominates.
@@ -26,8 +27,12 @@ def bound_seconds(problem: Problem, device: DeviceSpec, budget_bytes: int | None
         return plain.step_seconds
     excess = plain.peak_bytes - budget_bytes
     tick = int(np.argmax(plain.memory))
-    away = [c for c in problem.candidates.values() if c.death <= tick < c.release]
-    prices = sorted((cheapest_seconds(problem, c, device) / c.num_bytes, c.num_bytes) for c in away)
+    read = {unpack.storage for unpack in problem.unpacks}
+    in_use = {unpack.storage for unpack in problem.unpacks if unpack.tick <= tick}
+    away = [c for c in problem.candidates.values() if c.death <= tick < c.release and c.storage not in in_use]
+    prices = sorted(
+        (cheapest_seconds(problem, c, device) / c.num_bytes if c.storage in read else 0.0, c.num_bytes) for c in away
+    )
     seconds = plain.step_seconds
     for price, num_bytes in prices:
         taken = min(num_bytes, excess)

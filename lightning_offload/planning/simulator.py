@@ -20,6 +20,7 @@ from lightning_offload.planning.problem import Bytes, Problem
 from lightning_offload.planning.residency import Actions, Residency, residency
 
 _LOOKAHEAD = 64
+_CLOCK_NOISE = 1e-12  # seconds; what sums of the same durations in another order differ by
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +131,13 @@ class _Simulation:
             start = max(lane_free, float(self.starts[c.pack_tick]))
             lane_free = start + c.num_bytes / self.device.d2h_bytes_per_second
             until = self._next_op_tick(int(np.searchsorted(self.starts, lane_free)))
-            first_need = self.needs.needed_at.get(c.storage, self.problem.graph.num_ticks)
-            delayed = c.death < until < first_need
-            self.release[c.storage] = until if delayed else -1
-            if delayed:
-                self.memory[c.death : until] += c.num_bytes
-                waiting.append((c.death, until, c.storage))
+            first_need = self.needs.needed_at.get(c.storage, c.release)
+            tight = self._last_op_tick(c.pack_tick, c.death)
+            release = until if until < first_need else tight
+            self.release[c.storage] = release
+            if release > c.death:
+                self.memory[c.death : release] += c.num_bytes
+                waiting.append((c.death, release, c.storage))
         if limit is not None and waiting:
             self._release_earlier(waiting, limit)
 
@@ -147,22 +149,24 @@ class _Simulation:
             for death, _, s in waiting:
                 if self.memory[tick] <= limit:
                     break
-                current = self.release[s] if self.release[s] >= 0 else death
+                current = self.release[s]
                 if death <= tick < current:
-                    new = self._op_tick_at_or_before(tick, death)
-                    self.memory[max(new, death) : current] -= self.problem.candidates[s].num_bytes
-                    self.release[s] = new if new > death else -1
+                    candidate = self.problem.candidates[s]
+                    self.release[s] = self._last_op_tick(candidate.pack_tick, max(tick, death))
+                    if self.release[s] > tick:
+                        continue
+                    self.memory[max(self.release[s], death) : current] -= candidate.num_bytes
 
     def _next_op_tick(self, tick: int) -> int:
         ops = self.problem.op_ticks
         i = int(np.searchsorted(ops, tick))
         return int(ops[i]) if i < len(ops) else self.problem.graph.num_ticks
 
-    def _op_tick_at_or_before(self, tick: int, lowest: int) -> int:
-        """The runtime releases before ops only: a release inside a run of packs moves to the op before it."""
+    def _last_op_tick(self, after: int, until: int) -> int:
+        """The last op in (after, until], before which a copy may be waited for; -1, at the pack, if there is none."""
         ops = self.problem.op_ticks
-        i = int(np.searchsorted(ops, tick, side="right")) - 1
-        return int(ops[i]) if i >= 0 and ops[i] > lowest else lowest
+        i = int(np.searchsorted(ops, until, side="right")) - 1
+        return int(ops[i]) if i >= 0 and ops[i] > after else -1
 
     def _choose_prefetches(self, limit: int | None) -> None:
         """Issue each copy back as late as hides it, as early as memory allows; last need first."""
@@ -172,15 +176,16 @@ class _Simulation:
             latest_end = min(float(self.starts[need]), lane_busy_from)
             issue_by = latest_end - c.num_bytes / self.device.h2d_bytes_per_second - self.device.overhead_seconds
             lane_busy_from = issue_by
-            self.prefetch[c.storage] = self._issue(need, issue_by, c.num_bytes, c.death, limit)
+            away_from = max(c.death, self.release[c.storage])
+            self.prefetch[c.storage] = self._issue(need, issue_by, c.num_bytes, away_from, limit)
 
-    def _issue(self, need: int, issue_by: float, num_bytes: int, death: int, limit: int | None) -> int:
+    def _issue(self, need: int, issue_by: float, num_bytes: int, away_from: int, limit: int | None) -> int:
         """Walk back from a need to the unpack at which its copy is issued, while memory allows; -1 for none."""
         ticks = self.problem.unpack_ticks
         ordinal = int(np.searchsorted(ticks, need)) - 1
         earliest = max(0, ordinal - _LOOKAHEAD)
         chosen, tick = -1, need
-        while ordinal >= earliest and ticks[ordinal] >= death:
+        while ordinal >= earliest and ticks[ordinal] >= away_from:
             before = int(ticks[ordinal])
             if limit is not None and int(self.memory[before:tick].max(initial=0)) + num_bytes > limit:
                 break
@@ -253,7 +258,7 @@ class _Lanes:
         self.copy_seconds += seconds
 
     def wait(self, end: float, now: float) -> float:
-        self.stall_seconds += max(0.0, end - now)
+        self.stall_seconds += end - now if end - now > _CLOCK_NOISE else 0.0
         return max(now, end)
 
 

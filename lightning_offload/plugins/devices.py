@@ -27,12 +27,16 @@ def first_device(inputs: Any) -> torch.device | None:
     return next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)
 
 
-def supported(device: torch.device) -> torch.device:
+def supported(device: torch.device | str) -> torch.device:
     """The device, checked.
 
     Raises:
         UnsupportedError: Neither a CPU nor CUDA.
     """
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UnsupportedError(f"device {device!r} is not known: use 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda'")
     return device

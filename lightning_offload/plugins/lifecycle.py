@@ -103,14 +103,6 @@ class StepKind:
         is_keep_all = self.program is not None and self.program.is_keep_all
         return self.phase != "recording" and is_keep_all and budget_bytes is None
 
-    @property
-    def survivor_bytes(self) -> int:
-        """Bytes made in the step that outlive it: gradients, and what the program kept."""
-        if self.graph is None:
-            return 0
-        end = self.graph.num_ticks
-        return sum(s.num_bytes for s in self.graph.storages if not s.is_persistent and s.death == end)
-
     def note_gradients(self, old_bytes: int, accumulated_bytes: int) -> None:
         """Plan for gradients of earlier steps: those there before forward, those still there in backward."""
         self.old_gradient_bytes = max(self.old_gradient_bytes, old_bytes, accumulated_bytes)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_offload.capture.calibrate import measure_device
+from lightning_offload.errors import PolicyError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.plugins.devices import find_device, supported
@@ -75,7 +76,9 @@ class MemoryPlugin:
             budget=budget, policy=policy, tier=tier, host_budget=host_budget, spill_dir=spill_dir, plan=plan,
             keep=keep, enabled=enabled, verify=verify,
         )  # fmt: skip
-        self._device = supported(torch.device(device)) if device is not None else None
+        self._device = supported(device) if device is not None else None
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise PolicyError(f"module={module!r} is a {type(module).__name__}: give a torch.nn.Module")
         self._module = weakref.ref(module) if module is not None else None
         self._state = PersistentState(self._before_optimizer_step)
         self._pool = HostPool(self._settings.host_budget_bytes)
@@ -124,7 +127,7 @@ class MemoryPlugin:
         if module is not None:
             self._module = weakref.ref(module)
         if device is not None:
-            self._device = supported(torch.device(device))
+            self._device = supported(device)
         if self.enabled:
             self._state.attach(self._module_now())
             if not self._is_attached:
@@ -262,15 +265,17 @@ class MemoryPlugin:
 
     def _measured_spec(self, device: torch.device) -> DeviceSpec:
         if self._spec is None:
-            assert self._lanes is not None
-            lanes, block = self._lanes, HostPool().allocate(_LINK_BLOCK_BYTES)
+            block = HostPool().allocate(_LINK_BLOCK_BYTES)
             assert block is not None
+            lanes = self._lanes or lanes_for(device)
             self._spec = measure_device(
                 device,
                 lambda storage: lanes.swap_out(storage, block).wait(),
                 lambda storage: lanes.swap_in(block, storage).wait(),
                 num_bytes=_LINK_BLOCK_BYTES,
             )
+            if self._lanes is None:
+                lanes.close()
         return self._spec
 
     def _finish(self) -> None:
@@ -294,8 +299,8 @@ class MemoryPlugin:
         if device.type == "cuda":
             self._optimizer_peak_bytes = torch.cuda.max_memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-        elif self._kind is not None and self._kind.graph is not None:
-            self._optimizer_peak_bytes = self._kind.graph.persistent_bytes + self._kind.survivor_bytes
+        else:
+            self._optimizer_peak_bytes = self._state.optimizer_peak_bytes
 
     # ---- results
 

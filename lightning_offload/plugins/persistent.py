@@ -23,11 +23,14 @@ class PersistentState:
     Attributes:
         version: Grows whenever state appears that was not there before.
         optimizer_state_bytes: Bytes of the optimizers' state, None before the first optimizer step.
+        optimizer_peak_bytes: Parameters, buffers, gradients and optimizer state after the last optimizer step that
+            made state, without the step's temporaries; None before the first.
     """
 
     def __init__(self, before_optimizer_step: Callable[[list[Tensor]], None]) -> None:
         self.version = 0
         self.optimizer_state_bytes: int | None = None
+        self.optimizer_peak_bytes: int | None = None
         self._before_optimizer_step = before_optimizer_step
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -62,6 +65,7 @@ class PersistentState:
             self.version += 1
             states = [state for each in self._optimizers for state in each.state.values()]
             self.optimizer_state_bytes = sum(_sizes(tensors_in(states)).values())
+            self.optimizer_peak_bytes = sum({**_sizes(self._tensors()), **self.gradients()}.values())
 
     def trainable(self) -> Iterator[Tensor]:
         """Tensors that collect gradients, as far as they are known."""

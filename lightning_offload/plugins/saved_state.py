@@ -33,9 +33,11 @@ def load_kinds(state: Any, policy: str, budget_bytes: int | None) -> dict[str, S
     if not isinstance(state, dict) or state.get("schema") != _SCHEMA:
         raise PlanError(f"not a state of this version of the memory plugin: {str(state)[:80]!r}")
     try:
-        rows = [(str(row["signature"]), row["graph"], row["plan"]) for row in state["plans"]]
+        rows = [(row["signature"], row["graph"], row["plan"]) for row in state["plans"]]
     except (KeyError, TypeError) as error:
         raise PlanError(f"the state of the memory plugin is malformed: {error!r}") from None
+    if not all(isinstance(text, str) for row in rows for text in row):
+        raise PlanError("the state of the memory plugin is malformed: signatures, graphs and plans must be text")
     kinds = {}
     for signature, graph_text, plan_text in rows:
         graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)

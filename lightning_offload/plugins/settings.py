@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from lightning_offload.errors import PlanError, PolicyError, SpillError, UnsupportedError
+from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies import check_policy
 from lightning_offload.units import resolve_budget
@@ -63,6 +63,11 @@ def check_settings(
         resolve_budget(budget, device_bytes=1 << 40)
     _check_word("tier", tier, Tier)
     _check_word("verify", verify, Verify)
+    _check_type("spill_dir", spill_dir, (str, os.PathLike), SpillError)
+    _check_type("plan", plan, (str, os.PathLike, MemoryPlan), PlanError)
+    _check_type("keep", keep, (str, Sequence), PolicyError)
+    if any(not isinstance(pattern, str) for pattern in keep):
+        raise PolicyError(f"keep={keep!r} is not understood: give patterns of module names, such as ['lm_head*']")
     if spill_dir is not None:
         _check_folder(Path(spill_dir))
     if tier == "disk":
@@ -84,6 +89,12 @@ def _check_word(name: str, word: str, allowed: object) -> None:
         raise PolicyError(f"{name}={word!r} is not known: choose one of {', '.join(map(repr, words))}")
 
 
+def _check_type(name: str, item: object, allowed: tuple[type, ...], error: type[OffloadError]) -> None:
+    if item is not None and not isinstance(item, allowed):
+        names = ", ".join(kind.__name__ for kind in allowed)
+        raise error(f"{name}={item!r} is a {type(item).__name__}: give one of {names}")
+
+
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise SpillError(f"spill_dir {str(folder)!r} is no folder: create it, or name one that exists")
@@ -96,7 +107,7 @@ def _load_plan(plan: MemoryPlan | str | os.PathLike[str] | None) -> MemoryPlan |
         return plan
     try:
         text = Path(plan).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PlanError(
             f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package"
         ) from None

@@ -29,6 +29,8 @@ def step_signature(inputs: Any) -> str:
 def _describe(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__
+    if leaf.is_nested:
+        return f"{leaf.dtype} nested {leaf.device.type}"
     if leaf.layout is not torch.strided:
         return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.layout} {leaf.device.type}"
     return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device.type} {leaf.requires_grad}"

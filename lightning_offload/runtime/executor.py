@@ -116,6 +116,8 @@ class StepExecutor:
             call = self._recording.record(func, facts, args, kwargs) if step is not None and step.record else None
             rewritten = self._before_write(facts, args, kwargs) if facts.mutates else []
             out = self._run(func, facts, args, kwargs)
+            if facts.is_foreach_write:
+                _count_writes(facts, args, kwargs)
             for tensor in rewritten:
                 self._follow_new(tensor, -1)
             if step is None or step.register:
@@ -328,3 +330,8 @@ class StepExecutor:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
         for tensor in tensors:
             self.before_write(tensor)
+
+
+def _count_writes(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note an in-place write in version counters: under a mode, the kernels of ``_foreach_`` ops do not."""
+    torch.autograd.graph.increment_version(list(facts.written(args, kwargs)))

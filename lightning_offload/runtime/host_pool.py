@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import logging
 import mmap
 from collections import deque
 
+_log = logging.getLogger(__name__)
 _ALIGNMENT = 64
 _MIN_SLAB_BYTES = 4 << 20
 
@@ -91,6 +93,7 @@ class HostPool:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._slabs: list[_Slab] = []
+        self._has_warned = False
         self._returned: deque[_Range] = deque()
 
     @property
@@ -99,7 +102,7 @@ class HostPool:
         return sum(slab.num_bytes for slab in self._slabs)
 
     def allocate(self, num_bytes: int) -> HostBlock | None:
-        """A block of ``num_bytes``, or None where the budget does not allow it."""
+        """A block of ``num_bytes``, or None where the budget does not allow it or the host has no memory."""
         self.collect()
         size = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
         if self.budget_bytes is not None and self.used_bytes + size > self.budget_bytes:
@@ -108,7 +111,13 @@ class HostPool:
             offset = slab.take(size)
             if offset is not None:
                 return self._block(slab, offset, num_bytes, size)
-        slab = self.reserve(size)
+        try:
+            slab = self.reserve(size)
+        except (OSError, OverflowError) as error:
+            if not self._has_warned:
+                _log.warning("the host refused %d bytes for swapped tensors (%s): they stay on the device", size, error)
+            self._has_warned = True
+            return None
         offset = slab.take(size)
         assert offset is not None
         return self._block(slab, offset, num_bytes, size)

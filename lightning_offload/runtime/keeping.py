@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.values import raise_modified
 from lightning_offload.tensors.observer import StepObserver
+from lightning_offload.tensors.op_facts import is_plain
 
 
 class KeepingExecutor:
@@ -39,7 +39,7 @@ class KeepingExecutor:
         index = self._num_packs
         self._num_packs = index + 1
         tensor = tensor.detach()
-        if not self.has_deviated and tensor.layout is torch.strided:
+        if not self.has_deviated and is_plain(tensor):
             expected = self.program.pack_bytes
             if index >= len(expected) or tensor.untyped_storage().nbytes() != expected[index]:
                 self.has_deviated = True

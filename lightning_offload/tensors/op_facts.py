@@ -81,6 +81,11 @@ class OpFacts:
     is_query: bool = False
 
     @property
+    def is_foreach_write(self) -> bool:
+        """Whether it writes lists of tensors."""
+        return bool(self.writes) and self.name.startswith("aten._foreach_")
+
+    @property
     def mutates(self) -> bool:
         """Whether running it may change the contents of an argument."""
         return bool(self.writes) or self.writes_all or bool(self.running_stats)
@@ -132,7 +137,11 @@ def _inspect(func: Any) -> OpFacts:
     )
     denied = base in _DENIED or base.startswith(_DENIED_PREFIXES) or base.endswith("_out")
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    stats = _BATCH_NORM.get(base, ()) if func._overloadname != "no_stats" else ()
+    is_batch_norm = base in _BATCH_NORM and func._overloadname != "no_stats"
+    if is_batch_norm and func._overloadname != "default":
+        hidden = ((3, "running_mean"), (4, "running_var")) if base == "native_batch_norm" else ()
+        return OpFacts(str(func), False, False, is_random, (*hidden, *writes), False, ())
+    stats = _BATCH_NORM[base] if is_batch_norm else ()
     return OpFacts(
         name=str(func),
         replayable=not denied,

@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.running import check
 
 NUM_CHUNKS = 8
-SEEDS_PER_CHUNK = 25
+SEEDS_PER_CHUNK = 20
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_offload.plugins.signature import first_device, step_signature
+from lightning_offload.plugins.devices import first_device
+from lightning_offload.plugins.signature import step_signature
 
 X = torch.zeros(4, 6)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_offload.errors import StaleInputError
 from lightning_offload.graph import Decision
@@ -17,7 +18,7 @@ from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import CpuLanes
 from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.program import Program, compile_plan
-from lightning_offload.runtime.values import Value
+from lightning_offload.tensors.observer import StepObserver
 from tests.capture.recording import record
 from tests.runtime.executing import (
     compiled,
@@ -84,47 +85,82 @@ def test_step_of_another_structure_is_exact(action: str, change: str) -> None:
     assert ran.pool.used_bytes == 0
 
 
-def test_release_and_prefetch_follow_the_program() -> None:
+class Watching(StepObserver):
+    """Notes before which op a storage had gone, and at which unpack memory was allocated for it."""
+
+    def __init__(self) -> None:
+        self.num_ops = self.num_unpacks = 0
+        self.memory: weakref.ref[torch.UntypedStorage] | None = None
+        self.gone_at: int | None = None
+        self.allocated_at: list[int] = []
+
+    @override
+    def before_op(self) -> None:
+        if self.memory is not None and self.memory() is None and self.gone_at is None:
+            self.gone_at = self.num_ops
+        self.num_ops += 1
+
+    @override
+    def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
+        if index == 0:
+            self.memory = weakref.ref(tensor.untyped_storage())
+
+    @override
+    def on_unpack(self, index: int) -> None:
+        self.num_unpacks += 1
+
+    @override
+    def on_allocation(self, storage: torch.UntypedStorage) -> None:
+        self.allocated_at.append(self.num_unpacks - 1)
+
+
+@pytest.mark.parametrize("release_op", [2, 4, 6])
+@pytest.mark.parametrize("prefetch_unpack", [0, 1, -1])
+def test_release_and_prefetch_follow_the_program(release_op: int, prefetch_unpack: int) -> None:
     """The device copy goes before the op that the plan says, the copy back comes at the unpack it says."""
     x = leaf()
-    graph = record(lambda: chain_of(x).backward())
-    first, *rest = saved_storages(graph)
-    decision = Decision(storage=first, action="swap", release_op=4, prefetch_unpack=1)
-    program = compile_plan(graph, plan_of(graph, decision))
+
+    def step() -> Tensor:
+        y = (x * 1.25).sin()
+        return y.cos().exp().abs().sigmoid().sum()
+
+    graph = record(lambda: step().backward())
+    first = saved_storages(graph)[0]
+    decision = Decision(storage=first, action="swap", release_op=release_op, prefetch_unpack=prefetch_unpack)
     x.grad = None
-    pool, events = HostPool(), []
-    executor = executor_for(program, pool=pool)
-    residence = executor._residence
-    release, prefetch = residence.release, residence.prefetch
+    watching = Watching()
+    with executing(executor_for(compile_plan(graph, plan_of(graph, decision)), observer=watching)):
+        step().backward()
+    needed_at = sum(len(save.unpack_ticks) for save in graph.saves) - 1  # the first saved is read last
+    assert watching.gone_at == release_op
+    assert watching.allocated_at == [prefetch_unpack if prefetch_unpack >= 0 else needed_at]
+    assert gradients((x,)) == plain(step, x)[:1]
 
-    def noting_release(value: Value) -> None:
-        events.append(executor._num_ops)
-        release(value)
 
-    def noting_prefetch(indices: tuple[int, ...]) -> None:
-        events.append((executor.num_unpacks, indices))
-        prefetch(indices)
-
-    residence.release, residence.prefetch = noting_release, noting_prefetch  # type: ignore[method-assign]
-    with executing(executor):
-        chain_of(x).backward()
-    assert events == [5, (2, (first,))]
-    assert rest
-    assert gradients((x,)) == plain(lambda: chain_of(x), x)[:1]
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda y: y.add_(1.0),
+    "slice": lambda y: y[3:5].zero_(),
+    "copy": lambda y: y.copy_(torch.ones(1000)),
+    "foreach": lambda y: torch._foreach_mul_([y[:10], y[10:]], 0.5),
+    "out": lambda y: torch.add(torch.ones(1000), 1.0, out=y.detach()),
+}
 
 
 @pytest.mark.parametrize("action", ["swap", "recompute", "keep", None])
-def test_saved_tensor_that_was_modified_raises_as_in_plain(action: str | None) -> None:
-    """The version check, which hooks switch off, is made up for."""
+@pytest.mark.parametrize("write", WRITES)
+def test_saved_tensor_that_was_modified_raises_as_in_plain(write: str, action: str | None) -> None:
+    """The version check, which hooks switch off, is made up for, whichever op wrote."""
     x = leaf()
 
-    def step(write: bool) -> Tensor:
+    def step(is_written: bool) -> Tensor:
         y = x * 2.0
         out = y.sin()
-        if write:
-            y.add_(1.0)
+        if is_written:
+            WRITES[write](y)
         return out.sum()
 
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(True).backward()
     program = compiled(lambda: step(False), action) if action else None  # type: ignore[arg-type]
     with under(program):
         loss = step(True)

@@ -33,7 +33,7 @@ def check_policy(name: str) -> str:
     Raises:
         PolicyError: There is none of that name.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise PolicyError(f"unknown policy {name!r}: choose one of {', '.join(map(repr, POLICIES))}")
     return name
 

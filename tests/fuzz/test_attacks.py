@@ -1,0 +1,262 @@
+"""Programs made by hand to catch a replay that reads what the program has changed since."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import StaleInputError
+
+SIDE = 64
+NUM_STEPS = 9
+FIRST_ATTACK = 5
+"""From this step on the program does what it did not do while it was recorded and verified."""
+
+
+class State(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIDE, SIDE) * 0.1)
+        self.bias = nn.Parameter(torch.randn(SIDE) * 0.1)
+        self.register_buffer("running", torch.randn(SIDE, SIDE))
+        self.running: Tensor
+
+
+Step = Callable[[Any, State, Tensor, bool], Tensor]
+
+
+def _write_result_outside(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A result of forward is written between forward and a bare backward."""
+    with memory.step():
+        out = x @ s.weight
+        aux = (out + s.bias).sin()
+    if attack:
+        out.mul_(2.0)
+    loss = out.sum() + aux.sum()
+    loss.backward()
+    return loss
+
+
+def _write_data_outside(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A parameter is written through ``.data`` between forward and a bare backward."""
+    with memory.step():
+        loss = ((x + s.bias).sin() @ s.weight).sum()
+    if attack:
+        s.bias.data.add_(0.5)
+    loss.backward()
+    return loss
+
+
+def _hook_writes(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A hook of backward writes a buffer that forward read."""
+
+    def write(_: Tensor) -> None:
+        if attack:
+            with torch.no_grad():
+                s.running.add_(0.1)
+
+    with memory.step():
+        y = (x @ s.weight + s.running).sin() * 1.5
+        y.register_hook(write)
+        loss = y.sum()
+        loss.backward()
+    return loss
+
+
+def _hook_writes_data(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """The same through ``.data``, which moves no version counter."""
+
+    def write(_: Tensor) -> None:
+        if attack:
+            s.running.data.add_(0.1)
+
+    with memory.step():
+        y = (x @ s.weight + s.running).sin() * 1.5
+        y.register_hook(write)
+        loss = y.sum()
+        loss.backward()
+    return loss
+
+
+def _lost_reader(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A value is settled by one write and then written itself, while a call still reads it."""
+    with memory.step():
+        a = s.running + x @ s.weight
+        h = (a * 2 + 0.0).sin()
+        if attack:
+            with torch.no_grad():
+                s.running.add_(1.0)
+            a.add_(1.0)
+        loss = h.sum() + a.sum()
+        loss.backward()
+    return loss
+
+
+def _inference_input(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """The input was made in inference mode: it has no version counter."""
+    with torch.inference_mode():
+        features = x * 2
+    with memory.step():
+        loss = ((features + s.bias).sin() @ s.weight).sum()
+        loss.backward()
+    return loss
+
+
+def _saved_self_of_prod(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A saved tensor is looked at in forward."""
+    with memory.step():
+        y = (x @ s.weight).sin().prod(1)
+        seen = y.grad_fn._saved_self.detach()  # type: ignore[union-attr]
+        loss = y.sum() + seen.sum() + (x * s.bias).exp().sum()
+        loss.backward()
+    return loss
+
+
+class _WriteSaved(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        x.mul_(3.0)
+        return grad * 2
+
+
+def _backward_writes_saved(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A custom backward writes a saved tensor that another node needs: plain PyTorch raises."""
+    with memory.step():
+        a = x @ s.weight
+        h = a.sin()
+        loss = h.sum() + _WriteSaved.apply(a).sum()
+        loss.backward()
+    return loss
+
+
+def _two_steps_one_buffer(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """Two steps write a buffer and read it, then one backward."""
+    losses = []
+    for _ in range(2):
+        with memory.step():
+            with torch.no_grad():
+                s.running.mul_(0.9)
+                s.running.add_(0.1)
+            losses.append(((x + s.bias) + s.running).sin().sum())
+    loss = losses[0] + losses[1]
+    loss.backward()
+    return loss
+
+
+def _set_alias(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A tensor is put on the storage of another, which is then written."""
+    with memory.step():
+        y = x + 1
+        t = y * 1.0
+        loss = ((y + s.bias).sin() @ s.weight).sum() + (t + s.bias).cos().sum()
+        if attack:
+            with torch.no_grad():
+                t.set_(y)  # type: ignore[call-overload]
+                y.mul_(2)
+        loss.backward()
+    return loss
+
+
+def _max_with_negative_gradient(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """The gradient of a maximum over everything is 0.0 elsewhere, whatever its sign."""
+    with memory.step():
+        y = x @ s.weight + s.bias
+        loss = -y.max()
+        (gradient,) = torch.autograd.grad(loss, y, retain_graph=True)
+        loss.backward()
+    s.running.copy_(gradient.reciprocal())  # makes the sign of zero count
+    return loss
+
+
+def _halve(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+_library = torch.library.Library("lightning_offload_attacks", "DEF")
+_library.define("halve(Tensor(a!) x) -> ()")
+_library.impl("halve", _halve, "CPU")
+
+
+def _unreplayable_write(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """An op that is never replayed (as a collective is) writes a buffer that forward then reads."""
+    with memory.step():
+        with torch.no_grad():
+            torch.ops.lightning_offload_attacks.halve(s.running)
+        loss = (x @ s.weight + s.running).sin().sum()
+        loss.backward()
+    return loss
+
+
+def _nested(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A value of one plugin's step is written in a step of another plugin."""
+    with contextlib.ExitStack() as stack:
+        inner = memory if isinstance(memory, _Plain) else stack.enter_context(MemoryPlugin(device="cpu"))
+        with memory.step():
+            a = x @ s.weight
+            h = (a + s.bias).sin()
+            with inner.step():
+                if attack:
+                    a.add_(1.0)
+                k = (a * 2).cos()
+            loss = h.sum() + k.sum() + a.sum()
+            loss.backward()
+    return loss
+
+
+class _Plain:
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+ATTACKS: tuple[Step, ...] = (
+    _write_result_outside, _write_data_outside, _hook_writes, _hook_writes_data, _lost_reader, _inference_input,
+    _saved_self_of_prod, _backward_writes_saved, _two_steps_one_buffer, _set_alias, _max_with_negative_gradient,
+    _unreplayable_write, _nested,
+)  # fmt: skip
+
+
+def _outcome(step: Step, memory: Any) -> list[Any]:
+    torch.manual_seed(1)
+    state = State()
+    outcome: list[Any] = []
+    for index in range(NUM_STEPS):
+        x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(index))
+        try:
+            outcome.append(step(memory, state, x, index >= FIRST_ATTACK).item())
+        except StaleInputError:
+            raise
+        except RuntimeError as error:
+            outcome.append("modified in place" if "modified by an inplace" in str(error) else str(error))
+        outcome.extend(t.detach().clone().numpy().tobytes() for t in state.state_dict().values())
+        outcome.extend(p.grad.numpy().tobytes() if p.grad is not None else None for p in state.parameters())
+        state.zero_grad()
+    return outcome
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+@pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
+@pytest.mark.parametrize("step", ATTACKS, ids=lambda step: step.__name__.strip("_").replace("_", "-"))
+def test_attack_changes_nothing(step: Step, policy: str, verify: str) -> None:
+    """The program ends as in plain PyTorch; where it writes behind the step's back, it may be refused instead."""
+    expected = _outcome(step, _Plain())
+    with MemoryPlugin(device="cpu", policy=policy, verify=verify) as memory:
+        try:
+            actual = _outcome(step, memory)
+        except StaleInputError:
+            if step in (_write_result_outside, _write_data_outside, _two_steps_one_buffer):
+                return
+            raise
+    assert actual == expected
