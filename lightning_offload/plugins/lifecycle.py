@@ -155,12 +155,12 @@ class StepKind:
                 "without a plan, everything saved is swapped out"
             )
 
-    def verifier_said(self, verified: set[int], mismatched: set[int]) -> None:
-        """Trust replays that gave the same bits; plan again without those that did not."""
-        self.verified |= verified
-        if mismatched - self.mismatched:
-            self.mismatched |= mismatched
-            self.program, self.phase = None, "verifying"
+    def demote(self, storage: int) -> None:
+        """Plan again without recomputing a storage whose replay did not give the same bits."""
+        if storage not in self.mismatched:
+            self.mismatched.add(storage)
+            self.program = None
+            self.phase = "verifying" if self.phase != "recording" else self.phase
 
     def measured(self, times: OpTimes) -> None:
         """Take over what a step under the plan showed; its peaks were noted before."""

@@ -167,11 +167,12 @@ class MemoryPlugin:
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
         """
-        if not self._is_attached or self._is_open or not torch.is_grad_enabled():
+        if not self._is_attached or _thread.num_open or not torch.is_grad_enabled():
             yield
             return
         self._finish()
         run = self._begin((inputs, kwargs))
+        del inputs, kwargs  # the caller's to free
         if run is None:
             yield
             return
@@ -212,6 +213,7 @@ class MemoryPlugin:
     @contextlib.contextmanager
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
         self._is_open = True
+        _thread.num_open += 1
         self._thread = threading.get_ident()
         try:
             with run.timed(), executing(run.executor, hooks=hooks):
@@ -221,6 +223,7 @@ class MemoryPlugin:
             raise
         finally:
             self._is_open = False
+            _thread.num_open -= 1
 
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
@@ -334,6 +337,15 @@ class MemoryPlugin:
             PlanError: The state is malformed.
         """
         self._kinds.update(load_kinds(state, self.policy, self.budget_bytes))
+
+
+class _Thread(threading.local):
+    """Steps open in a thread; inside one, another is a no-op, whoever's it is: the outermost plugin serves."""
+
+    num_open = 0
+
+
+_thread = _Thread()
 
 
 def _nothing() -> None:

@@ -97,8 +97,7 @@ class StepRun:
             kind.deviated()
             return
         if self.verifier is not None:
-            recomputed = {s for s, d in self.executor.decisions.items() if d.action == "recompute"}
-            kind.verifier_said(recomputed, self.verifier.mismatched)
+            kind.verified |= self.verifier.verified
         if self.times is not None and kind.program is not None and kind.program is self.executor.program:
             kind.measured(self.times)
 
@@ -131,7 +130,7 @@ def start_run(
     is_watched = recorder is not None or times is not None or kind.is_due_for_measurement()
     live = LiveBytes(device) if device.type == "cpu" and is_watched else None
     must_verify = program is not None and program.is_recomputing and verify != "never"
-    verifier = Verifier(lanes, pool) if must_verify and (verify == "always" or kind.must_verify) else None
+    verifier = Verifier(lanes, pool, kind.demote) if must_verify and (verify == "always" or kind.must_verify) else None
     observers: list[StepObserver] = [o for o in (live, recorder, times) if o is not None]
     if program is not None and program.is_keep_all and not observers and kind.phase == "planned":
         return StepRun(kind, device, KeepingExecutor(program), None, None, None, None)

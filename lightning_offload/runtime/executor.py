@@ -31,13 +31,14 @@ from lightning_offload.runtime.residence import Residence
 from lightning_offload.runtime.step_mode import CHANGED_BY_MODES, leave_for_this_node
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
-from lightning_offload.runtime.values import Call, Handle, Value, witness_of
+from lightning_offload.runtime.values import Call, Handle, Value, on_counter_of, witness_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain
 
 _log = logging.getLogger(__name__)
+_RECOMPUTING: weakref.WeakSet[StepExecutor] = weakref.WeakSet()  # told of each other's writes
 
 
 class StepExecutor:
@@ -72,6 +73,8 @@ class StepExecutor:
         self._num_packs = 0
         self._packs_before_op = 0
         self._blind: set[int] = set()
+        if self.is_recomputing:
+            _RECOMPUTING.add(self)
         self._lock = threading.RLock()
         self._table = ValueTable()
         self._recording = Recording(device, self._table)
@@ -118,8 +121,9 @@ class StepExecutor:
             out = self._run(func, facts, args, kwargs)
             if facts.is_foreach_write:
                 _count_writes(facts, args, kwargs)
-            for tensor in rewritten:
-                self._follow_new(tensor, -1)
+            for tensor, key in rewritten:
+                if tensor.untyped_storage()._cdata == key:
+                    self._follow_new(tensor, -1)
             if step is None or step.register:
                 self._register(facts, args, kwargs, out, step, call)
             return out
@@ -186,12 +190,18 @@ class StepExecutor:
             return None
         storage = tensor.untyped_storage()
         value = Value(index, storage.nbytes())
+        value.wrapper = weakref.ref(tensor)
         self._table.follow(value, storage)
         return value
 
-    def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Settle what needs the old contents of storages about to be written; those made in this step."""
-        return [t for t in facts.written(args, kwargs) if is_plain(t) and self.before_write(t)]
+    def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
+        """Settle what needs the old contents of storages about to be written; those made in this step, by identity."""
+        written = [t for t in facts.written(args, kwargs) if is_plain(t)]
+        for other in list(_RECOMPUTING) if len(_RECOMPUTING) > 1 else ():
+            if other is not self:
+                for tensor in written:
+                    other.before_write(tensor)
+        return [(tensor, tensor.untyped_storage()._cdata) for tensor in written if self.before_write(tensor)]
 
     def before_write(self, tensor: Tensor) -> bool:
         """Settle what needs the old contents of a tensor's storage; called before any write that we see.
@@ -218,9 +228,9 @@ class StepExecutor:
                     handle.kept, handle.value = handle.geometry.view(storage), None
                     if self.observer is not None:
                         self.observer.on_overwrite(handle.index)
-            value.origin = value.storage = None
+            value.origin = value.storage = value.guard = None
             self._table.drop(storage)
-        return value.version is None
+        return not value.is_given
 
     def _settle(self, call: Call | None) -> None:
         """Replay the results of a call that are still wanted, and keep them."""
@@ -256,7 +266,7 @@ class StepExecutor:
     def _leave(self, value: Value, tensor: Tensor) -> bool:
         """Let a saved value leave the device as the plan says; whether it need not be kept as it is."""
         storage = tensor.untyped_storage()
-        if value.version is not None or storage.nbytes() == 0:
+        if value.is_given or storage.nbytes() == 0:
             return False
         if value.block is not None:
             return True
@@ -293,38 +303,49 @@ class StepExecutor:
             ReplayError: A replay failed.
         """
         with self._lock:
-            observer = self.observer
-            if observer is not None:
-                observer.on_unpack(handle.index)
-            ordinal = self.num_unpacks
-            self.num_unpacks = ordinal + 1
-            if ordinal == 0 and self.on_backward is not None:
-                self.on_backward()
+            in_backward = torch._C._current_graph_task_id() != -1  # else somebody reads grad_fn._saved_...
+            if in_backward:
+                self._begin_unpack(handle)
             handle.check_version()
-            if handle.index in self._blind:
-                leave_for_this_node()
-            value = handle.value
-            if value is None or handle.geometry is None:
-                assert handle.kept is not None
-                tensor = handle.kept
-            else:
-                with unseen:
-                    storage = self._residence.materialise(value)
-                    if observer is not None:
-                        observer.on_unpacked(handle.index, storage)
-                    if value.original is not None and self._verifier is not None:
-                        storage = self._verifier.verify(value, storage, handle.geometry)
-                    tensor = handle.geometry.view(storage)
-            if self.program is not None and not self.has_deviated and ordinal in self.program.prefetch:
-                with unseen:
-                    self._residence.prefetch(self.program.prefetch[ordinal])
+            with unseen:
+                tensor = self._read(handle)
+                if in_backward and self.program is not None and not self.has_deviated:
+                    self._residence.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
             return tensor
+
+    def _begin_unpack(self, handle: Handle) -> None:
+        if self.num_unpacks == 0:
+            on_backward, self.on_backward = self.on_backward, None
+            if on_backward is not None:
+                on_backward()
+            if not self.watches_backward:
+                with unseen:
+                    self._table.keep_watch()
+        self.num_unpacks += 1
+        if self.observer is not None:
+            self.observer.on_unpack(handle.index)
+        if handle.index in self._blind:
+            leave_for_this_node()
+
+    def _read(self, handle: Handle) -> Tensor:
+        """The saved tensor, sharing the version counter of the one that was saved."""
+        value = handle.value
+        if value is None or handle.geometry is None:
+            assert handle.kept is not None
+            return handle.kept
+        storage = self._residence.materialise(value)
+        if self.observer is not None:
+            self.observer.on_unpacked(handle.index, storage)
+        if value.original is not None and self._verifier is not None:
+            storage = self._verifier.verify(value, storage, handle.geometry)
+        return on_counter_of(handle.witness, handle.geometry.view(storage))
 
     # ---- the end
 
     def close(self) -> None:
         """End the part of the step in which ops are seen; saved tensors stay readable."""
-        self._table.close()
+        with unseen:
+            self._table.close()
 
     def settle_readers_of(self, tensors: list[Tensor]) -> None:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""

@@ -52,7 +52,8 @@ class KeepingExecutor:
             RuntimeError: It was modified in place since it was saved.
         """
         if not self.num_unpacks and self.on_backward is not None:
-            self.on_backward()
+            on_backward, self.on_backward = self.on_backward, None
+            on_backward()
         self.num_unpacks += 1
         tensor, version = packed
         if tensor._version != version:

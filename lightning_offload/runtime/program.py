@@ -113,7 +113,7 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpSte
         steps[producer].record = True
         for v in graph.ops[producer].inputs:
             storage = graph.values[v].storage
-            if v in seen or (graph.values[v].producer < 0 and graph.storages[storage].is_persistent):
+            if v in seen or (graph.storages[storage].is_persistent and last[storage] == v):
                 continue
             seen.add(v)
             followed.add(v)

@@ -33,10 +33,9 @@ class Recording:
         except Unrecordable:
             return None
         for value in call.inputs:
-            if value.call is None:
-                value.readers.append(weakref.ref(call))
-                if not value.has_source:
-                    self._table.own(value, value.live())
+            value.readers.append(weakref.ref(call))
+            if not value.has_source:
+                self._table.own(value, value.live())
         return call
 
     def _is_replayable_after_write(self, tensor: Tensor) -> bool:
@@ -55,7 +54,8 @@ class Recording:
             if owner is None:
                 raise Unrecordable
             value = Value(-1, storage.nbytes())
-            value.version = (owner, tensor._version)
+            value.is_given = True
+            value.guard = None if tensor.is_inference() else (owner, tensor._version)
             self._table.follow(value, storage)
             self._table.own(value, storage)
         return value

@@ -111,7 +111,7 @@ def chain_to(value: Value) -> list[Call]:
 
 
 def _must_replay(value: Value) -> bool:
-    return value.block is None and value.live() is None
+    return value.block is None and (value.live() is None or value.is_stale)
 
 
 def replay(value: Value, have: Have, notice: Notice, keep: Callable[[Value], bool]) -> torch.UntypedStorage:
@@ -171,11 +171,11 @@ def _run(
         notice(tensor.untyped_storage())
     for position, reference in call.results.items():
         result = reference()
-        if result is None or result.live() is not None or position >= len(made):
+        if result is None or (result.live() is not None and not result.is_stale) or position >= len(made):
             continue
         storage = made[position].untyped_storage()
         if keep(result):
-            result.storage, result.call = storage, None
+            result.storage, result.call, result.guard = storage, None, None
         if readers[result] > 0:
             own[result] = storage
 

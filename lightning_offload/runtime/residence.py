@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from lightning_offload.errors import ReplayError
+from lightning_offload.errors import ReplayError, StaleInputError
 from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes
@@ -17,6 +17,11 @@ from lightning_offload.runtime.replay import replay
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.values import Value
 from lightning_offload.tensors.observer import StepObserver
+
+_STALE = (
+    "a tensor that a recomputation reads was modified in place between forward and backward, out of sight of the "
+    "step: update it by an optimizer's step() or after backward, or use policy='all-swap'"
+)
 
 
 class Residence:
@@ -68,11 +73,14 @@ class Residence:
             StaleInputError: A replay would read a tensor that was modified since.
             ReplayError: There is no way to have the value.
         """
+        if value.is_stale:
+            if value.block is None and value.call is None:
+                raise StaleInputError(_STALE)
+            value.leave_origin()
         live = value.live()
         if live is not None:
             if value.origin is None or live is not value.origin():
                 self._wait(value)
-            value.check_version()
             return live
         if value.block is not None:
             self._swap_in(value)
@@ -80,7 +88,7 @@ class Residence:
             value.block = None
         elif value.call is not None:
             value.storage = replay(value, self.materialise, self._notice, self._stays)
-            value.call = None
+            value.call = value.guard = None
         if value.storage is None:
             raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
         return value.storage
@@ -96,7 +104,7 @@ class Residence:
         assert value.block is not None
         self._wait(value)
         value.storage = torch.empty(value.num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
-        value.origin = None
+        value.origin = value.guard = None
         self._notice(value.storage)
         value.copy = self._lanes.swap_in(value.block, value.storage)
 

@@ -2,7 +2,7 @@
 
 The mode is an *infra mode*: ``torch.compile``d modules stay compiled under it.
 
-Note [modes change backward]: some autograd formulas (``prod``, ``cumprod``) ask whether any dispatch mode is on
+Note [modes change backward]: some autograd formulas (``prod``, full ``max``) ask whether any dispatch mode is on
 (``isTensorSubclassLike``) and then compute the same gradient in another way, with other roundings. So the mode is
 off in backward wherever backward need not be seen, and where it must be, it is taken off for the nodes of such
 ops: autograd restores a thread's modes after each node, so what ``unpack`` pops is gone for that node alone.
@@ -20,7 +20,13 @@ from typing_extensions import override
 
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-CHANGED_BY_MODES = frozenset({"aten.prod.default", "aten.prod.dim_int", "aten.cumprod.default"})
+CHANGED_BY_MODES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "prod.default", "prod.dim_int", "cumprod.default", "max.default", "min.default", "median.default",
+        "nanmedian.default",
+    )
+)  # fmt: skip
 """Ops whose backward computes otherwise under a mode: Note [modes change backward]."""
 
 

@@ -68,11 +68,19 @@ class ValueTable:
         """Follow a storage's value no longer: it is about to be overwritten."""
         self._entries.pop(storage._cdata, None)
 
+    def keep_watch(self) -> None:
+        """From now on writes may go unseen, cf. :meth:`Value.keep_watch`."""
+        for entry in list(self._entries.values()):
+            value = entry() if isinstance(entry, weakref.ref) else entry
+            if value is not None and (value.readers or value.handles):
+                value.keep_watch()
+
     def close(self) -> None:
-        """Let go of the values that nobody else needs."""
+        """Keep watch, and let go of the values that nobody else needs."""
+        self.keep_watch()
         for key, entry in list(self._entries.items()):
             if not isinstance(entry, weakref.ref):
-                del self._entries[key]
+                self._entries[key] = weakref.ref(entry)
 
 
 def _forgetter(entries: _Entries) -> Callable[[Any], None]:

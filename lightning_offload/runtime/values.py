@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_offload.errors import StaleInputError
 from lightning_offload.runtime.host_pool import HostBlock
 from lightning_offload.runtime.lanes import Copy
 from lightning_offload.tensors.geometry import Geometry
@@ -42,13 +42,15 @@ class Value:
         original: In a verify step: host memory with the original of a value that will be replayed.
         readers: Calls that read it, kept for values that only ``origin`` may provide.
         handles: Autograd's handles on it.
-        version: For a value that existed before the step: a tensor that shares its version counter, and the
-            version at which it was read.
+        is_given: Whether it existed before the step.
+        guard: A tensor that shares the version counter of its memory, and the version at which that held the
+            value: how a write is noticed that the dispatch mode did not see.
+        wrapper: The tensor that an op made it as, while that lives.
     """
 
     __slots__ = (
-        "__weakref__", "block", "call", "copy", "handles", "index", "num_bytes", "origin", "original",
-        "position", "readers", "storage", "version",
+        "__weakref__", "block", "call", "copy", "guard", "handles", "index", "is_given", "num_bytes", "origin",
+        "original", "position", "readers", "storage", "wrapper",
     )  # fmt: skip
 
     def __init__(self, index: int, num_bytes: int) -> None:
@@ -63,7 +65,9 @@ class Value:
         self.original: HostBlock | None = None
         self.readers: list[weakref.ref[Call]] = []
         self.handles: list[weakref.ref[Handle]] = []
-        self.version: tuple[Tensor | None, int] | None = None
+        self.is_given = False
+        self.guard: tuple[Tensor, int] | None = None
+        self.wrapper: weakref.ref[Tensor] | None = None
 
     def live(self) -> torch.UntypedStorage | None:
         """Device memory that holds the value now, without doing anything for it; a copy in may be under way."""
@@ -76,21 +80,26 @@ class Value:
         """Whether it can be had after its origin is gone."""
         return self.storage is not None or self.block is not None or self.call is not None
 
-    def check_version(self) -> None:
-        """Raise if a value from before the step was changed since it was read.
+    @property
+    def is_stale(self) -> bool:
+        """Whether the memory it was made on was written since, out of our sight."""
+        return self.guard is not None and self.guard[0]._version != self.guard[1]
 
-        Raises:
-            StaleInputError: Its tensor was written in place.
-        """
-        if self.version is None:
+    def keep_watch(self) -> None:
+        """From now on writes may go unseen: be able to notice them, or do not rely on memory that may be written."""
+        if self.guard is not None or self.live() is None:
             return
-        tensor, version = self.version
-        if tensor is not None and tensor._version != version:
-            raise StaleInputError(
-                "a tensor that a recomputation reads was modified in place between forward and backward "
-                f"(version {tensor._version}, was {version}); do the update after backward or inside "
-                "memory.step(), or use policy='all-swap'"
-            )
+        tensor = self.wrapper() if self.wrapper is not None else None
+        if tensor is not None:
+            self.guard = (witness_of(tensor), tensor._version)
+        elif self.block is not None or self.call is not None:
+            self.leave_origin()
+
+    def leave_origin(self) -> None:
+        """Rely on the host copy or the call alone."""
+        if self.origin is not None and self.storage is self.origin():
+            self.storage = None
+        self.origin = self.guard = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -183,9 +192,24 @@ _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 def witness_of(tensor: Tensor) -> Tensor:
     """A tensor without memory that shares another's version counter."""
+    witness = tensor.detach()
+    witness.data = _empty_like(tensor)
+    return witness
+
+
+def on_counter_of(witness: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor's memory behind a witness's version counter."""
+    if isinstance(tensor, FakeTensor):  # has no memory to put there
+        return tensor
+    shared = witness.detach()
+    shared.data = tensor
+    return shared
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
     key = (tensor.dtype, tensor.device)
+    if isinstance(tensor, FakeTensor):
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     if key not in _EMPTY:
         _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    witness = tensor.detach()
-    witness.data = _EMPTY[key]
-    return witness
+    return _EMPTY[key]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -26,12 +27,15 @@ class Verifier:
 
     Attributes:
         mismatched: Storages (indices in the graph) whose replay differed.
+        verified: Storages whose replay was compared.
         num_verified: Comparisons made.
     """
 
-    def __init__(self, lanes: Lanes, pool: HostPool) -> None:
+    def __init__(self, lanes: Lanes, pool: HostPool, on_mismatch: Callable[[int], None] | None = None) -> None:
         self.mismatched: set[int] = set()
+        self.verified: set[int] = set()
         self.num_verified = 0
+        self._on_mismatch = on_mismatch
         self._lanes = lanes
         self._pool = pool
 
@@ -50,6 +54,7 @@ class Verifier:
         """
         assert value.original is not None
         self.num_verified += 1
+        self.verified.add(value.index)
         on_host = dataclasses.replace(geometry, device=_HOST).view(host_bytes(value.original).untyped_storage())
         if same_bits(geometry.view(storage), on_host):
             return storage
@@ -58,6 +63,8 @@ class Verifier:
                 "recomputing storage %d (%s %s) does not give the same bits; it is swapped or kept from now on",
                 value.index, geometry.dtype, list(geometry.size),
             )  # fmt: skip
+            if self._on_mismatch is not None:
+                self._on_mismatch(value.index)
         self.mismatched.add(value.index)
         self._lanes.swap_in(value.original, storage).wait()
         return storage

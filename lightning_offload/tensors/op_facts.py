@@ -142,6 +142,7 @@ def _inspect(func: Any) -> OpFacts:
         hidden = ((3, "running_mean"), (4, "running_var")) if base == "native_batch_norm" else ()
         return OpFacts(str(func), False, False, is_random, (*hidden, *writes), False, ())
     stats = _BATCH_NORM[base] if is_batch_norm else ()
+    denied = denied or base == "_native_batch_norm_legit"  # needs running statistics, which a replay leaves out
     return OpFacts(
         name=str(func),
         replayable=not denied,

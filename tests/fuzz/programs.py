@@ -398,7 +398,7 @@ def _no_grad(m: Machine) -> Tensor:
 def _hooked(m: Machine) -> Tensor:
     y = m.any() * 1.0
     if y.requires_grad:
-        y.register_hook(lambda g: g * 1.5)
+        y.register_hook(lambda g: None if g is None else g * 1.5)
     return y
 
 
