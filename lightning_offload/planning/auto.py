@@ -108,9 +108,7 @@ def _replay_price(setting: Setting, candidate: Candidate, chain_bytes: dict[int,
         seen.add(producer)
         seconds += graph.ops[producer].seconds
         for v in graph.ops[producer].inputs:
-            storage = graph.values[v].storage
-            saved = v in problem.saved_value.get(storage, ()) and problem.last_value[storage] == v
-            if saved:
+            if problem.is_saved_for_good(v):
                 num_bytes += chain_bytes.get(v, 0.0)
             elif not problem.is_given(v):
                 stack.append(v)

@@ -119,11 +119,10 @@ class Problem:
         storage = self.graph.values[value].storage
         return self.graph.storages[storage].is_persistent and self.last_value[storage] == value
 
-    def is_kept_for_good(self, value: int) -> bool:
-        """Whether a value is saved on a storage that no plan moves and nothing overwrites."""
+    def is_saved_for_good(self, value: int) -> bool:
+        """Whether a value is saved and nothing overwrites its storage afterwards, so that a replay may read it."""
         storage = self.graph.values[value].storage
-        saved = value in self.saved_value.get(storage, ()) and self.last_value[storage] == value
-        return saved and storage not in self.candidates
+        return value in self.saved_value.get(storage, ()) and self.last_value[storage] == value
 
     def can_replay(self, value: int) -> bool:
         """Whether a value can be made again from given, saved or replayable values."""
@@ -141,9 +140,7 @@ class Problem:
         return replayable
 
     def _can_have(self, value: int, replayable: list[bool]) -> bool:
-        storage = self.graph.values[value].storage
-        saved = value in self.saved_value.get(storage, ()) and self.last_value[storage] == value
-        return replayable[value] or saved or self.is_given(value)
+        return replayable[value] or self.is_saved_for_good(value) or self.is_given(value)
 
     def is_live(self, value: int, tick: int) -> bool:
         """Whether the program itself still holds a value at a tick."""

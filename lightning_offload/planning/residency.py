@@ -41,6 +41,7 @@ def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = froz
     walk = _Walk(problem, actions, no_memo)
     for unpack in problem.unpacks:
         walk.unpack(unpack)
+    walk.hold_inputs()
     return walk.result
 
 
@@ -56,6 +57,35 @@ class _Walk:
             calls = self._need(unpack.value, unpack.tick)
             if calls:
                 self._replay(calls, unpack)
+
+    def hold_inputs(self) -> None:
+        """A recorded call holds what it reads until its result is there again, or is not wanted any more."""
+        problem, result = self.problem, self.result
+        for s, action in self.actions.items():
+            if action == "recompute":
+                until = result.needed_at.get(s, problem.release[s])
+                for storage in self._storages_behind(problem.candidates[s].value):
+                    if self.actions.get(storage) is None or storage in result.needed_at:
+                        result.held_until[storage] = max(result.held_until[storage], until)
+
+    def _storages_behind(self, value: int) -> set[int]:
+        """Saved storages that a replay of a value reads, through values that are not saved."""
+        problem, values = self.problem, self.problem.graph.values
+        found: set[int] = set()
+        stack, seen = [value], {value}
+        while stack:
+            producer = values[stack.pop()].producer
+            for v in problem.graph.ops[producer].inputs if producer >= 0 else ():
+                storage = values[v].storage
+                if v in seen or problem.is_given(v):
+                    continue
+                seen.add(v)
+                if problem.is_saved_for_good(v):
+                    if self.actions.get(storage) != "recompute":
+                        found.add(storage)
+                else:
+                    stack.append(v)
+        return found
 
     def _need(self, value: int, tick: int) -> list[int]:
         """Make a value available at a tick; the ops to replay for it, in order."""
@@ -81,7 +111,7 @@ class _Walk:
         if problem.is_live(value, tick) or problem.is_given(value):
             return True
         storage = problem.graph.values[value].storage
-        if value not in problem.saved_value.get(storage, ()):
+        if not problem.is_saved_for_good(value):
             return False
         result.held_until[storage] = max(result.held_until[storage], tick + 1)
         action = self.actions.get(storage)

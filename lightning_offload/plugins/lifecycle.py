@@ -217,7 +217,7 @@ class StepKind:
         plan = dataclasses.replace(
             plan,
             budget_bytes=budget_bytes,
-            floor_bytes=plan.floor_bytes + self.shortfall_bytes,
+            floor_bytes=min(plan.floor_bytes + self.shortfall_bytes, max(plan.floor_bytes, plan.plain_peak_bytes)),
             predicted_peak_bytes=plan.predicted_peak_bytes + self.shortfall_bytes,
         )
         self.program = compile_plan(self.graph, plan)

@@ -47,6 +47,7 @@ class Residence:
         self._table = table
         self._decisions = decisions
         self._observer = observer
+        self._visitors: list[Value] = []
 
     def swap_out(self, value: Value, storage: torch.UntypedStorage, *, release_now: bool) -> bool:
         """Start copying a value to the host; False where the host has no room, and it stays."""
@@ -85,10 +86,14 @@ class Residence:
         if value.block is not None:
             self._swap_in(value)
             self._wait(value)
-            value.block = None
+            if _has_handle(value):
+                value.block = None
+            else:
+                self._visitors.append(value)
         elif value.call is not None:
             value.storage = replay(value, self.materialise, self._notice, self._stays)
             value.call = value.guard = None
+            self._dismiss_visitors()
         if value.storage is None:
             raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
         return value.storage
@@ -111,7 +116,12 @@ class Residence:
     def _stays(self, value: Value) -> bool:
         """Whether a value replayed on the way to another stays for its own later unpack."""
         decision = self._decisions.get(value.index)
-        return decision is not None and decision.memo and any(handle() is not None for handle in value.handles)
+        return decision is not None and decision.memo and _has_handle(value)
+
+    def _dismiss_visitors(self) -> None:
+        """Values that came back only for a replay leave again; their host copies stayed."""
+        while self._visitors:
+            self._visitors.pop().storage = None
 
     def _wait(self, value: Value) -> None:
         copy, value.copy = value.copy, None
@@ -124,3 +134,8 @@ class Residence:
     def _notice(self, storage: torch.UntypedStorage) -> None:
         if self._observer is not None:
             self._observer.on_allocation(storage)
+
+
+def _has_handle(value: Value) -> bool:
+    """Whether autograd will read a value itself, not only a replay."""
+    return any(handle() is not None for handle in value.handles)
