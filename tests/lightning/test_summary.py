@@ -60,11 +60,13 @@ def test_printed_once_when_planned(
     rich: bool,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The budget is named at fit start, the table printed once, in ModelSummary's style."""
     summary = RichModelSummary() if rich else ModelSummary()
     log = logging.getLogger("lightning.pytorch")
     log.setLevel(logging.INFO)
+    monkeypatch.setattr(log, "propagate", False)  # else the root logger's handler notes each line once more
     log.addHandler(caplog.handler)
     try:
         make_trainer(strategy=OffloadStrategy("1GiB"), callbacks=[summary], enable_model_summary=True).fit(
