@@ -1,4 +1,4 @@
-"""Which device a step computes on."""
+"""Which device a step computes on, and how fast its links are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from lightning_offload.capture.calibrate import measure_device
 from lightning_offload.errors import UnsupportedError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.lanes import Lanes, lanes_for
 
 
 def find_device(module: torch.nn.Module | None, inputs: Any) -> torch.device:
@@ -40,3 +44,23 @@ def supported(device: torch.device | str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda'")
     return device
+
+
+_LINK_BLOCK_BYTES = 32 << 20
+
+
+def measure_links(device: torch.device, lanes: Lanes | None) -> DeviceSpec:
+    """Measure a device through its lanes, or through lanes of its own where there are none."""
+    block = HostPool().allocate(_LINK_BLOCK_BYTES)
+    assert block is not None
+    used = lanes if lanes is not None else lanes_for(device)
+    try:
+        return measure_device(
+            device,
+            lambda storage: used.swap_out(storage, block).wait(),
+            lambda storage: used.swap_in(block, storage).wait(),
+            num_bytes=_LINK_BLOCK_BYTES,
+        )
+    finally:
+        if lanes is None:
+            used.close()

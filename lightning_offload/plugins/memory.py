@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.capture.calibrate import measure_device
 from lightning_offload.errors import PolicyError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.devices import find_device, supported
+from lightning_offload.plugins.devices import find_device, measure_links, supported
 from lightning_offload.plugins.lifecycle import StepKind
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.report_data import Phase, Report, make_report
@@ -268,17 +267,7 @@ class MemoryPlugin:
 
     def _measured_spec(self, device: torch.device) -> DeviceSpec:
         if self._spec is None:
-            block = HostPool().allocate(_LINK_BLOCK_BYTES)
-            assert block is not None
-            lanes = self._lanes or lanes_for(device)
-            self._spec = measure_device(
-                device,
-                lambda storage: lanes.swap_out(storage, block).wait(),
-                lambda storage: lanes.swap_in(block, storage).wait(),
-                num_bytes=_LINK_BLOCK_BYTES,
-            )
-            if self._lanes is None:
-                lanes.close()
+            self._spec = measure_links(device, self._lanes)
         return self._spec
 
     def _finish(self) -> None:
@@ -350,6 +339,3 @@ _thread = _Thread()
 
 def _nothing() -> None:
     """There is no watch to end."""
-
-
-_LINK_BLOCK_BYTES = 32 << 20

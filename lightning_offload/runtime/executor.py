@@ -33,12 +33,12 @@ from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.values import Call, Handle, Value, on_counter_of, witness_of
 from lightning_offload.runtime.verifier import Verifier
+from lightning_offload.runtime.writes import Writes, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain
 
 _log = logging.getLogger(__name__)
-_RECOMPUTING: weakref.WeakSet[StepExecutor] = weakref.WeakSet()  # told of each other's writes
 
 
 class StepExecutor:
@@ -73,12 +73,11 @@ class StepExecutor:
         self._num_packs = 0
         self._packs_before_op = 0
         self._blind: set[int] = set()
-        if self.is_recomputing:
-            _RECOMPUTING.add(self)
         self._lock = threading.RLock()
         self._table = ValueTable()
         self._recording = Recording(device, self._table)
         self._residence = Residence(device, lanes, pool, self._table, self.decisions, observer)
+        self._writes = Writes(self._table, self._residence, self._lock, observer, is_recomputing=self.is_recomputing)
 
     @property
     def decisions(self) -> dict[int, Decision]:
@@ -117,10 +116,10 @@ class StepExecutor:
             if step is not None and step.release:
                 self._release(step.release)
             call = self._recording.record(func, facts, args, kwargs) if step is not None and step.record else None
-            rewritten = self._before_write(facts, args, kwargs) if facts.mutates else []
+            rewritten = self._writes.before_op(facts, args, kwargs) if facts.mutates else []
             out = self._run(func, facts, args, kwargs)
             if facts.is_foreach_write:
-                _count_writes(facts, args, kwargs)
+                count_writes(facts, args, kwargs)
             for tensor, key in rewritten:
                 if tensor.untyped_storage()._cdata == key:
                     self._follow_new(tensor, -1)
@@ -193,52 +192,6 @@ class StepExecutor:
         value.wrapper = weakref.ref(tensor)
         self._table.follow(value, storage)
         return value
-
-    def _before_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
-        """Settle what needs the old contents of storages about to be written; those made in this step, by identity."""
-        written = [t for t in facts.written(args, kwargs) if is_plain(t)]
-        for other in list(_RECOMPUTING) if len(_RECOMPUTING) > 1 else ():
-            if other is not self:
-                for tensor in written:
-                    other.before_write(tensor)
-        return [(tensor, tensor.untyped_storage()._cdata) for tensor in written if self.before_write(tensor)]
-
-    def before_write(self, tensor: Tensor) -> bool:
-        """Settle what needs the old contents of a tensor's storage; called before any write that we see.
-
-        Calls that read it and could not have it again are replayed now. Saved tensors on it follow the storage
-        from now on, as they do in plain autograd, which reads it as it then is, or raises.
-
-        Returns:
-            Whether the storage was made in this step, so that its next value may leave the device too.
-        """
-        storage = tensor.untyped_storage()
-        value = self._table.find(storage)
-        if value is None:
-            return False
-        with self._lock, unseen:
-            if value.copy is not None:
-                value.copy.wait()
-            if value.call is None and value.block is None:
-                for reader in value.readers:
-                    self._settle(reader())
-            for reference in value.handles:
-                handle = reference()
-                if handle is not None and handle.geometry is not None and handle.value is value:
-                    handle.kept, handle.value = handle.geometry.view(storage), None
-                    if self.observer is not None:
-                        self.observer.on_overwrite(handle.index)
-            value.origin = value.storage = value.guard = None
-            self._table.drop(storage)
-        return not value.is_given
-
-    def _settle(self, call: Call | None) -> None:
-        """Replay the results of a call that are still wanted, and keep them."""
-        for reference in list(call.results.values()) if call is not None else ():
-            value = reference()
-            if value is not None and value.call is call:
-                self._table.own(value, self._residence.materialise(value))
-                value.call = None
 
     # ---- saved tensors
 
@@ -350,9 +303,4 @@ class StepExecutor:
     def settle_readers_of(self, tensors: list[Tensor]) -> None:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
         for tensor in tensors:
-            self.before_write(tensor)
-
-
-def _count_writes(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note an in-place write in version counters: under a mode, the kernels of ``_foreach_`` ops do not."""
-    torch.autograd.graph.increment_version(list(facts.written(args, kwargs)))
+            self._writes.before(tensor)

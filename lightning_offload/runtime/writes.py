@@ -1,0 +1,95 @@
+"""What must happen before a storage is written: its old contents may still be wanted.
+
+Every write that is seen comes here first, from ops under the dispatch mode and from optimizers, and goes to all
+steps whose calls may still be replayed, not only to the one it happens in.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_offload.runtime.residence import Residence
+from lightning_offload.runtime.switch import unseen
+from lightning_offload.runtime.table import ValueTable
+from lightning_offload.runtime.values import Call
+from lightning_offload.tensors.observer import StepObserver
+from lightning_offload.tensors.op_facts import OpFacts, is_plain
+
+
+class Writes:
+    """Settles what needs the old contents of the storages that one step follows."""
+
+    def __init__(
+        self,
+        table: ValueTable,
+        residence: Residence,
+        lock: threading.RLock,
+        observer: StepObserver | None,
+        *,
+        is_recomputing: bool,
+    ) -> None:
+        self._table = table
+        self._residence = residence
+        self._lock = lock
+        self._observer = observer
+        if is_recomputing:
+            _RECOMPUTING.add(self)
+
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
+        """Settle what needs the old contents of storages about to be written; those made in this step, by identity."""
+        written = [t for t in facts.written(args, kwargs) if is_plain(t)]
+        for other in list(_RECOMPUTING) if len(_RECOMPUTING) > 1 else ():
+            if other is not self:
+                for tensor in written:
+                    other.before(tensor)
+        return [(tensor, tensor.untyped_storage()._cdata) for tensor in written if self.before(tensor)]
+
+    def before(self, tensor: Tensor) -> bool:
+        """Settle what needs the old contents of a tensor's storage.
+
+        Calls that read it and could not have it again are replayed now. Saved tensors on it follow the storage
+        from now on, as they do in plain autograd, which reads it as it then is, or raises.
+
+        Returns:
+            Whether the storage was made in this step, so that its next value may leave the device too.
+        """
+        storage = tensor.untyped_storage()
+        value = self._table.find(storage)
+        if value is None:
+            return False
+        with self._lock, unseen:
+            if value.copy is not None:
+                value.copy.wait()
+            if value.call is None and value.block is None:
+                for reader in value.readers:
+                    self._settle(reader())
+            for reference in value.handles:
+                handle = reference()
+                if handle is not None and handle.geometry is not None and handle.value is value:
+                    handle.kept, handle.value = handle.geometry.view(storage), None
+                    if self._observer is not None:
+                        self._observer.on_overwrite(handle.index)
+            value.origin = value.storage = value.guard = None
+            self._table.drop(storage)
+        return not value.is_given
+
+    def _settle(self, call: Call | None) -> None:
+        """Replay the results of a call that are still wanted, and keep them."""
+        for reference in list(call.results.values()) if call is not None else ():
+            value = reference()
+            if value is not None and value.call is call:
+                self._table.own(value, self._residence.materialise(value))
+                value.call = None
+
+
+_RECOMPUTING: weakref.WeakSet[Writes] = weakref.WeakSet()  # told of each other's writes
+
+
+def count_writes(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note an in-place write in version counters: under a mode, the kernels of ``_foreach_`` ops do not."""
+    torch.autograd.graph.increment_version(list(facts.written(args, kwargs)))
