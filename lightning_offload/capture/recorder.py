@@ -187,10 +187,13 @@ class Recorder(StepObserver):
 
     # ---- result
 
-    def persistent_ids(self) -> set[int]:
-        """Identities of the storages from before the step that it touched and that still live."""
-        live = ((key, self._storages[index].birth) for key, (reference, index) in self._live.items() if reference())
-        return {key for key, birth in live if birth < 0}
+    def persistent_ids(self) -> dict[int, weakref.ref[torch.UntypedStorage]]:
+        """The storages from before the step that it touched and that still live, by identity."""
+        return {
+            key: reference
+            for key, (reference, index) in self._live.items()
+            if reference() is not None and self._storages[index].birth < 0
+        }
 
     def finish(self) -> StepGraph:
         """End the recording and build the graph; later events are ignored."""

@@ -12,6 +12,9 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
+import weakref
+
+import torch
 
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime
@@ -35,7 +38,7 @@ class StepKind:
     Attributes:
         phase: What its next step does.
         graph: The recorded step.
-        touched: Identities of the persistent storages that it touches.
+        touched: The persistent storages that it touches, by identity; weak, since addresses are used again.
         program: The plan in force, compiled.
         state_version: Version of the persistent state that the plan was made for.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
@@ -50,7 +53,7 @@ class StepKind:
 
     phase: Phase = "recording"
     graph: StepGraph | None = None
-    touched: frozenset[int] = frozenset()
+    touched: dict[int, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
     program: Program | None = None
     state_version: int = -1
     shortfall_bytes: int = 0
@@ -114,6 +117,10 @@ class StepKind:
         if (old, accumulated) != (self.graph.old_gradient_bytes, self.graph.accumulated_bytes):
             self.graph = dataclasses.replace(self.graph, old_gradient_bytes=old, accumulated_bytes=accumulated)
             self.program = None
+
+    def touched_now(self) -> set[int]:
+        """Identities of the touched storages that still live."""
+        return {key for key, reference in self.touched.items() if reference() is not None}
 
     def set_extra_bytes(self, num_bytes: int) -> None:
         """Count persistent state that the step does not touch; a change makes the plan void."""

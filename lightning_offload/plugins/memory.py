@@ -260,7 +260,7 @@ class MemoryPlugin:
             return
         if kind.touched and kind.state_version != self._state.version:
             kind.state_version = self._state.version
-            kind.set_extra_bytes(self._state.bytes_beside(kind.touched, device))
+            kind.set_extra_bytes(self._state.bytes_beside(kind.touched_now(), device))
         if kind.program is None and kind.phase != "recording":
             s = self._settings
             kind.replan(self._measured_spec(device), self.budget_bytes, s.policy, s.keep, s.plan)

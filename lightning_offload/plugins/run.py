@@ -87,7 +87,7 @@ class StepRun:
         self._note_peaks(state.bytes_beside)
         accumulated_bytes = sum(self.accumulated.values())
         if self.recorder is not None:
-            kind.touched = frozenset(self.recorder.persistent_ids())
+            kind.touched = self.recorder.persistent_ids()
             kind.state_version = -1
             is_typical = not (self.optimizer_ran_inside and state.version != self.state_version)
             kind.recorded(self.recorder, accumulated_bytes, is_typical=is_typical)

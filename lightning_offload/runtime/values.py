@@ -110,7 +110,7 @@ class Ref:
     geometry: Geometry
 
 
-@dataclasses.dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Call:
     """One dispatched call with its own arguments, ready to be replayed.
 

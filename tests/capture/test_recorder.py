@@ -151,7 +151,7 @@ def test_leaves_are_persistent() -> None:
     leaves = [reference() for reference in recorder.leaves.values()]
     assert {id(t) for t in leaves} == {id(layer.weight), id(layer.bias)}
     touched = {p.untyped_storage()._cdata for p in layer.parameters()}
-    assert touched <= recorder.persistent_ids()
+    assert touched <= set(recorder.persistent_ids())
     graph = recorder.finish()
     saved = [graph.storages[graph.values[save.value].storage] for save in graph.saves]
     assert all(s.is_persistent or s.birth >= 0 for s in saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 
 import pytest
 import torch
@@ -228,3 +229,13 @@ def test_split_backwards_are_measured() -> None:
                 phases.append(memory.report().phase)
             assert phases == BEGIN
             assert memory.report().backward_peak_bytes is not None
+
+
+def test_storages_that_died_are_not_taken_for_touched() -> None:
+    """An address is used again: only a storage that still lives counts as one that the step touches."""
+    weight = torch.ones(8).untyped_storage()
+    batch = torch.ones(8).untyped_storage()
+    kind = StepKind(touched={s._cdata: weakref.ref(s) for s in (weight, batch)})
+    assert kind.touched_now() == {weight._cdata, batch._cdata}
+    del batch
+    assert kind.touched_now() == {weight._cdata}
