@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.plugins.lifecycle import StepKind
 from tests.plugins.training import attached, middle_budget, net, phases_of, report_of, rows, train_step
 
 BEGIN = ["recording", "verifying", "measuring", "planned"]
