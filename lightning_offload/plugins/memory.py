@@ -219,6 +219,8 @@ class MemoryPlugin:
                 yield
         except BaseException:
             self._run = None
+            if self._lanes is not None:
+                self._lanes.drain()
             raise
         finally:
             self._is_open = False

@@ -181,7 +181,7 @@ class StepExecutor:
                 return
             value = self._follow_new(tensor, index)
             if value is not None and call is not None:
-                value.call, value.position = call, position
+                value.call = call
                 call.results[position] = weakref.ref(value)
 
     def _follow_new(self, tensor: Tensor, index: int) -> Value | None:

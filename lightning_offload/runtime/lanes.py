@@ -61,6 +61,9 @@ class Lanes(abc.ABC):
     def swap_in(self, block: HostBlock, storage: torch.UntypedStorage) -> Copy:
         """Start copying a host block to a device storage."""
 
+    def drain(self) -> None:  # noqa: B027  (most lanes have nothing under way)
+        """Wait until no copy is under way and no lane holds memory."""
+
     def close(self) -> None:  # noqa: B027  (most lanes have nothing to end)
         """End threads; copies asked for later are made by the thread that asks."""
 
@@ -81,6 +84,11 @@ class CpuLanes(Lanes):
         return self._in.submit(storage, block, to_host=False)
 
     @override
+    def drain(self) -> None:
+        self._out.drain()
+        self._in.drain()
+
+    @override
     def close(self) -> None:
         self._out.close()
         self._in.close()
@@ -95,6 +103,7 @@ class _Worker:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._last = _done()
 
     def submit(self, storage: torch.UntypedStorage, block: HostBlock, *, to_host: bool) -> Copy:
         if self._is_closed:
@@ -103,9 +112,12 @@ class _Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
-        copy = Copy()
+        copy = self._last = Copy()
         self._jobs.put((storage, block, to_host, copy))
         return copy
+
+    def drain(self) -> None:
+        self._last._done.wait()
 
     def close(self) -> None:
         self._is_closed = True

@@ -38,7 +38,6 @@ class Value:
         copy: A copy from or to ``storage`` under way.
         block: Host memory that holds it.
         call: The call that makes it again.
-        position: Which of the call's results it is.
         original: In a verify step: host memory with the original of a value that will be replayed.
         readers: Calls that read it, kept for values that only ``origin`` may provide.
         handles: Autograd's handles on it.
@@ -50,7 +49,7 @@ class Value:
 
     __slots__ = (
         "__weakref__", "block", "call", "copy", "guard", "handles", "index", "is_given", "num_bytes", "origin",
-        "original", "position", "readers", "storage", "wrapper",
+        "original", "readers", "storage", "wrapper",
     )  # fmt: skip
 
     def __init__(self, index: int, num_bytes: int) -> None:
@@ -61,7 +60,6 @@ class Value:
         self.copy: Copy | None = None
         self.block: HostBlock | None = None
         self.call: Call | None = None
-        self.position = 0
         self.original: HostBlock | None = None
         self.readers: list[weakref.ref[Call]] = []
         self.handles: list[weakref.ref[Handle]] = []
