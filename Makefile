@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check test-gpu bench docs clean
+.PHONY: help demo test check test-gpu bench bench-gpu docs clean
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -44,11 +44,22 @@ check: $(ENVIRONMENT) ## format, lint, types, import layers, spelling, doctests
 	$(PY) -m codespell_lib
 	$(PY) -m pytest --doctest-modules lightning_offload || test $$? -eq 5  # 5: no doctest found
 
-test-gpu: $(ENVIRONMENT) ## run the tests that need a GPU, in one process
-	$(PY) -m pytest -m gpu || test $$? -eq 5  # 5: no test is marked gpu
+# A part of them: make test-gpu GPU_TESTS="tests/gpu/test_races.py -k lstm"
+GPU_TESTS ?= tests/gpu
+NUM_GPU_WORKERS ?= 4
+
+test-gpu: $(ENVIRONMENT) ## run the tests that need a GPU
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -m gpu -q -p no:cacheprovider \
+		-n $(NUM_GPU_WORKERS) --dist worksteal $(GPU_TESTS) || test $$? -eq 5  # 5: no test is marked gpu
 
 bench: $(ENVIRONMENT) ## measure the overhead against plain training
 	$(PY) -m benchmarks overhead
+
+# Goes on where the last call stopped; a machine without git may be told the commit by BENCHMARK_COMMIT.
+MINUTES ?= 9
+
+bench-gpu: $(ENVIRONMENT) ## measure everything on a GPU, the most valuable first, for MINUTES=9
+	$(PY) -m benchmarks gpu --minutes $(MINUTES)
 
 docs: $(ENVIRONMENT) ## run the code in README.md and the examples in docs, and check their spelling
 	$(PY) -m pytest tests/test_readme.py

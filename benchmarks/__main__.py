@@ -1,4 +1,7 @@
-"""Command line of the benchmarks: `python -m benchmarks SUITE [--json] [--quick] [--pairs N]`."""
+"""Command line of the benchmarks: `python -m benchmarks SUITE [--json] [--quick] [--pairs N]`.
+
+`python -m benchmarks gpu` knows more: `--minutes`, `--cases`, `--fresh`, `--list`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import environment, tables
+from benchmarks.gpu.cases import all_cases
 from benchmarks.registry import SUITES, load_suite
 from benchmarks.results import (
+    ERROR,
     RESULTS_FOLDER,
     Measurements,
     Options,
@@ -33,19 +38,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in tables.write_documents():
             print(f"wrote {path}")
         return 0
+    if parsed.list:
+        for case in all_cases("cpu", quick=parsed.quick):
+            print(f"{case.key:<32} about {case.seconds:.0f} s{' a trial' if case.search else ''}")
+        return 0
     if parsed.pairs < 2:
         print(f"error: --pairs {parsed.pairs} is too few for an interval; give at least 2", file=sys.stderr)
         return 2
-    options = Options(quick=parsed.quick, num_pairs=_QUICK_PAIRS if parsed.quick else parsed.pairs)
-    measurements = run_suite(parsed.suite, options)
-    device = environment.device_name()
-    if not options.quick:
-        store(parsed.suite, device, measurements)
+    try:
+        measurements = run_suite(parsed.suite, _options(parsed))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return _finish(parsed, measurements)
+
+
+def _options(parsed: argparse.Namespace) -> Options:
+    return Options(
+        quick=parsed.quick,
+        num_pairs=_QUICK_PAIRS if parsed.quick else parsed.pairs,
+        device=parsed.device,
+        minutes=parsed.minutes,
+        cases=tuple(name for text in parsed.cases for name in text.split(",") if name),
+        fresh=parsed.fresh,
+        folder=parsed.results,
+    )
+
+
+def _finish(parsed: argparse.Namespace, measurements: Measurements) -> int:
+    """Store and show what was measured; the exit status says whether all of it could be."""
+    device = environment.device_name(parsed.device)
+    has_told = getattr(load_suite(parsed.suite), "STORES_ITSELF", False)
+    if has_told and not parsed.quick and parsed.results is None:
+        tables.write_documents()
+    elif not has_told and not parsed.quick:
+        store(parsed.suite, device, measurements, parsed.results or RESULTS_FOLDER)
     if parsed.json:
         print(json_line(parsed.suite, device, measurements.rows))
-    else:
+    elif not has_told:
         Console().print(_table(parsed.suite, device, measurements.rows))
-    return 0
+    for case, note in measurements.notes.items():
+        print(f"{case}: {note}", file=sys.stderr)
+    return 1 if any(row.metric == ERROR for row in measurements.rows) else 0
 
 
 def run_suite(name: str, options: Options) -> Measurements:
@@ -58,8 +92,9 @@ def run_suite(name: str, options: Options) -> Measurements:
 def store(suite: str, device: str, measurements: Measurements, folder: Path = RESULTS_FOLDER) -> None:
     """Write the result file and bring the documents up to date with it."""
     path = result_path(suite, device, folder)
-    write_result(path, suite, device, measurements, environment.describe())
-    tables.write_documents()
+    write_result(path, suite, device, measurements, environment.describe("cpu" if device == "cpu" else "cuda"))
+    if folder == RESULTS_FOLDER:
+        tables.write_documents()
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -82,6 +117,18 @@ def _parser() -> argparse.ArgumentParser:
         default=Options().num_pairs,
         help="pairs of steps per comparison (default %(default)s)",
     )
+    parser.add_argument("--device", help="torch device to measure on (default: the GPU if there is one)")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where results are read and stored")
+    gpu = parser.add_argument_group("suite gpu")
+    gpu.add_argument(
+        "--minutes",
+        type=float,
+        default=Options().minutes,
+        help="hard limit on the whole (default %(default)s); call again to go on",
+    )
+    gpu.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="only these, by name or pattern")
+    gpu.add_argument("--fresh", action="store_true", help="measure again what was measured before")
+    gpu.add_argument("--list", action="store_true", help="list the cases and end")
     return parser
 
 

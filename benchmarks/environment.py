@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -20,26 +21,44 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def device_name() -> str:
-    """Return the device's name for people and for file names."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+def device_name(kind: str | None = None) -> str:
+    """Return the device's name for people and for file names; by default that of the GPU if there is one."""
+    return torch.cuda.get_device_name() if torch.device(kind or device()).type == "cuda" else "cpu"
 
 
-def describe() -> dict[str, Any]:
-    """Return processor, threads, versions and commit, ready for JSON."""
+def describe(kind: str | None = None) -> dict[str, Any]:
+    """Return processor, threads, versions and commit, ready for JSON, and a GPU's memory and driver."""
     versions = {"python": platform.python_version(), "lightning_offload": lightning_offload.__version__}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
+    on_gpu = torch.device(kind or device()).type == "cuda"
+    if on_gpu:
+        versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        versions["driver"] = _driver()
     return {
         "processor": _processor(),
         "num_threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions,
         "commit": _commit(),
+        **({"device_memory_bytes": torch.cuda.get_device_properties(0).total_memory} if on_gpu else {}),
     }
+
+
+def _driver() -> str:
+    """Return the version of the GPU's driver, if its library tells."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except Exception:  # a figure without this is better than none
+        return "unknown"
+    return str(version)
 
 
 def _processor() -> str:
@@ -52,10 +71,13 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Return the commit that was measured, marked if the files differ from it; "unknown" outside git."""
+    """Return the commit that was measured, marked if the files differ from it.
+
+    Outside git it is what `BENCHMARK_COMMIT` in the environment says, or "unknown".
+    """
     commit = _git("rev-parse", "HEAD")
     if not commit:
-        return "unknown"
+        return os.environ.get("BENCHMARK_COMMIT", "unknown")
     return commit + (" with changes" if _git("status", "--porcelain") else "")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +79,44 @@ def time_pairs(
             seconds[step].append(clock() - start)
         advance()
     return PairedTimes(plain_seconds=tuple(seconds[plain]), other_seconds=tuple(seconds[other]))
+
+
+def time_rounds(
+    steps: Mapping[str, Callable[[], None]],
+    *,
+    num_rounds: int,
+    on_error: Callable[[str, Exception], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Time several kinds of step in turns, each once in a round; who goes first changes from round to round.
+
+    Args:
+        steps: Run one step each, by name; warmed up by the caller.
+        num_rounds: Rounds to time.
+        on_error: Told of a kind of step that failed and that takes no further part.
+        clock: Tells the time in seconds.
+
+    Returns:
+        The times of those that did not fail, round by round.
+    """
+    gc.collect()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(num_rounds):
+        names = list(seconds)
+        num_turns, turn = divmod(index, max(1, len(names)))
+        order = names[turn:] + names[:turn]
+        for name in order if num_turns % 2 == 0 else reversed(order):
+            try:
+                synchronize()
+                start = clock()
+                steps[name]()
+                synchronize()
+            except Exception as error:
+                del seconds[name]
+                on_error(name, error)
+            else:
+                seconds[name].append(clock() - start)
+    return seconds
 
 
 def ratio_of(times: PairedTimes) -> Ratio:

@@ -10,13 +10,15 @@ from rich.progress import Progress
 from benchmarks.results import Measurements, Options
 
 SUITES = {
+    "gpu": "benchmarks.suites.gpu",
+    "links": "benchmarks.suites.links",
     "overhead": "benchmarks.suites.overhead",
 }
 """Module of each suite."""
 
 
 class Suite(Protocol):
-    """What a suite's module provides."""
+    """What a suite's module provides; `STORES_ITSELF = True` besides, if it stores and tells as it goes."""
 
     TITLE: str
 

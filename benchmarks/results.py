@@ -2,7 +2,8 @@
 
 The line is `{"suite", "device", "rows": [{"case", "metric", "value", "goal"}]}`; a goal is the largest value
 that is good enough, or null for figures that are there to be read. A metric `x` with rows `x_low` and
-`x_high` has a 95% interval. Names end in their units, `_bytes` and `_seconds`.
+`x_high` has a 95% interval. Names end in their units, `_bytes` and `_seconds`. The metric `error` says that its
+case could not be measured; the reason stands in the file's `notes`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS_FOLDER = Path(__file__).resolve().parent / "results"
+ERROR = "error"
+"""Metric of a row that stands for a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +27,20 @@ class Options:
     Attributes:
         quick: Tiny models and few repeats, to try the harness; the figures mean nothing and are never stored.
         num_pairs: Pairs of steps per comparison.
+        device: Where to measure; None for the GPU if there is one.
+        minutes: When a suite of many cases must have ended.
+        cases: Which cases of such a suite to run, by name or pattern; all without any.
+        fresh: Whether cases that were measured before are measured again.
+        folder: Where the result is stored; None for the usual place.
     """
 
     quick: bool = False
     num_pairs: int = 30
+    device: str | None = None
+    minutes: float = 9.0
+    cases: tuple[str, ...] = ()
+    fresh: bool = False
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +69,19 @@ class Measurements:
         config: Sizes and settings that the figures depend on, ready for JSON.
         repeats: Repeats per comparison.
         spread: For each case and series the quartiles of its single measurements.
+        notes: What a reader of a case has to know, above all why it could not be measured.
     """
 
     rows: Sequence[Row]
     config: dict[str, Any]
     repeats: int
     spread: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def error_row(case: str) -> Row:
+    """Return the row that says that a case could not be measured."""
+    return Row(case=case, metric=ERROR, value=1.0)
 
 
 def json_line(suite: str, device: str, rows: Sequence[Row]) -> str:
@@ -85,6 +105,7 @@ def write_result(path: Path, suite: str, device: str, measurements: Measurements
         "repeats": measurements.repeats,
         "rows": [asdict(row) for row in measurements.rows],
         "spread": measurements.spread,
+        **({"notes": measurements.notes} if measurements.notes else {}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.registry import load_suite
-from benchmarks.results import RESULTS_FOLDER, Row
+from benchmarks.results import ERROR, RESULTS_FOLDER, Row
 from lightning_offload.units import format_bytes, format_seconds
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
@@ -77,10 +77,14 @@ def table_lines(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str]]:
 
 def format_value(metric: str, value: float) -> str:
     """Return `value` as text, in the unit that ends the metric's name."""
+    if metric.endswith("_bytes_per_second"):
+        return f"{format_bytes(round(value))}/s"
     if metric.endswith("_bytes"):
         return format_bytes(round(value))
     if metric.endswith("_seconds"):
         return format_seconds(value)
+    if metric.startswith("num_") or metric == "batch_size":
+        return f"{value:.0f}"
     return f"{value:.3f}"
 
 
@@ -100,8 +104,8 @@ def _section(result: dict[str, Any]) -> str:
     lines = [
         f"## {load_suite(result['suite']).TITLE}: {result['device']}",
         "",
-        f"{machine}; {result['repeats']} pairs per case.",
-        f"Versions: {versions}. Commit: {environment['commit']}.",
+        f"{machine}; {_pairs(result)} per case.",
+        f"Versions: {versions}. {_commits(result)}.",
         "",
         *(f"- {name}: {_sizes(sizes)}" for name, sizes in result["config"].items()),
         "",
@@ -109,8 +113,35 @@ def _section(result: dict[str, Any]) -> str:
         "",
         _detail_table(rows),
         "",
+        *_failures(rows, result.get("notes", {})),
     ]
     return "\n".join(lines)
+
+
+def _pairs(result: dict[str, Any]) -> str:
+    """Say how often each case was repeated."""
+    counts = {case["repeats"] for case in result.get("cases", {}).values() if case["repeats"]}
+    counts = counts or {result["repeats"]}
+    low, high = min(counts), max(counts)
+    return f"{low} pairs" if low == high else f"{low} to {high} pairs"
+
+
+def _commits(result: dict[str, Any]) -> str:
+    """Say what was measured; cases that were measured at different times may differ in that."""
+    by_commit: dict[str, list[str]] = {}
+    for key, case in result.get("cases", {}).items():
+        by_commit.setdefault(case["commit"], []).append(key)
+    if len(by_commit) < 2:
+        return f"Commit: {next(iter(by_commit), result['environment']['commit'])}"
+    return "Commits: " + "; ".join(f"{commit} ({', '.join(keys)})" for commit, keys in by_commit.items())
+
+
+def _failures(rows: Sequence[Row], notes: dict[str, str]) -> list[str]:
+    """Say what could not be measured, and why."""
+    cases = [row.case for row in rows if row.metric == ERROR]
+    if not cases:
+        return []
+    return ["Not measured:", "", *(f"- {case}: {notes.get(case, 'for an unknown reason')}" for case in cases), ""]
 
 
 def _sizes(sizes: dict[str, Any]) -> str:
@@ -125,7 +156,7 @@ def _goal_table(rows: Sequence[Row]) -> str:
 
 def _detail_table(rows: Sequence[Row]) -> str:
     """Return the other figures, one line per case."""
-    others = [line for line in table_lines(rows) if not line[3] and not line[4]]
+    others = [line for line in table_lines(rows) if not line[3] and not line[4] and line[1] != ERROR]
     cases = groupby(others, key=lambda line: line[0])
     lines = [(case, ", ".join(f"{line[1]} {line[2]}" for line in group)) for case, group in cases]
     return _markdown(("case", "figures"), lines)

@@ -33,6 +33,8 @@ FOREIGN_PROCESSES = ("resource_tracker", "compile_worker", "fork_server", "forks
 FOREIGN_THREADS = ("ThreadPoolExecutor-",)
 """torch.compile keeps such a pool; one of ours would have our name, and an unnamed one is joined at exit."""
 
+os.environ["LIGHTNING_OFFLOAD_CACHE"] = ""  # tests neither read nor leave calibrations of this machine
+
 # The same examples in every run: a failure is a change of the code, never of the dice.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")

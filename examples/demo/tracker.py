@@ -122,21 +122,38 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 class CudaPeak:
-    """The same protocol on a CUDA device, where the allocator itself keeps the peak (workspaces included)."""
+    """The same protocol on a CUDA device, where the allocator itself keeps the peak (workspaces included).
+
+    The allocator knows one peak at a time, and the library resets it where it measures a step. So each reset within
+    the scope notes the peak before it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak_bytes = 0
+        self.reserved_bytes = 0
+        self._reset: Callable[[Any], None] = torch.cuda.reset_peak_memory_stats
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Do nothing: the allocator knows its tensors."""
 
     def __enter__(self) -> CudaPeak:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._reset = torch.cuda.reset_peak_memory_stats
+        self._reset(self.device)
+        torch.cuda.reset_peak_memory_stats = self._note_and_reset
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats = self._reset
+        self._note()
+
+    def _note(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
+        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self.device))
+
+    def _note_and_reset(self, device: Any = None) -> None:
+        self._note()
+        self._reset(device)
 
 
 def peak_tracker(device: torch.device) -> LiveStorageTracker | CudaPeak:

@@ -1,14 +1,22 @@
 """Measures the links of a device: how fast bytes leave it and come back.
 
 Method: a block larger than the caches leaves through the very lanes that the runtime uses, and comes back to
-memory allocated anew, as in a step (on a CPU the first touch of new pages costs more than the copy); the best of
-a few is the link's rate, what the others lack is noise of the machine.
+memory allocated anew, as in a step (on a CPU the first touch of new pages costs more than the copy). A transfer is
+over when its callable returns, so that must wait for the copy itself, not for its launch; in one direction at a time
+the device is awaited before and after it as well. The best of a few is a link's rate, what the others lack is noise
+of the machine. A disk's rate is that of all trials together: the fastest of them is a cache's.
+
+Both directions at once: a thread for each repeats its transfer until both have made their trials, so the other
+direction is busy throughout what counts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -18,30 +26,108 @@ _CPU_INTERFERENCE = 0.5  # a worker thread that copies takes about half of what 
 _OVERHEAD_SECONDS = 30e-6
 _NUM_TRIALS = 3
 
-Transfer = Callable[[torch.UntypedStorage], None]
+Transfer = Callable[[torch.UntypedStorage], object]
+"""Copies a storage and returns when the copy is complete."""
 
 
-def measure_device(
-    device: torch.device, swap_out: Transfer, swap_in: Transfer, *, num_bytes: int = 32 << 20
-) -> DeviceSpec:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """Measured rates of a device's links; None for what was not measured or is not there.
+
+    Attributes:
+        d2h_bytes_per_second: Swap-out to the host alone.
+        h2d_bytes_per_second: Swap-in from the host alone.
+        both_d2h_bytes_per_second: Swap-out while a swap-in is under way.
+        both_h2d_bytes_per_second: Swap-in while a swap-out is under way.
+        disk_write_bytes_per_second: Swap-out to the disk tier.
+        disk_read_bytes_per_second: Swap-in from the disk tier.
+    """
+
+    d2h_bytes_per_second: float
+    h2d_bytes_per_second: float
+    both_d2h_bytes_per_second: float | None = None
+    both_h2d_bytes_per_second: float | None = None
+    disk_write_bytes_per_second: float | None = None
+    disk_read_bytes_per_second: float | None = None
+
+
+def measure_transfers(
+    device: torch.device,
+    swap_out: Transfer,
+    swap_in: Transfer,
+    *,
+    disk_write: Transfer | None = None,
+    disk_read: Transfer | None = None,
+    both_at_once: bool = True,
+    num_bytes: int = 32 << 20,
+) -> LinkRates:
     """Measure a device's links.
 
     Args:
         device: The device.
-        swap_out: Copies a storage of ``num_bytes`` to the host and waits for it.
+        swap_out: Copies a storage of ``num_bytes`` to the host and waits, on the host, for the copy itself.
         swap_in: Copies it back to a storage allocated anew, and waits.
+        disk_write: Copies a storage to the disk tier and waits until it is written.
+        disk_read: Copies it back to a storage allocated anew, and waits; only with ``disk_write``.
+        both_at_once: Whether to measure both directions at once too; then ``swap_out`` and ``swap_in`` are called
+            from two threads and must not share a block.
         num_bytes: Size of the block.
     """
-    storage = new_storage(num_bytes, device)
-    is_cpu = device.type == "cpu"
+
+    def fill(transfer: Transfer) -> Callable[[], object]:
+        return lambda: transfer(new_storage(num_bytes, device))
+
+    # Written, not merely allocated: pages of a CPU that were never written are all one page of zeros.
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+    d2h = num_bytes / min(_trials(lambda: swap_out(source), device))
+    h2d = num_bytes / min(_trials(fill(swap_in), device))
+    both = _both_seconds(lambda: swap_out(source), fill(swap_in)) if both_at_once else None
+    write = _trials(lambda: disk_write(source), device) if disk_write is not None else None
+    read = _trials(fill(disk_read), device) if disk_read is not None else None
+    return LinkRates(
+        d2h_bytes_per_second=d2h,
+        h2d_bytes_per_second=h2d,
+        both_d2h_bytes_per_second=num_bytes / both[0] if both is not None else None,
+        both_h2d_bytes_per_second=num_bytes / both[1] if both is not None else None,
+        disk_write_bytes_per_second=num_bytes * len(write) / sum(write) if write is not None else None,
+        disk_read_bytes_per_second=num_bytes * len(read) / sum(read) if read is not None else None,
+    )
+
+
+def measure_device(
+    device: torch.device,
+    swap_out: Transfer,
+    swap_in: Transfer,
+    *,
+    disk_write: Transfer | None = None,
+    disk_read: Transfer | None = None,
+    num_bytes: int = 32 << 20,
+) -> DeviceSpec:
+    """Measure what a planner needs of a device; the arguments are those of :func:`measure_transfers`."""
+    rates = measure_transfers(
+        device,
+        swap_out,
+        swap_in,
+        disk_write=disk_write,
+        disk_read=disk_read,
+        both_at_once=False,
+        num_bytes=num_bytes,
+    )
+    return spec_of(device, rates)
+
+
+def spec_of(device: torch.device, rates: LinkRates) -> DeviceSpec:
+    """What a planner needs of a device whose links were measured: the rates of one direction at a time."""
     return DeviceSpec(
         name=device_name(device),
         kind=device.type,
         memory_bytes=device_memory_bytes(device),
-        d2h_bytes_per_second=num_bytes / _best_seconds(lambda: swap_out(storage)),
-        h2d_bytes_per_second=num_bytes / _best_seconds(lambda: swap_in(new_storage(num_bytes, device))),
-        copy_interference=_CPU_INTERFERENCE if is_cpu else 0.0,
+        d2h_bytes_per_second=rates.d2h_bytes_per_second,
+        h2d_bytes_per_second=rates.h2d_bytes_per_second,
+        copy_interference=_CPU_INTERFERENCE if device.type == "cpu" else 0.0,
         overhead_seconds=_OVERHEAD_SECONDS,
+        disk_write_bytes_per_second=rates.disk_write_bytes_per_second or 0.0,
+        disk_read_bytes_per_second=rates.disk_read_bytes_per_second or 0.0,
     )
 
 
@@ -50,14 +136,48 @@ def new_storage(num_bytes: int, device: torch.device) -> torch.UntypedStorage:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
-def _best_seconds(transfer: Callable[[], None]) -> float:
-    transfer()
-    best = float("inf")
-    for _ in range(_NUM_TRIALS):
+def _trials(transfer: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of each trial after one to warm up."""
+    seconds = []
+    for _ in range(1 + _NUM_TRIALS):
+        _await(device)
         start = time.perf_counter()
         transfer()
-        best = min(best, time.perf_counter() - start)
-    return max(best, 1e-9)
+        _await(device)
+        seconds.append(max(time.perf_counter() - start, 1e-9))
+    return seconds[1:]
+
+
+def _await(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _both_seconds(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+    """Mean seconds of each of two transfers while the other is under way.
+
+    Raises:
+        Exception: What a transfer raised.
+    """
+    start = threading.Barrier(2)
+    done = (threading.Event(), threading.Event())
+
+    def repeat(transfer: Callable[[], object], mine: threading.Event, other: threading.Event) -> float:
+        try:
+            start.wait()
+            begin = time.perf_counter()
+            for _ in range(_NUM_TRIALS):
+                transfer()
+            seconds = time.perf_counter() - begin
+        finally:
+            mine.set()  # after a failure too: the other must not wait for this one
+        while not other.is_set():
+            transfer()
+        return max(seconds / _NUM_TRIALS, 1e-9)
+
+    with ThreadPoolExecutor(2, thread_name_prefix="lightning-offload-links") as pool:
+        futures = pool.submit(repeat, first, *done), pool.submit(repeat, second, *reversed(done))
+        return futures[0].result(), futures[1].result()
 
 
 def device_name(device: torch.device) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_offload.capture.placement import indexed
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, is_plain, tensors_in
 
@@ -31,7 +32,7 @@ class LiveBytes(StepObserver):
     def __init__(self, device: torch.device) -> None:
         self.peak_bytes = self.forward_peak_bytes = self.backward_peak_bytes = 0
         self.persistent: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._device_type = device.type
+        self._device = indexed(device)
         self._live_bytes = 0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._dead: deque[tuple[int, weakref.ref[torch.UntypedStorage], int]] = deque()
@@ -39,10 +40,10 @@ class LiveBytes(StepObserver):
     @override
     def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
         for tensor in tensors_in((args, kwargs)):
-            if tensor.device.type == self._device_type and is_plain(tensor):
+            if tensor.device == self._device and is_plain(tensor):
                 self._read(tensor.untyped_storage())
         for tensor in tensors_in(out):
-            if tensor.device.type == self._device_type and is_plain(tensor):
+            if tensor.device == self._device and is_plain(tensor):
                 self._add(tensor.untyped_storage())
 
     @override

@@ -3,25 +3,30 @@
 The step runs under the floor policy meanwhile (everything saved is swapped out at once), so that the lifetimes
 seen are those of the program's own references, and a step that would not fit can be recorded all the same. A
 storage's death is seen through a weak reference to its Python object, which torch keeps for as long as the
-storage lives. Works the same under FakeTensorMode, with modelled in place of measured times.
+storage lives. Works the same under FakeTensorMode, with modelled in place of measured times and no workspaces.
+
+On an accelerator an op's duration is the device's, read at the end; on CUDA the op's workspace is read off the
+allocator: Note [the peak is reset for each op].
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_offload.capture.module_names import ModuleNames
+from lightning_offload.capture.placement import indexed
+from lightning_offload.capture.timing import HostClock, OpClock, clock_for
+from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
 from lightning_offload.graph.step_graph import Op, Phase, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, effects, is_plain
+from lightning_offload.tensors.op_facts import OpFacts, effects, is_at_hand, is_plain
 
 Price = Callable[[OpFacts, Any, Any, Any], float]
 """Models the duration of a call in seconds from the op, its arguments and its result."""
@@ -29,10 +34,15 @@ Price = Callable[[OpFacts, Any, Any, Any], float]
 
 @dataclasses.dataclass(slots=True)
 class _Storage:
+    """``death`` is None while it lives; that of a storage from before the step does not show in the graph."""
+
     num_bytes: int
     birth: int
     value: int
     death: int | None = None
+
+    def lives_after(self, tick: int) -> bool:
+        return self.birth <= tick and (self.death is None or self.death > tick)
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,21 +58,41 @@ class _Save:
 class Recorder(StepObserver):
     """Builds a step graph from the events of one step.
 
+    Args:
+        device: Where the step computes; what lies elsewhere, on another device of its type too, does not count.
+        module: The model; its parts are named after it.
+        price: Models durations; by default they are measured.
+        clock: Measures durations; by default the device's own.
+        memory: Measures workspaces; by default the device's allocator's, where there is one.
+
     Attributes:
         leaves: Weak references to the tensors with ``requires_grad`` that the step read and did not make.
         num_unpacks: Unpacks seen so far.
     """
 
-    def __init__(self, device: torch.device, module: torch.nn.Module | None = None, price: Price | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        module: torch.nn.Module | None = None,
+        price: Price | None = None,
+        *,
+        clock: OpClock | None = None,
+        memory: OpMemory | None = None,
+    ) -> None:
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.num_unpacks = 0
-        self._device_type = device.type
+        self._device = indexed(device)
         self._price = price
-        self._modules = _ModuleNames(module)
+        is_real = price is None
+        self._clock = clock or (clock_for(self._device) if is_real else HostClock())
+        self._memory = memory or (op_memory_for(self._device) if is_real else None)
+        self._modules = ModuleNames(module)
         self._ops: list[Op] = []
         self._storages: list[_Storage] = []
         self._values: list[Value] = []
         self._saves: list[_Save] = []
+        self._by_runtime: list[_Storage] = []
+        self._references: list[weakref.ref[torch.UntypedStorage]] = []
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._tick = 0
         self._backward_module = ""
@@ -72,9 +102,21 @@ class Recorder(StepObserver):
     # ---- events
 
     @override
+    def before_op(self) -> None:
+        if self._closed:
+            return
+        if self._memory is not None:
+            self._memory.before_op()
+        self._clock.before_op()
+
+    @override
     def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
         if self._closed:
             return
+        self._clock.after_op(seconds if self._price is None else self._price(facts, args, kwargs, out))
+        workspace_bytes = self._memory.after_op() if self._memory is not None else 0
+        if workspace_bytes and tries_algorithms(facts.name):
+            workspace_bytes = 0
         read, made, num_fresh = effects(facts, args, kwargs, out)
         inputs = tuple(dict.fromkeys(self._value_of(t) for t in read if self._counts(t)))
         index, tick = len(self._ops), self._next_tick()
@@ -92,10 +134,13 @@ class Recorder(StepObserver):
                 module=self._backward_module if in_backward else self._modules.current(),
                 phase=phase,
                 tick=tick,
-                seconds=seconds if self._price is None else self._price(facts, args, kwargs, out),
+                seconds=0.0,  # known at the end
                 inputs=inputs,
                 outputs=tuple(outputs),
-                replayable=facts.may_replay(self._device_type) and len(outputs) == len(made),
+                replayable=facts.may_replay(self._device.type, args)
+                and len(outputs) == len(made)
+                and all(is_at_hand(tensor, self._device) for tensor in read),
+                workspace_bytes=workspace_bytes,
             )
         )
 
@@ -133,10 +178,17 @@ class Recorder(StepObserver):
         if not self._closed:
             self._saves[index].release_tick = self._tick
 
+    @override
+    def on_allocation(self, storage: torch.UntypedStorage) -> None:
+        if not self._closed:
+            record = _Storage(storage.nbytes(), self._tick, -1)
+            self._by_runtime.append(record)
+            self._references.append(weakref.ref(storage, self._on_death(record)))
+
     # ---- identity
 
     def _counts(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device_type and is_plain(tensor)
+        return tensor.device == self._device and is_plain(tensor)
 
     def _next_tick(self) -> int:
         self._tick += 1
@@ -152,7 +204,7 @@ class Recorder(StepObserver):
         index = self._find(storage)
         if index is None:
             index = self._new_storage(storage.nbytes(), -1)
-            self._live[storage._cdata] = (weakref.ref(storage), index)
+            self._live[storage._cdata] = (weakref.ref(storage, self._on_death(self._storages[index])), index)
             self._storages[index].value = self._new_value(index, -1)
         if self._storages[index].birth < 0 and tensor.requires_grad and tensor.is_leaf:
             self.leaves.setdefault(id(tensor), weakref.ref(tensor))
@@ -163,17 +215,15 @@ class Recorder(StepObserver):
         storage = tensor.untyped_storage()
         if fresh:
             index = self._new_storage(storage.nbytes(), tick)
-            self._live[storage._cdata] = (weakref.ref(storage, self._on_death(index)), index)
+            self._live[storage._cdata] = (weakref.ref(storage, self._on_death(self._storages[index])), index)
         else:
             index = self._values[self._value_of(tensor)].storage
         self._storages[index].value = self._new_value(index, op)
         return self._storages[index].value
 
-    def _on_death(self, index: int) -> Any:
-        storages = self._storages
-
+    def _on_death(self, record: _Storage) -> Any:
         def note(_: Any) -> None:
-            storages[index].death = self._tick
+            record.death = self._tick
 
         return note
 
@@ -195,12 +245,33 @@ class Recorder(StepObserver):
             if reference() is not None and self._storages[index].birth < 0
         }
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The true peak of the device's allocator since the first op, up to now; None where it does not tell.
+
+        Read it when the step's scope ends: what is allocated afterwards, by an optimizer say, counts too.
+        """
+        return self._memory.peak_bytes if self._memory is not None else None
+
+    @property
+    def unseen_bytes(self) -> int:
+        """Bytes allocated on the device after the last op that no storage known to the recording explains.
+
+        They are what the step does not touch (optimizer state, other models), what libraries keep (the workspace
+        of cuBLAS), and what the allocator rounds up. 0 where it does not tell.
+        """
+        if self._memory is None or not self._ops:
+            return 0
+        tick = self._ops[-1].tick
+        known = sum(s.num_bytes for s in (*self._storages, *self._by_runtime) if s.lives_after(tick))
+        return max(0, self._memory.allocated_bytes - known)
+
     def finish(self) -> StepGraph:
-        """End the recording and build the graph; later events are ignored."""
+        """End the recording and build the graph; later events are ignored. Waits for an accelerator."""
         self._closed = True
         end = self._tick
         storages = tuple(
-            Storage(num_bytes=s.num_bytes, birth=s.birth, death=end if s.death is None else s.death)
+            Storage(num_bytes=s.num_bytes, birth=s.birth, death=end if s.death is None or s.birth < 0 else s.death)
             for s in self._storages
         )
         saves = tuple(
@@ -217,45 +288,13 @@ class Recorder(StepObserver):
         leaves = {t.untyped_storage()._cdata: t for t in (r() for r in self.leaves.values()) if t is not None}
         unseen = 0 if self._saw_backward_op else sum(t.untyped_storage().nbytes() for t in leaves.values())
         self._live.clear()
+        self._references.clear()
+        durations = zip(self._ops, self._clock.resolve(), strict=True)
         return StepGraph(
             num_ticks=end,
-            ops=tuple(self._ops),
+            ops=tuple(dataclasses.replace(op, seconds=seconds) for op, seconds in durations),
             storages=storages,
             values=tuple(self._values),
             saves=saves,
             gradient_bytes=unseen,
         )
-
-
-_CALL_IMPL = torch.nn.Module._call_impl.__code__
-
-
-class _ModuleNames:
-    """Names the module that is running, from the Python stack: no hook on any module, so none to take off."""
-
-    def __init__(self, root: torch.nn.Module | None) -> None:
-        self._names: dict[int, str] = {}
-        if root is not None:
-            self._learn(root)
-
-    def _learn(self, root: torch.nn.Module) -> None:
-        for name, module in root.named_modules():
-            self._names.setdefault(id(module), name)
-
-    def current(self) -> str:
-        """Qualified name of the innermost running module, "" outside of any."""
-        frame: FrameType | None = sys._getframe(1)
-        innermost: torch.nn.Module | None = None
-        while frame is not None:
-            if frame.f_code is _CALL_IMPL:
-                module = frame.f_locals.get("self")
-                if innermost is None:
-                    innermost = module
-                if innermost is not None and id(innermost) in self._names:
-                    return self._names[id(innermost)]
-                outermost = module
-            frame = frame.f_back
-        if innermost is None or not isinstance(outermost, torch.nn.Module):
-            return ""
-        self._learn(outermost)
-        return self._names.get(id(innermost), type(innermost).__name__)

@@ -1,42 +1,214 @@
-"""Measures the ops and the stalls of a step that runs under a plan."""
+"""Measures the ops of a step: by the host's clock on a CPU, by events of the device on an accelerator.
+
+Protocol of an :class:`OpClock`: ``before_op`` and ``after_op`` around each op, in the thread that runs it;
+``resolve`` at the end. An accelerator runs ops long after the host has launched them, so its clock marks the
+stream before and after each op and reads the marks once the device has reached them. What lies between two ops
+(waits for copies above all) is in no op's duration. An op that the device awaits takes as long as its launch: a
+step that the host cannot feed fast enough has such durations in truth.
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import torch
 from typing_extensions import override
 
+from lightning_offload.capture.placement import indexed
+from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts
 
 
-class OpTimes(StepObserver):
-    """Durations of the ops of one step, in order.
+class OpClock(abc.ABC):
+    """Times the ops of one step."""
 
-    Attributes:
-        seconds: One entry an op.
-        names: Its overload.
-    """
+    @abc.abstractmethod
+    def before_op(self) -> None:
+        """An op is about to run in this thread."""
+
+    @abc.abstractmethod
+    def after_op(self, host_seconds: float) -> None:
+        """The op has run; on an accelerator it has been launched, which took ``host_seconds``."""
+
+    @abc.abstractmethod
+    def resolve(self) -> list[float]:
+        """Durations of the ops so far in seconds, in order; waits for the device if it must."""
+
+
+class HostClock(OpClock):
+    """Takes the host's durations, where the host runs the ops itself or they are modelled."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self._seconds: list[float] = []
+
+    @override
+    def before_op(self) -> None:
+        pass
+
+    @override
+    def after_op(self, host_seconds: float) -> None:
+        self._seconds.append(host_seconds)
+
+    @override
+    def resolve(self) -> list[float]:
+        return self._seconds
+
+
+class Mark(Protocol):
+    """A point in a stream that the device will reach, such as a recorded ``torch.Event``."""
+
+    def synchronize(self) -> None:
+        """Block until the stream came to it."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to another mark, both reached."""
+
+
+class DeviceClock(OpClock):
+    """Marks the device's current stream around each op.
+
+    Args:
+        device: The accelerator.
+        mark: Marks the stream that is current on the device; by default with an event that keeps time.
+        synchronize: Waits until the device has reached all marks.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        mark: Callable[[torch.device], Mark] | None = None,
+        synchronize: Callable[[torch.device], None] | None = None,
+    ) -> None:
+        self._device = indexed(device)
+        self._mark = mark or record_event
+        self._synchronize = synchronize or torch.accelerator.synchronize
+        self._open = _Open()
+        self._spans: list[_Span] = []
+        self._seconds: list[float] = []
+
+    @override
+    def before_op(self) -> None:
+        self._open.start = self._mark(self._device)
+
+    @override
+    def after_op(self, host_seconds: float) -> None:
+        end = self._mark(self._device)
+        start, self._open.start = self._open.start, None
+        self._spans.append(_Span(start, end, host_seconds))
+
+    @override
+    def resolve(self) -> list[float]:
+        if self._spans:
+            self._synchronize(self._device)
+            self._seconds.extend(span.seconds() for span in self._spans)
+            self._spans.clear()
+        return self._seconds
+
+
+class _Open(threading.local):
+    """The mark before the op that a thread runs: autograd has a thread for each device."""
+
+    start: Mark | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Span:
+    start: Mark | None
+    end: Mark
+    host_seconds: float
+
+    def seconds(self) -> float:
+        if self.start is None:
+            return self.host_seconds
+        try:
+            return max(0.0, self.start.elapsed_time(self.end) * 1e-3)
+        except (RuntimeError, ValueError):
+            # A mark set while a CUDA graph was captured has no time: only the capture ran, and on the host.
+            return self.host_seconds
+
+
+def record_event(device: torch.device) -> Mark:
+    """Mark the stream that is current on a device, looked up now.
+
+    The stream is named because an event without one takes the current device's, whatever device it was made for.
+    """
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def clock_for(device: torch.device) -> OpClock:
+    """The clock that tells how long ops take on a device."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+class OpTimes(StepObserver):
+    """Durations, and perhaps workspaces, of the ops of one step, in order.
+
+    Args:
+        clock: Times the ops; by default the host's.
+        memory: Measures their workspaces; by default they are not measured. Who gives it reads the step's peak
+            from it: Note [the peak is reset for each op].
+
+    Attributes:
+        names: The overload of each op.
+        workspace_bytes: The workspace of each op; empty if they were not measured.
+    """
+
+    def __init__(self, clock: OpClock | None = None, memory: OpMemory | None = None) -> None:
         self.names: list[str] = []
+        self.workspace_bytes: list[int] = []
+        self._clock = clock or HostClock()
+        self._memory = memory
+
+    @property
+    def seconds(self) -> list[float]:
+        """One entry an op; waits for the device."""
+        return self._clock.resolve()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The true peak of the device's allocator since the first op, up to now; None if it was not measured."""
+        return self._memory.peak_bytes if self._memory is not None else None
+
+    @override
+    def before_op(self) -> None:
+        if self._memory is not None:
+            self._memory.before_op()
+        self._clock.before_op()
 
     @override
     def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
-        self.seconds.append(seconds)
+        self._clock.after_op(seconds)
+        if self._memory is not None:
+            self.workspace_bytes.append(self._memory.after_op())
         self.names.append(facts.name)
 
 
 def retime(graph: StepGraph, times: OpTimes) -> StepGraph:
-    """The graph with the durations measured in a later step; unchanged if that step ran other ops."""
+    """The graph with what was measured in a later step; unchanged if that step ran other ops.
+
+    Of two durations the smaller counts: what a busy machine adds is no property of the op. Of two workspaces the
+    later one counts: the first call of an op may have been a trial run.
+    """
     if times.names != [op.name for op in graph.ops]:
         return graph
-    # The smaller of two measurements: what a busy machine adds is no property of the op.
+    workspaces = times.workspace_bytes or [op.workspace_bytes for op in graph.ops]
     ops = (
-        dataclasses.replace(op, seconds=min(seconds, op.seconds))
-        for op, seconds in zip(graph.ops, times.seconds, strict=True)
+        dataclasses.replace(op, seconds=min(seconds, op.seconds), workspace_bytes=workspace_bytes)
+        for op, seconds, workspace_bytes in zip(graph.ops, times.seconds, workspaces, strict=True)
     )
+    return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def scaled(graph: StepGraph, factor: float) -> StepGraph:
+    """The graph with all durations multiplied by a factor."""
+    ops = (dataclasses.replace(op, seconds=factor * op.seconds) for op in graph.ops)
     return dataclasses.replace(graph, ops=tuple(ops))

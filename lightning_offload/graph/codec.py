@@ -4,6 +4,9 @@ Protocol: ``encode(obj)`` writes one dataclass as a JSON object; ``encode_rows(r
 as lists in field order, which keeps a graph of 10^4 ops readable in a few MB. ``decode`` and ``decode_rows``
 check the type of every field and raise :class:`~lightning_offload.errors.PlanError` naming the field; they
 build plain data and never execute anything.
+
+A field that was added after files had been written carries :data:`ADDED` as its metadata, stands after all that
+were there before, and may be missing: it then has its default. No other field may.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ import json
 import math
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
 from lightning_offload.errors import PlanError
 
 SCHEMA_VERSION = 1
+
+ADDED: Final[Mapping[str, bool]] = types.MappingProxyType({"added": True})
+"""Metadata of a dataclass field that older files do not have."""
 
 T = TypeVar("T")
 
@@ -31,6 +38,11 @@ def _field_types(cls: type[Any]) -> dict[str, Any]:
         hints = typing.get_type_hints(cls)
         _TYPES[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     return _TYPES[cls]
+
+
+def _added_fields(cls: type[Any]) -> set[str]:
+    """Names of the fields that a file may leave out."""
+    return {field.name for field in dataclasses.fields(cls) if "added" in field.metadata}
 
 
 def encode(obj: Any) -> dict[str, Any]:
@@ -47,16 +59,16 @@ def decode(cls: type[T], data: Any, *, where: str) -> T:
     """Read one dataclass from a JSON object.
 
     Raises:
-        PlanError: A field is missing, unknown or of the wrong type.
+        PlanError: A field is missing (and not one that was added later), unknown or of the wrong type.
     """
     if not isinstance(data, dict):
         raise PlanError(f"{where}: expected an object, got {type(data).__name__}")
     fields = _field_types(cls)
     unknown = set(data) - set(fields)
-    missing = set(fields) - set(data)
+    missing = set(fields) - set(data) - _added_fields(cls)
     if unknown or missing:
         raise PlanError(f"{where}: unknown fields {sorted(unknown)}, missing fields {sorted(missing)}")
-    return cls(**{name: _check(fields[name], data[name], f"{where}.{name}") for name in fields})
+    return cls(**{name: _check(fields[name], data[name], f"{where}.{name}") for name in fields if name in data})
 
 
 def decode_rows(cls: type[T], rows: Any, *, where: str) -> tuple[T, ...]:
@@ -68,15 +80,15 @@ def decode_rows(cls: type[T], rows: Any, *, where: str) -> tuple[T, ...]:
     if not isinstance(rows, list):
         raise PlanError(f"{where}: expected a list of rows, got {type(rows).__name__}")
     fields = _field_types(cls)
-    return tuple(_decode_row(cls, fields, row, f"{where}[{i}]") for i, row in enumerate(rows))
+    least = len(fields) - len(_added_fields(cls))
+    return tuple(_decode_row(cls, fields, least, row, f"{where}[{i}]") for i, row in enumerate(rows))
 
 
-def _decode_row(cls: type[T], fields: dict[str, Any], row: Any, where: str) -> T:
-    if not isinstance(row, list) or len(row) != len(fields):
+def _decode_row(cls: type[T], fields: dict[str, Any], least: int, row: Any, where: str) -> T:
+    if not isinstance(row, list) or not least <= len(row) <= len(fields):
         raise PlanError(f"{where}: expected {len(fields)} fields {list(fields)}, got {row!r:.80}")
-    return cls(
-        **{name: _check(kind, item, f"{where}.{name}") for (name, kind), item in zip(fields.items(), row, strict=True)}
-    )
+    pairs = zip(fields.items(), row, strict=False)  # what was added later stands at the end
+    return cls(**{name: _check(kind, item, f"{where}.{name}") for (name, kind), item in pairs})
 
 
 def _check(kind: Any, item: Any, where: str) -> Any:

@@ -10,7 +10,7 @@ from lightning_offload.graph import codec
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """A compute device with its links to host memory.
+    """A compute device with its links to host memory and to a disk behind it.
 
     Attributes:
         name: What it is called, e.g. "NVIDIA H200" or "cpu".
@@ -23,6 +23,9 @@ class DeviceSpec:
         overhead_seconds: Host cost of one swap or replay beside its work.
         flops_per_second: Peak arithmetic rate, for op times that are modelled; 0 where they are measured.
         memory_bytes_per_second: Peak bandwidth of device memory, likewise.
+        host_memory_bytes: The most that swapped storages may take of host memory; None for no limit, 0 for none.
+        disk_write_bytes_per_second: Bandwidth of the disk tier; 0 where there is none.
+        disk_read_bytes_per_second: The same for reading; positive exactly if writing is.
     """
 
     name: str
@@ -34,6 +37,30 @@ class DeviceSpec:
     overhead_seconds: float
     flops_per_second: float = 0.0
     memory_bytes_per_second: float = 0.0
+    host_memory_bytes: int | None = dataclasses.field(default=None, metadata=codec.ADDED)
+    disk_write_bytes_per_second: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
+    disk_read_bytes_per_second: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there is a disk tier."""
+        return self.disk_write_bytes_per_second > 0 and self.disk_read_bytes_per_second > 0
+
+    def derated(self, fraction: float) -> DeviceSpec:
+        """The device with all links and the disk at a fraction of their rates, to plan with a margin.
+
+        Raises:
+            PlanError: The fraction is not in (0, 1].
+        """
+        if not 0 < fraction <= 1:
+            raise PlanError(f"a device is derated by a fraction in (0, 1], got {fraction}")
+        return dataclasses.replace(
+            self,
+            d2h_bytes_per_second=fraction * self.d2h_bytes_per_second,
+            h2d_bytes_per_second=fraction * self.h2d_bytes_per_second,
+            disk_write_bytes_per_second=fraction * self.disk_write_bytes_per_second,
+            disk_read_bytes_per_second=fraction * self.disk_read_bytes_per_second,
+        )
 
     def to_json(self) -> str:
         """Write the device as JSON."""
@@ -47,10 +74,23 @@ class DeviceSpec:
             PlanError: Not a device spec, or a rate that is not positive.
         """
         device = codec.decode(cls, codec.loads("device_spec", text), where="device_spec")
-        if min(device.d2h_bytes_per_second, device.h2d_bytes_per_second) <= 0:
-            raise PlanError(f"device_spec: bandwidths must be positive, got {device}")
-        if device.memory_bytes is not None and device.memory_bytes <= 0:
-            raise PlanError(f"device_spec: memory_bytes must be positive or null, got {device.memory_bytes}")
-        if not 0 <= device.copy_interference <= 1 or device.overhead_seconds < 0:
-            raise PlanError(f"device_spec: copy_interference must lie in [0, 1], overhead_seconds be >= 0: {device}")
+        device.check()
         return device
+
+    def check(self) -> None:
+        """Check that the figures are possible.
+
+        Raises:
+            PlanError: A rate, size or share is not.
+        """
+        if min(self.d2h_bytes_per_second, self.h2d_bytes_per_second) <= 0:
+            raise PlanError(f"device_spec: bandwidths must be positive, got {self}")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise PlanError(f"device_spec: memory_bytes must be positive or null, got {self.memory_bytes}")
+        if not 0 <= self.copy_interference <= 1 or self.overhead_seconds < 0:
+            raise PlanError(f"device_spec: copy_interference must lie in [0, 1], overhead_seconds be >= 0: {self}")
+        if self.host_memory_bytes is not None and self.host_memory_bytes < 0:
+            raise PlanError(f"device_spec: host_memory_bytes must be >= 0 or null, got {self.host_memory_bytes}")
+        disk = (self.disk_write_bytes_per_second, self.disk_read_bytes_per_second)
+        if min(disk) < 0 or (min(disk) == 0) != (max(disk) == 0):
+            raise PlanError(f"device_spec: disk bandwidths must both be positive, or both 0 for no disk, got {disk}")

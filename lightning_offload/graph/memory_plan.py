@@ -56,6 +56,9 @@ class MemoryPlan:
         floor_bytes: Smallest feasible budget.
         floor_op: The op whose working set sets the floor.
         bound_seconds: Lower bound on the step time of any plan within the budget.
+        predicted_stall_seconds: The part of the step time in which compute waits for copies.
+        predicted_host_bytes: Peak of swapped bytes on the host at once, in storages' own sizes.
+        predicted_disk_bytes: The same for the disk.
     """
 
     graph_digest: str
@@ -69,6 +72,9 @@ class MemoryPlan:
     floor_bytes: int
     floor_op: str
     bound_seconds: float
+    predicted_stall_seconds: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
+    predicted_host_bytes: int = dataclasses.field(default=0, metadata=codec.ADDED)
+    predicted_disk_bytes: int = dataclasses.field(default=0, metadata=codec.ADDED)
 
     def bytes_of(self, graph: StepGraph, action: Action) -> int:
         """Bytes of saved storages (persistent ones aside) under an action."""

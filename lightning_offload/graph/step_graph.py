@@ -36,6 +36,8 @@ class Op:
         inputs: Values it reads.
         outputs: Values it makes, on new storages or on storages that it wrote.
         replayable: Whether running it again on the same values gives the same bits, without side effects.
+        workspace_bytes: Device memory that it needs beyond its inputs and outputs while it runs, and that is gone
+            after it; 0 where that is not known.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     replayable: bool
+    workspace_bytes: int = dataclasses.field(default=0, metadata=codec.ADDED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ class StepGraph:
         return sum(op.seconds for op in self.ops)
 
     def digest(self) -> str:
-        """Fingerprint of the structure (ops, sizes, saves), not of times: two runs of one model agree on it."""
+        """Fingerprint of the structure (ops, sizes, saves), not of what is measured: two runs of one model agree."""
         hasher = hashlib.sha256()
         for op in self.ops:
             hasher.update(f"{op.name}|{op.inputs}|{op.outputs}\n".encode())
@@ -195,6 +198,7 @@ def check(graph: StepGraph) -> None:
     last_tick = -1
     for i, op in enumerate(graph.ops):
         _expect(last_tick < op.tick < graph.num_ticks and op.seconds >= 0, f"ops[{i}] is out of order: {op}")
+        _expect(op.workspace_bytes >= 0, f"ops[{i}] has a negative workspace: {op}")
         last_tick = op.tick
         for value_id in (*op.inputs, *op.outputs):
             _expect(0 <= value_id < len(graph.values), f"ops[{i}] points outside the graph: value {value_id}")

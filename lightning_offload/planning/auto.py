@@ -5,8 +5,12 @@ the shortest prefix of that order that is feasible, every trial being simulated 
 the share of its copies' duration that a swap is priced at (how much of it may be hidden depends on all the
 others) and in the bytes that a chain of replays may accumulate before it is broken by a storage that is
 swapped, or kept. The best few results are then pruned: storages whose action turns out to be unnecessary are
-kept again, and the largest ones of the best plan try the other actions. Everything-swapped, waiting for each
-copy, is the last resort, so a plan exists whenever the budget is at least the floor.
+kept again, and the largest ones of the best plan try the other actions. The floor's choice, waiting for each copy,
+is the last resort, so a plan exists whenever the budget is at least the floor.
+
+Where host memory is limited and there is no disk, an order swaps what fits the host, cheapest first, and
+recomputes what it would have swapped beyond that. Where all swaps go to disk they are priced at the disk's rate;
+where only some do, at the link's, and the simulation tells.
 
 Shortfall: greedy, so no optimality is claimed; every plan reports its gap to :mod:`~.bound`.
 """
@@ -16,10 +20,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Action, MemoryPlan, Tier
+from lightning_offload.planning.chains import replay_cost
+from lightning_offload.planning.lane_times import in_rates, out_rates
 from lightning_offload.planning.plans import Setting, build_plan
-from lightning_offload.planning.problem import Candidate
 from lightning_offload.planning.simulator import Timeline, simulate
+from lightning_offload.planning.tiers import HostRoom, must_fit_host
 
 _SWAP_WEIGHTS = (0.02, 0.1, 0.3, 1.0, 3.0)
 _CHAIN_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)
@@ -69,7 +76,7 @@ def _families(setting: Setting) -> list[Ordered]:
     """Orders in which storages leave the device, cheapest bytes first."""
     seen: dict[tuple[tuple[int, Action], ...], None] = {}
     for weight, fraction, break_by in itertools.product(_SWAP_WEIGHTS, _CHAIN_FRACTIONS, _BREAKS):
-        seen[tuple(_order(setting, weight, fraction, break_by))] = None
+        seen[tuple(_fit_host(setting, _order(setting, weight, fraction, break_by)))] = None
     return [list(order) for order in seen]
 
 
@@ -77,12 +84,13 @@ def _order(setting: Setting, swap_weight: float, chain_fraction: float, break_by
     problem, device = setting.problem, setting.device
     assert setting.budget_bytes is not None
     chain_limit = chain_fraction * max(1, setting.plain.peak_bytes - problem.graph.persistent_bytes)
-    rate = 1 / device.d2h_bytes_per_second + 1 / device.h2d_bytes_per_second
+    rate = _swap_rate(device, swap_weight)
     chain_bytes: dict[int, float] = {}
     priced: list[tuple[float, int, Action]] = []
     for c in sorted(problem.candidates.values(), key=lambda c: c.value):
-        swap = c.num_bytes * rate * max(device.copy_interference, swap_weight) + device.overhead_seconds
-        replay, chain = _replay_price(setting, c, chain_bytes)
+        swap = c.num_bytes * rate + device.overhead_seconds
+        replay, chain = replay_cost(problem, c, chain_bytes)
+        replay += device.overhead_seconds
         can_replay = c.can_recompute and (chain <= chain_limit or not c.can_swap)
         if not can_replay and (not c.can_swap or (break_by == "keep" and c.can_recompute)):
             chain_bytes[c.value] = 0.0
@@ -94,25 +102,27 @@ def _order(setting: Setting, swap_weight: float, chain_fraction: float, break_by
     return [(storage, action) for _, storage, action in priced]
 
 
-def _replay_price(setting: Setting, candidate: Candidate, chain_bytes: dict[int, float]) -> tuple[float, float]:
-    """Seconds to replay a storage from the saved tensors around it, and the bytes of the chain behind it."""
-    problem, graph = setting.problem, setting.problem.graph
-    if not candidate.can_recompute:
-        return float("inf"), float("inf")
-    seconds, num_bytes = 0.0, float(candidate.num_bytes)
-    stack, seen = [candidate.value], set[int]()
-    while stack:
-        producer = graph.values[stack.pop()].producer
-        if producer in seen or producer < 0:
-            continue
-        seen.add(producer)
-        seconds += graph.ops[producer].seconds
-        for v in graph.ops[producer].inputs:
-            if problem.is_saved_for_good(v):
-                num_bytes += chain_bytes.get(v, 0.0)
-            elif not problem.is_given(v):
-                stack.append(v)
-    return seconds + setting.device.overhead_seconds, num_bytes
+def _swap_rate(device: DeviceSpec, weight: float) -> float:
+    """Seconds that a swap is priced at per byte: what compute loses to it, or a share of its copies' duration."""
+    out, back = out_rates(device), in_rates(device)
+    tier: Tier = "disk" if device.host_memory_bytes == 0 and device.has_disk else "host"
+    return max((out.link + back.link) * device.copy_interference, (out.of(tier) + back.of(tier)) * weight)
+
+
+def _fit_host(setting: Setting, order: Ordered) -> Ordered:
+    """Swap only what the host has room for, so that each prefix fits; recompute or keep the rest."""
+    problem, device = setting.problem, setting.device
+    if device.host_memory_bytes is None or not must_fit_host(device):
+        return order
+    candidates = problem.candidates
+    room = HostRoom(problem, device.host_memory_bytes, (s for s, c in candidates.items() if c.can_recompute))
+    fitting: Ordered = []
+    for s, action in order:
+        if action == "recompute" or room.take(s):
+            fitting.append((s, action))
+        elif candidates[s].can_recompute:
+            fitting.append((s, "recompute"))
+    return fitting
 
 
 def _simulate(setting: Setting, actions: dict[int, Action]) -> _Choice:
@@ -121,6 +131,8 @@ def _simulate(setting: Setting, actions: dict[int, Action]) -> _Choice:
 
 
 def _is_feasible(setting: Setting, choice: _Choice) -> bool:
+    if choice.timeline.overflow_bytes:
+        return False
     return setting.budget_bytes is None or choice.timeline.peak_bytes <= setting.budget_bytes
 
 

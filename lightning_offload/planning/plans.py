@@ -12,7 +12,8 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import AT_PACK, Action, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.bound import bound_seconds
-from lightning_offload.planning.problem import Candidate, Problem
+from lightning_offload.planning.floor import Floor, find_floor
+from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.residency import Actions
 from lightning_offload.planning.simulator import Timeline, simulate
 from lightning_offload.units import format_bytes
@@ -32,15 +33,19 @@ class Setting:
         return simulate(self.problem, {}, self.device)
 
     @functools.cached_property
-    def floor_actions(self) -> dict[int, Action]:
-        """Everything off the device at once: swapped, or recomputed where swapping makes no sense."""
-        return {s: "swap" if c.can_swap else "recompute" for s, c in self.problem.candidates.items() if _leaves(c)}
+    def lowest(self) -> Floor:
+        """The choice with the smallest peak that can be promised."""
+        return find_floor(self.problem, self.device, self.plain)
 
-    @functools.cached_property
+    @property
+    def floor_actions(self) -> dict[int, Action]:
+        """What to do for the smallest peak, waiting for each copy."""
+        return self.lowest.actions
+
+    @property
     def floor(self) -> Timeline:
-        """The step under :attr:`floor_actions`, waiting for each copy: the smallest peak there is."""
-        swapped = simulate(self.problem, self.floor_actions, self.device, overlap=False)
-        return min(swapped, self.plain, key=lambda timeline: timeline.peak_bytes)
+        """The step under :attr:`floor_actions`: the smallest peak there is."""
+        return self.lowest.timeline
 
     @property
     def floor_op(self) -> str:
@@ -57,30 +62,38 @@ class Setting:
             BudgetInfeasibleError: The budget is below the floor.
         """
         if self.budget_bytes is not None and self.budget_bytes < self.floor.peak_bytes:
-            raise infeasible(self.budget_bytes, self.floor.peak_bytes, self.floor_op)
+            raise self.infeasible(self.floor.peak_bytes, self.floor_op)
 
+    def infeasible(self, floor_bytes: int, op: str, policy: str = "") -> BudgetInfeasibleError:
+        """The error for a budget below a floor.
 
-def _leaves(candidate: Candidate) -> bool:
-    return candidate.can_swap or candidate.can_recompute
+        Args:
+            floor_bytes: The smallest budget that works.
+            op: What sets it.
+            policy: The policy whose floor it is; "" for the smallest of all.
+        """
+        assert self.budget_bytes is not None
+        under = f" under policy {policy!r}" if policy else ""
+        fixes = ["raise the budget", "lower the batch size"]
+        if self.lowest.is_host_short:
+            assert self.device.host_memory_bytes is not None
+            fixes.append(f"raise the host budget ({format_bytes(self.device.host_memory_bytes)}) or allow a disk tier")
+        fixes += ["use policy='auto'"] if policy else []
+        return BudgetInfeasibleError(
+            f"budget {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) is infeasible{under}: the smallest "
+            f"feasible budget is {format_bytes(floor_bytes)} ({floor_bytes} bytes), set by {op}; "
+            + ", ".join(fixes[:-1])
+            + f"{',' if len(fixes) > 2 else ''} or {fixes[-1]}",
+            budget_bytes=self.budget_bytes,
+            floor_bytes=floor_bytes,
+            op=op,
+        )
 
 
 def describe(op: Op) -> str:
     """An op for messages: its name, its module where that is known, and its phase."""
     where = f" in `{op.module}`" if op.module else ""
     return f"{op.name}{where} ({op.phase})"
-
-
-def infeasible(budget_bytes: int, floor_bytes: int, op: str, policy: str = "") -> BudgetInfeasibleError:
-    """The error for a budget below a floor."""
-    under = f" under policy {policy!r}" if policy else ""
-    return BudgetInfeasibleError(
-        f"budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is infeasible{under}: the smallest feasible "
-        f"budget is {format_bytes(floor_bytes)} ({floor_bytes} bytes), set by {op}; raise the budget, lower the "
-        "batch size" + (", or use policy='auto'" if policy else ""),
-        budget_bytes=budget_bytes,
-        floor_bytes=floor_bytes,
-        op=op,
-    )
 
 
 def build_plan(
@@ -96,6 +109,7 @@ def build_plan(
         Decision(
             storage=s,
             action=action,
+            tier=timeline.tiers.get(s, "host"),
             release_op=_release_op(problem, timeline.release_tick.get(s, -1)),
             prefetch_unpack=timeline.prefetch.get(s, -1),
             memo=s not in no_memo,
@@ -114,6 +128,9 @@ def build_plan(
         floor_bytes=setting.floor.peak_bytes,
         floor_op=setting.floor_op,
         bound_seconds=bound_seconds(problem, setting.device, setting.budget_bytes),
+        predicted_stall_seconds=timeline.stall_seconds,
+        predicted_host_bytes=timeline.host_peak_bytes,
+        predicted_disk_bytes=timeline.disk_peak_bytes,
     )
 
 

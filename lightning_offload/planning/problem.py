@@ -12,6 +12,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
+from lightning_offload.graph.stays import Stays
 from lightning_offload.graph.step_graph import Save, StepGraph
 
 MIN_BYTES = 64 << 10
@@ -67,10 +68,12 @@ class Problem:
         op_ticks: Tick of each op.
         base: Live bytes at each tick that no plan changes.
         seconds: Duration of the op at each tick, 0 where there is none.
+        stays: How long swapped storages lie on their tier.
     """
 
     def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset()) -> None:
         self.graph = graph
+        self.stays = Stays(graph)
         self.last_value = last_values(graph)
         self.written_until = _overwritten_at(graph)
         saves = _saves_by_storage(graph)
@@ -148,7 +151,7 @@ class Problem:
         return self.graph.storages[storage].death > tick and self.written_until[value] > tick
 
     def _base(self, saves: dict[int, list[Save]]) -> Bytes:
-        """Bytes of storages while the program holds them, and of saved ones that are always kept."""
+        """Bytes of storages while the program holds them, of saved ones that are always kept, and of workspaces."""
         graph = self.graph
         delta = np.zeros(graph.num_ticks + 2, dtype=np.int64)
         delta[0] += graph.extra_bytes
@@ -162,7 +165,10 @@ class Problem:
         if self.unpacks:
             freed = graph.old_gradient_bytes - graph.accumulated_bytes
             delta[self.unpacks[0].tick] += graph.gradient_bytes - freed
-        return np.cumsum(delta)[: graph.num_ticks + 1]
+        base = np.cumsum(delta)[: graph.num_ticks + 1]
+        for op in graph.ops:
+            base[op.tick] += op.workspace_bytes
+        return base
 
 
 def min_bytes(graph: StepGraph) -> int:

@@ -64,28 +64,10 @@ class _Walk:
         for s, action in self.actions.items():
             if action == "recompute":
                 until = result.needed_at.get(s, problem.release[s])
-                for storage in self._storages_behind(problem.candidates[s].value):
-                    if self.actions.get(storage) is None or storage in result.needed_at:
+                for storage in problem.stays.behind(problem.candidates[s].value):
+                    other = self.actions.get(storage)
+                    if other is None or (other == "swap" and storage in result.needed_at):
                         result.held_until[storage] = max(result.held_until[storage], until)
-
-    def _storages_behind(self, value: int) -> set[int]:
-        """Saved storages that a replay of a value reads, through values that are not saved."""
-        problem, values = self.problem, self.problem.graph.values
-        found: set[int] = set()
-        stack, seen = [value], {value}
-        while stack:
-            producer = values[stack.pop()].producer
-            for v in problem.graph.ops[producer].inputs if producer >= 0 else ():
-                storage = values[v].storage
-                if v in seen or problem.is_given(v):
-                    continue
-                seen.add(v)
-                if problem.is_saved_for_good(v):
-                    if self.actions.get(storage) != "recompute":
-                        found.add(storage)
-                else:
-                    stack.append(v)
-        return found
 
     def _need(self, value: int, tick: int) -> list[int]:
         """Make a value available at a tick; the ops to replay for it, in order."""
@@ -135,7 +117,7 @@ class _Walk:
             for v in op.inputs:
                 if v in own and graph.values[v].storage in written:
                     del own[v]
-            peak = max(peak, stays + sum(own.values()) + sum(sizes.values()))
+            peak = max(peak, stays + sum(own.values()) + sum(sizes.values()) + op.workspace_bytes)
             for v, size in sizes.items():
                 if self._stays(v, unpack):
                     result.needed_at[graph.values[v].storage] = tick

@@ -2,9 +2,10 @@
 
 Memory is exact by construction, at the granularity of ticks: a plan fixes the op before which the device copy
 of a swap is released and the unpack at which its copy back is issued, and the runtime waits rather than exceed
-them, whatever the speed of the link. Only time depends on the performance model: one FIFO lane for each
-direction, ops and replays one after another on the compute lane, and compute slowed down by the share of the
-copies that the device's ``copy_interference`` says.
+them, whatever the speed of the link. Only time depends on the performance model: FIFO lanes for the copies
+(:mod:`~.lane_times`), ops and replays one after another on the compute lane, and compute slowed down by the share
+of the copies that the device's ``copy_interference`` says. Which swaps go to disk follows from the choice of
+actions and the device (:mod:`~.tiers`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.planning.problem import Bytes, Problem
+from lightning_offload.graph.memory_plan import Tier
+from lightning_offload.planning.lane_times import Deadlines, Direction, Lanes, in_rates, out_rates
+from lightning_offload.planning.problem import Bytes, Candidate, Problem
 from lightning_offload.planning.residency import Actions, Residency, residency
+from lightning_offload.planning.tiers import TierChoice, choose_tiers
 
 _LOOKAHEAD = 64
-_CLOCK_NOISE = 1e-12  # seconds; what sums of the same durations in another order differ by
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,10 @@ class Timeline:
         stall_seconds: Time that compute waits for copies.
         release_tick: By swapped storage: tick at which its device copy is released; -1 at its pack.
         prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1 on demand.
+        tiers: By swapped storage: where it goes.
+        host_peak_bytes: Most bytes on the host at once, each storage rounded up to what it takes there.
+        disk_peak_bytes: The same for the disk.
+        overflow_bytes: By how much the host would have to be larger; a choice with any is infeasible.
     """
 
     memory: Bytes
@@ -44,6 +51,10 @@ class Timeline:
     stall_seconds: float
     release_tick: Mapping[int, int]
     prefetch: Mapping[int, int]
+    tiers: Mapping[int, Tier]
+    host_peak_bytes: int
+    disk_peak_bytes: int
+    overflow_bytes: int
 
 
 def simulate(
@@ -60,7 +71,7 @@ def simulate(
     Args:
         problem: The step.
         actions: What happens to each candidate storage; those without an action are kept.
-        device: Links and overheads.
+        device: Links, tiers and overheads.
         limit_bytes: Releases and prefetches are chosen so that memory stays below this where they can.
         no_memo: Recomputed storages that are not kept when they are replayed on the way to another.
         overlap: Whether copies may overlap compute; False is the floor policy, which waits for each.
@@ -84,6 +95,8 @@ class _Simulation:
         self.starts: npt.NDArray[np.float64] = np.concatenate(([0.0], np.cumsum(seconds)))
         self.release: dict[int, int] = {}
         self.prefetch: dict[int, int] = {}
+        away = {c.storage: self._away_seconds(c) for c in self.swapped} if device.host_memory_bytes is not None else {}
+        self.stored: TierChoice = choose_tiers(problem, self.swapped, self.recomputed, away, device)
         self.memory = self._static_memory()
 
     def run(self, limit: int | None, overlap: bool) -> Timeline:
@@ -103,7 +116,16 @@ class _Simulation:
             stall_seconds=stalls,
             release_tick=self.release,
             prefetch=self.prefetch,
+            tiers=self.stored.tiers,
+            host_peak_bytes=self.stored.host_peak_bytes,
+            disk_peak_bytes=self.stored.disk_peak_bytes,
+            overflow_bytes=self.stored.overflow_bytes,
         )
+
+    def _away_seconds(self, candidate: Candidate) -> float:
+        """From its pack to its first need, or to its end where it is never needed."""
+        until = self.needs.needed_at.get(candidate.storage, candidate.release)
+        return float(self.starts[until] - self.starts[candidate.pack_tick])
 
     # ---- memory
 
@@ -125,12 +147,11 @@ class _Simulation:
 
     def _choose_releases(self, limit: int | None) -> None:
         """Release each device copy when its copy out has ended, earlier where memory is short."""
-        lane_free = 0.0
+        lanes = Direction(out_rates(self.device))
         waiting: list[tuple[int, int, int]] = []
         for c in self.swapped:
-            start = max(lane_free, float(self.starts[c.pack_tick]))
-            lane_free = start + c.num_bytes / self.device.d2h_bytes_per_second
-            until = self._next_op_tick(int(np.searchsorted(self.starts, lane_free)))
+            end = lanes.run(c.num_bytes, self.stored.tiers[c.storage], float(self.starts[c.pack_tick]))
+            until = self._next_op_tick(int(np.searchsorted(self.starts, end)))
             first_need = self.needs.needed_at.get(c.storage, c.release)
             tight = self._last_op_tick(c.pack_tick, c.death)
             release = until if until < first_need else tight
@@ -171,11 +192,9 @@ class _Simulation:
     def _choose_prefetches(self, limit: int | None) -> None:
         """Issue each copy back as late as hides it, as early as memory allows; last need first."""
         wanted = [(self.needs.needed_at[c.storage], c) for c in self.swapped if c.storage in self.needs.needed_at]
-        lane_busy_from = float("inf")
+        deadlines = Deadlines(in_rates(self.device), self.device.overhead_seconds)
         for need, c in sorted(wanted, key=lambda pair: -pair[0]):
-            latest_end = min(float(self.starts[need]), lane_busy_from)
-            issue_by = latest_end - c.num_bytes / self.device.h2d_bytes_per_second - self.device.overhead_seconds
-            lane_busy_from = issue_by
+            issue_by = deadlines.issue_by(c.num_bytes, self.stored.tiers[c.storage], float(self.starts[need]))
             away_from = max(c.death, self.release[c.storage])
             self.prefetch[c.storage] = self._issue(need, issue_by, c.num_bytes, away_from, limit)
 
@@ -200,18 +219,18 @@ class _Simulation:
 
     def _time(self) -> tuple[float, float]:
         """Seconds of the step, and of those the ones that compute waited for copies."""
-        lanes, device = _Lanes(self.device), self.device
+        lanes, device, tiers = Lanes(self.device), self.device, self.stored.tiers
         packed, released, issued, needed = self._events()
         now, previous = 0.0, 0
         for tick in sorted({*packed, *released, *issued, *needed}):
             now += float(self.starts[tick] - self.starts[previous])
             previous = tick
             for s in packed.get(tick, ()):
-                lanes.swap_out(s, self.problem.candidates[s].num_bytes, now)
+                lanes.swap_out(s, self.problem.candidates[s].num_bytes, tiers[s], now)
             for s in released.get(tick, ()):
                 now = lanes.wait(lanes.out_end[s], now)
             for s in (*issued.get(tick, ()), *needed.get(tick, ())):
-                lanes.swap_in(s, self.problem.candidates[s].num_bytes, now)
+                lanes.swap_in(s, self.problem.candidates[s].num_bytes, tiers[s], now)
             for s in needed.get(tick, ()):
                 now = lanes.wait(lanes.in_end[s], now)
         now += float(self.starts[-1] - self.starts[previous])
@@ -234,32 +253,6 @@ class _Simulation:
                 if ordinal >= 0:
                     issued.setdefault(int(self.problem.unpack_ticks[ordinal]), []).append(c.storage)
         return packed, released, issued, needed
-
-
-class _Lanes:
-    """The two FIFO copy lanes of a device on the simulated clock."""
-
-    def __init__(self, device: DeviceSpec) -> None:
-        self.device = device
-        self.out_end: dict[int, float] = {}
-        self.in_end: dict[int, float] = {}
-        self.out_free = self.in_free = self.stall_seconds = self.copy_seconds = 0.0
-
-    def swap_out(self, storage: int, num_bytes: int, now: float) -> None:
-        seconds = num_bytes / self.device.d2h_bytes_per_second
-        self.out_free = self.out_end[storage] = max(now, self.out_free) + seconds
-        self.copy_seconds += seconds
-
-    def swap_in(self, storage: int, num_bytes: int, now: float) -> None:
-        if storage in self.in_end:
-            return
-        seconds = num_bytes / self.device.h2d_bytes_per_second
-        self.in_free = self.in_end[storage] = max(now, self.in_free, self.out_end[storage]) + seconds
-        self.copy_seconds += seconds
-
-    def wait(self, end: float, now: float) -> float:
-        self.stall_seconds += end - now if end - now > _CLOCK_NOISE else 0.0
-        return max(now, end)
 
 
 def _occupy(delta: Bytes, begin: int, end: int, num_bytes: int) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lightning_offload.capture.calibrate import measure_device
-from lightning_offload.errors import UnsupportedError
+from lightning_offload.capture import spec_cache
+from lightning_offload.capture.calibrate import LinkRates, Transfer, measure_device, measure_transfers, spec_of
+from lightning_offload.capture.placement import indexed
+from lightning_offload.errors import SpillError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import Lanes, lanes_for
+from lightning_offload.runtime.spill import DiskPool
+from lightning_offload.runtime.tiers import Place, Tiers, tiers_for
+from lightning_offload.units import format_bytes
 
 
 def find_device(module: torch.nn.Module | None, inputs: Any) -> torch.device:
@@ -43,24 +50,95 @@ def supported(device: torch.device | str) -> torch.device:
         raise UnsupportedError(f"device {device!r} is not known: use 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda'")
-    return device
+    return indexed(device)
 
 
 _LINK_BLOCK_BYTES = 32 << 20
+_NOMINAL_RATE = 1e9  # bytes per second of links that could not be measured: too slow, so plans avoid them
 
 
-def measure_links(device: torch.device, lanes: Lanes | None) -> DeviceSpec:
-    """Measure a device through its lanes, or through lanes of its own where there are none."""
-    block = HostPool().allocate(_LINK_BLOCK_BYTES)
-    assert block is not None
-    used = lanes if lanes is not None else lanes_for(device)
+class HostRefusedError(SpillError):
+    """The host has no memory to measure links with."""
+
+
+def nominal_spec(device: torch.device) -> DeviceSpec:
+    """What is assumed of a device whose links cannot be measured; there is no disk."""
+    rates = LinkRates(d2h_bytes_per_second=_NOMINAL_RATE, h2d_bytes_per_second=_NOMINAL_RATE)
+    return spec_of(device, rates)
+
+
+def measure_spec(device: torch.device, tiers: Tiers, *, with_disk: bool) -> DeviceSpec:
+    """What a planner needs of a device, measured through its tiers, or remembered from an earlier run.
+
+    Args:
+        device: The device.
+        tiers: Its lower tiers.
+        with_disk: Whether the disk is measured too.
+
+    Raises:
+        HostRefusedError: The host has no memory to measure with.
+        SpillError: The disk cannot be used.
+    """
+    folder = tiers.disk.folder if with_disk and tiers.disk is not None else None
+    is_usual = not tiers.host.is_pinning_refused  # else these rates are no property of the machine
+    key = spec_cache.key_for(device, folder)
+    spec = spec_cache.load(key) if is_usual else None
+    if spec is None:
+        with _transfers(device, tiers, _LINK_BLOCK_BYTES, with_disk=with_disk) as transfers:
+            spec = measure_device(device, num_bytes=_LINK_BLOCK_BYTES, **transfers)
+        if is_usual:
+            spec_cache.store(key, spec)
+    return spec
+
+
+def measure_rates(
+    device: torch.device, spill_dir: str | os.PathLike[str] | None = None, *, num_bytes: int = 256 << 20
+) -> LinkRates:
+    """Measure the links of a device through the lanes that steps use, both directions at once too.
+
+    Args:
+        device: The device.
+        spill_dir: Folder whose disk is measured too; None for none.
+        num_bytes: Bytes of one transfer.
+
+    Raises:
+        SpillError: The disk cannot be used.
+    """
+    tiers = tiers_for(device, disk=DiskPool(spill_dir) if spill_dir is not None else None)
     try:
-        return measure_device(
-            device,
-            lambda storage: used.swap_out(storage, block).wait(),
-            lambda storage: used.swap_in(block, storage).wait(),
-            num_bytes=_LINK_BLOCK_BYTES,
-        )
+        with _transfers(device, tiers, num_bytes, with_disk=spill_dir is not None) as transfers:
+            return measure_transfers(device, num_bytes=num_bytes, **transfers)  # type: ignore[arg-type]
     finally:
-        if lanes is None:
-            used.close()
+        tiers.close()
+
+
+@contextlib.contextmanager
+def _transfers(device: torch.device, tiers: Tiers, num_bytes: int, *, with_disk: bool) -> Iterator[dict[str, Transfer]]:
+    """Transfers that end when the bytes are there, in blocks that the plugin's own limits do not bind.
+
+    Where the host has no memory for them, those of the disk stand for its links, which nothing will use then.
+    """
+    transfers: dict[str, Transfer] = {}
+    if with_disk and tiers.disk is not None:
+        tiers.disk.prepare(num_bytes)
+        disk_block = tiers.allocate(num_bytes, Place(tier="disk"))
+        if disk_block is None:
+            raise SpillError(f"no {format_bytes(num_bytes)} of {tiers.disk.folder!r} could be had to measure it with")
+        transfers["disk_write"] = lambda storage: tiers.swap_out(storage, disk_block).synchronize()
+        transfers["disk_read"] = lambda storage: tiers.swap_in(disk_block, storage).synchronize()
+    host = HostPool(pinning=tiers.host.pinning)
+    host.is_refused = tiers.host.is_refused  # what was warned of
+    out_block, in_block = host.allocate(num_bytes), host.allocate(num_bytes)
+    tiers.host.is_refused = host.is_refused
+    if out_block is not None and in_block is not None:
+        transfers["swap_out"] = lambda storage: tiers.swap_out(storage, out_block).synchronize()
+        transfers["swap_in"] = lambda storage: tiers.swap_in(in_block, storage).synchronize()
+    elif transfers:
+        transfers.update(swap_out=transfers["disk_write"], swap_in=transfers["disk_read"])
+    else:
+        raise HostRefusedError(f"the host has no {format_bytes(2 * num_bytes)} to measure its links with")
+    try:
+        yield transfers
+    finally:
+        tiers.drain()
+        tiers.take_times()

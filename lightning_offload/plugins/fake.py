@@ -16,6 +16,7 @@ from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.lanes import FakeLanes
 from lightning_offload.runtime.mode import executing
+from lightning_offload.runtime.tiers import Tiers
 
 Step = Callable[[], None]
 
@@ -36,8 +37,7 @@ def record_fake_step(build: Callable[[], tuple[torch.nn.Module, Step]], device: 
         recorder = Recorder(torch.device("cpu"), module, Roofline(device))
         executor = StepExecutor(
             device=torch.device("cpu"),
-            lanes=FakeLanes(),
-            pool=_FakePool(),
+            tiers=Tiers(FakeLanes(), _FakePool()),
             program=None,
             observer=recorder,
             verifier=None,
@@ -51,5 +51,5 @@ class _FakePool(HostPool):
     """Blocks that nothing is copied to."""
 
     @override
-    def allocate(self, num_bytes: int) -> HostBlock | None:
+    def allocate(self, num_bytes: int, at: int | None = None) -> HostBlock | None:
         return super().allocate(1)

@@ -17,10 +17,11 @@ import weakref
 import torch
 
 from lightning_offload.capture.recorder import Recorder
-from lightning_offload.capture.timing import OpTimes, retime
+from lightning_offload.capture.timing import OpTimes, retime, scaled
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.stays import stored_bytes
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.policies import plan as make_plan
 from lightning_offload.plugins.report_data import Phase
@@ -29,6 +30,10 @@ from lightning_offload.runtime.program import Program, compile_plan
 _log = logging.getLogger(__name__)
 _MAX_DEVIATIONS = 3
 _MEASURE_EVERY = 32
+_STALL_FACTOR = 1.1  # stalls beyond this multiple of the predicted ones, and beyond
+_SHARE = 0.02  # this share of the step, are worth another plan
+_MUCH_FASTER = 0.9
+_TIGHTER = 0.9  # of the peak that a device had no room for
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,6 +48,11 @@ class StepKind:
         state_version: Version of the persistent state that the plan was made for.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
         mismatched: Storages that are not recomputed any more.
+        spec: The device that the plan in force was made for.
+        hardware_version: Version of the hardware that it was made for.
+        usable_bytes: Device memory that there turned out to be, after running out of it.
+        unseen_bytes: Device memory that a step allocates and keeps outside of any tensor (library workspaces).
+        has_replanned: Whether the plan was made again because a planned step did not take the time it should.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         verified: Storages whose replays were verified.
         num_deviations: Steps that left their plan.
@@ -58,6 +68,11 @@ class StepKind:
     state_version: int = -1
     shortfall_bytes: int = 0
     mismatched: set[int] = dataclasses.field(default_factory=set)
+    spec: DeviceSpec | None = None
+    hardware_version: int = -1
+    usable_bytes: int | None = None
+    unseen_bytes: int = 0
+    has_replanned: bool = False
     recorded_gradient_bytes: int = 0
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
@@ -73,6 +88,15 @@ class StepKind:
     def plan(self) -> MemoryPlan | None:
         """The plan in force."""
         return self.program.plan if self.program is not None else None
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the storages that the step saves and made take on a lower tier: the most that any plan could swap."""
+        if self.graph is None:
+            return 0
+        saved = {self.graph.values[save.value].storage for save in self.graph.saves}
+        sizes = (self.graph.storages[s] for s in saved)
+        return sum(stored_bytes(storage.num_bytes) for storage in sizes if not storage.is_persistent)
 
     @property
     def must_verify(self) -> bool:
@@ -124,6 +148,7 @@ class StepKind:
 
     def set_extra_bytes(self, num_bytes: int) -> None:
         """Count persistent state that the step does not touch; a change makes the plan void."""
+        num_bytes += self.unseen_bytes
         if self.graph is not None and self.graph.extra_bytes != num_bytes:
             self.graph = dataclasses.replace(self.graph, extra_bytes=num_bytes)
             self.program = None
@@ -173,16 +198,44 @@ class StepKind:
         """Take over what a step under the plan showed; its peaks were noted before."""
         assert self.graph is not None
         assert self.plan is not None
+        self.graph = retime(self.graph, times)
         if self.phase == "verifying":
             self.phase = "measuring"
         elif self.phase == "measuring":
             self.phase = "planned"
-            self.graph = retime(self.graph, times)
             if self.measured_peak_bytes is not None:
                 predicted = self.plan.predicted_peak_bytes - self.shortfall_bytes
                 self.shortfall_bytes = max(0, self.measured_peak_bytes - predicted)
             if not self._is_final:
                 self.program = None
+
+    def compare(self, step_seconds: float, stall_seconds: float, *, is_link_slower: bool) -> None:
+        """Plan once more if a planned step shows that a link is slower, or compute faster, than the plan counted on.
+
+        Ops timed one by one on an accelerator take as long as the host needs to launch them at the least; a step as
+        a whole shows how much shorter they are back to back.
+        """
+        plan = self.plan
+        if plan is None or self.graph is None or self.spec is None or self.has_replanned:
+            return
+        allowed = _STALL_FACTOR * plan.predicted_stall_seconds + _SHARE * plan.predicted_step_seconds
+        if is_link_slower and stall_seconds > allowed:
+            self.has_replanned = True
+        computing = max(0.0, step_seconds - stall_seconds)
+        predicted = plan.predicted_step_seconds - plan.predicted_stall_seconds
+        if self.spec.kind != "cpu" and 0 < computing < _MUCH_FASTER * predicted:
+            self.graph = scaled(self.graph, computing / predicted)
+            self.has_replanned = True
+        if self.has_replanned:
+            self.program = None
+
+    def ran_out_of_memory(self) -> None:
+        """Plan tighter: the device has less than the plan counted on."""
+        if self.plan is None:
+            return
+        self.usable_bytes = max(self.plan.floor_bytes, int(_TIGHTER * self.plan.predicted_peak_bytes))
+        self.program = self.measured_peak_bytes = None
+        self.num_planned = 0
 
     @property
     def _is_final(self) -> bool:
@@ -210,17 +263,16 @@ class StepKind:
         if given is not None:
             self.program = compile_plan(self.graph, given)
             return
-        kept = _matching(self.graph, keep)
-        target = None if budget_bytes is None else budget_bytes - self.shortfall_bytes
+        self.spec = device
+        keep_storages = _matching(self.graph, keep) | frozenset(self.mismatched)
+        target = self._target(budget_bytes)
         try:
-            plan = make_plan(self.graph, device, target, policy=policy, keep=kept | frozenset(self.mismatched))
+            plan = make_plan(self.graph, device, target, policy=policy, keep=keep_storages)
         except BudgetInfeasibleError as error:
-            if not self.shortfall_bytes or budget_bytes is None or error.floor_bytes > budget_bytes:
+            if target == budget_bytes or (budget_bytes is not None and error.floor_bytes > budget_bytes):
                 raise
-            # The floor itself is met; only the margin for what was under-predicted is not.
-            plan = make_plan(
-                self.graph, device, error.floor_bytes, policy=policy, keep=kept | frozenset(self.mismatched)
-            )
+            # The budget itself can be met; only the margin for what was learned since cannot.
+            plan = make_plan(self.graph, device, error.floor_bytes, policy=policy, keep=keep_storages)
         plan = dataclasses.replace(
             plan,
             budget_bytes=budget_bytes,
@@ -228,6 +280,11 @@ class StepKind:
             predicted_peak_bytes=plan.predicted_peak_bytes + self.shortfall_bytes,
         )
         self.program = compile_plan(self.graph, plan)
+
+    def _target(self, budget_bytes: int | None) -> int | None:
+        """What to plan for: the budget, less what was under-predicted, and no more than there turned out to be."""
+        limits = [limit for limit in (budget_bytes, self.usable_bytes) if limit is not None]
+        return min(limits) - self.shortfall_bytes if limits else None
 
 
 def _matching(graph: StepGraph, patterns: tuple[str, ...]) -> frozenset[int]:

@@ -12,26 +12,28 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_offload.errors import PolicyError
-from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.devices import find_device, measure_links, supported
-from lightning_offload.plugins.lifecycle import StepKind
+from lightning_offload.plugins.devices import find_device, supported
+from lightning_offload.plugins.hardware import Hardware
+from lightning_offload.plugins.ledger import Ledger
+from lightning_offload.plugins.out_of_memory import out_of_memory, with_second_attempt
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.report_data import Phase, Report, make_report
+from lightning_offload.plugins.provision import learn_from, provide_plan
+from lightning_offload.plugins.report_data import Report
 from lightning_offload.plugins.run import StepRun, start_run
 from lightning_offload.plugins.saved_state import dump_kinds, load_kinds
 from lightning_offload.plugins.settings import Budget, budget_bytes_on, check_settings
 from lightning_offload.plugins.signature import step_signature
-from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import Lanes, lanes_for
 from lightning_offload.runtime.mode import Executor, executing
 from lightning_offload.runtime.step_mode import mode_off, watch_backward
+
+_T = TypeVar("_T")
 
 
 class MemoryPlugin:
@@ -42,9 +44,10 @@ class MemoryPlugin:
             of bytes, ``"12GiB"``, a float in (0, 1] as a fraction of device memory, or None for all that the
             device has (on a CPU: no limit).
         policy: Who plans: "auto", "keep-all", "all-swap" or "all-recompute".
-        tier: Where swapped tensors go: "auto" or "host".
-        host_budget: Most host memory for swapped tensors; what does not fit stays on the device.
-        spill_dir: Folder for spill files.
+        tier: Where swapped tensors go: "host", "disk", or "auto": to the host, and to disk what has no room there.
+        host_budget: Most host memory for swapped tensors; by default most of what is free.
+        spill_dir: Folder for the spill file, which has no name there and goes with the process; by default that of
+            temporary files.
         plan: A plan, or the path of one, to use instead of planning.
         keep: Patterns of module names whose saved tensors stay on the device.
         enabled: False makes everything a no-op, as does ``LIGHTNING_OFFLOAD=0`` in the environment.
@@ -80,22 +83,15 @@ class MemoryPlugin:
             raise PolicyError(f"module={module!r} is a {type(module).__name__}: give a torch.nn.Module")
         self._module = weakref.ref(module) if module is not None else None
         self._state = PersistentState(self._before_optimizer_step)
-        self._pool = HostPool(self._settings.host_budget_bytes)
-        self._lanes: Lanes | None = None
-        self._spec: DeviceSpec | None = None
-        self._kinds: dict[str, StepKind] = {}
+        self._hardware: Hardware | None = None
+        self._ledger = Ledger()
         self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self._run: StepRun | None = None
-        self._kind: StepKind | None = None
-        self._phase: Phase = "idle"
         self._is_attached = False
         self._is_open = False
+        self._optimizer_ran_inside = False
         self._thread = 0
         self._end_watch: Callable[[], None] = _nothing
-        self._num_steps = 0
-        self._stall_seconds = 0.0
-        self._step_seconds: float | None = None
-        self._optimizer_peak_bytes: int | None = None
 
     # ---- attaching
 
@@ -119,6 +115,8 @@ class MemoryPlugin:
         """The budget in bytes; None without one, or before the device is known that a fraction is of."""
         if self._device is None and (self._settings.budget is None or isinstance(self._settings.budget, float)):
             return None
+        if self._hardware is not None:
+            return self._hardware.budget_bytes
         return budget_bytes_on(self._settings, self._device or torch.device("cpu"))
 
     def attach(self, module: torch.nn.Module | None = None, device: torch.device | str | None = None) -> None:
@@ -138,10 +136,10 @@ class MemoryPlugin:
         self._finish()
         self._state.detach()
         self._end_watch()
-        if self._lanes is not None:
-            self._lanes.close()
-            self._lanes = None
-        self._pool.trim()
+        if self._hardware is not None:
+            self._ledger.tier_use = self._hardware.use()
+            self._hardware.tiers.close()
+            self._hardware = None
         self._is_attached = False
 
     def __enter__(self) -> MemoryPlugin:
@@ -215,31 +213,34 @@ class MemoryPlugin:
         _thread.num_open += 1
         self._thread = threading.get_ident()
         try:
-            with run.timed(), executing(run.executor, hooks=hooks):
+            with run.timed(self._state.bytes_beside), executing(run.executor, hooks=hooks):
                 yield
-        except BaseException:
-            self._run = None
-            if self._lanes is not None:
-                self._lanes.drain()
+        except BaseException as error:
+            self._run, self._optimizer_ran_inside = None, run.optimizer_ran_inside
+            if self._hardware is not None:
+                with contextlib.suppress(Exception):  # the step's own error is the one to tell
+                    self._hardware.tiers.drain()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise out_of_memory(error, run.device, run.kind, self.budget_bytes) from None
             raise
         finally:
             self._is_open = False
             _thread.num_open -= 1
+            run.tiers.tidy()
 
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
-        device = self._resolve_device(inputs)
-        kind = self._kinds.setdefault(step_signature(inputs), StepKind())
+        hardware = self._hardware_for(inputs)
+        kind = self._ledger.choose(step_signature(inputs))
         gradients = self._state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
-        self._note_optimizer_peak(device)
-        self._ensure_plan(kind, device)
-        self._kind, self._phase = kind, kind.phase
-        self._num_steps += 1
-        if kind.runs_plainly(self.budget_bytes):
+        provide_plan(self._ledger.key, kind, hardware, self._state, self._settings)
+        self._ledger.begin_step()
+        if kind.runs_plainly(hardware.budget_bytes):
             return None
-        assert self._lanes is not None
-        run = start_run(kind, device, self._lanes, self._pool, self._module_now(), self._settings.verify)
+        peaks = self._ledger.peaks
+        run = start_run(kind, hardware.tiers, hardware.device, self._module_now(), self._settings.verify, peaks)
+        peaks.begin_step(hardware.device, is_watched=run.is_watched)
         run.state_version = self._state.version
         run.watch_gradients(gradients, self._state.gradients)
         self._executors.add(run.executor)
@@ -249,28 +250,12 @@ class MemoryPlugin:
     def _module_now(self) -> torch.nn.Module | None:
         return self._module() if self._module is not None else None
 
-    def _resolve_device(self, inputs: Any) -> torch.device:
+    def _hardware_for(self, inputs: Any) -> Hardware:
         if self._device is None:
             self._device = supported(find_device(self._module_now(), inputs))
-        if self._lanes is None:
-            self._lanes = lanes_for(self._device)
-        return self._device
-
-    def _ensure_plan(self, kind: StepKind, device: torch.device) -> None:
-        """Have a plan for a recorded kind of step, made for the persistent state that there is now."""
-        if kind.graph is None:
-            return
-        if kind.touched and kind.state_version != self._state.version:
-            kind.state_version = self._state.version
-            kind.set_extra_bytes(self._state.bytes_beside(kind.touched_now(), device))
-        if kind.program is None and kind.phase != "recording":
-            s = self._settings
-            kind.replan(self._measured_spec(device), self.budget_bytes, s.policy, s.keep, s.plan)
-
-    def _measured_spec(self, device: torch.device) -> DeviceSpec:
-        if self._spec is None:
-            self._spec = measure_links(device, self._lanes)
-        return self._spec
+        if self._hardware is None:
+            self._hardware = Hardware(self._device, self._settings)
+        return self._hardware
 
     def _finish(self) -> None:
         """Take over what the last step showed, once its backward has run."""
@@ -280,7 +265,9 @@ class MemoryPlugin:
         if run.recorder is not None:
             self._state.learn_leaves(run.recorder.leaves)
         run.finish(self._state)
-        self._stall_seconds, self._step_seconds = run.executor.stall_seconds, run.seconds
+        self._ledger.end_step(run)
+        if self._hardware is not None:
+            learn_from(run, self._hardware)
 
     def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
         if self._is_open and self._run is not None:
@@ -289,12 +276,31 @@ class MemoryPlugin:
             if executor.is_recomputing:
                 executor.settle_readers_of(parameters)
 
-    def _note_optimizer_peak(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            self._optimizer_peak_bytes = torch.cuda.max_memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            self._optimizer_peak_bytes = self._state.optimizer_peak_bytes
+    # ---- running out of memory
+
+    def run(self, step: Callable[[], _T], *inputs: Any, **kwargs: Any) -> _T:
+        """Run one forward and its backward, given as a function, and once more where the device ran out of memory.
+
+        A step is repeated only where the model is known (``module=``) and all that the step changed in it can be
+        put back: buffers, new gradients and the random state. What else the function changes is the caller's.
+
+        Args:
+            step: Runs forward and backward.
+            inputs: What the step is given, cf. :meth:`step`.
+            kwargs: Likewise.
+
+        Returns:
+            What ``step`` returns.
+
+        Raises:
+            torch.OutOfMemoryError: The device ran out of memory and the step could not be repeated.
+        """
+
+        def attempt() -> _T:
+            with self.step(*inputs, **kwargs):
+                return step()
+
+        return with_second_attempt(attempt, self._module_now(), lambda: self._optimizer_ran_inside)
 
     # ---- results
 
@@ -302,24 +308,19 @@ class MemoryPlugin:
         """Figures of the kind of step that ran last."""
         if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
             self._finish()
-        kind = self._kind or StepKind()
-        if kind.graph is not None and kind.program is None and kind.phase != "recording" and self._device is not None:
-            self._ensure_plan(kind, self._device)
-        return make_report(
-            kind,
+        ledger, hardware = self._ledger, self._hardware
+        if ledger.kind.program is None and hardware is not None:
+            provide_plan(ledger.key, ledger.kind, hardware, self._state, self._settings)
+        return ledger.report(
             budget_bytes=self.budget_bytes,
-            measured_step_seconds=self._step_seconds,
-            stall_seconds=self._stall_seconds,
-            host_peak_bytes=self._pool.peak_bytes,
-            optimizer_peak_bytes=self._optimizer_peak_bytes,
+            tier_use=hardware.use() if hardware is not None else ledger.tier_use,
+            optimizer_peak_bytes=self._state.optimizer_peak_bytes,
             policy=self.policy,
-            num_steps=self._num_steps,
-            phase=self._phase,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded graphs and their plans, as JSON-able data."""
-        return dump_kinds(self._kinds)
+        return dump_kinds(self._ledger.kinds)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start with plans made earlier; their replays are verified again in their first step.
@@ -327,7 +328,7 @@ class MemoryPlugin:
         Raises:
             PlanError: The state is malformed.
         """
-        self._kinds.update(load_kinds(state, self.policy, self.budget_bytes))
+        self._ledger.kinds.update(load_kinds(state, self.policy, self.budget_bytes))
 
 
 class _Thread(threading.local):

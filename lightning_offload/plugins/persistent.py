@@ -65,7 +65,7 @@ class PersistentState:
             self.version += 1
             states = [state for each in self._optimizers for state in each.state.values()]
             self.optimizer_state_bytes = sum(_sizes(tensors_in(states)).values())
-            self.optimizer_peak_bytes = sum({**_sizes(self._tensors()), **self.gradients()}.values())
+            self.optimizer_peak_bytes = sum({**_sizes(self.tensors()), **self.gradients()}.values())
 
     def trainable(self) -> Iterator[Tensor]:
         """Tensors that collect gradients, as far as they are known."""
@@ -83,10 +83,11 @@ class PersistentState:
     def bytes_beside(self, touched: Iterable[int], device: torch.device) -> int:
         """Bytes on the device in storages (by identity) other than those that a step touches, gradients aside."""
         known = set(touched)
-        sizes = _sizes(tensor for tensor in self._tensors() if tensor.device.type == device.type)
+        sizes = _sizes(tensor for tensor in self.tensors() if tensor.device == device)
         return sum(size for key, size in sizes.items() if key not in known)
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Tensor]:
+        """Parameters, buffers and optimizer state, some of them twice."""
         yield from self.trainable()
         module = self._module() if self._module is not None else None
         if module is not None:

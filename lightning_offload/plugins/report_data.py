@@ -6,8 +6,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from lightning_offload.graph.memory_plan import Action
+from lightning_offload.units import format_bytes
 
 if TYPE_CHECKING:
+    from lightning_offload.plugins.hardware import TierUse
     from lightning_offload.plugins.lifecycle import StepKind
 
 Phase = Literal["idle", "recording", "verifying", "measuring", "planned", "unplanned"]
@@ -30,11 +32,17 @@ class Report:
         kept_bytes: Saved bytes that stay on the device.
         swapped_bytes: Saved bytes that are swapped.
         recomputed_bytes: Saved bytes that are recomputed.
-        host_peak_bytes: Most host memory in use for swapped tensors.
-        stall_seconds: Time that compute waited for copies in the last step.
+        host_peak_bytes: Most host memory that held swapped tensors at once.
+        host_bytes: Host memory mapped for them.
+        pinned_bytes: How much of that is page-locked.
+        disk_peak_bytes: Most bytes of the spill file that held swapped tensors at once.
+        disk_bytes: Size of the spill file.
+        stall_seconds: Time that compute waited for copies, in the last step where that was measured.
         forward_peak_bytes: Measured peak of forward.
         backward_peak_bytes: Measured peak of backward.
         optimizer_peak_bytes: Peak of the optimizer's step; on a CPU its state, without temporaries.
+        reserved_bytes: What the device's allocator holds, in use or not; None on a CPU.
+        advice: What would make more of the device's memory usable, for people to read.
         policy: Who planned.
         num_steps: Steps run.
         phase: What the last step did.
@@ -54,16 +62,28 @@ class Report:
     swapped_bytes: int
     recomputed_bytes: int
     host_peak_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    disk_peak_bytes: int
+    disk_bytes: int
     stall_seconds: float
     forward_peak_bytes: int | None
     backward_peak_bytes: int | None
     optimizer_peak_bytes: int | None
+    reserved_bytes: int | None
+    advice: tuple[str, ...]
     policy: str
     num_steps: int
     phase: Phase
     num_mismatched: int
 
+    @property
+    def host_waste(self) -> float | None:
+        """Host memory mapped for each byte of it that is used at most; None where nothing is."""
+        return self.host_bytes / self.host_peak_bytes if self.host_peak_bytes else None
 
+
+_FRAGMENTED = 1.1
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
 
@@ -73,8 +93,9 @@ def make_report(
     budget_bytes: int | None,
     measured_step_seconds: float | None,
     stall_seconds: float,
-    host_peak_bytes: int,
+    tier_use: TierUse,
     optimizer_peak_bytes: int | None,
+    reserved_bytes: int | None,
     policy: str,
     num_steps: int,
     phase: Phase,
@@ -95,13 +116,31 @@ def make_report(
         kept_bytes=num_bytes["keep"],
         swapped_bytes=num_bytes["swap"],
         recomputed_bytes=num_bytes["recompute"],
-        host_peak_bytes=host_peak_bytes,
+        **dataclasses.asdict(tier_use),
         stall_seconds=stall_seconds,
         forward_peak_bytes=kind.forward_peak_bytes,
         backward_peak_bytes=kind.backward_peak_bytes,
         optimizer_peak_bytes=optimizer_peak_bytes,
+        reserved_bytes=reserved_bytes,
+        advice=_advice(kind.measured_peak_bytes, reserved_bytes, optimizer_peak_bytes, budget_bytes),
         policy=policy,
         num_steps=num_steps,
         phase=phase,
         num_mismatched=len(kind.mismatched),
     )
+
+
+def _advice(measured: int | None, reserved: int | None, optimizer: int | None, budget: int | None) -> tuple[str, ...]:
+    found = []
+    used = max(measured or 0, optimizer or 0)
+    if reserved is not None and used and reserved > _FRAGMENTED * used:
+        found.append(
+            f"the allocator holds {format_bytes(reserved)} for a peak of {format_bytes(used)}: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids most of such fragmentation"
+        )
+    if budget is not None and optimizer is not None and optimizer > max(budget, measured or 0):
+        found.append(
+            f"the optimizer's step peaks at {format_bytes(optimizer)}, above the budget: "
+            "foreach=False or fused=True avoids its temporaries"
+        )
+    return tuple(found)

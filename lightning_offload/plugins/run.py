@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from lightning_offload.capture.live import LiveBytes
 from lightning_offload.capture.recorder import Recorder
-from lightning_offload.capture.timing import OpTimes
+from lightning_offload.capture.timing import OpTimes, clock_for
+from lightning_offload.capture.workspace import op_memory_for
+from lightning_offload.graph.memory_plan import Tier
 from lightning_offload.plugins.lifecycle import StepKind
+from lightning_offload.plugins.peaks import DevicePeaks
 from lightning_offload.plugins.persistent import PersistentState
+from lightning_offload.plugins.step_clock import StepClock
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.keeping import KeepingExecutor
-from lightning_offload.runtime.lanes import Lanes
+from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.mode import Executor
+from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all
 
@@ -37,38 +40,66 @@ class StepRun:
         times: Measures its ops, if it runs under a plan that is not final.
         live: Counts live bytes where the device does not.
         verifier: Compares replays, if they are not trusted yet.
-        seconds: Time spent in its scopes.
+        clock: Measures the time spent in its scopes.
         optimizer_ran_inside: Whether an optimizer updated parameters within its scopes.
         state_version: Version of the persistent state when it began.
         old_gradients: Gradients that were there when it began: bytes by identity of the storage.
         accumulated: Those that were there when its backward began.
-        cuda_peak_bytes: The allocator's peak over its scopes.
+        device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
+        is_watched: Whether its memory, its ops or its copies are measured.
+        lane_times: What the lanes did, if that was measured.
+        seconds: Time spent in its scopes, once it is finished and if that was measured.
     """
 
     kind: StepKind
     device: torch.device
+    tiers: Tiers
     executor: Executor
     recorder: Recorder | None
     times: OpTimes | None
     live: LiveBytes | None
     verifier: Verifier | None
-    seconds: float = 0.0
+    clock: StepClock
+    peaks: DevicePeaks
+    is_watched: bool
     optimizer_ran_inside: bool = False
     state_version: int = 0
     old_gradients: dict[int, int] = dataclasses.field(default_factory=dict)
     accumulated: dict[int, int] = dataclasses.field(default_factory=dict)
-    cuda_peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    lane_times: dict[Tier, LaneTimes] | None = None
+    seconds: float | None = None
 
     @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
+    def timed(self, bytes_beside: BytesBeside) -> Iterator[None]:
         """Around each of the step's scopes."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
-            if self.device.type == "cuda":
-                self.cuda_peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        with self.clock.running():
+            try:
+                yield
+            finally:
+                if self.is_watched:
+                    self._note_device_peak()
+                if self.recorder is not None:
+                    self._note_unseen_bytes(self.recorder, bytes_beside)
+
+    def _note_unseen_bytes(self, recorder: Recorder, bytes_beside: BytesBeside) -> None:
+        """What the device holds that no tensor explains; before an optimizer makes state that it would hold too."""
+        beside = bytes_beside(recorder.persistent_ids(), self.device)
+        self.kind.unseen_bytes = max(0, (recorder.unseen_bytes or 0) - beside)
+
+    def _note_device_peak(self) -> None:
+        peak = self.peaks.end_scope(self.device)
+        if peak is None:
+            return
+        for observer in (self.recorder, self.times):  # they reset the allocator's peak for each op
+            peak = max(peak, (observer.peak_bytes or 0) if observer is not None else 0)
+        self.device_peak_bytes = max(self.device_peak_bytes or 0, peak)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time that compute waited for copies, as far as it was measured."""
+        times = (self.lane_times or {}).values()
+        return self.executor.stall_seconds + sum(t.stall_seconds for t in times)
 
     def watch_gradients(self, now: dict[int, int], gradients: Callable[[], dict[int, int]]) -> None:
         """Note the gradients of earlier steps: those there now, and those there when backward begins."""
@@ -82,6 +113,7 @@ class StepRun:
     def finish(self, state: PersistentState) -> None:
         """Hand what was seen to the kind of step."""
         kind = self.kind
+        self._take_times()
         if not self.executor.num_unpacks and self.recorder is None:
             return
         self._note_peaks(state.bytes_beside)
@@ -101,10 +133,16 @@ class StepRun:
         if self.times is not None and kind.program is not None and kind.program is self.executor.program:
             kind.measured(self.times)
 
+    def _take_times(self) -> None:
+        self.seconds = self.clock.seconds()
+        if self.is_watched:
+            self.lane_times = self.tiers.take_times()
+            self.tiers.measure(False)
+
     def _note_peaks(self, bytes_beside: BytesBeside) -> None:
         kind = self.kind
-        if self.cuda_peak_bytes is not None:
-            kind.measured_peak_bytes = self.cuda_peak_bytes
+        if self.device_peak_bytes is not None:
+            kind.measured_peak_bytes = self.device_peak_bytes
         elif self.live is not None:
             persistent = self.live.persistent_storages()
             rest = sum(persistent.values()) + bytes_beside(persistent, self.device)
@@ -115,31 +153,49 @@ class StepRun:
             kind.measured_peak_bytes = max(kind.forward_peak_bytes, kind.backward_peak_bytes)
 
 
+def _op_times(kind: StepKind, device: torch.device) -> OpTimes | None:
+    """What measures the ops of a step under a plan that is not final.
+
+    Workspaces and times are measured in different steps: reading the allocator around each op takes the host longer
+    than many an op takes the device, and would be what is measured.
+    """
+    if kind.phase not in ("verifying", "measuring"):
+        return None
+    return OpTimes(clock_for(device), op_memory_for(device) if kind.phase == "verifying" else None)
+
+
 def start_run(
     kind: StepKind,
+    tiers: Tiers,
     device: torch.device,
-    lanes: Lanes,
-    pool: HostPool,
     module: torch.nn.Module | None,
     verify: str,
+    peaks: DevicePeaks,
 ) -> StepRun:
     """Set up the executor and the observers that a step of this kind needs now."""
     program = kind.program
     recorder = Recorder(device, module) if kind.phase == "recording" else None
-    times = OpTimes() if kind.phase in ("verifying", "measuring") else None
+    times = _op_times(kind, device)
     is_watched = recorder is not None or times is not None or kind.is_due_for_measurement()
     live = LiveBytes(device) if device.type == "cpu" and is_watched else None
     must_verify = program is not None and program.is_recomputing and verify != "never"
-    verifier = Verifier(lanes, pool, kind.demote) if must_verify and (verify == "always" or kind.must_verify) else None
+    verifier = Verifier(tiers, kind.demote) if must_verify and (verify == "always" or kind.must_verify) else None
     observers: list[StepObserver] = [o for o in (live, recorder, times) if o is not None]
+    executor: Executor
     if program is not None and program.is_keep_all and not observers and kind.phase == "planned":
-        return StepRun(kind, device, KeepingExecutor(program), None, None, None, None)
-    executor = StepExecutor(
-        device=device,
-        lanes=lanes,
-        pool=pool,
-        program=program if kind.phase not in ("recording", "unplanned") else None,
-        observer=observe_all(tuple(observers)),
-        verifier=verifier,
-    )
-    return StepRun(kind, device, executor, recorder, times, live, verifier)
+        executor, is_watched = KeepingExecutor(program), False
+    else:
+        executor = StepExecutor(
+            device=device,
+            tiers=tiers,
+            program=program if kind.phase not in ("recording", "unplanned") else None,
+            observer=observe_all(tuple(observers)),
+            verifier=verifier,
+        )
+    if is_watched:
+        tiers.take_times()  # forget what went before
+        tiers.measure(True)
+    return StepRun(
+        kind=kind, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
+        verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks, is_watched=is_watched,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError, UnsupportedError
+from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies import check_policy
 from lightning_offload.units import resolve_budget
@@ -29,7 +29,9 @@ class Settings:
 
     budget: Budget
     policy: str
+    tier: Tier
     host_budget_bytes: int | None
+    spill_dir: Path | None
     plan: MemoryPlan | None
     keep: tuple[str, ...]
     enabled: bool
@@ -55,7 +57,6 @@ def check_settings(
         PolicyError: No such policy, or ``tier`` or ``verify`` is none of the allowed words.
         PlanError: The plan file is missing or malformed.
         SpillError: The spill folder is missing or not writable.
-        UnsupportedError: The tier is not supported yet.
     """
     if not isinstance(budget, float):
         resolve_budget(budget, device_bytes=None)
@@ -70,11 +71,19 @@ def check_settings(
         raise PolicyError(f"keep={keep!r} is not understood: give patterns of module names, such as ['lm_head*']")
     if spill_dir is not None:
         _check_folder(Path(spill_dir))
-    if tier == "disk":
-        raise UnsupportedError("tier='disk' is not supported yet: use tier='host' or tier='auto'")
+    if tier == "disk" and host_budget is not None:
+        raise PolicyError(
+            f"host_budget={host_budget!r} means nothing with tier='disk': leave it out, or use tier='auto'"
+        )
+    if tier == "host" and spill_dir is not None:
+        raise PolicyError(
+            f"spill_dir={str(spill_dir)!r} means nothing with tier='host': leave it out, or use tier='auto'"
+        )
     return Settings(
         budget=budget,
         policy=check_policy(policy),
+        tier=tier,  # type: ignore[arg-type]
+        spill_dir=Path(spill_dir) if spill_dir is not None else None,
         host_budget_bytes=resolve_budget(host_budget, device_bytes=None),
         plan=_load_plan(plan),
         keep=(keep,) if isinstance(keep, str) else tuple(keep),

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
 from lightning_offload.runtime.cursor import ProgramCursor
-from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import Lanes
 from lightning_offload.runtime.program import OpStep, Program
 from lightning_offload.runtime.recording import Recording
 from lightning_offload.runtime.residence import Residence
 from lightning_offload.runtime.step_mode import CHANGED_BY_MODES, leave_for_this_node
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
+from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.values import Call, Handle, Value, on_counter_of, witness_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.writes import Writes, count_writes
@@ -56,8 +55,7 @@ class StepExecutor:
         self,
         *,
         device: torch.device,
-        lanes: Lanes,
-        pool: HostPool,
+        tiers: Tiers,
         program: Program | None,
         observer: StepObserver | None,
         verifier: Verifier | None,
@@ -76,7 +74,7 @@ class StepExecutor:
         self._lock = threading.RLock()
         self._table = ValueTable()
         self._recording = Recording(device, self._table)
-        self._residence = Residence(device, lanes, pool, self._table, self.decisions, observer)
+        self._residence = Residence(device, tiers, self._table, self.decisions, observer)
         self._writes = Writes(self._table, self._residence, self._lock, observer, is_recomputing=self.is_recomputing)
 
     @property
@@ -171,6 +169,7 @@ class StepExecutor:
             for tensor in made[:num_fresh]:
                 self._follow_new(tensor, -1)
             return
+        made = [tensor for tensor in made if tensor.device == self._device]  # attention gives CPU seeds on CUDA
         if len(made) != len(step.num_bytes):
             self.deviate()
             return
@@ -185,7 +184,7 @@ class StepExecutor:
                 call.results[position] = weakref.ref(value)
 
     def _follow_new(self, tensor: Tensor, index: int) -> Value | None:
-        if tensor.device.type != self._device.type:
+        if tensor.device != self._device:
             return None
         storage = tensor.untyped_storage()
         value = Value(index, storage.nbytes())
@@ -223,16 +222,17 @@ class StepExecutor:
             return False
         if value.block is not None:
             return True
-        decision = None
+        decision = place = None
         if self.program is not None and not self.has_deviated:
             decision = self.program.decisions.get(value.index)
+            place = self.program.places.get(value.index)
             if decision is None:
                 self._table.own(value, storage)
                 return False
             if decision.action == "recompute":
                 return self._leave_to_replay(value, storage)
         release_now = decision is None or decision.release_op == AT_PACK
-        return self._residence.swap_out(value, storage, release_now=release_now)
+        return self._residence.swap_out(value, storage, place, release_now=release_now)
 
     def _leave_to_replay(self, value: Value, storage: torch.UntypedStorage) -> bool:
         if value.call is None:
@@ -261,10 +261,12 @@ class StepExecutor:
                 self._begin_unpack(handle)
             handle.check_version()
             with unseen:
-                tensor = self._read(handle)
                 if in_backward and self.program is not None and not self.has_deviated:
+                    # What is needed now is first in the lane; what comes later overlaps with the wait or replay for it.
+                    if handle.value is not None:
+                        self._residence.fetch(handle.value)
                     self._residence.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
-            return tensor
+                return self._read(handle)
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:

@@ -4,96 +4,131 @@ A block returns to the pool when the last reference to it goes; its finalizer on
 run in any thread at any time. The pool itself is used from the thread that packs and unpacks, under the
 executor's lock.
 
-Slabs are plain memory mappings, not tensors: no tracker of tensors counts them, and they leave the process when
-they are trimmed.
+Slabs are plain memory mappings, not tensors: no tracker of tensors counts them, they are exactly as large as
+asked for (torch's pinned allocator rounds up to powers of two), and they leave the process when they are
+trimmed. Once a plan is known, :meth:`HostPool.prepare` makes one *planned slab* of the plan's size, and blocks
+lie at the plan's offsets in it; whatever has no place there gets a slab of its own.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import ctypes
 import logging
 import mmap
+import os
 from collections import deque
+
+from typing_extensions import override
+
+from lightning_offload.runtime.copies import Block, Copy
+from lightning_offload.runtime.pinning import NotPinned, Pinning
+from lightning_offload.runtime.ranges import Ranges
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 64
 _MIN_SLAB_BYTES = 4 << 20
+_MAX_GROWTH_BYTES = 256 << 20
+_MAX_WASTE = 1.05  # of the planned slab over what plans need
 
 
-class _Slab:
-    """One mapping with its free ranges, ordered by offset and never adjacent."""
-
-    __slots__ = ("address", "free", "memory", "num_bytes")
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.memory = mmap.mmap(-1, num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.free: list[tuple[int, int]] = [(0, num_bytes)]
-
-    def take(self, num_bytes: int) -> int | None:
-        """Offset of a range cut from the smallest free range that fits, or None."""
-        fitting = [(size, i) for i, (_, size) in enumerate(self.free) if size >= num_bytes]
-        if not fitting:
-            return None
-        size, i = min(fitting)
-        offset = self.free[i][0]
-        if size == num_bytes:
-            del self.free[i]
-        else:
-            self.free[i] = (offset + num_bytes, size - num_bytes)
-        return offset
-
-    def give(self, offset: int, num_bytes: int) -> None:
-        """Return a range and merge it with its neighbours."""
-        i = bisect.bisect(self.free, (offset, 0))
-        if i < len(self.free) and self.free[i][0] == offset + num_bytes:
-            num_bytes += self.free.pop(i)[1]
-        if i > 0 and sum(self.free[i - 1]) == offset:
-            i -= 1
-            offset, extra = self.free.pop(i)
-            num_bytes += extra
-        self.free.insert(i, (offset, num_bytes))
-
-    @property
-    def is_empty(self) -> bool:
-        return self.free == [(0, self.num_bytes)]
+# Private pages may be huge ones, which are touched and page-locked several times faster.
+_PRIVATE: dict[str, int] = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 
 
-class HostBlock:
-    """A range of host memory that goes back to its pool when it is dropped.
+class Slab:
+    """One mapping, page-locked where the pool pins.
 
     Attributes:
         address: Where it begins.
-        num_bytes: Its size as asked for.
+        ranges: Which of it is free.
+        is_pinned: Whether it is page-locked.
     """
 
-    __slots__ = ("_returned", "_size", "_slab", "address", "num_bytes")
+    __slots__ = ("_memory", "_pinning", "address", "is_pinned", "ranges")
 
-    def __init__(self, slab: _Slab, offset: int, num_bytes: int, size: int, returned: deque[_Range]) -> None:
+    def __init__(self, num_bytes: int, pinning: Pinning, *, pin: bool) -> None:
+        self.ranges = Ranges(num_bytes)
+        self.is_pinned = False
+        self._pinning = pinning
+        self._memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
+        self._advise("MADV_HUGEPAGE")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        if pin and not pinning.is_refused:
+            # A fork must not turn page-locked pages into shared ones: the device would go on with those of the child.
+            self._advise("MADV_DONTFORK")
+            self.is_pinned = pinning.pin(self.address, num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.ranges.num_bytes
+
+    def __del__(self) -> None:
+        # The mapping goes after this; __init__ may have failed before there was one.
+        if getattr(self, "is_pinned", False):
+            self._pinning.unpin(self.address, self.num_bytes)
+
+    def _advise(self, name: str) -> None:
+        advice = getattr(mmap, name, None)  # not on every platform
+        if advice is not None:
+            with contextlib.suppress(OSError):
+                self._memory.madvise(advice)
+
+
+class HostBlock(Block):
+    """A range of host memory.
+
+    Attributes:
+        address: Where it begins.
+    """
+
+    __slots__ = ("_returned", "_size", "_slab", "address")
+
+    def __init__(
+        self, slab: Slab, offset: int, num_bytes: int, size: int, returned: deque[_Range], after: tuple[Copy, ...] = ()
+    ) -> None:
+        super().__init__(num_bytes, after)
         self.address = slab.address + offset
-        self.num_bytes = num_bytes
         self._slab = slab
         self._size = size
         self._returned = returned
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its memory is page-locked."""
+        return self._slab.is_pinned
+
     def __del__(self) -> None:
-        self._returned.append((self._slab, self.address - self._slab.address, self._size))
+        self._returned.append((self._slab, self.address - self._slab.address, self._size, self.busy))
 
 
-_Range = tuple[_Slab, int, int]
+_Range = tuple[Slab, int, int, Copy | None]
 
 
 class HostPool:
-    """Blocks of host memory under an optional budget."""
+    """Blocks of host memory under an optional budget.
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    Args:
+        budget_bytes: Most bytes to map; None for no limit.
+        pinning: Page-locks slabs, for devices whose copies need it.
+
+    Attributes:
+        budget_bytes: Likewise.
+        used_bytes: Bytes handed out.
+        peak_bytes: The most that were handed out at once, since the planned slab was made.
+        pinning: Likewise.
+        is_refused: Whether the host refused memory: it has no more than what is mapped.
+    """
+
+    def __init__(self, budget_bytes: int | None = None, pinning: Pinning | None = None) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._slabs: list[_Slab] = []
-        self._has_warned = False
+        self.is_refused = False
+        self.pinning = pinning if pinning is not None else NotPinned()
+        self._planned: Slab | None = None
+        self._slabs: list[Slab] = []
         self._returned: deque[_Range] = deque()
 
     @property
@@ -101,47 +136,113 @@ class HostPool:
         """Bytes mapped, used or not."""
         return sum(slab.num_bytes for slab in self._slabs)
 
-    def allocate(self, num_bytes: int) -> HostBlock | None:
-        """A block of ``num_bytes``, or None where the budget does not allow it or the host has no memory."""
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes mapped and page-locked."""
+        return sum(slab.num_bytes for slab in self._slabs if slab.is_pinned)
+
+    @property
+    def is_pinning_refused(self) -> bool:
+        """Whether slabs should be page-locked and are not, so that copies are slower than they could be."""
+        return self.pinning.is_refused
+
+    @override
+    def __repr__(self) -> str:
+        return f"HostPool({len(self._slabs)} slabs, {self.slab_bytes} bytes, {self.used_bytes} used)"
+
+    def allocate(self, num_bytes: int, at: int | None = None) -> HostBlock | None:
+        """A block, or None where the budget does not allow it or the host has no memory.
+
+        Args:
+            num_bytes: Its size.
+            at: Its place in the planned slab; taken if it is free, else the block lies elsewhere.
+        """
         self.collect()
-        size = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        size = _rounded(max(num_bytes, 1), _ALIGNMENT)
         if self.budget_bytes is not None and self.used_bytes + size > self.budget_bytes:
             return None
+        if at is not None and self._planned is not None and self._planned.ranges.take_at(at, size):
+            return self._block(self._planned, at, num_bytes, size)
         for slab in self._slabs:
-            offset = slab.take(size)
+            offset = slab.ranges.take(size) if slab is not self._planned or at is None else None
             if offset is not None:
                 return self._block(slab, offset, num_bytes, size)
-        try:
-            slab = self.reserve(size)
-        except (OSError, OverflowError) as error:
-            if not self._has_warned:
-                _log.warning("the host refused %d bytes for swapped tensors (%s): they stay on the device", size, error)
-            self._has_warned = True
+        grown = self._grow(size)
+        if grown is None:
             return None
-        offset = slab.take(size)
+        offset = grown.ranges.take(size)
         assert offset is not None
-        return self._block(slab, offset, num_bytes, size)
+        return self._block(grown, offset, num_bytes, size)
 
-    def reserve(self, num_bytes: int) -> _Slab:
-        """Map a slab of at least ``num_bytes`` ahead of its use."""
-        page = mmap.PAGESIZE
-        slab = _Slab(-(-max(num_bytes, _MIN_SLAB_BYTES) // page) * page)
-        self._slabs.append(slab)
-        return slab
+    def prepare(self, num_bytes: int) -> bool:
+        """Make the planned slab this large, once nothing lies on the old one; False where that is refused.
+
+        Slabs that are not used any more are given back first, so that old and new need not fit side by side.
+        """
+        self.collect()
+        planned = self._planned
+        if planned is not None and num_bytes <= planned.num_bytes <= _MAX_WASTE * num_bytes:
+            return True
+        if planned is not None and not planned.ranges.is_empty:
+            return True  # a step that is still alive uses it; the next one makes another
+        self._planned = None
+        self.trim()
+        self.peak_bytes = self.used_bytes
+        if num_bytes:
+            self._planned = self._map(_rounded(num_bytes, mmap.PAGESIZE))
+        return self._planned is not None or not num_bytes
+
+    def reserve(self, num_bytes: int) -> Slab | None:
+        """Map a slab of at least ``num_bytes`` ahead of its use; None where that is refused."""
+        return self._map(_rounded(max(num_bytes, _MIN_SLAB_BYTES), mmap.PAGESIZE))
 
     def collect(self) -> None:
         """Take back the blocks dropped since the last call."""
         while self._returned:
-            slab, offset, size = self._returned.popleft()
-            slab.give(offset, size)
+            slab, offset, size, busy = self._returned.popleft()
+            slab.ranges.give(offset, size, busy)
             self.used_bytes -= size
 
     def trim(self) -> None:
         """Unmap the slabs that no block lies on."""
         self.collect()
-        self._slabs = [slab for slab in self._slabs if not slab.is_empty]
+        for slab in self._slabs:
+            if slab.ranges.is_empty:
+                slab.ranges.settle()
+        self._slabs = [slab for slab in self._slabs if not slab.ranges.is_empty]
+        if self._planned is not None and self._planned not in self._slabs:
+            self._planned = None
 
-    def _block(self, slab: _Slab, offset: int, num_bytes: int, size: int) -> HostBlock:
+    def _grow(self, size: int) -> Slab | None:
+        """A new slab: larger than asked for where many will be needed, but never beyond the budget."""
+        wanted = max(size, _MIN_SLAB_BYTES, min(self.slab_bytes // 4, _MAX_GROWTH_BYTES))
+        if self._room() < wanted:
+            self.trim()
+        return self._map(_rounded(max(size, min(wanted, self._room())), mmap.PAGESIZE))
+
+    def _room(self) -> int:
+        if self.budget_bytes is None:
+            return 1 << 62
+        return max(0, self.budget_bytes - self.slab_bytes)
+
+    def _map(self, num_bytes: int) -> Slab | None:
+        if num_bytes > _rounded(self._room(), mmap.PAGESIZE):
+            return None
+        try:
+            slab = Slab(num_bytes, self.pinning, pin=True)
+        except (OSError, MemoryError, OverflowError, ValueError) as error:
+            if not self.is_refused:
+                _log.warning("the host refused %d bytes for swapped tensors: %s", num_bytes, str(error))
+            self.is_refused = True
+            return None
+        self._slabs.append(slab)
+        return slab
+
+    def _block(self, slab: Slab, offset: int, num_bytes: int, size: int) -> HostBlock:
         self.used_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return HostBlock(slab, offset, num_bytes, size, self._returned)
+        return HostBlock(slab, offset, num_bytes, size, self._returned, slab.ranges.users(offset, size))
+
+
+def _rounded(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from lightning_offload.errors import PlanError
+from lightning_offload.graph.layout import Layout, plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.runtime.tiers import Place
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +49,8 @@ class Program:
         is_strict: Whether backward's ops are among them. They are left out where they can be, since backward
             runs other ops when gradients accumulate.
         decisions: By storage index.
+        layout: Where swapped storages lie in their tiers.
+        places: The same by storage index.
         prefetch: By ordinal of an unpack: the storages whose copies back are issued then.
         pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure.
         is_keep_all: Whether the plan keeps everything, so that the step needs no dispatch mode.
@@ -57,6 +61,8 @@ class Program:
     ops: tuple[OpStep, ...]
     is_strict: bool
     decisions: dict[int, Decision]
+    layout: Layout
+    places: dict[int, Place]
     prefetch: dict[int, tuple[int, ...]]
     pack_bytes: tuple[int, ...]
     is_keep_all: bool
@@ -84,6 +90,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
             steps[decision.release_op].release.append(decision.storage)
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
+    layout = plan_layout(graph, plan)
     in_backward = [op.phase == "backward" for op in graph.ops]
     is_strict = any(b and s.is_busy for b, s in zip(in_backward, steps, strict=True))
     return Program(
@@ -91,6 +98,10 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         ops=steps if is_strict else tuple(s for b, s in zip(in_backward, steps, strict=True) if not b),
         is_strict=is_strict,
         decisions=decisions,
+        layout=layout,
+        places={
+            s: Place(tier=d.tier, offset=layout.offsets.get(s)) for s, d in decisions.items() if d.action == "swap"
+        },
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),
         is_keep_all=not decisions,

@@ -11,19 +11,19 @@ from torch import Tensor
 from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.values import Call, Value
-from lightning_offload.tensors.op_facts import OpFacts, is_plain
+from lightning_offload.tensors.op_facts import OpFacts, is_at_hand, is_plain
 
 
 class Recording:
     """Records calls of one step."""
 
     def __init__(self, device: torch.device, table: ValueTable) -> None:
-        self._device_type = device.type
+        self._device = device
         self._table = table
 
     def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Record a call; None where it cannot be replayed from what it reads."""
-        if not facts.may_replay(self._device_type):
+        if not facts.may_replay(self._device.type, args):
             return None
         for tensor in facts.written(args, kwargs) if facts.writes else ():
             if not self._is_replayable_after_write(tensor):
@@ -45,7 +45,7 @@ class Recording:
 
     def _value_of(self, tensor: Tensor) -> Value:
         """The value that an argument holds; one from before the step is taken as it is, and owned."""
-        if not is_plain(tensor):
+        if not is_plain(tensor) or not is_at_hand(tensor, self._device):
             raise Unrecordable
         storage = tensor.untyped_storage()
         value = self._table.find(storage)

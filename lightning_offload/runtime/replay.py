@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_offload.errors import ReplayError
-from lightning_offload.runtime.lanes import device_bytes
+from lightning_offload.runtime.movers import storage_bytes
 from lightning_offload.runtime.values import Call, Ref, Value
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts, effects, tensors_in
@@ -195,7 +195,7 @@ def _copy_written(
             continue
         original = storage_of[v]
         copy = torch.empty(original.nbytes(), dtype=torch.uint8, device=original.device)
-        copy.copy_(device_bytes(original))
+        copy.copy_(storage_bytes(original))
         storage_of[v] = copy.untyped_storage()
         notice(storage_of[v])
 

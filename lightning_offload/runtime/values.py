@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_offload.runtime.host_pool import HostBlock
-from lightning_offload.runtime.lanes import Copy
+from lightning_offload.runtime.copies import Block, Copy
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts
 
@@ -33,12 +32,13 @@ class Value:
     Attributes:
         index: The storage's index in the step graph, -1 outside a plan.
         num_bytes: Size of the storage.
+        stream: The compute stream that ``storage`` was allocated on, where the device has streams and we allocated it.
         origin: The storage it was made on, while that lives and still holds it.
         storage: Device memory that holds it and that this value owns.
         copy: A copy from or to ``storage`` under way.
-        block: Host memory that holds it.
+        block: A block of a lower tier that holds it.
         call: The call that makes it again.
-        original: In a verify step: host memory with the original of a value that will be replayed.
+        original: In a verify step: a block with the original of a value that will be replayed.
         readers: Calls that read it, kept for values that only ``origin`` may provide.
         handles: Autograd's handles on it.
         is_given: Whether it existed before the step.
@@ -49,7 +49,7 @@ class Value:
 
     __slots__ = (
         "__weakref__", "block", "call", "copy", "guard", "handles", "index", "is_given", "num_bytes", "origin",
-        "original", "readers", "storage", "wrapper",
+        "original", "readers", "storage", "stream", "wrapper",
     )  # fmt: skip
 
     def __init__(self, index: int, num_bytes: int) -> None:
@@ -57,10 +57,11 @@ class Value:
         self.num_bytes = num_bytes
         self.origin: weakref.ref[torch.UntypedStorage] | None = None
         self.storage: torch.UntypedStorage | None = None
+        self.stream: Any = None
         self.copy: Copy | None = None
-        self.block: HostBlock | None = None
+        self.block: Block | None = None
         self.call: Call | None = None
-        self.original: HostBlock | None = None
+        self.original: Block | None = None
         self.readers: list[weakref.ref[Call]] = []
         self.handles: list[weakref.ref[Handle]] = []
         self.is_given = False

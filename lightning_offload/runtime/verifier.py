@@ -14,11 +14,13 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.lanes import Lanes, host_bytes
+from lightning_offload.errors import SpillError
+from lightning_offload.runtime.copies import Block
+from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.values import Value
 from lightning_offload.tensors.geometry import Geometry, same_bits
 
+_NOTEWORTHY_BYTES = 4096  # kernels leave small results (seeds, counters) undefined where nobody reads them
 _log = logging.getLogger(__name__)
 
 
@@ -31,19 +33,22 @@ class Verifier:
         num_verified: Comparisons made.
     """
 
-    def __init__(self, lanes: Lanes, pool: HostPool, on_mismatch: Callable[[int], None] | None = None) -> None:
+    def __init__(self, tiers: Tiers, on_mismatch: Callable[[int], None] | None = None) -> None:
         self.mismatched: set[int] = set()
         self.verified: set[int] = set()
         self.num_verified = 0
         self._on_mismatch = on_mismatch
-        self._lanes = lanes
-        self._pool = pool
+        self._tiers = tiers
 
-    def remember(self, storage: torch.UntypedStorage) -> HostBlock | None:
-        """Copy an original to the host; None where the host has no room for it (it goes unverified)."""
-        block = self._pool.allocate(storage.nbytes())
-        if block is not None:
-            self._lanes.swap_out(storage, block).wait()
+    def remember(self, storage: torch.UntypedStorage) -> Block | None:
+        """Copy an original to a lower tier; None where there is no room for it (it goes unverified)."""
+        block = self._tiers.allocate(storage.nbytes())
+        if block is None:
+            return None
+        try:
+            self._tiers.swap_out(storage, block).synchronize()
+        except SpillError:
+            return None
         return block
 
     def verify(self, value: Value, storage: torch.UntypedStorage, geometry: Geometry) -> torch.UntypedStorage:
@@ -55,18 +60,19 @@ class Verifier:
         assert value.original is not None
         self.num_verified += 1
         self.verified.add(value.index)
-        on_host = dataclasses.replace(geometry, device=_HOST).view(host_bytes(value.original).untyped_storage())
-        if same_bits(geometry.view(storage), on_host):
+        original = self._tiers.bytes_of(value.original).untyped_storage()
+        if same_bits(geometry.view(storage), dataclasses.replace(geometry, device=_HOST).view(original)):
             return storage
         if value.index not in self.mismatched:
-            _log.warning(
+            _log.log(
+                logging.WARNING if value.num_bytes >= _NOTEWORTHY_BYTES else logging.DEBUG,
                 "recomputing storage %d (%s %s) does not give the same bits; it is swapped or kept from now on",
                 value.index, geometry.dtype, list(geometry.size),
             )  # fmt: skip
             if self._on_mismatch is not None:
                 self._on_mismatch(value.index)
         self.mismatched.add(value.index)
-        self._lanes.swap_in(value.original, storage).wait()
+        self._tiers.swap_in(value.original, storage).wait()
         return storage
 
 

@@ -49,9 +49,9 @@ class OffloadStrategyMixin(_StrategyBase):
             number of bytes, a text such as "12GiB", a fraction of the device's memory in (0, 1], or None for
             what is free.
         policy: Name of the planning policy, "auto" for the planner's own choice.
-        tier: Where swapped tensors go, "auto" for the fastest with room.
+        tier: Where swapped tensors go: "host", "disk", or "auto" for the host, and the disk once that is full.
         host_budget: Most host memory that swapped tensors may take, written as `budget` is.
-        spill_dir: Directory of the disk tier's files.
+        spill_dir: Directory of the disk tier's file, which has no name there and goes with the process.
         plan: Path of a plan to use instead of planning.
         keep: Patterns of module names whose saved tensors stay on the device, such as "lm_head*".
         enabled: False turns everything off, as the environment variable LIGHTNING_OFFLOAD=0 does.

@@ -43,9 +43,22 @@ _ATOMIC_ON_CUDA = frozenset(
         "index_add", "index_add_", "index_put", "index_put_", "_index_put_impl_", "scatter_add", "scatter_add_",
         "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "put_", "put", "bincount", "histc",
         "_embedding_bag", "_embedding_bag_forward_only", "cumsum", "cumsum_", "median", "kthvalue",
-        "grid_sampler_2d", "grid_sampler_3d", "_ctc_loss", "_cudnn_ctc_loss",
+        "grid_sampler_2d", "grid_sampler_3d", "_ctc_loss", "_cudnn_ctc_loss", "cumprod", "cumprod_", "logcumsumexp",
+        "_logcumsumexp", "scatter", "scatter_", "index_copy", "index_copy_", "max_unpool2d", "max_unpool3d",
+        "nll_loss2d_forward", "nanmedian", "mode", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate",
+        "segment_reduce",
     }
 )  # fmt: skip
+"""Ops that torch lists as nondeterministic on CUDA (``torch.use_deterministic_algorithms``), and others like them."""
+
+_SURE_BACKWARDS = (
+    "threshold", "gelu", "silu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "softplus", "native_dropout",
+    "mish", "hardswish", "hardsigmoid", "_softmax", "_log_softmax", "log_sigmoid", "glu", "mse_loss", "smooth_l1_loss",
+)  # fmt: skip
+"""Backward ops without sums between threads; the others are not replayed on CUDA."""
+
+_CONVOLUTION = "aten.convolution.default"
+_TRANSPOSED = 6
 
 # Positions of (running mean, running variance) and of the flag that says they are updated.
 _BATCH_NORM = {
@@ -90,9 +103,15 @@ class OpFacts:
         """Whether running it may change the contents of an argument."""
         return bool(self.writes) or self.writes_all or bool(self.running_stats)
 
-    def may_replay(self, device_type: str) -> bool:
-        """Whether a replay on this type of device gives the same bits without side effects."""
-        return self.replayable if device_type == "cpu" else self.replayable_on_cuda
+    def may_replay(self, device_type: str, args: Any) -> bool:
+        """Whether replaying a call on this type of device gives the same bits without side effects."""
+        if device_type == "cpu":
+            return self.replayable
+        if self.name == _CONVOLUTION:
+            # With its benchmark on, cuDNN chooses an algorithm for each thread: perhaps another one in backward's. A
+            # transposed convolution is the gradient of another, which cuDNN sums in any order.
+            return not torch.backends.cudnn.benchmark and not args[_TRANSPOSED]
+        return self.replayable_on_cuda
 
     def replayed_args(self, args: Any) -> Any:
         """The arguments of a replay: without the running statistics that batch norm updates in training."""
@@ -146,12 +165,19 @@ def _inspect(func: Any) -> OpFacts:
     return OpFacts(
         name=str(func),
         replayable=not denied,
-        replayable_on_cuda=not denied and base not in _ATOMIC_ON_CUDA,
+        replayable_on_cuda=not denied and not _is_unsure_on_cuda(base),
         is_random=is_random,
         writes=() if stats else writes,
         writes_all=False,
         running_stats=stats,
     )
+
+
+def _is_unsure_on_cuda(base: str) -> bool:
+    """Whether an op may give other bits when it is run again on CUDA."""
+    if base in _ATOMIC_ON_CUDA:
+        return True
+    return ("_backward" in base) and not base.removesuffix("_data").startswith(_SURE_BACKWARDS)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -201,6 +227,11 @@ def is_plain(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
     return type(tensor) in _PLAIN_TYPES or not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+def is_at_hand(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a replay may read a tensor again: not one on another device, which a loader may fill anew meanwhile."""
+    return tensor.device == device or tensor.numel() <= 1
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})

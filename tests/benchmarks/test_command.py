@@ -55,7 +55,7 @@ def test_full_run_is_stored_and_shown(capsys: pytest.CaptureFixture[str], monkey
         return measured
 
     monkeypatch.setattr(command, "run_suite", run_suite)
-    monkeypatch.setattr(command, "store", lambda suite, device, result: stored.append(result))
+    monkeypatch.setattr(command, "store", lambda suite, device, result, folder: stored.append(result))
     assert main(["overhead"]) == 0
     assert asked == [("overhead", Options(quick=False, num_pairs=30))]
     assert stored == [measured]

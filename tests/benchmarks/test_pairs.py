@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_pairs
+from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_pairs, time_rounds
 
 
 class FakeMachine:
@@ -36,6 +36,37 @@ def test_order_alternates_and_times_belong_to_their_step():
     assert machine.order == "po" + "op" + "po" + "op"
     assert times == PairedTimes(plain_seconds=(2.0,) * 4, other_seconds=(3.0,) * 4)
     assert len(ticks) == 4
+
+
+def test_everybody_takes_a_turn_in_every_round():
+    """Who goes first changes, and no time lands on the wrong name."""
+    machine = FakeMachine()
+    steps = {"plain": machine.plain, "other": machine.other}
+    times = time_rounds(steps, num_rounds=4, on_error=_fail, clock=machine.clock)
+    assert machine.order == "po" + "op" + "op" + "po"
+    assert times == {"plain": [2.0] * 4, "other": [3.0] * 4}
+
+
+def test_who_fails_takes_no_further_part():
+    """The others go on; the failure is told once."""
+    machine = FakeMachine()
+    told: list[tuple[str, str]] = []
+
+    def failing() -> None:
+        if len(machine.order) > 2:
+            raise RuntimeError("out of memory")
+        machine.order += "f"
+
+    steps = {"plain": machine.plain, "failing": failing}
+    times = time_rounds(
+        steps, num_rounds=5, on_error=lambda name, error: told.append((name, str(error))), clock=machine.clock
+    )
+    assert times == {"plain": [2.0] * 5}
+    assert told == [("failing", "out of memory")]
+
+
+def _fail(name: str, error: Exception) -> None:
+    pytest.fail(f"{name}: {error}")
 
 
 def test_ratio_is_the_median_of_pairs_not_of_times():

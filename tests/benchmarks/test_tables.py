@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.store import CaseResult, Store, failed
 from benchmarks.results import RESULTS_FOLDER, Measurements, Row, write_result
 from benchmarks.tables import fill_markers, format_value, performance_page, table_lines, write_documents
 
@@ -93,9 +94,36 @@ def test_documents_are_written(results: Path, tmp_path: Path):
     assert "ResNet-50" in readme.read_text()
 
 
+def test_cases_of_several_runs_are_told_apart(tmp_path: Path):
+    """A file of many cases says on which commit each was measured, how often, and what failed and why."""
+    store = Store(path=tmp_path / "gpu-x.json", suite="gpu", device="x", environment=ENVIRONMENT, order=["a", "b"])
+    for key, repeats, commit in (("a", 30, "abc"), ("b", 8, "older")):
+        row = Row(case=f"case {key}", metric="ratio", value=1.0, goal=1.1)
+        measured = Measurements(rows=[row], config={"batch_size": 64}, repeats=repeats)
+        store.put(key, CaseResult(state="done", seconds=1.0, commit=commit, measured=measured))
+    store.put("c", failed("case c", "CUDA out of memory", seconds=1.0, commit="abc"))
+    page = performance_page(tmp_path)
+    for expected in (
+        "## On a GPU: x",
+        "8 to 30 pairs per case.",
+        "Commits: abc (a, c); older (b).",
+        "- a: batch_size 64",
+        "| case b | ratio | 1.000 |  | <= 1.100 |",
+        "Not measured:\n\n- case c: CUDA out of memory",
+    ):
+        assert expected in page
+    assert "| case c" not in page
+
+
 @pytest.mark.parametrize(
     ("metric", "value", "text"),
-    [("x_bytes", 1024, "1.0 KiB"), ("x_seconds", 0.002, "2.0 ms"), ("ratio", 1.0349, "1.035")],
+    [
+        ("x_bytes", 1024, "1.0 KiB"),
+        ("x_seconds", 0.002, "2.0 ms"),
+        ("ratio", 1.0349, "1.035"),
+        ("num_trials", 7.0, "7"),
+        ("x_bytes_per_second", 1.5 * (1 << 30), "1.5 GiB/s"),
+    ],
 )
 def test_units_follow_the_name(metric: str, value: float, text: str):
     """The end of a metric's name is its unit."""

@@ -10,10 +10,11 @@ import torch
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.graph import StepGraph
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import BlockingLanes, FakeLanes, Lanes
+from lightning_offload.runtime.lanes import FakeLanes, Lanes
 from lightning_offload.runtime.mode import executing
+from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.tensors.observer import StepObserver, observe_all
+from tests.runtime.inline import inline_lanes
 
 CPU = torch.device("cpu")
 
@@ -22,8 +23,7 @@ def observe(step: Callable[[], Any], *observers: StepObserver, lanes: Lanes | No
     """Run a step under the floor policy with observers."""
     executor = StepExecutor(
         device=CPU,
-        lanes=lanes or BlockingLanes(),
-        pool=HostPool(),
+        tiers=Tiers(lanes or inline_lanes()),
         program=None,
         observer=observe_all(observers),
         verifier=None,

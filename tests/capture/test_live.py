@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload.capture.live import LiveBytes
+from lightning_offload.tensors.op_facts import facts_of
+from tests.capture.devices import pretend_on
 from tests.capture.recording import CPU, observe
 from tests.engine.live_tracker import LiveStorageTracker
 
@@ -91,3 +93,13 @@ def test_agrees_with_an_independent_tracker() -> None:
         with tracker.window() as window:
             observe(step, live)
     assert live.peak_bytes + sum(live.persistent_storages().values()) == window.peak_bytes
+
+
+def test_other_devices_of_the_type_do_not_count() -> None:
+    """Tensors on cuda:1 are none of a step on cuda:0."""
+    live = LiveBytes(torch.device("cuda", 0))
+    results = [pretend_on("cuda:0"), pretend_on("cuda:1")]
+    for result in results:
+        live.on_op(facts_of(torch.ops.aten.exp.default), (pretend_on("cuda:1"),), {}, result, 0.0)
+    assert live.peak_bytes == ROW
+    assert live.persistent_storages() == {}

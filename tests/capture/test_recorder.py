@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_offload.capture.recorder import Recorder
+from lightning_offload.capture.timing import DeviceClock
+from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.graph import StepGraph
 from lightning_offload.graph.step_graph import check
+from lightning_offload.tensors.op_facts import facts_of
+from tests.capture.devices import FakeMemory, FakeStream, pretend_on
 from tests.capture.recording import CPU, observe, op_names, record, sizes
 
 ROW = 4 * 100
@@ -302,3 +307,141 @@ def test_graph_round_trips() -> None:
     net = nn.Sequential(nn.Linear(10, 20), nn.GELU(), nn.Linear(20, 3))
     graph = record(lambda: net(torch.randn(8, 10)).sum().backward(), net)
     assert StepGraph.from_json(graph.to_json()) == graph
+
+
+# ---- on an accelerator
+
+
+class ByHand:
+    """A recording of ops that are run by hand, on an allocator that is told what each of them allocates."""
+
+    def __init__(self, allocated_bytes: int = 0) -> None:
+        self.stats = FakeMemory(allocated_bytes)
+        self.recorder = Recorder(CPU, memory=OpMemory(self.stats))
+
+    def run(self, func: Any, *args: Any, workspace_bytes: int = 0, kept_bytes: int = 0) -> Any:
+        self.recorder.before_op()
+        out = func(*args)
+        self.stats.allocate(out.untyped_storage().nbytes() + kept_bytes)
+        self.stats.allocate(workspace_bytes)
+        self.stats.free(workspace_bytes)
+        self.recorder.on_op(facts_of(func), args, {}, out, 1.0)
+        return out
+
+
+def test_durations_are_the_devices() -> None:
+    """Ops carry what the device's clock says, read once at the end; the host's durations are those of launches."""
+    stream = FakeStream(0.0, 2.0, 3.0, 3.5)
+    recorder = Recorder(CPU, clock=DeviceClock(CPU, mark=stream.mark, synchronize=stream.synchronize))
+    x = torch.ones(100)
+    observe(lambda: x.exp().sin(), recorder)
+    assert stream.num_waits == 0
+    graph = recorder.finish()
+    assert [op.seconds for op in graph.ops] == [2.0, 0.5]
+    assert stream.num_waits == 1
+    assert recorder.finish() == graph
+
+
+def test_modelled_durations_ask_no_device() -> None:
+    """Where durations are modelled nothing is measured."""
+    recorder = Recorder(torch.device("cuda", 0), price=lambda *_: 0.25)
+    out = torch.ones(100)
+    for _ in range(2):
+        recorder.before_op()
+        recorder.on_op(facts_of(torch.ops.aten.exp.default), (out,), {}, out, 9.0)
+    assert [op.seconds for op in recorder.finish().ops] == [0.25, 0.25]
+    assert recorder.peak_bytes is None
+    assert recorder.unseen_bytes == 0
+
+
+def test_workspaces_are_recorded() -> None:
+    """Each op carries the memory that it needed beyond its inputs and outputs."""
+    hand = ByHand(ROW)
+    y = hand.run(torch.ops.aten.exp.default, torch.ones(100), workspace_bytes=1000)
+    hand.run(torch.ops.aten.sin.default, y)
+    assert [op.workspace_bytes for op in hand.recorder.finish().ops] == [1000, 0]
+    assert hand.recorder.peak_bytes == 2 * ROW + 1000
+
+
+def test_workspaces_of_trial_runs_are_left_to_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where convolutions try algorithms, their first call says nothing of what they need from then on."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    hand = ByHand()
+    weight = torch.ones(1, 1, 3)
+    convolution = torch.ops.aten.convolution.default
+    x = hand.run(torch.ops.aten.exp.default, torch.ones(1, 1, 9), workspace_bytes=50)
+    hand.run(convolution, x, weight, None, [1], [0], [1], False, [0], 1, workspace_bytes=1000)
+    assert [op.workspace_bytes for op in hand.recorder.finish().ops] == [50, 0]
+
+
+def test_memory_that_no_storage_explains() -> None:
+    """What a library keeps, and what the step does not touch, is unseen; storages of the step are not."""
+    x = torch.ones(100)
+    hand = ByHand(ROW + 5000)  # x, and state that the step does not touch
+    assert hand.recorder.unseen_bytes == 0
+    y = hand.run(torch.ops.aten.exp.default, x, kept_bytes=300)
+    assert hand.recorder.unseen_bytes == 5300
+    del y
+    hand.stats.free(ROW)
+    z = hand.run(torch.ops.aten.sin.default, x)
+    assert hand.recorder.unseen_bytes == 5300
+    hand.stats.allocate(10_000)  # after the step's last op: the next batch, or the optimizer's state
+    graph = hand.recorder.finish()
+    assert hand.recorder.unseen_bytes == 5300
+    assert [(s.is_persistent, s.num_bytes) for s in graph.storages] == [(True, ROW), (False, ROW), (False, ROW)]
+    assert z is not None
+
+
+def test_storages_from_before_that_die_in_the_step() -> None:
+    """A storage from before the step that was freed explains nothing any more; in the graph it stays."""
+    hand = ByHand(2 * ROW)
+    y = hand.run(torch.ops.aten.exp.default, torch.ones(100))
+    hand.stats.free(ROW)
+    z = hand.run(torch.ops.aten.sin.default, y)
+    assert hand.recorder.unseen_bytes == ROW
+    graph = hand.recorder.finish()
+    assert (graph.storages[0].birth, graph.storages[0].death) == (-1, graph.num_ticks)
+    assert z is not None
+
+
+def test_memory_of_the_runtime_is_explained() -> None:
+    """Device memory that the runtime allocated itself counts while it lives, not afterwards."""
+    hand = ByHand(ROW)
+    back = torch.ones(25)
+    hand.recorder.on_allocation(back.untyped_storage())
+    hand.stats.allocate(back.nbytes)
+    x = torch.ones(100)
+    y = hand.run(torch.ops.aten.exp.default, x)
+    assert hand.recorder.unseen_bytes == 0
+    del back
+    z = hand.run(torch.ops.aten.sin.default, y)
+    assert hand.recorder.unseen_bytes == 100
+    assert z is not None
+
+
+def test_other_devices_of_the_type_do_not_count() -> None:
+    """In a step on cuda:0 no tensor on cuda:1 counts, nor one on the host; an op with one is never replayed."""
+    recorder = Recorder(torch.device("cuda", 0), price=lambda *_: 0.0)
+    copy = facts_of(torch.ops.aten._to_copy.default)
+    ours, other, host = pretend_on("cuda:0"), pretend_on("cuda:1"), pretend_on("cpu")
+    for source, result in ((ours, pretend_on("cuda:0")), (other, ours), (host, ours), (ours, other), (ours, host)):
+        recorder.on_op(copy, (source,), {}, result, 0.0)
+    graph = recorder.finish()
+    assert [(len(op.inputs), len(op.outputs)) for op in graph.ops] == [(1, 1), (0, 1), (0, 1), (1, 0), (1, 0)]
+    assert [op.replayable for op in graph.ops] == [True, False, False, False, False]
+
+
+@pytest.mark.gpu
+def test_a_recording_on_cuda() -> None:
+    """On a GPU ops have the device's durations, and the step's peak is the allocator's."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    net = nn.Linear(512, 512, device=device)
+    x = torch.randn(256, 512, device=device)
+    torch.cuda.reset_peak_memory_stats(device)
+    recorder = Recorder(device, net)
+    observe(lambda: net(x).square().sum().backward(), recorder)
+    graph = recorder.finish()
+    check(graph)
+    assert all(op.seconds > 0 for op in graph.ops if op.outputs)
+    assert recorder.peak_bytes is not None
+    assert recorder.peak_bytes >= graph.persistent_bytes + recorder.unseen_bytes

@@ -1,24 +1,137 @@
-"""Durations measured later replace those of the recording, for the same ops only."""
+"""Ops are timed by the device that runs them; durations measured later replace those of the recording."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 
+import pytest
 import torch
 
-from lightning_offload.capture.timing import OpTimes, retime
+from lightning_offload.capture.timing import DeviceClock, HostClock, OpTimes, clock_for, retime
+from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.tensors.op_facts import facts_of
+from tests.capture.devices import FakeMemory, FakeStream
 from tests.graph.building import chain
 
 _FACTS = facts_of(torch.ops.aten.add.Tensor)
+GPU = torch.device("cuda", 1)
 
 
-def times(names: list[str], seconds: list[float]) -> OpTimes:
+def times(names: list[str], seconds: list[float], workspaces: list[int] | None = None) -> OpTimes:
     """Times as observed."""
-    found = OpTimes()
-    for name, duration in zip(names, seconds, strict=True):
+    memory = FakeMemory()
+    found = OpTimes(memory=None if workspaces is None else OpMemory(memory))
+    for position, (name, duration) in enumerate(zip(names, seconds, strict=True)):
+        found.before_op()
+        for num_bytes in workspaces[position : position + 1] if workspaces else []:
+            memory.allocate(num_bytes)
+            memory.free(num_bytes)
         found.on_op(dataclasses.replace(_FACTS, name=name), (), {}, None, duration)
     return found
+
+
+def clock(stream: FakeStream) -> DeviceClock:
+    """A device's clock on a fake stream."""
+    return DeviceClock(GPU, mark=stream.mark, synchronize=stream.synchronize)
+
+
+# ---- clocks
+
+
+def test_host_clock_takes_the_hosts_durations() -> None:
+    """On a CPU, and where durations are modelled, an op lasts as long as its call."""
+    found = OpTimes(HostClock())
+    for duration in (0.5, 0.25):
+        found.before_op()
+        found.on_op(_FACTS, (), {}, None, duration)
+    assert found.seconds == [0.5, 0.25]
+    assert isinstance(clock_for(torch.device("cpu")), HostClock)
+
+
+def test_device_clock_takes_the_devices_durations() -> None:
+    """An op lasts from the mark before it to the one after it; what lies between two ops is in neither."""
+    stream = FakeStream(1.0, 1.25, 7.0, 7.5)
+    found = OpTimes(clock(stream))
+    for _ in range(2):
+        found.before_op()
+        found.on_op(_FACTS, (), {}, None, 1e-6)
+    assert stream.num_waits == 0
+    assert found.seconds == [0.25, 0.5]
+    assert stream.devices == {GPU}
+    assert isinstance(clock_for(GPU), DeviceClock)
+
+
+def test_the_device_is_awaited_once() -> None:
+    """However often durations are read, the device is awaited once for the ops that ran since."""
+    stream = FakeStream()
+    timed = clock(stream)
+    assert timed.resolve() == []
+    assert stream.num_waits == 0
+    for num_ops in (1, 2):
+        timed.before_op()
+        timed.after_op(0.0)
+        assert timed.resolve() == timed.resolve() == [1.0] * num_ops
+        assert stream.num_waits == num_ops
+
+
+def test_an_op_that_failed_leaves_no_duration() -> None:
+    """Only ops that ran count, each from its own mark."""
+    stream = FakeStream(1.0, 5.0, 5.5)
+    timed = clock(stream)
+    timed.before_op()  # raised
+    timed.before_op()
+    timed.after_op(0.0)
+    assert timed.resolve() == [0.5]
+
+
+def test_marks_without_time_fall_back_to_the_host() -> None:
+    """Marks set while a CUDA graph is captured have no time; the launch is all that is known then."""
+    timed = clock(FakeStream(1.0, None, 3.0, 4.0))
+    for _ in range(2):
+        timed.before_op()
+        timed.after_op(0.125)
+    assert timed.resolve() == [0.125, 1.0]
+
+
+def test_an_op_that_began_unseen_falls_back_to_the_host() -> None:
+    """A clock that was started between an op's two marks has the launch only."""
+    timed = clock(FakeStream())
+    timed.after_op(0.125)
+    assert timed.resolve() == [0.125]
+
+
+def test_threads_do_not_mix_their_marks() -> None:
+    """An op of another thread that runs meanwhile leaves this thread's first mark alone."""
+    timed = clock(FakeStream(1.0, 10.0, 10.25, 2.0))
+
+    def other() -> None:
+        timed.before_op()
+        timed.after_op(0.0)
+
+    timed.before_op()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    timed.after_op(0.0)
+    assert timed.resolve() == [0.25, 1.0]
+
+
+@pytest.mark.gpu
+def test_events_keep_the_devices_time() -> None:
+    """On a GPU an op takes the time of its kernels, far longer than its launch."""
+    device = torch.device("cuda")
+    x = torch.ones(4096, 4096, device=device)
+    timed = clock_for(device)
+    for _ in range(2):
+        timed.before_op()
+        for _ in range(10):
+            x @ x
+        timed.after_op(0.0)
+    assert min(timed.resolve()) > 1e-4
+
+
+# ---- times of a later step
 
 
 def test_times_are_replaced_op_by_op() -> None:
@@ -30,9 +143,26 @@ def test_times_are_replaced_op_by_op() -> None:
     assert dataclasses.replace(timed, ops=graph.ops) == graph
 
 
+def test_workspaces_are_replaced_where_they_were_measured() -> None:
+    """The later workspace counts, larger or smaller; one that was not measured again stays."""
+    graph = chain(40, 50)
+    ops = tuple(dataclasses.replace(op, workspace_bytes=100) for op in graph.ops)
+    graph = dataclasses.replace(graph, ops=ops)
+    names = [op.name for op in graph.ops]
+    assert [op.workspace_bytes for op in retime(graph, times(names, [1.0] * 4)).ops] == [100] * 4
+    timed = retime(graph, times(names, [1.0] * 4, [0, 50, 100, 200]))
+    assert [op.workspace_bytes for op in timed.ops] == [0, 50, 100, 200]
+
+
 def test_other_ops_change_nothing() -> None:
     """A step that ran other ops, or another number of them, says nothing about this graph."""
     graph = chain(40, 50)
     names = [op.name for op in graph.ops]
     assert retime(graph, times(names[:-1], [1.0] * 3)) is graph
     assert retime(graph, times(["aten.sin.default", *names[1:]], [9.0] * 4)) is graph
+
+
+def test_the_peak_is_known_where_memory_is_measured() -> None:
+    """Who measures workspaces has the step's peak, since it resets the allocator's own."""
+    assert times(["a"], [1.0]).peak_bytes is None
+    assert times(["a", "b"], [1.0] * 2, [50, 20]).peak_bytes == 50

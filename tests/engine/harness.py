@@ -230,7 +230,7 @@ def _record_end(outcome: Outcome, job: Job, device: str) -> None:
         outcome.add(f"optimizer{index}/", optimizer.state_dict())
     outcome.add("rng/cpu", torch.get_rng_state())
     if device != "cpu":
-        outcome.add("rng/cuda", torch.cuda.get_rng_state())
+        outcome.add("rng/cuda", torch.cuda.get_rng_state(device))
 
 
 def differences(expected: Outcome, actual: Outcome, limit: int = 8) -> list[str]:

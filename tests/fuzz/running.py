@@ -20,6 +20,8 @@ from lightning_offload.errors import StaleInputError
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Candidate, Problem
+from lightning_offload.plugins.hardware import Hardware
+from lightning_offload.runtime.host_pool import HostPool
 from tests.fuzz.programs import SIDE, Machine, Net
 
 NUM_STEPS = 6
@@ -203,12 +205,13 @@ def check(seed: int) -> str:
         warnings.simplefilter("ignore")
         expected = trace(program)
         with randomly_planned(seed) as memory:
+            pools = _note_pools(memory)
             try:
                 actual = trace(program, memory)
             except StaleInputError:
                 assert program.shape in ("bare", "interleaved", "accumulate", "forward"), "stale within one step"
                 return "stale"
-        _check_left(memory)
+        _check_left(memory, pools)
     for i, ((name, before), (name_now, after)) in enumerate(zip(expected, actual, strict=False)):
         assert (name, before) == (name_now, after), f"{program}: {_describe(expected, actual, i)}"
     assert len(expected) == len(actual)
@@ -221,9 +224,24 @@ def _describe(expected: Trace, actual: Trace, i: int) -> str:
     return f"step {step}: {expected[i][0]!r} {values[0]}, with the plugin {actual[i][0]!r} {values[1]}"
 
 
-def _check_left(memory: MemoryPlugin) -> None:
+def _note_pools(memory: MemoryPlugin) -> list[HostPool]:
+    """The host pools that the plugin uses from now on; detaching makes it forget them."""
+    pools: list[HostPool] = []
+    hardware_for = memory._hardware_for
+
+    def noting(inputs: Any) -> Hardware:
+        hardware = hardware_for(inputs)
+        pools.append(hardware.tiers.host)
+        return hardware
+
+    memory._hardware_for = noting  # type: ignore[method-assign]
+    return pools
+
+
+def _check_left(memory: MemoryPlugin, pools: list[HostPool]) -> None:
     torch.ones(1, requires_grad=True).sum().backward()  # autograd holds on to a backward that failed until the next
     gc.collect()
-    memory._pool.collect()
-    assert memory._pool.used_bytes == 0, f"{memory._pool.used_bytes} bytes of host memory stay behind"
     assert not list(memory._executors), "an executor stays behind"
+    for pool in pools:
+        pool.collect()
+        assert pool.used_bytes == 0, f"{pool.used_bytes} bytes of host memory stay behind"

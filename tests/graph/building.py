@@ -57,6 +57,7 @@ class GraphBuilder:
         seconds: float = 1.0,
         replayable: bool = True,
         module: str = "",
+        workspace_bytes: int = 0,
     ) -> tuple[int, ...]:
         """An op that reads values, makes storages of these sizes, and writes others; the values it makes."""
         index, tick = len(self.ops), self._next()
@@ -64,7 +65,7 @@ class GraphBuilder:
         written = tuple(self._value(self.values[v].storage, index) for v in writes)
         op = Op(
             name=name, module=module, phase=self.phase, tick=tick, seconds=seconds,
-            inputs=inputs, outputs=fresh + written, replayable=replayable,
+            inputs=inputs, outputs=fresh + written, replayable=replayable, workspace_bytes=workspace_bytes,
         )  # fmt: skip
         self.ops.append(op)
         return fresh + written
@@ -157,10 +158,11 @@ def chain(*sizes: int, seconds: float = 1.0, gradient_bytes: int = 10, weight_by
 
 
 @st.composite
-def step_graphs(draw: st.DrawFn, *, max_saves: int = 6, max_ops: int = 9) -> StepGraph:
+def step_graphs(draw: st.DrawFn, *, max_saves: int = 6, max_ops: int = 9, unit: int = 10) -> StepGraph:
     """Small steps with reuse, in-place ops, multi-output ops, several saves of a value, and unread saves."""
     b = GraphBuilder()
-    sizes = st.integers(1, 50).map(lambda n: 10 * n)
+    sizes = st.integers(1, 50).map(lambda n: unit * n)
+    workspaces = st.sampled_from([0, 0, 0, unit, 20 * unit])
     live = [b.given(draw(sizes)) for _ in range(draw(st.integers(1, 2)))]
     fixed = len(live)
     saves: list[int] = []
@@ -171,7 +173,7 @@ def step_graphs(draw: st.DrawFn, *, max_saves: int = 6, max_ops: int = 9) -> Ste
         writes = tuple(v for v in inputs if v >= fixed) if draw(st.integers(0, 5)) == 0 else ()
         made = b.op(
             inputs, tuple(draw(st.lists(sizes, min_size=0 if writes else 1, max_size=2))),
-            writes=writes, seconds=seconds, replayable=replayable,
+            writes=writes, seconds=seconds, replayable=replayable, workspace_bytes=draw(workspaces),
         )  # fmt: skip
         live = [v for v in live if v not in writes] + list(made)
         if len(saves) < max_saves and draw(st.integers(0, 3)) > 0:
@@ -194,3 +196,20 @@ def step_graphs(draw: st.DrawFn, *, max_saves: int = 6, max_ops: int = 9) -> Ste
         b.drop(*keepers)
     b.op((), (), seconds=0.25)
     return b.build()
+
+
+def tiered_devices(unit: int = 10) -> st.SearchStrategy[DeviceSpec]:
+    """Devices with and without a limit on host memory, a disk, and memory of their own."""
+    rates = st.sampled_from([5.0 * unit, 50.0 * unit])
+    limits = st.none() | st.integers(0, 60).map(lambda n: unit * n)
+    disks = st.none() | st.tuples(rates, rates)
+
+    def build(kind: str, limit: int | None, rate: float, disk: tuple[float, float] | None) -> DeviceSpec:
+        write, read = disk or (0.0, 0.0)
+        return dataclasses.replace(
+            DEVICE, kind=kind, d2h_bytes_per_second=rate, h2d_bytes_per_second=rate, copy_interference=0.25,
+            overhead_seconds=0.01, host_memory_bytes=limit, disk_write_bytes_per_second=write,
+            disk_read_bytes_per_second=read,
+        )  # fmt: skip
+
+    return st.builds(build, st.sampled_from(["cpu", "cuda"]), limits, rates, disks)

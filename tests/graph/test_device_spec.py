@@ -15,20 +15,39 @@ from lightning_offload.graph import DeviceSpec
 from tests.graph.building import DEVICE
 
 RATES = st.floats(min_value=1e-3, max_value=1e15)
+LIMITS = st.none() | st.integers(0, 1 << 60)
+WITH_DISK = dataclasses.replace(
+    DEVICE, host_memory_bytes=7, disk_write_bytes_per_second=30.0, disk_read_bytes_per_second=40.0
+)
+ADDED = {"host_memory_bytes", "disk_write_bytes_per_second", "disk_read_bytes_per_second"}
+"""Fields that files written before there were tiers do not have."""
 
 
-@given(
+def _with_disk(device: DeviceSpec, limit: int | None, disk: tuple[float, float] | None) -> DeviceSpec:
+    write, read = disk or (0.0, 0.0)
+    return dataclasses.replace(
+        device, host_memory_bytes=limit, disk_write_bytes_per_second=write, disk_read_bytes_per_second=read
+    )
+
+
+DEVICES = st.builds(
+    _with_disk,
     st.builds(
         DeviceSpec,
         name=st.text(),
         kind=st.sampled_from(["cpu", "cuda"]),
-        memory_bytes=st.none() | st.integers(0, 1 << 60),
+        memory_bytes=st.none() | st.integers(1, 1 << 60),
         d2h_bytes_per_second=RATES,
         h2d_bytes_per_second=RATES,
         copy_interference=st.floats(0, 1),
         overhead_seconds=st.floats(0, 1),
-    )
+    ),
+    LIMITS,
+    st.none() | st.tuples(RATES, RATES),
 )
+
+
+@given(DEVICES)
 def test_round_trip_is_exact(device: DeviceSpec) -> None:
     """A device read from its own JSON equals it, to the last bit of its rates."""
     assert DeviceSpec.from_json(device.to_json()) == device
@@ -48,6 +67,14 @@ def test_round_trip_is_exact(device: DeviceSpec) -> None:
         ("memory_bytes", "80GB"),
         ("memory_bytes", 1.5),
         ("memory_bytes", -1),
+        ("host_memory_bytes", -1),
+        ("host_memory_bytes", 1.5),
+        ("host_memory_bytes", "12GiB"),
+        ("disk_write_bytes_per_second", -1.0),
+        ("disk_write_bytes_per_second", 0.0),
+        ("disk_read_bytes_per_second", 0.0),
+        ("disk_read_bytes_per_second", float("inf")),
+        ("disk_read_bytes_per_second", None),
         ("name", None),
         ("kind", 3),
         ("schema", 0),
@@ -57,16 +84,16 @@ def test_round_trip_is_exact(device: DeviceSpec) -> None:
     ids=lambda item: str(item)[:24],
 )
 def test_corrupt_device_is_a_plan_error(field: str, item: Any) -> None:
-    """Wrong types, unknown fields and impossible rates are refused."""
-    data = json.loads(DEVICE.to_json())
+    """Wrong types, unknown fields and impossible rates are refused, a disk with one direction among them."""
+    data = json.loads(WITH_DISK.to_json())
     data[field] = item
     with pytest.raises(PlanError):
         DeviceSpec.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DeviceSpec)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DeviceSpec) if field.name not in ADDED])
 def test_missing_field_is_a_plan_error(field: str) -> None:
-    """No field has a default that could hide its absence."""
+    """No field that was there from the start has a default that could hide its absence."""
     data = json.loads(DEVICE.to_json())
     del data[field]
     with pytest.raises(PlanError, match=field):
@@ -78,3 +105,37 @@ def test_whole_number_is_a_rate() -> None:
     data = json.loads(DEVICE.to_json())
     data["d2h_bytes_per_second"] = 100
     assert DeviceSpec.from_json(json.dumps(data)) == DEVICE
+
+
+def test_file_from_before_there_were_tiers_is_read() -> None:
+    """What it does not say is that there is no limit and no disk."""
+    data = json.loads(DEVICE.to_json())
+    assert set(data) >= ADDED
+    for field in ADDED:
+        del data[field]
+    device = DeviceSpec.from_json(json.dumps(data))
+    assert device == DEVICE
+    assert (device.host_memory_bytes, device.has_disk) == (None, False)
+
+
+def test_derated_scales_every_link() -> None:
+    """All four rates of links and disk, nothing else; what is 0 stays 0."""
+    half = WITH_DISK.derated(0.5)
+    assert (half.d2h_bytes_per_second, half.h2d_bytes_per_second) == (50.0, 50.0)
+    assert (half.disk_write_bytes_per_second, half.disk_read_bytes_per_second) == (15.0, 20.0)
+    links = [f.name for f in dataclasses.fields(DeviceSpec) if f.name.startswith(("d2h", "h2d", "disk"))]
+    assert dataclasses.replace(half, **{name: getattr(WITH_DISK, name) for name in links}) == WITH_DISK
+    assert not DEVICE.derated(0.5).has_disk
+
+
+@given(DEVICES)
+def test_derated_by_one_is_the_device(device: DeviceSpec) -> None:
+    """The whole of a rate is that rate, to the last bit."""
+    assert device.derated(1.0) == device
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
+def test_derating_takes_a_fraction(fraction: float) -> None:
+    """A rate can be made neither zero, negative nor faster than it was measured."""
+    with pytest.raises(PlanError, match="fraction"):
+        DEVICE.derated(fraction)

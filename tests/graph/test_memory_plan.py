@@ -39,6 +39,9 @@ PLANS = st.builds(
     floor_bytes=SIZES,
     floor_op=st.text(),
     bound_seconds=SECONDS,
+    predicted_stall_seconds=SECONDS,
+    predicted_host_bytes=SIZES,
+    predicted_disk_bytes=SIZES,
 )
 
 
@@ -57,6 +60,17 @@ def test_round_trip_is_exact(plan: MemoryPlan) -> None:
     assert MemoryPlan.from_json(plan.to_json()) == plan
 
 
+def test_plan_from_before_there_were_tiers_is_read() -> None:
+    """It predicts no stall and no use of a tier."""
+    plan = plan_for(chain(40, 50), Decision(storage=1, action="swap"))
+    data = json.loads(plan.to_json())
+    for field in ("predicted_stall_seconds", "predicted_host_bytes", "predicted_disk_bytes"):
+        del data[field]
+    again = MemoryPlan.from_json(json.dumps(data))
+    assert again == plan
+    assert (again.predicted_stall_seconds, again.predicted_host_bytes, again.predicted_disk_bytes) == (0.0, 0, 0)
+
+
 def _decision(field: int, item: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda data: data["decisions"][0].__setitem__(field, item)
 
@@ -70,6 +84,8 @@ CORRUPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "decisions are no list": lambda data: data.update(decisions=5),
     "NaN time": lambda data: data.update(bound_seconds=float("nan")),
     "time beyond a float": lambda data: data.update(bound_seconds=10**400),
+    "NaN stall": lambda data: data.update(predicted_stall_seconds=float("nan")),
+    "text for host bytes": lambda data: data.update(predicted_host_bytes="1GiB"),
     "text for bytes": lambda data: data.update(floor_bytes="12GiB"),
     "unknown action": _decision(1, "burn"),
     "unknown tier": _decision(2, "cloud"),

@@ -16,7 +16,7 @@ from lightning_offload.errors import PlanError
 from lightning_offload.graph import StepGraph
 from tests.graph.building import GraphBuilder, chain, step_graphs
 
-OP_TICK, OP_SECONDS, OP_INPUTS, OP_OUTPUTS = 3, 4, 5, 6
+OP_TICK, OP_SECONDS, OP_INPUTS, OP_OUTPUTS, OP_WORKSPACE = 3, 4, 5, 6, 8
 SAVE_PACK, SAVE_UNPACKS, SAVE_RELEASE = 1, 2, 3
 
 
@@ -40,6 +40,9 @@ CORRUPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "row is no list": lambda data: data["ops"].__setitem__(0, {"name": "x"}),
     "short row": lambda data: data["storages"][0].pop(),
     "long row": lambda data: data["values"][0].append(1),
+    "op row without replayable": lambda data: data["ops"].__setitem__(0, data["ops"][0][:7]),
+    "negative workspace": _ops(0, OP_WORKSPACE, -1),
+    "float workspace": _ops(0, OP_WORKSPACE, 1.5),
     "float for int": _set("storages", 0, 0, 1.5),
     "bool for int": _set("storages", 0, 0, True),
     "text for int": _set("storages", 0, 0, "12"),
@@ -138,10 +141,20 @@ def test_truncated_file_is_a_plan_error(graph: StepGraph, cut: float) -> None:
         StepGraph.from_json(text[: int(cut * (len(text) - 1))])
 
 
-@given(graph=step_graphs(), seconds=st.floats(0, 1e6))
-def test_digest_ignores_times(graph: StepGraph, seconds: float) -> None:
-    """Two runs of one model have one digest, however long their ops took."""
-    ops = tuple(dataclasses.replace(op, seconds=seconds) for op in graph.ops)
+@given(step_graphs())
+def test_file_from_before_workspaces_is_read(graph: StepGraph) -> None:
+    """Its rows of ops are shorter; what they need beside inputs and outputs is not known, so 0."""
+    payload = json.loads(graph.to_json())
+    for row in payload["ops"]:
+        row.pop()
+    ops = tuple(dataclasses.replace(op, workspace_bytes=0) for op in graph.ops)
+    assert StepGraph.from_json(json.dumps(payload)) == dataclasses.replace(graph, ops=ops)
+
+
+@given(graph=step_graphs(), seconds=st.floats(0, 1e6), workspace=st.integers(0, 1 << 40))
+def test_digest_ignores_what_is_measured(graph: StepGraph, seconds: float, workspace: int) -> None:
+    """Two runs of one model have one digest, however long their ops took and whatever workspace they used."""
+    ops = tuple(dataclasses.replace(op, seconds=seconds, workspace_bytes=workspace) for op in graph.ops)
     assert dataclasses.replace(graph, ops=ops).digest() == graph.digest()
 
 

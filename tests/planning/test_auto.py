@@ -119,6 +119,58 @@ def test_cheap_replays_are_preferred_to_slow_copies_and_the_reverse() -> None:
     assert {decision.action for decision in slow.decisions} == {"swap"}
 
 
+PAGES = chain(*(4096 * (1 + i % 3) for i in range(12)))
+DISK = dataclasses.replace(SHARED, disk_write_bytes_per_second=1000.0, disk_read_bytes_per_second=1000.0)
+
+
+def test_plan_says_which_tier_each_swap_goes_to() -> None:
+    """On a host of three pages those away longest go to disk, and the plan predicts the use of both tiers."""
+    budget = floor_of(PAGES)
+    found = plan(PAGES, dataclasses.replace(DISK, host_memory_bytes=3 * 4096), budget)
+    swapped = {d.storage: d.tier for d in found.decisions if d.action == "swap"}
+    assert set(swapped.values()) == {"host", "disk"}
+    assert max(s for s in swapped if swapped[s] == "disk") < min(s for s in swapped if swapped[s] == "host")
+    assert 0 < found.predicted_host_bytes <= 3 * 4096
+    assert found.predicted_disk_bytes > 0
+    assert found.predicted_stall_seconds > 0
+    assert MemoryPlan.from_json(found.to_json()) == found
+
+
+def test_disk_is_used_for_all_where_there_is_no_host_memory() -> None:
+    """A host of no bytes: every swap goes to disk."""
+    found = plan(PAGES, dataclasses.replace(DISK, host_memory_bytes=0), floor_of(PAGES))
+    assert {d.tier for d in found.decisions if d.action == "swap"} == {"disk"}
+    assert found.predicted_host_bytes == 0
+
+
+def test_host_without_limit_needs_no_disk() -> None:
+    """The plan is the same, disk or not."""
+    budget = (floor_of(PAGES) + plain_peak(PAGES)) // 2
+    assert plan(PAGES, DISK, budget) == plan(PAGES, SHARED, budget)
+
+
+def test_slow_disk_is_priced_as_such() -> None:
+    """What a quick link would swap is recomputed where all swaps would go to a slow disk, and swapped to a fast one."""
+    budget = (floor_of(PAGES) + plain_peak(PAGES)) // 2
+    quick = dataclasses.replace(DISK, d2h_bytes_per_second=1e9, h2d_bytes_per_second=1e9, kind="cuda")
+    actions = {}
+    for rate in (1.0, 1e9):
+        disk = dataclasses.replace(
+            quick, disk_write_bytes_per_second=rate, disk_read_bytes_per_second=rate, host_memory_bytes=0
+        )
+        actions[rate] = {d.action for d in plan(PAGES, disk, budget).decisions}
+    assert actions == {1.0: {"recompute"}, 1e9: {"swap"}}
+
+
+def test_short_host_without_disk_mixes() -> None:
+    """Where the host has room for little, that is used and the rest recomputed."""
+    short = dataclasses.replace(SHARED, host_memory_bytes=6 * 4096, d2h_bytes_per_second=1e9, h2d_bytes_per_second=1e9)
+    low = Setting(Problem(PAGES), short, None).floor.peak_bytes
+    found = plan(PAGES, short, low)
+    assert {d.action for d in found.decisions} == {"swap", "recompute"}
+    assert found.predicted_host_bytes <= 6 * 4096
+
+
 @given(graph=step_graphs(), height=st.floats(0, 1.1))
 def test_any_step_is_planned_within_its_budget(graph: StepGraph, height: float) -> None:
     """Feasible whenever the budget is at least the floor; deterministic; consistent with its own graph."""

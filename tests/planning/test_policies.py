@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError
-from lightning_offload.graph import StepGraph
+from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
+from lightning_offload.graph.layout import Layout, plan_layout
+from lightning_offload.planning import policies
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies import POLICIES, check_policy, plan
 from lightning_offload.planning.problem import Problem
@@ -103,6 +105,54 @@ def test_each_policy_fits_or_names_a_floor_that_works(graph: StepGraph, policy: 
     assert is_honest
     assert found.predicted_peak_bytes <= budget
     found.check(graph)
+
+
+def test_all_swap_keeps_what_does_not_fit() -> None:
+    """On a host of seven pages without a disk the largest results are swapped, the rest stay on the device."""
+    net = chain(*(4096 * size for size in (1, 4, 2, 3)))
+    short = dataclasses.replace(DEVICE, host_memory_bytes=7 * 4096)
+    found = plan(net, short, None, policy="all-swap")
+    assert [(d.storage, d.action, d.tier) for d in found.decisions] == [(2, "swap", "host"), (4, "swap", "host")]
+    assert found.predicted_host_bytes == 7 * 4096
+    disk = dataclasses.replace(short, disk_write_bytes_per_second=1.0, disk_read_bytes_per_second=1.0)
+    found = plan(net, disk, None, policy="all-swap")
+    assert [(d.storage, d.tier) for d in found.decisions] == [(1, "disk"), (2, "disk"), (3, "host"), (4, "host")]
+
+
+def test_all_swap_on_a_short_host_names_its_floor() -> None:
+    """The error names the host budget, and the smallest budget under this policy, which works."""
+    short = dataclasses.replace(DEVICE, host_memory_bytes=4096)
+    net = chain(*[4096] * 6)
+    with pytest.raises(BudgetInfeasibleError, match=r"raise the host budget .* or use policy='auto'") as caught:
+        plan(net, short, 1, policy="all-swap")
+    assert (
+        plan(net, short, caught.value.floor_bytes, policy="all-swap").predicted_peak_bytes <= caught.value.floor_bytes
+    )
+
+
+def _floor_of(graph: StepGraph, device: DeviceSpec, policy: str) -> int:
+    """The smallest budget that a policy can meet."""
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        plan(graph, device, 1, policy=policy)
+    return caught.value.floor_bytes
+
+
+def test_layout_of_a_plan_fits_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stays that do not nest leave gaps: where a plan's layout is larger than the host, another puts less there."""
+    net = chain(*[4096] * 6)
+    short = dataclasses.replace(DEVICE, host_memory_bytes=4 * 4096)
+    first = plan(net, short, None, policy="all-swap")
+    assert first.predicted_host_bytes == 4 * 4096
+
+    def wasteful(graph: StepGraph, made: MemoryPlan) -> Layout:
+        layout = plan_layout(graph, made)
+        return Layout(offsets=layout.offsets, tier_bytes={"host": layout.tier_bytes["host"] + 4096, "disk": 0})
+
+    monkeypatch.setattr(policies, "plan_layout", wasteful)
+    assert plan(net, short, None, policy="all-swap").predicted_host_bytes == 3 * 4096
+    # Where no plan with less on the host is within the budget, the first one stands: offsets are hints.
+    low = _floor_of(net, short, "all-swap")
+    assert plan(net, short, low, policy="all-swap").predicted_host_bytes == 4 * 4096
 
 
 def test_plain_figures_are_those_of_keep_all() -> None:

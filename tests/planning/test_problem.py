@@ -163,6 +163,15 @@ def test_base_memory_by_hand() -> None:
     assert (Problem(extra).base - Problem(graph).base).tolist() == [1000] * 8
 
 
+def test_workspaces_count_at_the_tick_of_their_op() -> None:
+    """No plan changes what an op needs while it runs."""
+    graph = chain(40, 50)
+    ops = tuple(dataclasses.replace(op, workspace_bytes=7 * op.tick) for op in graph.ops)
+    added = Problem(dataclasses.replace(graph, ops=ops)).base - Problem(graph).base
+    at = {op.tick: 7 * op.tick for op in graph.ops}
+    assert added.tolist() == [at.get(tick, 0) for tick in range(graph.num_ticks + 1)]
+
+
 def test_gradients_of_earlier_steps_go_at_the_first_unpack() -> None:
     """Old gradients count from the start; what is not accumulated goes, unseen new ones come, with backward."""
     graph = chain(40)

@@ -125,6 +125,26 @@ def test_unsaved_values_on_the_way_are_transient() -> None:
     assert found.transient_bytes == {3: 100}
 
 
+def test_workspace_of_a_replayed_op_is_transient() -> None:
+    """It comes on top of what is there while that op runs, not on top of the largest moment of the chain."""
+
+    def transient(first: int, second: int) -> int:
+        b = GraphBuilder()
+        (temporary,) = b.op((b.given(1),), (100,), workspace_bytes=first)
+        (value,) = b.op((temporary,), (10,), workspace_bytes=second)
+        save = b.pack(value)
+        b.drop(temporary, value)
+        b.backward()
+        b.unpack(save)
+        b.release(save)
+        return residency(Problem(b.build()), {2: "recompute"}).transient_bytes[3]
+
+    assert transient(0, 0) == 100  # both results, less the one that stays
+    assert transient(0, 5) == 105
+    assert transient(5, 0) == 100
+    assert transient(15, 0) == 105
+
+
 def test_both_results_of_an_op_are_made_by_one_replay() -> None:
     """Two saved results of one op cost one replay, and the second is at hand afterwards."""
     b = GraphBuilder()

@@ -154,6 +154,96 @@ def test_transients_of_a_replay_count_at_its_tick() -> None:
     assert memory.tolist() == [101, 111, 111, 1, 111, 11, 1]
 
 
+def test_workspace_counts_while_its_op_runs() -> None:
+    """Beside what is alive, in the tick of the op and in no other."""
+    ops = tuple(dataclasses.replace(op, workspace_bytes=1000 * (op.tick in (2, 7))) for op in THREE.graph.ops)
+    memory = simulate(Problem(dataclasses.replace(THREE.graph, ops=ops)), {}, DEVICE).memory
+    assert memory.tolist() == [m + 1000 * (t in (2, 7)) for t, m in enumerate(KEPT)]
+
+
+def test_workspace_counts_again_in_a_replay() -> None:
+    """A replayed op needs its workspace beside its result, at the unpack."""
+    ops = tuple(dataclasses.replace(op, workspace_bytes=1000 * (op.tick == 2)) for op in THREE.graph.ops)
+    timeline = simulate(Problem(dataclasses.replace(THREE.graph, ops=ops)), {2: "recompute"}, DEVICE)
+    away = range(6, 8)
+    expected = [m - 30 * (t in away) + 1000 * (t in (2, 8)) for t, m in enumerate(KEPT)]
+    assert timeline.memory.tolist() == expected
+
+
+ON_DISK = dataclasses.replace(
+    DEVICE, host_memory_bytes=0, disk_write_bytes_per_second=10.0, disk_read_bytes_per_second=20.0
+)
+"""All swaps go to a disk, at 10 B/s out and 20 B/s back."""
+
+
+def test_unhidden_disk_copies_stall_at_the_rates_of_the_disk() -> None:
+    """Forty bytes take 4 s out and 2 s back; memory is that of any swap."""
+    timeline = simulate(THREE, {3: "swap"}, ON_DISK, overlap=False)
+    assert timeline.tiers == {3: "disk"}
+    assert timeline.stall_seconds == pytest.approx(4.0 + 2.0)
+    assert timeline.step_seconds == pytest.approx(12.0)
+    assert timeline.memory.tolist() == simulate(THREE, {3: "swap"}, DEVICE, overlap=False).memory.tolist()
+
+
+def test_disk_is_no_faster_than_the_link_of_a_device() -> None:
+    """A disk of 400 B/s behind a link of 100 B/s is one of 100 B/s, but to a CPU, which has no such link."""
+    fast = dataclasses.replace(ON_DISK, disk_write_bytes_per_second=400.0, disk_read_bytes_per_second=400.0)
+    assert simulate(THREE, {3: "swap"}, fast, overlap=False).stall_seconds == pytest.approx(0.2)
+    fast = dataclasses.replace(fast, kind="cuda")
+    assert simulate(THREE, {3: "swap"}, fast, overlap=False).stall_seconds == pytest.approx(0.8)
+
+
+PAGES = Problem(chain(4096, 4096, 4096))
+"""As ``THREE``, with results of one page each; of the first two the first is away longer."""
+MIXED = dataclasses.replace(
+    INSTANT,
+    d2h_bytes_per_second=4096 / 1.5,
+    disk_write_bytes_per_second=4096 / 3,
+    disk_read_bytes_per_second=1e15,
+    host_memory_bytes=4096,
+)
+"""The host has room for one page, which takes 1.5 s there and 3 s to disk; copies back take no time."""
+
+
+@pytest.mark.parametrize(("kind", "stall"), [("cpu", 1.5), ("cuda", 2.0)])
+def test_tiers_have_lanes_of_their_own_but_share_a_link(kind: str, stall: float) -> None:
+    """The second result goes to the host while the first still goes to disk, and is waited for at tick 4, at 2 s.
+
+    On a CPU its copy runs from 2 s to 3.5 s. On a device the bytes for the disk have the link from 1 s to 2.5 s,
+    so that it ends at 4 s. The disk copy ends at 4 s, before the op at tick 9.
+    """
+    timeline = simulate(PAGES, {1: "swap", 2: "swap"}, dataclasses.replace(MIXED, kind=kind))
+    assert timeline.tiers == {1: "disk", 2: "host"}
+    assert timeline.release_tick == {1: 9, 2: 4}
+    assert timeline.stall_seconds == pytest.approx(stall)
+
+
+def test_release_waits_for_the_disk() -> None:
+    """Without a limit the device copy stays until it is on disk: 2.5 s from 1 s on, so until the op at tick 9."""
+    slow = dataclasses.replace(ON_DISK, disk_write_bytes_per_second=20 / 2.5, disk_read_bytes_per_second=1e15)
+    timeline = simulate(THREE, {1: "swap"}, slow)
+    assert timeline.release_tick == {1: 9}
+    assert timeline.stall_seconds == pytest.approx(0.0, abs=1e-9)
+
+
+def test_prefetch_hides_a_slow_read() -> None:
+    """A read of 1.5 s is issued two unpacks before it is needed, and compute waits for none of it."""
+    slow = dataclasses.replace(ON_DISK, disk_write_bytes_per_second=1e15, disk_read_bytes_per_second=20 / 1.5)
+    timeline = simulate(THREE, {1: "swap"}, slow)
+    assert timeline.prefetch == {1: 0}
+    assert timeline.stall_seconds == pytest.approx(0.0, abs=1e-9)
+
+
+def test_disk_copies_cost_compute_what_host_copies_do() -> None:
+    """A disk that takes 3 s in all without being waited for slows compute down by its bytes' 0.4 s alone."""
+    shared = dataclasses.replace(
+        ON_DISK, copy_interference=0.5, disk_write_bytes_per_second=20.0, disk_read_bytes_per_second=10.0
+    )
+    timeline = simulate(THREE, {1: "swap"}, shared)
+    assert timeline.stall_seconds == pytest.approx(0.0, abs=1e-9)
+    assert timeline.step_seconds == pytest.approx(6.2)
+
+
 @given(graph=step_graphs(), data=st.data())
 def test_waiting_for_each_copy_is_the_smallest_memory(graph: StepGraph, data: st.DataObject) -> None:
     """At each tick: swapped and waited for takes no more than overlapped, nor that more than kept."""

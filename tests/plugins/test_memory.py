@@ -126,13 +126,30 @@ def test_keep_patterns_keep_what_they_name() -> None:
 
 
 def test_host_budget_that_is_too_small_keeps_tensors_on_the_device() -> None:
-    """Steps are exact, and host memory stays within its budget."""
+    """Without a disk steps are exact, and host memory stays within its budget."""
     model, batch = net(), rows()
     expected = train_step(model, batch)
-    with attached(model, policy="all-swap", host_budget="2MiB") as memory:
+    with attached(model, policy="all-swap", tier="host", host_budget="2MiB") as memory:
         for _ in range(5):
             assert train_step(model, batch, memory) == expected
-        assert 0 < memory.report().host_peak_bytes <= 2 * MIB
+        report = memory.report()
+    assert 0 < report.host_peak_bytes <= report.host_bytes <= 2 * MIB
+    assert (report.disk_bytes, report.disk_peak_bytes, report.pinned_bytes) == (0, 0, 0)
+
+
+def test_report_of_the_tiers(tmp_path: Path) -> None:
+    """Used and mapped bytes of each tier, and what is mapped in vain: nearly nothing."""
+    model, batch = net(), rows()
+    host = report_of(model, batch, policy="all-swap", tier="host")
+    assert host.host_peak_bytes == host.swapped_bytes > 0
+    assert host.host_bytes <= 1.05 * host.host_peak_bytes
+    assert host.host_waste is not None
+    assert 1 <= host.host_waste <= 1.05
+    assert host.disk_bytes == 0
+    disk = report_of(model, batch, policy="all-swap", tier="disk", spill_dir=tmp_path)
+    assert disk.swapped_bytes == host.swapped_bytes
+    assert disk.disk_peak_bytes == disk.swapped_bytes <= disk.disk_bytes
+    assert (disk.host_bytes, disk.host_peak_bytes, disk.host_waste) == (0, 0, None)
 
 
 def test_fraction_of_a_cpu_is_refused() -> None:

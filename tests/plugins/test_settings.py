@@ -42,7 +42,6 @@ WRONG: list[tuple[str, Any, type[OffloadError]]] = [
     ("policy", ["auto"], PolicyError),
     ("tier", "tape", PolicyError),
     ("tier", None, PolicyError),
-    ("tier", "disk", UnsupportedError),
     ("host_budget", "much", BudgetError),
     ("host_budget", 0.5, BudgetError),
     ("host_budget", 0, BudgetError),
@@ -102,6 +101,22 @@ def test_folder_that_is_not_writable(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(SpillError, match="not writable"):
         MemoryPlugin(spill_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tier", "keyword", "item"), [("disk", "host_budget", "2MiB"), ("host", "spill_dir", os.fspath(Path.home()))]
+)
+def test_keywords_that_mean_nothing_together(tier: str, keyword: str, item: str) -> None:
+    """A host budget without the host and a spill folder without the disk are refused, with the fix."""
+    with pytest.raises(PolicyError, match=f"^{keyword}='{item}' means nothing with tier='{tier}': leave it out, or"):
+        MemoryPlugin(tier=tier, **{keyword: item})  # type: ignore[arg-type]
+    assert MemoryPlugin(tier="auto", **{keyword: item}).enabled  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tier", ["auto", "host", "disk"])
+def test_tiers(tier: str) -> None:
+    """Every tier that there is can be asked for; nothing is opened for that."""
+    assert MemoryPlugin(tier=tier).enabled
 
 
 def test_checked_settings() -> None:

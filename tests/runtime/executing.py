@@ -16,12 +16,14 @@ from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.problem import Problem, last_values
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import BlockingLanes, Lanes
+from lightning_offload.runtime.lanes import Lanes
 from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver
 from tests.capture.recording import record
+from tests.runtime.inline import inline_lanes
 
 CPU = torch.device("cpu")
 
@@ -80,10 +82,10 @@ def executor_for(
     verify: bool = False,
 ) -> StepExecutor:
     """An executor on the CPU."""
-    lanes, pool = lanes or BlockingLanes(), pool or HostPool()
+    tiers = Tiers(lanes or inline_lanes(), pool)
     return StepExecutor(
-        device=CPU, lanes=lanes, pool=pool, program=program, observer=observer,
-        verifier=Verifier(lanes, pool) if verify else None,
+        device=CPU, tiers=tiers, program=program, observer=observer,
+        verifier=Verifier(tiers) if verify else None,
     )  # fmt: skip
 
 
@@ -91,10 +93,10 @@ def executor_for(
 def under(program: Program | None, *, verify: bool = False, lanes: Lanes | None = None) -> Iterator[Ran]:
     """Run what is inside as a step under a program."""
     pool, live = HostPool(), LiveBytes(CPU)
-    lanes = lanes or BlockingLanes()
-    verifier = Verifier(lanes, pool) if verify else None
+    tiers = Tiers(lanes or inline_lanes(), pool)
+    verifier = Verifier(tiers) if verify else None
     executor = StepExecutor(
-        device=CPU, lanes=lanes, pool=pool, program=program, observer=live, verifier=verifier
+        device=CPU, tiers=tiers, program=program, observer=live, verifier=verifier
     )  # fmt: skip
     with executing(executor):
         yield Ran(executor, live, verifier, pool)

@@ -35,7 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
         block = self.pool.allocate(num_bytes)
         if block is None:
             rounded = -(-max(num_bytes, 1) // 64) * 64
-            assert self.pool.used_bytes + rounded > 16 * MIB
+            assert self.pool.slab_bytes + rounded > 16 * MIB
             return -1
         assert block.num_bytes == num_bytes
         assert block.address % 64 == 0
@@ -185,3 +185,63 @@ def test_reserved_memory_is_used_first() -> None:
     block = pool.allocate(9 * MIB)
     assert block is not None
     assert pool.slab_bytes == 10 * MIB
+
+
+def test_planned_blocks_lie_where_the_plan_puts_them() -> None:
+    """The planned slab has the plan's size to the page; offsets are taken where they are free, and are only hints."""
+    pool = HostPool()
+    assert pool.prepare(3 * MIB)
+    assert pool.slab_bytes == 3 * MIB
+    first, second, third = (pool.allocate(MIB, at=i * MIB) for i in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert second.address - first.address == third.address - second.address == MIB
+    elsewhere = pool.allocate(MIB, at=MIB)
+    assert elsewhere is not None
+    assert elsewhere.address not in {first.address, second.address, third.address}
+    assert pool.slab_bytes > 3 * MIB
+    place = second.address
+    del second, elsewhere
+    again = pool.allocate(MIB, at=MIB)
+    assert again is not None
+    assert again.address == place
+
+
+def test_steps_under_a_plan_use_the_same_memory_again() -> None:
+    """Many steps of one plan never map anything new, and nothing is wasted beyond a page."""
+    pool = HostPool()
+    recorded = [pool.allocate(5 * MIB) for _ in range(3)]  # the recorded step, before there is a plan
+    del recorded
+    assert pool.prepare(8 * MIB)
+    for _ in range(20):
+        assert pool.prepare(8 * MIB)
+        blocks = [pool.allocate(MIB, at=i * MIB) for i in range(8)]
+        assert pool.slab_bytes == pool.peak_bytes == 8 * MIB
+        del blocks
+
+
+def test_planned_slab_follows_the_plan() -> None:
+    """A plan that needs more, or much less, gets a slab of its size once nothing lies on the old one."""
+    pool = HostPool()
+    assert pool.prepare(4 * MIB)
+    block = pool.allocate(MIB, at=0)
+    assert pool.prepare(8 * MIB)
+    assert pool.slab_bytes == 4 * MIB  # still in use
+    del block
+    assert pool.prepare(8 * MIB)
+    assert pool.slab_bytes == 8 * MIB
+    assert pool.prepare(8 * MIB - 4096)  # not worth a new mapping
+    assert pool.slab_bytes == 8 * MIB
+    assert pool.prepare(2 * MIB)
+    assert pool.slab_bytes == 2 * MIB
+    assert pool.prepare(0)
+    assert pool.slab_bytes == 0
+
+
+def test_a_plan_beyond_the_budget_is_refused() -> None:
+    """Preparing tells that the host has less than planned."""
+    pool = HostPool(budget_bytes=4 * MIB)
+    assert not pool.prepare(5 * MIB)
+    assert pool.prepare(4 * MIB)
+    assert HostPool(budget_bytes=0).allocate(1) is None

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_offload.runtime import lanes as lanes_module
+from lightning_offload.errors import SpillError
+from lightning_offload.runtime.copies import Copy, HostCopy
+from lightning_offload.runtime.cpu_lanes import CpuLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.lanes import (
-    BlockingLanes,
-    Copy,
-    CpuLanes,
-    FakeLanes,
-    Lanes,
-    device_bytes,
-    host_bytes,
-    lanes_for,
-)
+from lightning_offload.runtime.lanes import FakeLanes, Lanes
+from lightning_offload.runtime.movers import CpuMover, memory_bytes, storage_bytes
+from lightning_offload.runtime.tiers import lanes_for
+from tests.runtime.inline import inline_lanes
 
-KINDS: dict[str, type[Lanes]] = {"cpu": CpuLanes, "blocking": BlockingLanes}
+KINDS: dict[str, Callable[[], Lanes]] = {"cpu": CpuLanes, "inline": inline_lanes}
 
 
 @pytest.fixture(params=KINDS)
@@ -46,17 +43,22 @@ def block_of(pool: HostPool, num_bytes: int) -> HostBlock:
     return block
 
 
+def bytes_in(block: HostBlock) -> torch.Tensor:
+    """What a block holds."""
+    return memory_bytes(block.address, block.num_bytes)
+
+
 @pytest.mark.parametrize("num_bytes", [1, 63, 4096, 1 << 20])
 def test_bytes_go_out_and_come_back(lanes: Lanes, num_bytes: int) -> None:
     """A swap-out holds the storage's bytes, a swap-in gives them to another storage."""
     storage, block = storage_of(1, num_bytes), block_of(HostPool(), num_bytes)
     lanes.swap_out(storage, block).wait()
-    assert torch.equal(host_bytes(block), device_bytes(storage))
+    assert torch.equal(bytes_in(block), storage_bytes(storage))
     back = torch.zeros(num_bytes, dtype=torch.uint8).untyped_storage()
     copy = lanes.swap_in(block, back)
     copy.wait()
     assert copy.is_done
-    assert torch.equal(device_bytes(back), device_bytes(storage))
+    assert torch.equal(storage_bytes(back), storage_bytes(storage))
 
 
 def test_copies_of_one_direction_run_in_order(lanes: Lanes) -> None:
@@ -67,26 +69,26 @@ def test_copies_of_one_direction_run_in_order(lanes: Lanes) -> None:
     copies = [lanes.swap_out(storage, block) for storage in storages]
     copies[-1].wait()
     assert all(copy.is_done for copy in copies)
-    assert torch.equal(host_bytes(block), device_bytes(storages[-1]))
+    assert torch.equal(bytes_in(block), storage_bytes(storages[-1]))
 
 
 def test_failed_copy_raises_in_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the worker reaches each ``wait``, and the lane goes on with the next copy."""
     lanes = CpuLanes()
-    original = lanes_module.copy_bytes
+    original = CpuMover.to_host
 
-    def failing(storage: torch.UntypedStorage, block: HostBlock, *, to_host: bool) -> None:
+    def failing(self: CpuMover, mark: Any, storage: torch.UntypedStorage, *rest: int) -> Copy:
         if storage.nbytes() == 13:
             raise MemoryError("no such page")
-        original(storage, block, to_host=to_host)
+        return original(self, mark, storage, *rest)
 
-    monkeypatch.setattr(lanes_module, "copy_bytes", failing)
+    monkeypatch.setattr(CpuMover, "to_host", failing)
     pool = HostPool()
     try:
         bad = lanes.swap_out(storage_of(1, 13), block_of(pool, 13))
         good = lanes.swap_out(storage_of(2, 14), block_of(pool, 14))
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="no such page") as caught:
+            with pytest.raises(SpillError, match="no such page") as caught:
                 bad.wait()
         assert isinstance(caught.value.__cause__, MemoryError)
         good.wait()
@@ -111,7 +113,7 @@ def test_threads_start_with_the_first_copy_and_end_with_close() -> None:
     back = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
     inline = lanes.swap_in(block, back)
     assert inline.is_done
-    assert torch.equal(device_bytes(back), device_bytes(storage))
+    assert torch.equal(storage_bytes(back), storage_bytes(storage))
     assert ours() == set()
     lanes.close()
 
@@ -141,16 +143,16 @@ def test_worker_lets_go_of_the_storage_before_it_reports() -> None:
 def test_fake_lanes_move_nothing() -> None:
     """Their copies are done at once, and leave both sides as they are."""
     storage, block = storage_of(1, 64), block_of(HostPool(), 64)
-    before = host_bytes(block).clone()
+    before = bytes_in(block).clone()
     copy = FakeLanes().swap_out(storage, block)
     assert copy.is_done
     copy.wait()
-    assert torch.equal(host_bytes(block), before)
+    assert torch.equal(bytes_in(block), before)
 
 
 def test_copy_is_done_once_finished() -> None:
     """A copy is pending until it is finished."""
-    copy = Copy()
+    copy = HostCopy()
     assert not copy.is_done
     copy.finish()
     assert copy.is_done

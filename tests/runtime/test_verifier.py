@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import BlockingLanes
 from lightning_offload.runtime.values import Value
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors import op_facts
 from lightning_offload.tensors.geometry import Geometry
 from tests.runtime.executing import compiled, plain, planned
+from tests.runtime.inline import inline_tiers
 
 
 def verified(original: Tensor, replayed: Tensor, view: Tensor) -> tuple[Verifier, torch.UntypedStorage]:
     """Compare a replay with its original over a view of the original."""
-    verifier = Verifier(BlockingLanes(), HostPool())
+    verifier = Verifier(inline_tiers())
     value = Value(5, original.nbytes)
     value.original = verifier.remember(original.untyped_storage())
     return verifier, verifier.verify(value, replayed.untyped_storage(), Geometry.of(view))
@@ -37,7 +37,7 @@ def test_equal_replay_is_used() -> None:
 def test_other_bits_are_replaced_by_the_original(caplog: pytest.LogCaptureFixture) -> None:
     """A zero of another sign is a mismatch: it is logged, reported, and the memory holds the original again."""
     original, replayed = torch.tensor([1.0, -0.0]), torch.tensor([1.0, 0.0])
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG):
         verifier, storage = verified(original, replayed, original)
     assert verifier.mismatched == {5}
     assert storage is replayed.untyped_storage()
@@ -55,10 +55,10 @@ def test_only_the_bytes_of_the_view_count() -> None:
 def test_mismatch_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Several saved tensors on one storage give one message."""
     original = torch.tensor([1.0, 2.0])
-    verifier = Verifier(BlockingLanes(), HostPool())
+    verifier = Verifier(inline_tiers())
     value = Value(5, 8)
     value.original = verifier.remember(original.untyped_storage())
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG):
         for _ in range(3):
             verifier.verify(value, torch.zeros(2).untyped_storage(), Geometry.of(original))
     assert len(caplog.records) == 1
@@ -67,7 +67,7 @@ def test_mismatch_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_without_host_memory_nothing_is_remembered() -> None:
     """Where the host has no room, the value goes unverified."""
-    verifier = Verifier(BlockingLanes(), HostPool(budget_bytes=64))
+    verifier = Verifier(inline_tiers(HostPool(budget_bytes=64)))
     assert verifier.remember(torch.zeros(1000).untyped_storage()) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain, tensors_in
+from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_at_hand, is_plain, tensors_in
 
 aten = torch.ops.aten
 
@@ -105,8 +105,8 @@ def test_op_of_another_namespace_writes_all_its_arguments() -> None:
     found = facts.written((tensors[0], [tensors[1], tensors[2]]), {"c": tensors[3]})
     assert positions(found, tensors) == [0, 1, 2, 3]
     assert facts.mutates
-    assert not facts.may_replay("cpu")
-    assert not facts.may_replay("cuda")
+    assert not facts.may_replay("cpu", ())
+    assert not facts.may_replay("cuda", ())
 
 
 def test_collective_writes_all_and_never_replays() -> None:
@@ -163,8 +163,8 @@ def test_random_ops_replay(op: Any) -> None:
 )  # fmt: skip
 def test_ops_that_never_replay(op: Any) -> None:
     """Undefined contents, hidden state and side effects are not replayed."""
-    assert not facts_of(op).may_replay("cpu")
-    assert not facts_of(op).may_replay("cuda")
+    assert not facts_of(op).may_replay("cpu", ())
+    assert not facts_of(op).may_replay("cuda", ())
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,42 @@ def test_ops_that_never_replay(op: Any) -> None:
 )
 def test_atomic_kernels_replay_on_cpu_alone(op: Any) -> None:
     """Kernels that add in any order on CUDA are replayed on a CPU only."""
-    assert facts_of(op).may_replay("cpu")
-    assert not facts_of(op).may_replay("cuda")
+    assert facts_of(op).may_replay("cpu", ())
+    assert not facts_of(op).may_replay("cuda", ())
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        aten.convolution_backward.default, aten._scaled_dot_product_flash_attention_backward.default,
+        aten.embedding_dense_backward.default, aten.max_pool2d_with_indices_backward.default, aten.cumsum.default,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_backward_kernels_that_sum_replay_on_cpu_alone(op: Any) -> None:
+    """On CUDA backward ops are replayed only if each result depends on its own elements alone."""
+    assert not facts_of(op).may_replay("cuda", ())
+    for sure in (aten.gelu_backward.default, aten._softmax_backward_data.default, aten.threshold_backward.default):
+        assert facts_of(sure).may_replay("cuda", ())
+
+
+def test_convolutions_replay_on_cuda_unless_their_algorithm_may_change() -> None:
+    """Not where cuDNN tries algorithms in each thread, nor transposed ones, which sum in any order."""
+    facts = facts_of(aten.convolution.default)
+    plain, transposed = (None,) * 6 + (False,), (None,) * 6 + (True,)
+    assert facts.may_replay("cuda", plain)
+    assert not facts.may_replay("cuda", transposed)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        assert not facts.may_replay("cuda", plain)
+        assert facts.may_replay("cpu", plain)
+
+
+def test_tensors_on_other_devices_are_not_at_hand() -> None:
+    """A batch on the host may be filled anew before backward; a number cannot."""
+    device = torch.device("cpu")
+    assert is_at_hand(torch.zeros(3), device)
+    assert not is_at_hand(torch.zeros(3, device="meta"), device)
+    assert is_at_hand(torch.zeros((), device="meta"), device)
 
 
 def test_tensors_are_found_in_order() -> None:

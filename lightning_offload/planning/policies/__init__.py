@@ -6,10 +6,12 @@ where it allows less.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
-from lightning_offload.errors import PolicyError
+from lightning_offload.errors import BudgetInfeasibleError, PolicyError
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.layout import plan_layout
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.auto import auto
@@ -25,6 +27,7 @@ POLICIES: dict[str, Policy] = {
     "all-swap": all_swap,
     "all-recompute": all_recompute,
 }
+_MAX_RETRIES = 3
 
 
 def check_policy(name: str) -> str:
@@ -59,4 +62,23 @@ def plan(
         PolicyError: No such policy.
         BudgetInfeasibleError: The policy cannot meet the budget; names the smallest it can meet.
     """
-    return POLICIES[check_policy(policy)](Setting(Problem(graph, keep), device, budget_bytes))
+    make, problem = POLICIES[check_policy(policy)], Problem(graph, keep)
+    made = make(Setting(problem, device, budget_bytes))
+    limit = planned_for = device.host_memory_bytes
+    for _ in range(_MAX_RETRIES):
+        excess = _host_excess(graph, made, limit)
+        if planned_for is None or excess <= 0:
+            break
+        planned_for = max(0, planned_for - excess)
+        try:
+            made = make(Setting(problem, dataclasses.replace(device, host_memory_bytes=planned_for), budget_bytes))
+        except BudgetInfeasibleError:
+            break  # offsets are hints: what has no place of its own may still find one
+    return made
+
+
+def _host_excess(graph: StepGraph, made: MemoryPlan, limit_bytes: int | None) -> int:
+    """By how much a plan's layout on the host is larger than it may be: stays that do not nest leave gaps."""
+    if limit_bytes is None or made.predicted_host_bytes == 0:
+        return 0
+    return plan_layout(graph, made).tier_bytes["host"] - limit_bytes

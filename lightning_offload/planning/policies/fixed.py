@@ -8,8 +8,10 @@ of SuperNeurons (PPoPP'18, arXiv 1801.04380) with memoised chains; what cannot b
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.plans import Setting, build_plan, describe, infeasible
+from lightning_offload.planning.floor import swap_everything, swap_what_fits
+from lightning_offload.planning.plans import Setting, build_plan, describe
 from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.tiers import must_fit_host
 
 
 def keep_all(setting: Setting) -> MemoryPlan:
@@ -18,8 +20,11 @@ def keep_all(setting: Setting) -> MemoryPlan:
 
 
 def all_swap(setting: Setting) -> MemoryPlan:
-    """Swap every saved tensor."""
-    return _fixed(setting, "all-swap", setting.floor_actions)
+    """Swap every saved tensor; where the tiers are too small for all of them, the rest is kept."""
+    problem, limit = setting.problem, setting.device.host_memory_bytes
+    if limit is None or not must_fit_host(setting.device):
+        return _fixed(setting, "all-swap", swap_everything(problem))
+    return _fixed(setting, "all-swap", swap_what_fits(problem, limit))
 
 
 def all_recompute(setting: Setting) -> MemoryPlan:
@@ -35,6 +40,6 @@ def _fixed(setting: Setting, policy: str, actions: dict[int, Action]) -> MemoryP
         tight = simulate(setting.problem, actions, setting.device, overlap=False)
         if tight.peak_bytes > limit:
             op = setting.problem.graph.op_at(tight.peak_tick)
-            raise infeasible(limit, tight.peak_bytes, describe(op) if op else "persistent state", policy)
+            raise setting.infeasible(tight.peak_bytes, describe(op) if op else "persistent state", policy)
         timeline = tight
     return build_plan(setting, policy, actions, timeline)

@@ -1,0 +1,265 @@
+"""One model in several ways, side by side: plainly, under budgets, and by PyTorch's own means to save memory.
+
+All contenders train the same model on the same batch in one process and take turns, after every plan is final. A
+budget is written `h=0.5` (that share of the way from the smallest feasible budget to the plain peak),
+`activations=0.4` (the plain peak less the rest of the bytes that autograd saves), or `fits` (more than the plain
+step needs). A contender that fails is noted and leaves; the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.gpu.memory import Peak, free_memory, measure_peak
+from benchmarks.gpu.models import BlockCheckpoints, blocks_of, workload
+from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_rounds
+from benchmarks.results import Measurements, Row, error_row
+from benchmarks.workloads import Workload
+from lightning_offload import MemoryPlugin
+
+if TYPE_CHECKING:
+    from lightning_offload.plugins.report_data import Report
+
+_PLAIN = "plain"
+_MIN_PLANNING_STEPS = 6
+_MAX_PLANNING_STEPS = 14
+_NUM_WARMUP_STEPS = 2
+_FIGURES = (
+    "budget_bytes", "floor_bytes", "plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes", "kept_bytes",
+    "swapped_bytes", "recomputed_bytes", "host_peak_bytes", "host_bytes", "pinned_bytes", "host_waste",
+    "disk_peak_bytes", "plain_step_seconds", "predicted_step_seconds", "bound_seconds", "stall_seconds",
+    "predicted_stall_seconds", "num_mismatched",
+)  # fmt: skip
+"""What is taken over from a report, as far as it has it."""
+
+_RENAMED = {
+    "plain_step_seconds": "predicted_plain_step_seconds",
+    "plain_peak_bytes": "predicted_plain_peak_bytes",
+    "measured_peak_bytes": "reported_peak_bytes",
+}
+_LABELS = {"fits": "budget fits the plain step", "activations=0.4": "40% of its activation bytes"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """Between which peaks the budgets lie, and what autograd saves."""
+
+    floor_bytes: int
+    plain_peak_bytes: int
+    saved_bytes: int
+
+    def budget(self, text: str) -> int:
+        """Return the budget in bytes that `text` stands for."""
+        kind, _, share = text.partition("=")
+        if kind == "fits":
+            return round(1.1 * self.plain_peak_bytes)
+        if kind == "h":
+            return self.floor_bytes + round(float(share) * (self.plain_peak_bytes - self.floor_bytes))
+        if kind == "activations":
+            return max(self.floor_bytes, self.plain_peak_bytes - round((1 - float(share)) * self.saved_bytes))
+        raise ValueError(f"budget {text!r} is not understood: write 'h=0.5', 'activations=0.4' or 'fits'")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Contender:
+    """One way to train.
+
+    Attributes:
+        title: What its rows are called.
+        step: Runs one step.
+        memory: The plugin, if it is under a budget.
+        goal: Largest good ratio to plain, if there is a goal.
+    """
+
+    title: str
+    step: Callable[[], None]
+    memory: MemoryPlugin | None = None
+    goal: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Contest:
+    """The contenders and what was found out about them."""
+
+    title: str
+    workload: Workload
+    contenders: dict[str, _Contender] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    spread: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def enter(self, name: str, contender: _Contender, warm_up: Callable[[], None]) -> None:
+        """Let a contender take part if its warm-up succeeds."""
+        try:
+            warm_up()
+        except Exception as error:
+            self.drop(name, contender, error)
+        else:
+            self.contenders[name] = contender
+
+    def drop(self, name: str, contender: _Contender, error: Exception) -> None:
+        """Note why a contender failed and go on without it."""
+        traceback.print_exception(error, file=sys.stderr)
+        self.contenders.pop(name, None)
+        self.rows.append(error_row(contender.title))
+        self.notes[contender.title] = f"{type(error).__name__}: {error}"[:300]
+        if contender.memory is not None:
+            contender.memory.detach()
+        error.__traceback__ = None
+        self.workload.model.zero_grad(set_to_none=True)
+        free_memory(self.workload.batch[0].device)
+
+    def note(self, title: str, **figures: float | None) -> None:
+        """Add the figures that are known."""
+        self.rows += [Row(case=title, metric=name, value=value) for name, value in figures.items() if value is not None]
+
+
+def contest(
+    device: torch.device,
+    *,
+    quick: bool,
+    model: str,
+    title: str,
+    budgets: Sequence[str],
+    peers: bool,
+    num_rounds: int,
+    goals: dict[str, float] | None = None,
+    precision: str = "fp32",
+) -> Measurements:
+    """Measure one model in several ways.
+
+    Args:
+        device: Where.
+        quick: Whether a tiny model and few rounds will do.
+        model: Which model.
+        title: What it is called in rows.
+        budgets: The budgets.
+        peers: Whether PyTorch's own means take part, and the plain step has rows of its own.
+        num_rounds: How often each takes its turn.
+        goals: For some budgets, the largest ratio to the plain step that is good enough.
+        precision: "fp32" or "bf16".
+    """
+    trained = workload(model, device, quick=quick, precision=precision)
+    found = _Contest(title=title, workload=trained)
+    checkpoints = BlockCheckpoints(blocks_of(trained.model)) if peers else None
+    with contextlib.ExitStack() as stack:
+        limits = _learn_limits(trained)
+        plain = _Contender(title=f"{title}, plain", step=trained.step)
+        found.enter(_PLAIN, plain, lambda: _warm_up(plain.step))
+        for text in budgets:
+            _enter_budget(found, stack, text, limits.budget(text), (goals or {}).get(text))
+        if checkpoints is not None:
+            _enter_peer(found, "checkpoint per block", checkpoints.on)
+            pinned = device.type == "cuda"
+            _enter_peer(found, "save_on_cpu", functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned))
+        times = _time(found, 2 if quick else num_rounds)
+        reports = {name: c.memory.report() for name, c in found.contenders.items() if c.memory is not None}
+        peaks = dict(_peaks(found))
+    _write_rows(found, times, peaks, reports, limits, with_plain=peers)
+    rounds = len(times[_PLAIN])
+    return Measurements(
+        rows=found.rows, config=trained.config, repeats=rounds, spread=found.spread, notes=found.notes
+    )  # fmt: skip
+
+
+def _learn_limits(trained: Workload) -> _Limits:
+    """Learn floor, plain peak and saved bytes from a few steps that keep everything."""
+    with MemoryPlugin("1TiB", module=trained.model) as memory:
+        _plan(memory, lambda: trained.step(functools.partial(memory.step, *trained.batch)))
+        report = memory.report()
+    if report.floor_bytes is None or report.plain_peak_bytes is None:
+        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
+    return _Limits(
+        floor_bytes=report.floor_bytes, plain_peak_bytes=report.plain_peak_bytes, saved_bytes=report.kept_bytes
+    )
+
+
+def _enter_budget(
+    found: _Contest, stack: contextlib.ExitStack, text: str, budget_bytes: int, goal: float | None
+) -> None:
+    trained = found.workload
+    memory = stack.enter_context(MemoryPlugin(f"{budget_bytes}B", module=trained.model))
+    step = functools.partial(trained.step, functools.partial(memory.step, *trained.batch))
+    label = _LABELS.get(text, text.replace("=", " = "))
+    contender = _Contender(title=f"{found.title}, {label}", step=step, memory=memory, goal=goal)
+    found.enter(text, contender, lambda: _plan(memory, step))
+
+
+def _enter_peer(found: _Contest, name: str, context: Callable[[], AbstractContextManager[object]]) -> None:
+    step = functools.partial(found.workload.step, context)
+    found.enter(name, _Contender(title=f"{found.title}, {name}", step=step), lambda: _warm_up(step))
+
+
+def _warm_up(step: Callable[[], None]) -> None:
+    for _ in range(_NUM_WARMUP_STEPS):
+        step()
+
+
+def _plan(memory: MemoryPlugin, step: Callable[[], None]) -> None:
+    """Run steps until the plan is final, and some more, in which stalls may still change it."""
+    for index in range(_MAX_PLANNING_STEPS):
+        step()
+        if index + 1 >= _MIN_PLANNING_STEPS and memory.report().phase == "planned":
+            return
+    phase = memory.report().phase
+    raise RuntimeError(f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{phase}'; is LIGHTNING_OFFLOAD=0 set?")
+
+
+def _time(found: _Contest, num_rounds: int) -> dict[str, list[float]]:
+    """Time all contenders in turns; the first round, in which the allocator settles, does not count."""
+    steps = {name: contender.step for name, contender in found.contenders.items()}
+
+    def on_error(name: str, error: Exception) -> None:
+        found.drop(name, found.contenders[name], error)
+
+    time_rounds(steps, num_rounds=1, on_error=on_error)
+    left = {name: step for name, step in steps.items() if name in found.contenders}
+    return time_rounds(left, num_rounds=num_rounds, on_error=on_error)
+
+
+def _peaks(found: _Contest) -> Iterator[tuple[str, Peak]]:
+    for name, contender in list(found.contenders.items()):
+        try:
+            yield name, measure_peak(found.workload, contender.step)
+        except Exception as error:
+            found.drop(name, contender, error)
+
+
+def _write_rows(
+    found: _Contest,
+    times: dict[str, list[float]],
+    peaks: dict[str, Peak],
+    reports: dict[str, Report],
+    limits: _Limits,
+    *,
+    with_plain: bool,
+) -> None:
+    """Write what was measured as rows: ratios to the plain step of the same round, times, peaks and predictions."""
+    for name, contender in found.contenders.items():
+        if name == _PLAIN and not with_plain:
+            continue
+        title, seconds, peak = contender.title, times[name], peaks[name]
+        if name != _PLAIN:
+            paired = PairedTimes(plain_seconds=tuple(times[_PLAIN]), other_seconds=tuple(seconds))
+            ratio = ratio_of(paired)
+            found.rows.append(Row(case=title, metric="ratio", value=ratio.median, goal=contender.goal))
+            found.note(title, ratio_low=ratio.low, ratio_high=ratio.high)
+            found.note(title, plain_step_seconds=quartiles(times[_PLAIN])[1])
+        found.spread[title] = {"step_seconds": quartiles(seconds)}
+        share = (peak.allocated_bytes - limits.floor_bytes) / max(1, limits.plain_peak_bytes - limits.floor_bytes)
+        found.note(
+            title, step_seconds=quartiles(seconds)[1], peak_bytes=peak.allocated_bytes,
+            reserved_bytes=peak.reserved_bytes, peak_share=share,
+        )  # fmt: skip
+        if name in reports:
+            figures = {figure: getattr(reports[name], figure, None) for figure in _FIGURES}
+            found.note(title, **{_RENAMED.get(figure, figure): value for figure, value in figures.items()})

@@ -1,0 +1,29 @@
+"""How fast bytes leave the device and come back, through the package's own lanes and by plain copies."""
+
+from __future__ import annotations
+
+import torch
+from rich.progress import Progress
+
+from benchmarks import environment
+from benchmarks.gpu.links import measure, measure_disk
+from benchmarks.results import Measurements, Options
+
+TITLE = "Links"
+
+
+def run(options: Options, progress: Progress) -> Measurements:
+    """Measure the links of one device; see `benchmarks.gpu.links`."""
+    device = torch.device(options.device) if options.device is not None else environment.device()
+    task = progress.add_task("links", total=2)
+    parts = {}
+    for name, part in {"host": measure, "disk": measure_disk}.items():
+        parts[name] = part(device, quick=options.quick)
+        progress.advance(task)
+    return Measurements(
+        rows=[row for part in parts.values() for row in part.rows],
+        config={name: part.config for name, part in parts.items()},
+        repeats=min(part.repeats for part in parts.values()),
+        spread={case: series for part in parts.values() for case, series in part.spread.items()},
+        notes={case: note for part in parts.values() for case, note in part.notes.items()},
+    )

@@ -1,0 +1,104 @@
+"""The smallest peak that a planner can promise, and the choice of actions that has it.
+
+Where the tiers hold all that may be swapped, that is everything swapped, waiting for each copy, or recomputed where
+swapping makes no sense: no choice has a smaller peak. Where host memory is short and there is no disk, what cannot
+be recomputed is swapped first, then what saves most, until the host is full; the rest is recomputed. A long chain of
+replays can take as much memory as was saved, so choices in which chains are broken are simulated too: with storages
+that must be at hand so that no chain takes more than a half, a quarter, ... of what is saved, swapped before others
+or else kept. The smallest peak counts.
+
+Shortfall: with a short host the floor is the best of these choices, not of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Action
+from lightning_offload.planning.chains import anchors
+from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.simulator import Timeline, simulate
+from lightning_offload.planning.tiers import HostRoom
+
+_MAX_HALVINGS = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Floor:
+    """Actions and their timeline, in which each copy is waited for.
+
+    Attributes:
+        actions: The choice with the smallest peak.
+        timeline: The step under it.
+        is_host_short: Whether more host memory, or a disk, might make it smaller.
+    """
+
+    actions: dict[int, Action]
+    timeline: Timeline
+    is_host_short: bool = False
+
+
+def find_floor(problem: Problem, device: DeviceSpec, plain: Timeline) -> Floor:
+    """Find the floor of a step.
+
+    Args:
+        problem: The step.
+        device: The device and its tiers.
+        plain: The step with everything kept.
+    """
+    found = [_tight(problem, device, swap_everything(problem))]
+    is_host_short = found[0].timeline.overflow_bytes > 0
+    if is_host_short:
+        assert device.host_memory_bytes is not None
+        found = [_tight(problem, device, actions) for actions in _choices(problem, device.host_memory_bytes)]
+    found.append(Floor({}, plain))
+    best = min(found, key=lambda floor: floor.timeline.peak_bytes)
+    return dataclasses.replace(best, is_host_short=is_host_short)
+
+
+def swap_everything(problem: Problem) -> dict[int, Action]:
+    """Everything off the device at once: swapped, or recomputed where swapping makes no sense."""
+    leaving = {s: c for s, c in problem.candidates.items() if c.can_swap or c.can_recompute}
+    return {s: "swap" if c.can_swap else "recompute" for s, c in leaving.items()}
+
+
+def swap_what_fits(problem: Problem, limit_bytes: int) -> dict[int, Action]:
+    """The same on a host of limited size: the largest first, and what does not fit is kept."""
+    return _fill(problem, limit_bytes, problem.candidates.keys())
+
+
+def _tight(problem: Problem, device: DeviceSpec, actions: dict[int, Action]) -> Floor:
+    return Floor(actions, simulate(problem, actions, device, overlap=False))
+
+
+def _choices(problem: Problem, limit_bytes: int) -> Iterator[dict[int, Action]]:
+    yield _fill(problem, limit_bytes, ())
+    yield swap_what_fits(problem, limit_bytes)
+    total = sum(c.num_bytes for c in problem.candidates.values())
+    seen: set[frozenset[int]] = set()
+    for halvings in range(1, _MAX_HALVINGS):
+        at_hand = frozenset(anchors(problem, total / 2**halvings))
+        if at_hand not in seen:
+            seen.add(at_hand)
+            yield _fill(problem, limit_bytes, at_hand)
+
+
+def _fill(problem: Problem, limit_bytes: int, at_hand: Collection[int]) -> dict[int, Action]:
+    """Fill the host with what cannot be recomputed, then what should be at hand, then the rest; largest first.
+
+    What should be at hand and has no room is kept, unless it cannot be swapped anyway; others are recomputed if they
+    can be.
+    """
+    candidates = problem.candidates
+    recomputed = {s for s, c in candidates.items() if c.can_recompute and not (s in at_hand and c.can_swap)}
+    room = HostRoom(problem, limit_bytes, recomputed)
+    first_to_last = sorted(candidates, key=lambda s: (s in recomputed, s not in at_hand, -candidates[s].num_bytes, s))
+    actions: dict[int, Action] = {}
+    for s in first_to_last:
+        if candidates[s].can_swap and room.take(s):
+            actions[s] = "swap"
+        elif s in recomputed:
+            actions[s] = "recompute"
+    return dict(sorted(actions.items()))

@@ -1,0 +1,217 @@
+"""The device that a memory plugin serves: the tiers below it, and what is known of its links.
+
+Links are measured once, through the very lanes that steps use, and kept per machine; what measured steps show of
+them is merged in. When something changes that plans depend on (a link is slower than it was, page-locking or the
+disk was refused, the host has less memory), :attr:`Hardware.version` grows and plans are made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from lightning_offload.capture.observed import Observed, updated
+from lightning_offload.errors import SpillError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.layout import Layout
+from lightning_offload.graph.memory_plan import Tier
+from lightning_offload.plugins.devices import HostRefusedError, measure_spec, nominal_spec
+from lightning_offload.plugins.host_memory import available_bytes
+from lightning_offload.plugins.settings import Settings, budget_bytes_on
+from lightning_offload.runtime.lanes import LaneTimes
+from lightning_offload.runtime.spill import DiskPool
+from lightning_offload.runtime.tiers import Tiers, tiers_for
+
+_log = logging.getLogger(__name__)
+_LINK_FRACTION = 0.8  # of a measured link that plans count on: too fast a link costs most of all wrong guesses
+_HOST_FRACTION = 0.8  # of the host memory that is free when a device is first used, where no host_budget is given
+_MUCH_SLOWER = 0.95
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TierUse:
+    """How much of the lower tiers is in use.
+
+    Attributes:
+        host_bytes: Host memory mapped for swapped tensors.
+        host_peak_bytes: The most of it that held tensors at once.
+        pinned_bytes: How much of it is page-locked.
+        disk_bytes: Size of the spill file.
+        disk_peak_bytes: The most of it that held tensors at once.
+    """
+
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
+    pinned_bytes: int = 0
+    disk_bytes: int = 0
+    disk_peak_bytes: int = 0
+
+
+class Hardware:
+    """See the module's docstring.
+
+    Args:
+        device: The compute device.
+        settings: Which tiers may be used.
+
+    Attributes:
+        device: Likewise.
+        tiers: The tiers below it.
+        version: Grows when plans should be made again.
+        budget_bytes: The budget on this device, as it was when the device was first used.
+    """
+
+    def __init__(self, device: torch.device, settings: Settings) -> None:
+        self.device = device
+        self.version = 0
+        self.budget_bytes = budget_bytes_on(settings, device)
+        self._tier = settings.tier
+        self._host_bytes = _host_limit(settings)
+        disk = DiskPool(settings.spill_dir) if settings.tier != "host" else None
+        self.tiers: Tiers = tiers_for(device, host_budget_bytes=self._host_bytes, disk=disk)
+        self._spec: DeviceSpec | None = None
+        self._knew_pinning_refused = False
+        self._refusals = self._refused_now()
+        self._refused_demand: tuple[int, int] | None = None
+        self._wanted: dict[str, Mapping[Tier, int]] = {}
+
+    def planning_spec(self, saved_bytes: int) -> DeviceSpec:
+        """What plans are made for: the device with its tiers, at a prudent share of its links' rates.
+
+        Args:
+            saved_bytes: All that a step could put on the host.
+        """
+        limit = self._host_limit_now()
+        if limit is not None and saved_bytes <= limit:
+            limit = None
+        spec = self._measured(with_disk=limit is not None and self._has_disk()).derated(_LINK_FRACTION)
+        if limit is None or not self._has_disk():
+            spec = dataclasses.replace(spec, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
+        return dataclasses.replace(spec, host_memory_bytes=limit)
+
+    def _host_limit_now(self) -> int | None:
+        """Most host memory that there is for swapped tensors, after what the host refused."""
+        if not self.tiers.host.is_refused:
+            return self._host_bytes
+        mapped = self.tiers.host.slab_bytes
+        return mapped if self._host_bytes is None else min(mapped, self._host_bytes)
+
+    def _has_disk(self) -> bool:
+        return self.tiers.disk is not None and self.tiers.disk.error is None
+
+    def refresh(self) -> None:
+        """Ask for other plans if a tier was refused since the last step."""
+        refused = self._refused_now()
+        self.version += refused != self._refusals
+        self._refusals = refused
+
+    def _refused_now(self) -> tuple[bool, ...]:
+        host = self.tiers.host
+        return (host.is_pinning_refused, host.is_refused, self._has_disk())
+
+    def prepare(self, kind: str, layout: Layout) -> bool:
+        """Have room for what any kind of step swaps; False where there is less than planned, and plans are made again.
+
+        Tells so once for the same demand: a plan that stands all the same runs with the room that there is.
+
+        Args:
+            kind: The kind of step that is about to run.
+            layout: What its plan puts where.
+
+        Raises:
+            SpillError: The disk has no room, and only disk may be used.
+        """
+        self._wanted[kind] = layout.tier_bytes
+        try:
+            has_room = self.tiers.prepare(self._most("host"), self._most("disk"))
+        except SpillError as error:
+            self._give_disk_up(error)
+            has_room = False
+        demand = (self._most("host"), self._most("disk"))
+        if has_room or demand == self._refused_demand:
+            return True
+        self._refused_demand = demand
+        self.version += 1
+        return False
+
+    def _most(self, tier: Tier) -> int:
+        return max(wanted.get(tier, 0) for wanted in self._wanted.values())
+
+    def observe(self, times: Mapping[Tier, LaneTimes]) -> None:
+        """Merge what a measured step showed of the links."""
+        if self._spec is None:
+            return
+        host, disk = times.get("host", LaneTimes()), times.get("disk", LaneTimes())
+        observed = Observed(
+            out_bytes=host.out_bytes, out_seconds=host.out_seconds,
+            in_bytes=host.in_bytes, in_seconds=host.in_seconds,
+            disk_out_bytes=disk.out_bytes, disk_out_seconds=disk.out_seconds,
+            disk_in_bytes=disk.in_bytes, disk_in_seconds=disk.in_seconds,
+        )  # fmt: skip
+        self._spec = updated(self._spec, observed)
+
+    def is_slower_than(self, spec: DeviceSpec | None) -> bool:
+        """Whether a link turned out slower than a plan for this spec counted on."""
+        if spec is None or self._spec is None:
+            return False
+        now = self._spec.derated(_LINK_FRACTION)
+        return any(rate < _MUCH_SLOWER * planned for rate, planned in zip(_rates(now), _rates(spec), strict=True))
+
+    def use(self) -> TierUse:
+        """How much of the tiers is in use."""
+        host, disk = self.tiers.host, self.tiers.disk
+        return TierUse(
+            host_bytes=host.slab_bytes,
+            host_peak_bytes=host.peak_bytes,
+            pinned_bytes=host.pinned_bytes,
+            disk_bytes=disk.file_bytes if disk is not None else 0,
+            disk_peak_bytes=disk.peak_bytes if disk is not None else 0,
+        )
+
+    def _measured(self, *, with_disk: bool) -> DeviceSpec:
+        """The links' rates, measured again once page-locking turned out to be refused: copies are slower now."""
+        is_refused = self.tiers.host.is_pinning_refused
+        is_stale = is_refused and not self._knew_pinning_refused
+        self._knew_pinning_refused = is_refused
+        if self._spec is None or is_stale or (with_disk and not self._spec.disk_write_bytes_per_second):
+            self._spec = self._measure(with_disk=with_disk)
+        return self._spec
+
+    def _measure(self, *, with_disk: bool) -> DeviceSpec:
+        try:
+            return measure_spec(self.device, self.tiers, with_disk=with_disk)
+        except HostRefusedError:
+            return nominal_spec(self.device)
+        except SpillError as error:
+            self._give_disk_up(error)
+            return self._measure(with_disk=False)
+
+    def _give_disk_up(self, error: SpillError) -> None:
+        if self._tier == "disk":
+            raise error
+        _log.warning("planning without a disk tier: %s", str(error))
+        disk, self.tiers.disk = self.tiers.disk, None
+        if disk is not None:
+            disk.trim()
+
+
+def _rates(spec: DeviceSpec) -> tuple[float, ...]:
+    return (
+        spec.d2h_bytes_per_second,
+        spec.h2d_bytes_per_second,
+        spec.disk_write_bytes_per_second,
+        spec.disk_read_bytes_per_second,
+    )
+
+
+def _host_limit(settings: Settings) -> int | None:
+    """Most host memory for swapped tensors: what was asked for, else most of what is free; None if not known."""
+    if settings.tier == "disk":
+        return 0
+    if settings.host_budget_bytes is not None:
+        return settings.host_budget_bytes
+    free = available_bytes()
+    return int(_HOST_FRACTION * free) if free is not None else None

@@ -1,0 +1,146 @@
+"""When a device runs out of memory all the same: free what can be freed, say what is known, put a step back."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning_offload.plugins.lifecycle import StepKind
+
+_T = TypeVar("_T")
+
+_MAX_COPIED_BYTES = 64 << 20  # of buffers; a model with more of them (a large memory bank) is not repeated
+
+
+class Attempt:
+    """What a model was before a step: versions of its parameters and gradients, copies of its buffers.
+
+    Batch norm writes its statistics without a new version, so buffers are put back whatever their versions say.
+
+    Args:
+        module: The model; without it nothing can be put back.
+    """
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        buffers = list(module.buffers()) if module is not None else []
+        self._is_known = module is not None and sum(buffer.nbytes for buffer in buffers) <= _MAX_COPIED_BYTES
+        self._rng = _rng_states()
+        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+        self._gradients: list[tuple[weakref.ref[Tensor], int | None]] = []
+        self._copies: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        if module is not None and self._is_known:
+            for parameter in module.parameters():
+                gradient = parameter.grad
+                self._versions.append((weakref.ref(parameter), parameter._version))
+                self._gradients.append((weakref.ref(parameter), gradient._version if gradient is not None else None))
+            self._copies = [(weakref.ref(buffer), buffer.detach().clone()) for buffer in buffers]
+
+    def restore(self) -> bool:
+        """Put everything back as it was; False, with nothing put back, where that is not possible."""
+        if not self._is_known or not self._is_untouched():
+            return False
+        with torch.no_grad():
+            for reference, copy in self._copies:
+                buffer = reference()
+                if buffer is not None:
+                    buffer.copy_(copy)
+        for owner, before in self._gradients:
+            parameter = owner()
+            if parameter is not None and before is None:
+                parameter.grad = None
+        for generator, state in self._rng:
+            generator.set_state(state)
+        return True
+
+    def _is_untouched(self) -> bool:
+        """Whether parameters, and the gradients that were there, have not been written."""
+        for reference, version in self._versions:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                return False
+        for reference, before in self._gradients:
+            tensor = reference()
+            if tensor is None or before is None:
+                continue
+            if tensor.grad is None or tensor.grad._version != before:
+                return False
+        return True
+
+
+def _rng_states() -> list[tuple[torch.Generator, Tensor]]:
+    generators = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        generators.extend(torch.cuda.default_generators)
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+def with_second_attempt(
+    attempt: Callable[[], _T], module: torch.nn.Module | None, has_optimizer_run: Callable[[], bool]
+) -> _T:
+    """Run a step, and once more where the device ran out of memory and the model could be put back.
+
+    Args:
+        attempt: Runs the step.
+        module: The model, if it is known.
+        has_optimizer_run: Whether an optimizer ran inside the attempt: fused ones write without a new version.
+
+    Raises:
+        torch.OutOfMemoryError: It ran out of memory twice, or could not be put back.
+    """
+    before = Attempt(module)
+    try:
+        return attempt()
+    except torch.OutOfMemoryError as error:
+        message = str(error)
+    if has_optimizer_run() or not before.restore():
+        raise torch.OutOfMemoryError(f"{message}; the step was not repeated, it had updated tensors already")
+    return attempt()
+
+
+def out_of_memory(
+    error: torch.OutOfMemoryError, device: torch.device, kind: StepKind, budget_bytes: int | None
+) -> torch.OutOfMemoryError:
+    """Free what can be freed, plan tighter, and give the error with all that is known."""
+    told = _explained(error, device, kind, budget_bytes)
+    kind.ran_out_of_memory()
+    _release_memory(error, device)
+    return told
+
+
+def _release_memory(error: BaseException, device: torch.device) -> None:
+    """Free what an out-of-memory error keeps alive: its traceback holds the step's frames, and they its tensors."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _explained(
+    error: torch.OutOfMemoryError, device: torch.device, kind: StepKind, budget_bytes: int | None
+) -> torch.OutOfMemoryError:
+    """The same error with the plan's figures and what to do."""
+    figures = []
+    if budget_bytes is not None:
+        figures.append(f"budget {format_bytes(budget_bytes)}")
+    if kind.plan is not None:
+        figures.append(f"predicted peak {format_bytes(kind.plan.predicted_peak_bytes)}")
+        figures.append(f"smallest feasible budget {format_bytes(kind.plan.floor_bytes)}")
+    if device.type == "cuda":
+        figures.append(f"allocated at most {format_bytes(torch.cuda.max_memory_allocated(device))}")
+        figures.append(f"reserved {format_bytes(torch.cuda.memory_reserved(device))}")
+    what = "the next step of this shape is planned tighter" if kind.plan is not None else "there was no plan yet"
+    advice = "lower the budget or the batch size"
+    if device.type == "cuda":
+        advice += "; where reserved is well above allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return torch.OutOfMemoryError(f"{error}\nlightning-offload: {', '.join(figures) or 'no figures'}; {what}; {advice}")

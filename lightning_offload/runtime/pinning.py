@@ -1,0 +1,112 @@
+"""Page-locks host memory, so that a device copies to and from it by itself and at full speed.
+
+Memory is mapped by the pool and registered with the driver, since torch's own pinned allocator rounds sizes up to
+powers of two. Before its pages are touched, the mapping is bound to the memory next to the device where the
+platform tells which that is.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+
+import torch
+from typing_extensions import override
+
+from lightning_offload.runtime.numa import bind_memory, node_of
+from lightning_offload.runtime.switch import unseen
+
+_log = logging.getLogger(__name__)
+
+
+class Pinning(abc.ABC):
+    """Page-locks mappings.
+
+    Attributes:
+        is_refused: Whether page-locking was asked for and refused; it is not tried again.
+    """
+
+    is_refused = False
+
+    @abc.abstractmethod
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Page-lock a mapping; whether that was done."""
+
+    @abc.abstractmethod
+    def unpin(self, address: int, num_bytes: int) -> None:
+        """Undo :meth:`pin`; called from finalizers, so it raises nothing."""
+
+
+class NotPinned(Pinning):
+    """For devices that read host memory as it is."""
+
+    @override
+    def pin(self, address: int, num_bytes: int) -> bool:
+        return False
+
+    @override
+    def unpin(self, address: int, num_bytes: int) -> None:
+        pass
+
+
+class CudaPinning(Pinning):
+    """Registers mappings with the CUDA driver, for all contexts.
+
+    Args:
+        device: The device that copies.
+    """
+
+    _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
+    _CHUNK_BYTES = 64 << 30  # drivers refuse single registrations of hundreds of GiB
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._node = node_of(device)
+
+    @override
+    def pin(self, address: int, num_bytes: int) -> bool:
+        if self._node is not None:
+            bind_memory(address, num_bytes, self._node)
+        for offset in range(0, num_bytes, self._CHUNK_BYTES):
+            try:
+                size = min(self._CHUNK_BYTES, num_bytes - offset)
+                error = int(torch.cuda.cudart().cudaHostRegister(address + offset, size, self._PORTABLE))
+                reason = f"CUDA error {error}" if error else ""
+            except RuntimeError as raised:
+                reason = str(raised)
+            if reason:
+                self._forget_error()
+                self.unpin(address, offset)
+                self._refuse(num_bytes, reason)
+                return False
+        return True
+
+    @override
+    def unpin(self, address: int, num_bytes: int) -> None:
+        try:
+            for offset in range(0, num_bytes, self._CHUNK_BYTES):
+                if int(torch.cuda.cudart().cudaHostUnregister(address + offset)):
+                    self._forget_error()
+        except Exception:  # at interpreter exit the driver may be gone, and the lock with it
+            _log.debug("could not unregister host memory", exc_info=True)
+
+    def _refuse(self, num_bytes: int, reason: str) -> None:
+        self.is_refused = True
+        _log.warning(
+            "%d bytes of host memory could not be page-locked (%s): swaps use pageable memory, which is slower. "
+            "Raise the limit of locked memory (ulimit -l) or lower host_budget",
+            num_bytes, reason,
+        )  # fmt: skip
+
+    def _forget_error(self) -> None:
+        """Take the error of a failed call off the runtime: torch would blame the next kernel for it."""
+        try:
+            with unseen:
+                torch.zeros(1, device=self._device).add_(1)  # a kernel, not a fill that might be none
+        except RuntimeError:
+            _log.debug("cleared a CUDA error", exc_info=True)
+
+
+def pinning_for(device: torch.device) -> Pinning:
+    """How host memory is page-locked for a device."""
+    return CudaPinning(device) if device.type == "cuda" else NotPinned()

@@ -1,0 +1,102 @@
+"""Free ranges of one address space: best fit, or at a planned place; shared by the host pool and the spill file."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+
+from lightning_offload.errors import SpillError
+from lightning_offload.runtime.copies import Copy
+
+
+class Ranges:
+    """Hands out ranges of ``[0, num_bytes)`` and takes them back.
+
+    Free ranges are ordered by offset and never adjacent. A range may come back while a copy still uses it; its next
+    owner is told, cf. :meth:`users`.
+    """
+
+    __slots__ = ("_cooling", "free", "num_bytes")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.free: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []
+        self._cooling: list[tuple[int, int, Copy]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is handed out."""
+        return sum(size for _, size in self.free) == self.num_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out."""
+        return self.num_bytes - sum(size for _, size in self.free)
+
+    def take(self, num_bytes: int) -> int | None:
+        """Offset of a range cut from the smallest free range that fits, or None."""
+        fitting = [(size, i) for i, (_, size) in enumerate(self.free) if size >= num_bytes]
+        if not fitting:
+            return None
+        _, i = min(fitting)
+        offset = self.free[i][0]
+        self._cut(i, offset, num_bytes)
+        return offset
+
+    def take_at(self, offset: int, num_bytes: int) -> bool:
+        """Take this very range; False if it is not free."""
+        i = bisect.bisect_right(self.free, (offset, self.num_bytes)) - 1
+        if i < 0:
+            return False
+        begin, size = self.free[i]
+        if offset + num_bytes > begin + size:
+            return False
+        self._cut(i, offset, num_bytes)
+        return True
+
+    def give(self, offset: int, num_bytes: int, busy: Copy | None = None) -> None:
+        """Return a range and merge it with its neighbours.
+
+        Args:
+            offset: Where it begins.
+            num_bytes: Its size.
+            busy: The last copy that uses it, if there may be one.
+        """
+        if busy is not None and not busy.is_done:
+            self._cooling.append((offset, num_bytes, busy))
+        i = bisect.bisect(self.free, (offset, 0))
+        if i < len(self.free) and self.free[i][0] == offset + num_bytes:
+            num_bytes += self.free.pop(i)[1]
+        if i > 0 and sum(self.free[i - 1]) == offset:
+            i -= 1
+            offset, extra = self.free.pop(i)
+            num_bytes += extra
+        self.free.insert(i, (offset, num_bytes))
+
+    def users(self, offset: int, num_bytes: int) -> tuple[Copy, ...]:
+        """Copies that may still use a range that was just taken."""
+        if not self._cooling:
+            return ()
+        self._cooling = [entry for entry in self._cooling if not entry[2].is_done]
+        end = offset + num_bytes
+        return tuple(copy for begin, size, copy in self._cooling if begin < end and offset < begin + size)
+
+    def settle(self) -> None:
+        """Block until no copy uses a range that was given back."""
+        for _, _, copy in self._cooling:
+            with contextlib.suppress(SpillError):  # a copy that failed uses it no more
+                copy.synchronize()
+        self._cooling.clear()
+
+    def extend(self, num_bytes: int) -> None:
+        """Add ``num_bytes`` at the end."""
+        offset, self.num_bytes = self.num_bytes, self.num_bytes + num_bytes
+        self.give(offset, num_bytes)
+
+    def _cut(self, i: int, offset: int, num_bytes: int) -> None:
+        begin, size = self.free.pop(i)
+        rest = begin + size - (offset + num_bytes)
+        if rest:
+            self.free.insert(i, (offset + num_bytes, rest))
+        if offset > begin:
+            self.free.insert(i, (begin, offset - begin))

@@ -1,0 +1,184 @@
+"""The lower tiers of one device, host memory and disk, with the lanes that lead there.
+
+The executor asks for a block in a tier and for copies to and from it, and knows nothing else of them. Where a
+tier has no room the next lower one is tried, unless the plan names a tier; where none has any, the tensor stays
+on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from lightning_offload.graph.memory_plan import Tier
+from lightning_offload.runtime.copies import Block, Copy
+from lightning_offload.runtime.cpu_lanes import CpuLanes
+from lightning_offload.runtime.disk_lanes import DiskLanes
+from lightning_offload.runtime.host_pool import HostBlock, HostPool, Slab
+from lightning_offload.runtime.lanes import Lanes, LaneTimes
+from lightning_offload.runtime.movers import CpuMover, Mover, memory_bytes
+from lightning_offload.runtime.pinning import NotPinned, pinning_for
+from lightning_offload.runtime.spill import DiskBlock, DiskPool
+from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a plan puts a storage: a tier, and an offset in it if that was planned."""
+
+    tier: Tier
+    offset: int | None = None
+
+
+class Tiers:
+    """See the module's docstring.
+
+    Args:
+        lanes: Copies to and from host memory.
+        host: Host memory.
+        disk_lanes: Copies to and from disk.
+        disk: The spill file; None without a disk tier.
+
+    Attributes:
+        lanes: Likewise.
+        host: Likewise.
+        disk_lanes: Likewise.
+        disk: Likewise.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        host: HostPool | None = None,
+        disk_lanes: Lanes | None = None,
+        disk: DiskPool | None = None,
+    ) -> None:
+        self.lanes = lanes
+        self.host = host if host is not None else HostPool()
+        self.disk_lanes = disk_lanes
+        self.disk = disk
+
+    def allocate(self, num_bytes: int, place: Place | None = None) -> Block | None:
+        """A block; None where there is no room.
+
+        Args:
+            num_bytes: Its size.
+            place: Where the plan puts it; None for whatever has room, host memory first.
+        """
+        if place is None or place.tier == "host":
+            block = self.host.allocate(num_bytes, place.offset if place is not None else None)
+            if block is not None:
+                return block
+        if self.disk is None or not self._can_reach(self.disk):
+            return None
+        return self.disk.allocate(num_bytes, place.offset if place is not None and place.tier == "disk" else None)
+
+    def _can_reach(self, disk: DiskPool) -> bool:
+        """Whether there is host memory for copies to disk to pass through."""
+        assert self.disk_lanes is not None
+        try:
+            self.disk_lanes.prepare()
+        except (OSError, MemoryError) as error:
+            disk.fail(error)
+            return False
+        return True
+
+    def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
+        """Start copying a device storage to a block."""
+        return self._lanes_of(block).swap_out(storage, block)
+
+    def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
+        """Start copying a block to a device storage."""
+        return self._lanes_of(block).swap_in(block, storage)
+
+    def bytes_of(self, block: Block) -> torch.Tensor:
+        """What a block holds as flat CPU bytes, once its copy out is done; a view of host memory where it lies there.
+
+        Raises:
+            SpillError: It could not be read.
+        """
+        if block.busy is not None:
+            block.busy.synchronize()
+        if isinstance(block, HostBlock):
+            return memory_bytes(block.address, block.num_bytes)
+        assert isinstance(block, DiskBlock)
+        memory = Slab(block.size, NotPinned(), pin=False)
+        block.file.read(memory.address, block.size, block.offset)
+        return memory_bytes(memory.address, block.num_bytes).clone()
+
+    def prepare(self, host_bytes: int, disk_bytes: int) -> bool:
+        """Have room for what plans put where, before a step begins; False where the host has less than that.
+
+        Raises:
+            SpillError: The disk has no room.
+        """
+        has_room = self.host.prepare(host_bytes)
+        if self.disk is not None and disk_bytes:
+            self.disk.prepare(disk_bytes)
+        return has_room
+
+    def measure(self, is_on: bool) -> None:
+        """Whether copies from now on should be timed."""
+        for lanes in self._all_lanes():
+            lanes.measure(is_on)
+
+    def take_times(self) -> dict[Tier, LaneTimes]:
+        """What the lanes to each tier did since this was last asked."""
+        times: dict[Tier, LaneTimes] = {"host": self.lanes.take_times()}
+        if self.disk_lanes is not None:
+            times["disk"] = self.disk_lanes.take_times()
+        return times
+
+    def tidy(self) -> None:
+        """Let go of the memory of copies that are done by now."""
+        for lanes in self._all_lanes():
+            lanes.tidy()
+
+    def drain(self) -> None:
+        """Wait until no copy is under way and no lane holds memory."""
+        for lanes in self._all_lanes():
+            lanes.drain()
+
+    def close(self) -> None:
+        """End every thread, give back what is not in use; what still is stays readable."""
+        for lanes in self._all_lanes():
+            lanes.close()
+        self.host.trim()
+        if self.disk is not None:
+            self.disk.trim()
+
+    def _all_lanes(self) -> list[Lanes]:
+        return [lanes for lanes in (self.lanes, self.disk_lanes) if lanes is not None]
+
+    def _lanes_of(self, block: Block) -> Lanes:
+        if isinstance(block, DiskBlock):
+            assert self.disk_lanes is not None
+            return self.disk_lanes
+        return self.lanes
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """The lanes between a device and host memory."""
+    return CpuLanes() if device.type == "cpu" else StreamLanes(StreamMover(device))
+
+
+def mover_for(device: torch.device) -> Mover:
+    """A mover of its own for a device's disk lanes."""
+    return CpuMover() if device.type == "cpu" else StreamMover(device)
+
+
+def tiers_for(device: torch.device, *, host_budget_bytes: int | None = None, disk: DiskPool | None = None) -> Tiers:
+    """The tiers of a device.
+
+    Args:
+        device: The device.
+        host_budget_bytes: Most host memory; 0 for none, None for no limit.
+        disk: The spill file; None without a disk tier.
+    """
+    pinning = pinning_for(device)
+    disk_lanes: DiskLanes | None = None
+    if disk is not None:
+        disk_lanes = DiskLanes(mover_for(device), functools.partial(Slab, pinning=pinning, pin=True))
+    return Tiers(lanes_for(device), HostPool(host_budget_bytes, pinning), disk_lanes, disk)

@@ -1,0 +1,97 @@
+"""`python -m benchmarks gpu`, on the CPU with tiny models: resumable, within its minutes, errors in rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.gpu import max_batch
+from benchmarks.gpu.cases import all_cases, chosen
+from benchmarks.gpu.process import Job
+
+TRYING = ("gpu", "--device", "cpu", "--quick")
+
+
+def result(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "gpu-cpu.json").read_text())
+    return content
+
+
+def test_cases_are_kept_and_not_measured_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The second call adds what is missing; --fresh measures again; the last line is the JSON of all that is known."""
+    results = ["--results", str(tmp_path), "--minutes", "5"]
+    assert main([*TRYING, *results, "--cases", "overhead-resnet50"]) == 0
+    first = result(tmp_path)
+    assert list(first["cases"]) == ["overhead-resnet50"]
+    capsys.readouterr()
+    assert main([*TRYING, *results, "--cases", "overhead-*", "--json"]) == 0
+    printed = capsys.readouterr()
+    second = result(tmp_path)
+    assert list(second["cases"]) == ["overhead-resnet50", "overhead-gpt2-medium"]
+    assert second["cases"]["overhead-resnet50"] == first["cases"]["overhead-resnet50"]
+    assert "overhead-resnet50 ..." not in printed.err
+    assert json.loads(printed.out.splitlines()[-1])["rows"] == second["rows"]
+    assert main([*TRYING, *results, "--cases", "overhead-resnet50", "--fresh"]) == 0
+    assert [row["value"] for row in result(tmp_path)["rows"]] != [row["value"] for row in second["rows"]]
+    assert list(result(tmp_path)["cases"]) == list(second["cases"])
+
+
+def test_without_minutes_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Everything is left for another run, and no file is written."""
+    assert main([*TRYING, "--results", str(tmp_path), "--minutes", "0"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err.count("left for another run") == len(all_cases("cpu", quick=True))
+
+
+def test_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):
+    """The error lists the cases."""
+    assert main([*TRYING, "--cases", "nonsense"]) == 2
+    assert "no case matches 'nonsense'; the cases are links" in capsys.readouterr().err
+
+
+def test_cases_are_listed(capsys: pytest.CaptureFixture[str]):
+    """The most valuable first, each with the time it needs."""
+    assert main(["gpu", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("links")
+    assert len(lines) == len(all_cases("cuda", quick=False))
+
+
+def test_every_case_has_its_own_rows():
+    """No two cases have the same key or title; patterns choose among them."""
+    cases = all_cases("cuda", quick=False)
+    assert len({case.key for case in cases}) == len({case.title for case in cases}) == len(cases)
+    assert [case.key for case in chosen(cases, ["links", "contest-v*"])] == [
+        "links", "contest-vgg19", "contest-vit-large",
+    ]  # fmt: skip
+    assert sum(case.search is not None for case in cases) == 8
+
+
+def test_every_job_can_be_called():
+    """The functions that jobs name exist, and jobs survive JSON."""
+    for case in all_cases("cuda", quick=False):
+        job = case.search.job(case.job, 7) if case.search is not None else case.job
+        assert isinstance(job, Job)
+        json.dumps(dict(job.arguments))
+        assert job.function.startswith("benchmarks.gpu.")
+
+
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_trial_knows_what_fits(is_managed: bool):
+    """A roomy cap fits, a tight one does not; either way it says what is needed."""
+    outcomes = [
+        max_batch.trial(
+            torch.device("cpu"), quick=True, model="resnet50", cap_bytes=cap << 20, is_managed=is_managed, batch_size=4
+        )
+        for cap in (64, 4)
+    ]
+    assert [outcome["fits"] for outcome in outcomes] == [True, False]
+    assert outcomes[0]["figures"]["samples_per_second"] > 0
+    assert outcomes[0]["figures"]["peak_bytes"] <= 64 << 20
+    assert outcomes[1]["need_bytes"] > 4 << 20
+    assert outcomes[1]["reason"]

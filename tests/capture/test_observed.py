@@ -1,0 +1,61 @@
+"""Rates follow what real steps show, downwards only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightning_offload.capture.observed import MIN_BYTES, Observed, updated
+from tests.graph.building import DEVICE
+
+SPEC = dataclasses.replace(
+    DEVICE,
+    d2h_bytes_per_second=100e9,
+    h2d_bytes_per_second=80e9,
+    disk_write_bytes_per_second=2e9,
+    disk_read_bytes_per_second=4e9,
+)
+
+
+def test_a_slower_link_is_lowered_half_of_the_way() -> None:
+    """Each link moves towards its own observation."""
+    observed = Observed(
+        out_bytes=10**9, out_seconds=0.02,  # 50 GB/s
+        in_bytes=10**9, in_seconds=0.025,  # 40 GB/s
+        disk_out_bytes=10**9, disk_out_seconds=1.0,
+        disk_in_bytes=10**9, disk_in_seconds=0.5,
+    )  # fmt: skip
+    assert updated(SPEC, observed) == dataclasses.replace(
+        SPEC,
+        d2h_bytes_per_second=75e9,
+        h2d_bytes_per_second=60e9,
+        disk_write_bytes_per_second=1.5e9,
+        disk_read_bytes_per_second=3e9,
+    )
+
+
+def test_a_faster_link_keeps_its_rate() -> None:
+    """A step cannot raise a rate: it may have been luck, and a plan that counts on too much stalls."""
+    assert updated(SPEC, Observed(out_bytes=10**9, out_seconds=1e-3, in_bytes=10**9, in_seconds=1e-3)) == SPEC
+
+
+def test_little_traffic_says_nothing() -> None:
+    """Small copies are about latencies, and nothing copied is no rate at all."""
+    assert updated(SPEC, Observed(out_bytes=MIN_BYTES - 1, out_seconds=10.0)) == SPEC
+    assert updated(SPEC, Observed(out_bytes=MIN_BYTES, out_seconds=0.0)) == SPEC
+    assert updated(SPEC, Observed()) == SPEC
+
+
+def test_repeated_observations_converge() -> None:
+    """A link that stays slow ends at what was observed, never below."""
+    spec, observed = SPEC, Observed(out_bytes=10**9, out_seconds=0.1)
+    for _ in range(20):
+        spec = updated(spec, observed)
+        assert spec.d2h_bytes_per_second >= 10e9
+    assert spec.d2h_bytes_per_second < 10.01e9
+
+
+def test_a_disk_that_is_not_there_stays_away() -> None:
+    """A rate of 0 means no disk tier, whatever was observed."""
+    spec = dataclasses.replace(SPEC, disk_write_bytes_per_second=0.0)
+    observed = Observed(disk_out_bytes=10**9, disk_out_seconds=1.0)
+    assert updated(spec, observed).disk_write_bytes_per_second == 0.0

@@ -1,0 +1,19 @@
+"""Random programs under random plans leave plain PyTorch's bits over lanes of streams that dawdle, too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.streams import Delays, only_in, only_out, streaming
+from tests.fuzz.running import check
+
+SEEDS_PER_CHUNK = 10
+CHUNKS: tuple[Delays | None, ...] = (None, only_out, only_in, None, None, None)
+
+
+@pytest.mark.parametrize("chunk", range(len(CHUNKS)))
+def test_random_program_is_exact(chunk: int) -> None:
+    """Losses, gradients, parameters, buffers, random states and errors are those of plain PyTorch."""
+    for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK):
+        with streaming(CHUNKS[chunk], seed=seed):
+            check(seed)

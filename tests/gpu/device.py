@@ -1,0 +1,54 @@
+"""Where the tests run, and how they make CUDA repeat itself to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+DEVICE = torch.device(os.environ.get("LIGHTNING_OFFLOAD_TEST_DEVICE", "cuda"))
+"""The device under test."""
+
+IS_CUDA = DEVICE.type == "cuda"
+MARKS = [pytest.mark.gpu] if IS_CUDA else []
+"""Of tests that are skipped where the device under test is missing."""
+
+CUDA_MARKS = [pytest.mark.gpu]
+"""Of tests that mean nothing without CUDA."""
+
+# Kernels and libraries warn about themselves, each version about something else. What is ours to mend shows elsewhere.
+TOLERANT = pytest.mark.filterwarnings("ignore")
+
+NOT_DETERMINISTIC = "deterministic"
+"""What torch's complaint about an op without a deterministic kernel contains."""
+
+
+@contextlib.contextmanager
+def deterministic(*, warn_only: bool) -> Iterator[None]:
+    """Ask for kernels that repeat themselves; memory that nobody wrote holds NaNs meanwhile.
+
+    Args:
+        warn_only: Whether ops that have no such kernel may run all the same.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def clean() -> None:
+    """Give back to the device whatever earlier tests left in its allocator."""
+    gc.collect()
+    if IS_CUDA:
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()

@@ -1,0 +1,142 @@
+"""What plain training leaves behind on the device under test, and where a case's budgets lie there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import BudgetInfeasibleError
+from tests.engine.harness import Outcome, Wrap, differences, run
+from tests.engine.probing import NUM_PROBING_STEPS, NUM_RETRIES, Levels
+from tests.gpu.device import DEVICE, NOT_DETERMINISTIC, deterministic
+from tests.zoo.case import Case
+
+NUM_DOUBTS = 2
+"""How often plain training is repeated where something differs, to see whether it repeats itself."""
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What plain training left behind.
+
+    Attributes:
+        outcome: All of it.
+        has_exceptions: Whether some of its ops have no deterministic kernel.
+    """
+
+    outcome: Outcome
+    has_exceptions: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What training under a plugin left behind, and what the plugin said at the end."""
+
+    outcome: Outcome
+    phase: str
+    num_mismatched: int
+
+
+def train_plainly(case: Case, *, around: Around = nullcontext) -> Plain:
+    """Train without a plugin, with deterministic kernels wherever there are any."""
+    try:
+        with deterministic(warn_only=False):
+            return Plain(outcome=run(case, device=str(DEVICE), around=around), has_exceptions=False)
+    except RuntimeError as error:
+        if NOT_DETERMINISTIC not in str(error):
+            raise
+    with deterministic(warn_only=True):
+        return Plain(outcome=run(case, device=str(DEVICE), around=around), has_exceptions=True)
+
+
+@functools.lru_cache(maxsize=4)
+def plain_of(case: Case) -> Plain:
+    """Train a case plainly; remembered for the tests that follow."""
+    return train_plainly(case)
+
+
+@functools.lru_cache(maxsize=4)
+def levels_of(case: Case, wrap: Wrap = Wrap.WHOLE) -> Levels:
+    """Probe a case: the highest floor and plain peak of any of its steps."""
+    memory = MemoryPlugin(budget=None, policy="all-swap")
+    found: list[tuple[int, int]] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        yield
+        report = memory.report()
+        found.append((report.floor_bytes or 0, report.plain_peak_bytes or 0))
+
+    steps = NUM_PROBING_STEPS if case.static else case.steps
+    run(case, memory=memory, wrap=wrap, around=around, steps=steps, device=str(DEVICE), record=False)
+    levels = Levels(floor_bytes=max(low for low, _ in found), plain_peak_bytes=max(high for _, high in found))
+    assert 0 < levels.floor_bytes <= levels.plain_peak_bytes, levels
+    return levels
+
+
+def train(
+    case: Case, memory: MemoryPlugin, *, plain: Plain, wrap: Wrap = Wrap.WHOLE, around: Around = nullcontext
+) -> Trained:
+    """Train under a plugin, with the kernels that plain training had."""
+    reports = []
+    with deterministic(warn_only=plain.has_exceptions):
+        outcome = run(
+            case,
+            memory=memory,
+            wrap=wrap,
+            device=str(DEVICE),
+            around=around,
+            after_step=lambda _: reports.append(memory.report()),
+        )
+    return Trained(outcome=outcome, phase=reports[-1].phase, num_mismatched=reports[-1].num_mismatched)
+
+
+def train_within(
+    case: Case,
+    budget_bytes: int,
+    *,
+    plain: Plain,
+    wrap: Wrap = Wrap.WHOLE,
+    around: Around = nullcontext,
+    is_firm: bool = True,
+) -> Trained:
+    """Train within a budget.
+
+    A case whose graph changes may raise it to what a new graph needs, and so may any case where the budget is not
+    `is_firm`, because the floor was probed under other settings.
+    """
+    for _ in range(NUM_RETRIES):
+        try:
+            return train(case, MemoryPlugin(budget=f"{budget_bytes}B"), plain=plain, wrap=wrap, around=around)
+        except BudgetInfeasibleError as error:
+            if (case.static and is_firm) or error.floor_bytes <= budget_bytes:
+                raise
+            budget_bytes = error.floor_bytes
+    raise AssertionError(f"{case.name} found no feasible budget, the last was {budget_bytes}")
+
+
+def check_same(case: Case, plain: Plain, trained: Trained, *, around: Around = nullcontext) -> None:
+    """Hold what a plugin's run left behind against plain training, byte by byte.
+
+    A difference counts only if plain training itself repeats to the bit; where it does not, the test is skipped and
+    says where.
+    """
+    found = differences(plain.outcome, trained.outcome)
+    for _ in range(NUM_DOUBTS if found else 0):
+        repeated = differences(plain.outcome, train_plainly(case, around=around).outcome, limit=1)
+        if repeated:
+            pytest.skip(f"plain training of {case.name} does not repeat itself: {repeated[0]}")
+    assert not found, "outcomes differ:\n  " + "\n  ".join(found)
+
+
+def check_planned(case: Case, trained: Trained) -> None:
+    """Hold a static case to its word: planned in the end, unless replays were found to differ meanwhile."""
+    assert not case.static or trained.phase == "planned" or trained.num_mismatched

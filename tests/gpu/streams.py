@@ -1,0 +1,162 @@
+"""Makes streams slow and released memory poisonous: what the tests of races do to the runtime.
+
+The one place that knows names inside `lightning_offload.runtime`. A sleeping kernel in front of copies on a side
+stream, or on the compute stream around its meetings with them, moves everything as far out of step as the runtime
+allows; it never makes a right program wrong. On a CPU the lanes' threads sleep instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.runtime.host_pool import HostBlock, HostPool
+from lightning_offload.runtime.movers import CpuMover
+from lightning_offload.runtime.residence import Residence
+from lightning_offload.runtime.stream_lanes import StreamMover
+from tests.gpu.device import DEVICE, IS_CUDA
+
+Lane = Literal["out", "in", "compute"]
+
+_CYCLES = 2_000_000  # a millisecond at 2 GHz
+_CPU_SECONDS = 0.0003
+_POISON = 0xFF  # NaN in every floating-point type, -1 in every integer type
+
+
+def pool_of(memory: MemoryPlugin) -> HostPool:
+    """The host memory of an attached plugin."""
+    assert memory._hardware is not None
+    return memory._hardware.tiers.host
+
+
+@contextlib.contextmanager
+def slowed(lanes: Collection[Lane], *, seed: int, share: float = 0.5) -> Iterator[Counter[str]]:
+    """Let lanes fall behind at random; yields how often each did.
+
+    Args:
+        lanes: Which.
+        seed: Of the dice.
+        share: Of the copies and waits before which a lane sleeps.
+    """
+    dice = random.Random(seed)
+    counts: Counter[str] = Counter()
+
+    def sleeps(lane: Lane) -> bool:
+        if lane not in lanes or dice.random() >= share:
+            return False
+        counts[lane] += 1
+        return True
+
+    with contextlib.ExitStack() as stack:
+        for patch in _stream_patches(sleeps) if IS_CUDA else _thread_patches(sleeps):
+            stack.enter_context(patch)
+        yield counts
+
+
+def _stream_patches(sleeps: Callable[[Lane], bool]) -> list[Any]:
+    to_host, to_device = StreamMover.to_host, StreamMover.to_device
+    mark, let_compute_wait = StreamMover.mark, StreamMover.let_compute_wait
+
+    def slow_to_host(self: StreamMover, *args: Any) -> Any:
+        if sleeps("out"):
+            _sleep_on(self.out_stream)
+        return to_host(self, *args)
+
+    def slow_to_device(self: StreamMover, *args: Any) -> Any:
+        if sleeps("in"):
+            _sleep_on(self.in_stream)
+        return to_device(self, *args)
+
+    def slow_mark(self: StreamMover) -> Any:
+        if sleeps("compute"):
+            torch.cuda._sleep(_CYCLES)
+        return mark(self)
+
+    def slow_wait(self: StreamMover, event: Any) -> None:
+        let_compute_wait(self, event)
+        if sleeps("compute"):
+            torch.cuda._sleep(_CYCLES)
+
+    return [
+        mock.patch.object(StreamMover, "to_host", slow_to_host),
+        mock.patch.object(StreamMover, "to_device", slow_to_device),
+        mock.patch.object(StreamMover, "mark", slow_mark),
+        mock.patch.object(StreamMover, "let_compute_wait", slow_wait),
+    ]
+
+
+def _sleep_on(stream: Any) -> None:
+    with stream:
+        torch.cuda._sleep(_CYCLES)
+
+
+def _thread_patches(sleeps: Callable[[Lane], bool]) -> list[Any]:
+    def slow(name: str, lane: Lane) -> Any:
+        move = getattr(CpuMover, name)
+
+        def slow_move(*args: Any) -> Any:
+            if sleeps(lane):
+                time.sleep(_CPU_SECONDS)
+            return move(*args)
+
+        return mock.patch.object(CpuMover, name, slow_move)
+
+    return [slow("to_host", "out"), slow("to_device", "in")]
+
+
+@contextlib.contextmanager
+def without_waiting() -> Iterator[None]:
+    """Break the runtime: compute goes on without its copies. What the tests of races must notice."""
+    with mock.patch.object(StreamMover, "let_compute_wait"):
+        yield
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[Counter[str]]:
+    """Overwrite memory as soon as the runtime lets go of it; yields how often that was."""
+    counts: Counter[str] = Counter()
+    release, dismiss, end = Residence.release, Residence._dismiss_visitors, HostBlock.__del__
+
+    def release_and_poison(self: Residence, value: Any) -> None:
+        was_held = value.storage is not None
+        release(self, value)
+        if was_held and value.storage is None:
+            counts["device"] += 1
+            _fill_new_memory(value.num_bytes)
+
+    def dismiss_and_poison(self: Residence) -> None:
+        sizes = [value.num_bytes for value in self._visitors]
+        dismiss(self)
+        for num_bytes in sizes:
+            counts["device"] += 1
+            _fill_new_memory(num_bytes)
+
+    def poison_and_end(self: HostBlock) -> None:
+        # A copy under way still uses the block's memory, rightly; its next owner waits for that copy.
+        if self.busy is None or self.busy.is_done:
+            counts["host"] += 1
+            ctypes.memset(self.address, _POISON, self.num_bytes)
+        end(self)
+
+    with (
+        mock.patch.object(Residence, "release", release_and_poison),
+        mock.patch.object(Residence, "_dismiss_visitors", dismiss_and_poison),
+        mock.patch.object(HostBlock, "__del__", poison_and_end),
+    ):
+        yield counts
+
+
+def _fill_new_memory(num_bytes: int) -> None:
+    """Get memory of a size that was just given back, which is most likely the same, and spoil it."""
+    with _disable_current_modes(), torch.no_grad():
+        torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE).fill_(_POISON)

@@ -1,0 +1,82 @@
+"""However far streams get out of step, and whatever is written to released memory, the bits stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from lightning_offload import MemoryPlugin
+from tests.engine.harness import differences
+from tests.fuzz.running import random_planner
+from tests.gpu.device import CUDA_MARKS, IS_CUDA, MARKS, TOLERANT
+from tests.gpu.probing import Plain, Trained, check_same, plain_of, train
+from tests.gpu.streams import Lane, poisoned, slowed, without_waiting
+from tests.zoo.case import Case
+from tests.zoo.cases import BY_NAME
+
+pytestmark = TOLERANT
+
+NAMES = (
+    "resnet-basic", "resnet-bf16", "gpt2-sdpa", "lstm", "dropout", "inplace-residual", "views-of-one-storage",
+    "indices", "accumulation", "custom-function",
+)  # fmt: skip
+SLOW: tuple[tuple[Lane, ...], ...] = (("out",), ("in",), ("compute",), ("out", "in", "compute"))
+SEEDS = (1, 2)
+
+
+@contextlib.contextmanager
+def randomly_planned(seed: int) -> Iterator[MemoryPlugin]:
+    """A plugin whose plans come from dice."""
+    with mock.patch("lightning_offload.plugins.lifecycle.make_plan", random_planner(seed)):
+        yield MemoryPlugin(budget=None, policy="all-swap", verify=("first", "never", "always")[seed % 3])
+
+
+def train_randomly(case: Case, plain: Plain, seed: int) -> Trained:
+    with randomly_planned(seed) as memory:
+        return train(case, memory, plain=plain)
+
+
+class TestOnAnyDevice:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("lanes", SLOW, ids="+".join)
+    def test_slow_streams_under_random_plans(self, lanes: tuple[Lane, ...], name: str) -> None:
+        """A sleeping kernel in front of copies, or on compute around its meetings with them, changes nothing."""
+        case = BY_NAME[name]
+        plain = plain_of(case)
+        for seed in SEEDS:
+            with slowed(lanes, seed=seed) as counts:
+                trained = train_randomly(case, plain, seed)
+            check_same(case, plain, trained)
+        assert all(counts[lane] for lane in lanes if IS_CUDA or lane != "compute"), counts
+
+    @pytest.mark.parametrize("policy", ["all-swap", "random"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_released_memory_is_read_by_nobody(self, name: str, policy: str) -> None:
+        """Device and host memory is overwritten as soon as it is given back, with slow lanes in both directions."""
+        case = BY_NAME[name]
+        plain = plain_of(case)
+        with poisoned() as counts, slowed(("out", "in"), seed=3):
+            if policy == "random":
+                trained = train_randomly(case, plain, 4)
+            else:
+                trained = train(case, MemoryPlugin(budget=None, policy=policy), plain=plain)
+        check_same(case, plain, trained)
+        assert counts["device"] > 0
+        assert counts["host"] > 0
+
+
+class TestOnCuda:
+    pytestmark = CUDA_MARKS
+
+    def test_a_runtime_that_does_not_wait_is_noticed(self) -> None:
+        """The sleeping kernels do what they are for: without the waits results differ."""
+        case = BY_NAME["inplace-residual"]
+        plain = plain_of(case)
+        with without_waiting(), slowed(("in",), seed=5, share=1.0), poisoned():
+            trained = train(case, MemoryPlugin(budget=None, policy="all-swap"), plain=plain)
+        assert differences(plain.outcome, trained.outcome)

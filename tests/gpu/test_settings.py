@@ -1,0 +1,132 @@
+"""Exactness under the settings that people train with on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_offload import MemoryPlugin
+from tests.engine.harness import Outcome, Snapshot, Wrap, assert_same, run
+from tests.gpu.cases import ACCUMULATED, SCALED, SKIPPED_STEPS, THREADED
+from tests.gpu.device import CUDA_MARKS, DEVICE, MARKS, TOLERANT, deterministic
+from tests.gpu.probing import Around, check_same, levels_of, plain_of, train, train_plainly, train_within
+from tests.zoo.case import Case
+from tests.zoo.cases import BY_NAME
+
+pytestmark = TOLERANT
+
+SETTINGS = ("h=0.25", "all-swap", "all-recompute")
+
+
+def check(case: Case, setting: str, *, wrap: Wrap = Wrap.WHOLE, around: Around = contextlib.nullcontext) -> Outcome:
+    plain = train_plainly(case, around=around)
+    if setting.startswith("h="):
+        budget_bytes = levels_of(case, wrap).budget(float(setting.removeprefix("h=")))
+        trained = train_within(case, budget_bytes, plain=plain, wrap=wrap, around=around, is_firm=False)
+    else:
+        memory = MemoryPlugin(budget=None, policy=setting)
+        trained = train(case, memory, plain=plain, wrap=wrap, around=around)
+    check_same(case, plain, trained, around=around)
+    return trained.outcome
+
+
+@pytest.fixture
+def cudnn_benchmark() -> Iterator[None]:
+    """Let cuDNN choose its algorithms by trying them."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    yield
+    torch.backends.cudnn.benchmark = before
+
+
+class TestOnAnyDevice:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("wrap", list(Wrap), ids=lambda wrap: wrap.value)
+    @pytest.mark.parametrize("setting", SETTINGS)
+    def test_half_precision_with_skipped_steps(self, setting: str, wrap: Wrap) -> None:
+        """fp16 with a scaler, some of whose updates are skipped: the same bits, scales and skips."""
+        outcome = check(SCALED, setting, wrap=wrap)
+        for index in SKIPPED_STEPS:
+            assert not _loss(outcome, index).isfinite()
+        assert _loss(outcome, SCALED.steps - 1).isfinite()
+        scales = [outcome.values[f"step{index}/scaler['scale']"] for index in range(SCALED.steps)]
+        assert scales[SKIPPED_STEPS[0]] < scales[SKIPPED_STEPS[0] - 1], "the update was not skipped"
+
+    @pytest.mark.parametrize("setting", SETTINGS)
+    def test_backward_from_another_thread(self, setting: str) -> None:
+        """Whoever calls backward, saved tensors are read on autograd's own thread of the device."""
+        check(THREADED, setting)
+
+    @pytest.mark.parametrize("setting", SETTINGS)
+    def test_accumulation_under_autocast(self, setting: str) -> None:
+        """Several micro-batches for one update, weights cast anew in each."""
+        check(ACCUMULATED, setting)
+
+
+def _loss(outcome: Outcome, index: int) -> torch.Tensor:
+    loss = outcome.values[f"step{index}/loss"]
+    assert isinstance(loss, Snapshot)
+    return loss.tensor()
+
+
+class TestOnCuda:
+    pytestmark = CUDA_MARKS
+
+    @pytest.mark.usefixtures("cudnn_benchmark")
+    @pytest.mark.parametrize("setting", SETTINGS)
+    @pytest.mark.parametrize(
+        "name", ["resnet-basic", "resnet-channels-last", "resnet-bf16", "vgg-batchnorm", "densenet", "convnext"]
+    )
+    def test_cudnn_benchmark(self, name: str, setting: str) -> None:
+        """A replay may be given another algorithm than the original: what differs is not recomputed."""
+        check(BY_NAME[name], setting)
+
+    @pytest.mark.parametrize("setting", SETTINGS)
+    @pytest.mark.parametrize("name", ["resnet-basic", "gpt2-sdpa", "lstm", "dropout", "inplace-residual"])
+    def test_on_a_stream_of_the_users(self, name: str, setting: str) -> None:
+        """Steps run on another stream each time; the runtime looks the compute stream up."""
+        check(BY_NAME[name], setting, around=_on_new_stream)
+
+    @pytest.mark.parametrize("name", ["resnet-basic", "gpt2-sdpa", "lstm", "dropout"])
+    def test_two_devices_in_one_process(self, name: str) -> None:
+        """A plugin for each device, served by a thread each: neither disturbs the other."""
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+        case = BY_NAME[name]
+        plain = plain_of(case)
+        with deterministic(warn_only=plain.has_exceptions):
+            expected = {device: run(case, device=device) for device in ("cuda:0", "cuda:1")}
+            found: dict[str, Outcome] = {}
+
+            def train_on(device: str, policy: str) -> None:
+                torch.cuda.set_device(device)
+                found[device] = run(case, memory=MemoryPlugin(budget=None, policy=policy), device=device)
+
+            for policy in ("all-swap", "all-recompute"):
+                # First one after the other: the global generators are shared, so only that can be compared.
+                for device in expected:
+                    train_on(device, policy)
+                    assert_same(expected[device], found.pop(device))
+                threads = [threading.Thread(target=train_on, args=(device, policy)) for device in expected]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert set(found) == set(expected)
+
+
+@contextlib.contextmanager
+def _on_new_stream() -> Iterator[Any]:
+    """Run what is inside on a stream of its own, after what came before and before what comes after."""
+    stream = torch.cuda.Stream(DEVICE)
+    current = torch.cuda.current_stream(DEVICE)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)

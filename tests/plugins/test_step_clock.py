@@ -1,0 +1,80 @@
+"""Scopes of a step add up: by the clock on a CPU, by events elsewhere, and only where they are watched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_offload.plugins import step_clock
+from lightning_offload.plugins.step_clock import StepClock
+
+CPU, OTHER = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class _Event:
+    """An event that is reached at some millisecond."""
+
+    def __init__(self, at: float, asked: list[Any]) -> None:
+        self.at = at
+        self.asked = asked
+
+    def synchronize(self) -> None:
+        self.asked.append(f"waited until {self.at}")
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Events 3, 4, 10, 30 ms after the start, in this order; what was asked of the device is noted."""
+    asked: list[Any] = []
+    left = iter([3.0, 4.0, 10.0, 30.0])
+
+    def record_event(device: torch.device) -> _Event:
+        asked.append(device)
+        return _Event(next(left), asked)
+
+    monkeypatch.setattr(step_clock, "record_event", record_event)
+    return asked
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_clock_of_a_cpu(is_watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every scope counts, what lies between them does not; a scope that raises counts as well."""
+    ticks = iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0])
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    clock = StepClock(CPU, is_watched=is_watched)
+    assert clock.seconds() == 0
+    for seconds in (1.0, 3.0):
+        with clock.running():
+            pass
+        assert clock.seconds() == seconds
+    with pytest.raises(KeyError), clock.running():
+        raise KeyError
+    assert clock.seconds() == 7.0
+
+
+def test_events_of_a_device(events: list[Any]) -> None:
+    """Milliseconds between events become seconds; the last is waited for once they are asked for, not before."""
+    clock = StepClock(OTHER, is_watched=True)
+    assert clock.seconds() is None
+    with clock.running():
+        pass
+    with pytest.raises(KeyError), clock.running():
+        raise KeyError
+    assert events == [OTHER] * 4
+    assert clock.seconds() == pytest.approx(0.021)
+    assert events[4:] == ["waited until 30.0"]
+
+
+def test_unwatched_steps_of_a_device_cost_nothing(events: list[Any]) -> None:
+    """No event, no wait, no figure."""
+    clock = StepClock(OTHER, is_watched=False)
+    with clock.running():
+        pass
+    assert clock.seconds() is None
+    assert events == []
