@@ -8,6 +8,8 @@ between the smallest feasible budget (0) and the plain peak (1) is its `peak_sha
 from __future__ import annotations
 
 import functools
+import statistics
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from benchmarks.results import Measurements, Options, Row
 from benchmarks.workloads import Workload
 from examples.demo.tracker import peak_tracker
 from lightning_offload import MemoryPlugin
+from lightning_offload.plugins.devices import measure_rates
 
 if TYPE_CHECKING:
     from lightning_offload.plugins.report_data import Report
@@ -30,9 +33,12 @@ TITLE = "Step time against plain PyTorch"
 
 _FITS_GOAL = 1.03
 _HALF_GOAL = 1.15
-_NUM_CASES = 7
+_DISK_STALL_GOAL = 0.25  # of the time that the transfers take
+_NUM_CASES = 9
 _MAX_PLANNING_STEPS = 12
 _NUM_WARMUP_STEPS = 2
+_NUM_STALL_STEPS = 11
+_LINK_BYTES = 128 << 20
 _TINY_ELEMENTS = 32
 _SMALL_ELEMENTS = 1 << 15  # 128 KiB, large enough for the planner to bother
 
@@ -54,6 +60,10 @@ class _Limits:
     def roomy(self) -> int:
         """Return a budget that the plain step fits in."""
         return round(1.1 * self.plain_peak_bytes)
+
+    def quarter(self) -> int:
+        """Return the budget that grants a quarter of the way from the floor to the plain peak."""
+        return self.floor_bytes + (self.plain_peak_bytes - self.floor_bytes) // 4
 
     def half(self) -> int:
         """Return the budget that grants half of what can be saved."""
@@ -100,6 +110,9 @@ def run(options: Options, progress: Progress) -> Measurements:
     limits = _managed(collector, "ResNet-50, budget fits the plain step", resnet, _Limits.roomy, _FITS_GOAL)
     _managed(collector, "GPT-2, budget fits the plain step", gpt2, _Limits.roomy, _FITS_GOAL)
     _managed(collector, "ResNet-50, half of the savings", resnet, _Limits.half, _HALF_GOAL)
+    for policy in ("auto", "all-swap"):
+        case = f"ResNet-50 on disk, a quarter of the way up from the floor, {policy}"
+        _managed(collector, case, resnet, _Limits.quarter, None, policy=policy, tier="disk")
     checkpointed = functools.partial(resnet, checkpointed=True)
     _peer(collector, "ResNet-50, checkpoint per block", resnet, checkpointed, nullcontext, limits)
     on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
@@ -120,18 +133,22 @@ def _managed(
     goal: float | None,
     *,
     per_op: bool = False,
+    policy: str = "auto",
+    tier: str = "auto",
 ) -> _Limits:
     """Compare a plain step with one under a budget, and return what the budget was chosen from."""
     collector.progress.update(collector.task, description=case)
     plain, managed = make(), make()
     limits = _limits_of(managed)
-    with MemoryPlugin(f"{choose_budget(limits)}B", module=managed.model) as memory:
+    with MemoryPlugin(f"{choose_budget(limits)}B", policy=policy, tier=tier, module=managed.model) as memory:
         context = functools.partial(memory.step, *managed.batch)
         _plan(managed, memory, context)
         _warm_up(plain.step)
         times = collector.time(case, plain.step, lambda: managed.step(context), goal)
         report = memory.report()
         peak_bytes = _peak_bytes(managed, context)
+        if tier == "disk":
+            _note_disk(collector, case, memory, lambda: managed.step(context))
     _note_report(collector, case, report, limits, peak_bytes)
     if per_op:
         num_ops = workloads.count_ops(plain)
@@ -139,6 +156,26 @@ def _managed(
             microseconds = quartiles(seconds)[1] * 1e6 / num_ops
             collector.note(case, **{f"{name}_host_microseconds_per_op": microseconds})
     return limits
+
+
+def _note_disk(collector: _Collector, case: str, memory: MemoryPlugin, step: Callable[[], None]) -> None:
+    """Note how much of the time that the disk takes is waited for, over a few steps."""
+    stalls = []
+    for _ in range(_NUM_STALL_STEPS):
+        step()
+        stalls.append(memory.report().stall_seconds)
+    device = memory.device
+    assert device is not None
+    rates = measure_rates(device, tempfile.gettempdir(), num_bytes=_LINK_BYTES)
+    swapped_bytes = memory.report().swapped_bytes
+    assert rates.disk_write_bytes_per_second is not None
+    assert rates.disk_read_bytes_per_second is not None
+    transfer_seconds = swapped_bytes / rates.disk_write_bytes_per_second
+    transfer_seconds += swapped_bytes / rates.disk_read_bytes_per_second
+    stall_seconds = statistics.median(stalls)
+    share = stall_seconds / max(transfer_seconds, 1e-9)
+    collector.rows.append(Row(case=case, metric="stall_share_of_transfers", value=share, goal=_DISK_STALL_GOAL))
+    collector.note(case, median_stall_seconds=stall_seconds, disk_transfer_seconds=transfer_seconds)
 
 
 def _peer(

@@ -63,7 +63,7 @@ class DiskPool:
     Attributes:
         folder: Likewise.
         used_bytes: Bytes handed out.
-        peak_bytes: The most that were handed out at once, since :meth:`prepare` was last called with nothing out.
+        peak_bytes: The most that were handed out at once, since :meth:`prepare` last changed the file.
         error: Why nothing more is handed out, if so.
         is_refused: Whether the disk had no room for a block once.
         returned: Ranges of dropped blocks; finalizers append to it, in any thread.
@@ -127,11 +127,11 @@ class DiskPool:
         if self._file is not None and self.file_bytes > _MAX_WASTE * wanted and self._ranges.is_empty:
             self._file.resize(wanted)  # the same file: its folder may be gone
             self._ranges = Ranges(wanted)
+            self.peak_bytes = 0
         missing = wanted - self.file_bytes
-        if missing > 0 or not self.used_bytes:
-            self.peak_bytes = self.used_bytes
         if missing > 0 and self.error is None:
             self._extend(missing)
+            self.peak_bytes = self.used_bytes
 
     def fail(self, error: BaseException) -> None:
         """Hand out nothing more: the disk did not take what was written. Called by lanes' threads."""

@@ -9,14 +9,17 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from typing_extensions import override
 
 from lightning_offload.runtime.copies import Copy
-from lightning_offload.runtime.movers import Mover, storage_bytes
+from lightning_offload.runtime.disk_lanes import DiskLanes
+from lightning_offload.runtime.movers import CpuMover, Mover, storage_bytes
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
 
@@ -197,3 +200,36 @@ def block_of(pool: DiskPool, num_bytes: int, at: int | None = None) -> DiskBlock
 def equal(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     """Whether two storages hold the same bytes."""
     return torch.equal(storage_bytes(one), storage_bytes(other))
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[DiskPool]:
+    """A pool in a folder of its own."""
+    made = DiskPool(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lanes() -> Iterator[DiskLanes]:
+    """Lanes of a CPU, with small chunks."""
+    made = DiskLanes(CpuMover(), chunk_bytes=SMALL)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mover() -> Iterator[LateMover]:
+    """A device that is up to 2 ms late."""
+    made = LateMover(1, max_delay_seconds=0.002)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def late_lanes(mover: LateMover) -> Iterator[DiskLanes]:
+    """Its lanes, with small chunks."""
+    made = DiskLanes(mover, chunk_bytes=SMALL)
+    yield made
+    mover.compute.set()
+    made.close()

@@ -6,8 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Sized
-from pathlib import Path
+from collections.abc import Sized
 
 import pytest
 import torch
@@ -21,41 +20,12 @@ from lightning_offload.runtime.movers import CpuMover, storage_bytes
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
 from tests.runtime.disk import SMALL, LateMover, block_of, empty, equal, storage_of
+from tests.runtime.disk import lanes as lanes
+from tests.runtime.disk import late_lanes as late_lanes
+from tests.runtime.disk import mover as mover
+from tests.runtime.disk import pool as pool
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[DiskPool]:
-    """A pool in a folder of its own."""
-    made = DiskPool(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def lanes() -> Iterator[DiskLanes]:
-    """Lanes of a CPU, with small chunks."""
-    made = DiskLanes(CpuMover(), chunk_bytes=SMALL)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def mover() -> Iterator[LateMover]:
-    """A device that is up to 2 ms late."""
-    made = LateMover(1, max_delay_seconds=0.002)
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def late_lanes(mover: LateMover) -> Iterator[DiskLanes]:
-    """Its lanes, with small chunks."""
-    made = DiskLanes(mover, chunk_bytes=SMALL)
-    yield made
-    mover.compute.set()
-    made.close()
 
 
 SIZES = [0, 1, 4095, 4096, 4097, 3 * MIB + 5, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES, 40 * MIB - 3, 40 * MIB]

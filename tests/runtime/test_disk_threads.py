@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,39 +13,10 @@ from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.movers import CpuMover
 from lightning_offload.runtime.spill import DiskPool
 from tests.runtime.disk import SMALL, LateMover, block_of, empty, equal, storage_of
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[DiskPool]:
-    """A pool in a folder of its own."""
-    made = DiskPool(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def lanes() -> Iterator[DiskLanes]:
-    """Lanes of a CPU, with small chunks."""
-    made = DiskLanes(CpuMover(), chunk_bytes=SMALL)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def mover() -> Iterator[LateMover]:
-    """A device that is up to 2 ms late."""
-    made = LateMover(1, max_delay_seconds=0.002)
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def late_lanes(mover: LateMover) -> Iterator[DiskLanes]:
-    """Its lanes, with small chunks."""
-    made = DiskLanes(mover, chunk_bytes=SMALL)
-    yield made
-    mover.compute.set()
-    made.close()
+from tests.runtime.disk import lanes as lanes
+from tests.runtime.disk import late_lanes as late_lanes
+from tests.runtime.disk import mover as mover
+from tests.runtime.disk import pool as pool
 
 
 def test_worker_lets_go_of_the_storage_before_it_reports(pool: DiskPool, lanes: DiskLanes) -> None:
