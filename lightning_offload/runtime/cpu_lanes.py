@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -76,10 +77,12 @@ class _Worker:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._last = done_copy()
+        self._pid = os.getpid()
         self._done_bytes = 0
         self._busy_seconds = 0.0
 
     def submit(self, storage: torch.UntypedStorage, block: HostBlock) -> Copy:
+        self._leave_parent()
         if self._is_closed:
             self._transfer(storage, block)
             return done_copy()
@@ -97,9 +100,16 @@ class _Worker:
         return taken
 
     def drain(self) -> None:
+        self._leave_parent()
         self._last.settle()
 
+    def _leave_parent(self) -> None:
+        """In a fork there is no thread any more: copy inline."""
+        if os.getpid() != self._pid:
+            self._pid, self._is_closed, self._thread, self._last = os.getpid(), True, None, done_copy()
+
     def close(self) -> None:
+        self._leave_parent()
         self._is_closed = True
         if self._thread is not None:
             self._jobs.put(None)

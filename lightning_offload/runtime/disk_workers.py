@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -41,6 +42,7 @@ class _Worker(abc.ABC):
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._last = done_copy()
+        self._pid = os.getpid()
         self._done_bytes = 0
         self._busy_seconds = 0.0
 
@@ -54,6 +56,7 @@ class _Worker(abc.ABC):
             self._ring = tuple(Slot(self._staging(self._chunk_bytes)) for _ in range(2))
 
     def submit(self, job: Job) -> None:
+        self._leave_parent()
         self.prepare()
         if self._is_closed:
             self._perform(job)
@@ -73,12 +76,20 @@ class _Worker(abc.ABC):
         self._done_bytes, self._busy_seconds = 0, 0.0
         return taken
 
+    def _leave_parent(self) -> None:
+        """In a fork there is no thread any more, and the file refuses: copies fail at once, in the caller's thread."""
+        if os.getpid() != self._pid:
+            self._pid, self._is_closed, self._thread = os.getpid(), True, None
+            self._last, self._ring = done_copy(), ()
+
     def drain(self) -> None:
+        self._leave_parent()
         self._last.settle()
         for slot in self._ring:
             settled(slot.move)
 
     def close(self) -> None:
+        self._leave_parent()
         self._is_closed = True
         if self._thread is not None:
             self._jobs.put(None)

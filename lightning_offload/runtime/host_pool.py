@@ -36,6 +36,9 @@ _MAX_WASTE = 1.05  # of the planned slab over what plans need
 _PRIVATE: dict[str, int] = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 
 
+_OF_PARENTS: list[mmap.mmap] = []
+
+
 class Slab:
     """One mapping, page-locked where the pool pins.
 
@@ -45,19 +48,22 @@ class Slab:
         is_pinned: Whether it is page-locked.
     """
 
-    __slots__ = ("_memory", "_pinning", "address", "is_pinned", "ranges")
+    __slots__ = ("_memory", "_pid", "_pinning", "address", "is_pinned", "ranges")
 
     def __init__(self, num_bytes: int, pinning: Pinning, *, pin: bool) -> None:
         self.ranges = Ranges(num_bytes)
         self.is_pinned = False
+        self._pid = os.getpid()
         self._pinning = pinning
         self._memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
         self._advise("MADV_HUGEPAGE")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        if pin and not pinning.is_refused:
+        if pin and pinning.can_pin and not pinning.is_refused:
             # A fork must not turn page-locked pages into shared ones: the device would go on with those of the child.
             self._advise("MADV_DONTFORK")
             self.is_pinned = pinning.pin(self.address, num_bytes)
+            if not self.is_pinned:
+                self._advise("MADV_DOFORK")
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +72,12 @@ class Slab:
 
     def __del__(self) -> None:
         # The mapping goes after this; __init__ may have failed before there was one.
-        if getattr(self, "is_pinned", False):
+        if not hasattr(self, "_memory"):
+            return
+        if os.getpid() != self._pid:
+            # In a fork these addresses may be others' by now: the mapping must never be taken down there.
+            _OF_PARENTS.append(self._memory)
+        elif self.is_pinned:
             self._pinning.unpin(self.address, self.num_bytes)
 
     def _advise(self, name: str) -> None:
@@ -181,6 +192,7 @@ class HostPool:
         """
         self.collect()
         planned = self._planned
+        self._drop_unused()
         if planned is not None and num_bytes <= planned.num_bytes <= _MAX_WASTE * num_bytes:
             return True
         if planned is not None and not planned.ranges.is_empty:
@@ -206,12 +218,16 @@ class HostPool:
     def trim(self) -> None:
         """Unmap the slabs that no block lies on."""
         self.collect()
-        for slab in self._slabs:
-            if slab.ranges.is_empty:
-                slab.ranges.settle()
-        self._slabs = [slab for slab in self._slabs if not slab.ranges.is_empty]
-        if self._planned is not None and self._planned not in self._slabs:
+        if self._planned is not None and self._planned.ranges.is_empty:
             self._planned = None
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Unmap the slabs that no block lies on, the planned one aside."""
+        unused = [slab for slab in self._slabs if slab.ranges.is_empty and slab is not self._planned]
+        for slab in unused:
+            slab.ranges.settle()
+            self._slabs.remove(slab)
 
     def _grow(self, size: int) -> Slab | None:
         """A new slab: larger than asked for where many will be needed, but never beyond the budget."""

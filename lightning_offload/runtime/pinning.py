@@ -24,9 +24,11 @@ class Pinning(abc.ABC):
 
     Attributes:
         is_refused: Whether page-locking was asked for and refused; it is not tried again.
+        can_pin: Whether there is anything to page-lock for.
     """
 
     is_refused = False
+    can_pin = True
 
     @abc.abstractmethod
     def pin(self, address: int, num_bytes: int) -> bool:
@@ -39,6 +41,8 @@ class Pinning(abc.ABC):
 
 class NotPinned(Pinning):
     """For devices that read host memory as it is."""
+
+    can_pin = False
 
     @override
     def pin(self, address: int, num_bytes: int) -> bool:

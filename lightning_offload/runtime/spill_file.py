@@ -73,6 +73,7 @@ class SpillFile:
             SpillError: There is no room; the size stays.
         """
         assert num_bytes % ALIGNMENT == 0
+        self._require_owner()
         with self._using() as fd:
             if num_bytes > self.num_bytes:
                 self._grow(fd, num_bytes)
@@ -86,6 +87,7 @@ class SpillFile:
         Raises:
             SpillError: It does not take all of it.
         """
+        self._require_owner()
         self._transfer("write", os.pwrite, address, num_bytes, offset)
 
     def read(self, address: int, num_bytes: int, offset: int) -> None:
@@ -94,7 +96,16 @@ class SpillFile:
         Raises:
             SpillError: It does not give all of it.
         """
+        self._require_owner()
         self._transfer("read", _pread, address, num_bytes, offset)
+
+    def _require_owner(self) -> None:
+        """A fork shares its parent's file, which the parent goes on to write."""
+        if os.getpid() != self._pid:
+            raise SpillError(
+                f"the spill file in {self.folder!r} belongs to the process that this one was forked from: start "
+                "processes by 'spawn', or use tier='host' where a fork trains on"
+            )
 
     def close(self) -> None:
         """Give the space back; a transfer under way ends first."""

@@ -245,3 +245,14 @@ def test_a_plan_beyond_the_budget_is_refused() -> None:
     assert not pool.prepare(5 * MIB)
     assert pool.prepare(4 * MIB)
     assert HostPool(budget_bytes=0).allocate(1) is None
+
+
+def test_slabs_of_another_recorded_step_are_given_back() -> None:
+    """What a second shape needed while it was recorded goes once its plan fits in the planned slab."""
+    pool = HostPool()
+    assert pool.prepare(8 * MIB)
+    recorded = [pool.allocate(6 * MIB) for _ in range(3)]
+    assert pool.slab_bytes > 8 * MIB
+    del recorded
+    assert pool.prepare(8 * MIB)
+    assert pool.slab_bytes == 8 * MIB
