@@ -127,7 +127,7 @@ class HostPool:
     Attributes:
         budget_bytes: Likewise.
         used_bytes: Bytes handed out.
-        peak_bytes: The most that were handed out at once, since the planned slab was made.
+        peak_bytes: The most that were handed out at once, since :meth:`prepare` last changed the slabs.
         pinning: Likewise.
         is_refused: Whether the host refused memory: it has no more than what is mapped.
     """
@@ -192,7 +192,8 @@ class HostPool:
         """
         self.collect()
         planned = self._planned
-        self._drop_unused()
+        if self._drop_unused():
+            self.peak_bytes = self.used_bytes
         if planned is not None and num_bytes <= planned.num_bytes <= _MAX_WASTE * num_bytes:
             return True
         if planned is not None and not planned.ranges.is_empty:
@@ -222,12 +223,13 @@ class HostPool:
             self._planned = None
         self._drop_unused()
 
-    def _drop_unused(self) -> None:
-        """Unmap the slabs that no block lies on, the planned one aside."""
+    def _drop_unused(self) -> bool:
+        """Unmap the slabs that no block lies on, the planned one aside; whether there were any."""
         unused = [slab for slab in self._slabs if slab.ranges.is_empty and slab is not self._planned]
         for slab in unused:
             slab.ranges.settle()
             self._slabs.remove(slab)
+        return bool(unused)
 
     def _grow(self, size: int) -> Slab | None:
         """A new slab: larger than asked for where many will be needed, but never beyond the budget."""
