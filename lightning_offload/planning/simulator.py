@@ -27,6 +27,21 @@ _LOOKAHEAD = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When copies are made, for policies that say so themselves.
+
+    Attributes:
+        release: By swapped storage: tick of the op before which its device copy is released; -1, at its pack, for
+            the others.
+        prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1, on demand, for the
+            others. One that comes before the device copy is released, or after its need, is on demand.
+    """
+
+    release: Mapping[int, int]
+    prefetch: Mapping[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """A simulated step.
 
@@ -65,6 +80,7 @@ def simulate(
     limit_bytes: int | None = None,
     no_memo: frozenset[int] = frozenset(),
     overlap: bool = True,
+    schedule: Schedule | None = None,
 ) -> Timeline:
     """Simulate a step.
 
@@ -75,8 +91,11 @@ def simulate(
         limit_bytes: Releases and prefetches are chosen so that memory stays below this where they can.
         no_memo: Recomputed storages that are not kept when they are replayed on the way to another.
         overlap: Whether copies may overlap compute; False is the floor policy, which waits for each.
+        schedule: When to release and to prefetch; by default chosen for the limit.
     """
-    return _Simulation(problem, actions, device, no_memo).run(limit_bytes, overlap)
+    if schedule is None and not overlap:
+        schedule = Schedule(release={}, prefetch={})
+    return _Simulation(problem, actions, device, no_memo).run(limit_bytes, schedule)
 
 
 class _Simulation:
@@ -99,13 +118,12 @@ class _Simulation:
         self.stored: TierChoice = choose_tiers(problem, self.swapped, self.recomputed, away, device)
         self.memory = self._static_memory()
 
-    def run(self, limit: int | None, overlap: bool) -> Timeline:
-        if overlap:
+    def run(self, limit: int | None, schedule: Schedule | None) -> Timeline:
+        if schedule is None:
             self._choose_releases(limit)
             self._choose_prefetches(limit)
         else:
-            self.release = dict.fromkeys((c.storage for c in self.swapped), -1)
-            self.prefetch = dict.fromkeys((c.storage for c in self.swapped), -1)
+            self._follow(schedule)
         seconds, stalls = self._time()
         peak = int(np.argmax(self.memory))
         return Timeline(
@@ -144,6 +162,21 @@ class _Simulation:
         for tick, transient in needs.transient_bytes.items():
             memory[tick] += transient
         return memory
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Release and prefetch as a schedule says."""
+        for c in self.swapped:
+            s, need = c.storage, self.needs.needed_at.get(c.storage, c.release)
+            release = self.release[s] = min(schedule.release.get(s, -1), need)
+            if release > c.death:
+                self.memory[c.death : release] += c.num_bytes
+            ordinal = schedule.prefetch.get(s, -1)
+            tick = int(self.problem.unpack_ticks[ordinal]) if ordinal >= 0 else -1
+            if s in self.needs.needed_at and max(c.death, release, 0) <= tick < need:
+                self.memory[tick:need] += c.num_bytes
+            else:
+                ordinal = -1
+            self.prefetch[s] = ordinal
 
     def _choose_releases(self, limit: int | None) -> None:
         """Release each device copy when its copy out has ended, earlier where memory is short."""
