@@ -51,5 +51,5 @@ class _FakePool(HostPool):
     """Blocks that nothing is copied to."""
 
     @override
-    def allocate(self, num_bytes: int, at: int | None = None) -> HostBlock | None:
+    def allocate(self, num_bytes: int, at: int | None = None, *, is_spare: bool = False) -> HostBlock | None:
         return super().allocate(1)

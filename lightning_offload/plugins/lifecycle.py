@@ -176,15 +176,16 @@ class StepKind:
         self.phase = "verifying"
         self.note_gradients(self.old_gradient_bytes, accumulated_bytes)
 
-    def deviated(self) -> None:
+    def deviated(self, how: str) -> None:
         """A step left its plan: record the next one."""
         self.num_deviations += 1
         self.program = None
         self.phase = "recording" if self.num_deviations < _MAX_DEVIATIONS else "unplanned"
         if self.phase == "unplanned":
             _log.warning(
-                "the model's structure changes from step to step under the same input shapes: such steps run "
-                "without a plan, everything saved is swapped out"
+                "the model's structure changes from step to step under the same input shapes (%s): such steps run "
+                "without a plan, everything saved is swapped out",
+                how,
             )
 
     def demote(self, storage: int) -> None:

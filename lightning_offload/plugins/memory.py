@@ -193,7 +193,9 @@ class MemoryPlugin:
         is_nested = torch._C._current_graph_task_id() != -1
         if run is None or is_nested or threading.get_ident() != self._thread:
             yield
-        elif not self._is_open:
+            return
+        run.executor.backward_begins()
+        if not self._is_open:
             with self._opened(run, hooks=False):
                 yield
         elif run.executor.watches_backward:

@@ -126,7 +126,7 @@ class StepRun:
             return
         kind.note_gradients(0, accumulated_bytes)
         if self.executor.has_deviated:
-            kind.deviated()
+            kind.deviated(self.executor.deviation)
             return
         if self.verifier is not None:
             kind.verified |= self.verifier.verified
@@ -179,7 +179,9 @@ def start_run(
     is_watched = recorder is not None or times is not None or kind.is_due_for_measurement()
     live = LiveBytes(device) if device.type == "cpu" and is_watched else None
     must_verify = program is not None and program.is_recomputing and verify != "never"
-    verifier = Verifier(tiers, kind.demote) if must_verify and (verify == "always" or kind.must_verify) else None
+    verifier: Verifier | None = None
+    if must_verify and (verify == "always" or kind.must_verify):
+        verifier = Verifier(tiers, kind.demote, kind.verified if verify == "first" else ())
     observers: list[StepObserver] = [o for o in (live, recorder, times) if o is not None]
     executor: Executor
     if program is not None and program.is_keep_all and not observers and kind.phase == "planned":

@@ -24,6 +24,11 @@ class ProgramCursor:
         self._next = 0
         self._num_stray_ops = 0
 
+    @property
+    def expected(self) -> str:
+        """The op that the program has next, for messages."""
+        return self._ops[self._next].name if self._next < len(self._ops) else "the end"
+
     def next(self, name: str) -> OpStep | None:
         """The entry for the op that is about to run; None if the step has left the program."""
         if not self._is_strict and torch._C._current_graph_task_id() != -1:

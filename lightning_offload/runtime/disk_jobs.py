@@ -1,17 +1,17 @@
-"""What the disk lanes' workers work on: jobs, the chunks that their bytes pass through, the copies they answer for."""
+"""What the disk lanes' workers work on: the chunks that bytes pass through, and the copies they answer for."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from typing_extensions import override
 
 from lightning_offload.runtime.copies import Copy, HostCopy, done_copy, without_frames
 from lightning_offload.runtime.spill import DiskBlock
+from lightning_offload.runtime.worker import Job
 
 
 class HostChunk(Protocol):
@@ -92,56 +92,7 @@ class InwardCopy(HostCopy):
         super().settle()
 
 
-class Job:
-    """A copy to make.
-
-    Attributes:
-        mark: The point of compute that it comes after.
-        copy: What the other side waits for.
-        users: Copies that it comes after.
-        num_bytes: How many bytes it moves.
-        error: Why it failed, if it did.
-    """
-
-    __slots__ = ("_block", "_storage", "copy", "error", "mark", "num_bytes", "users")
-
-    def __init__(
-        self,
-        mark: Any,
-        storage: torch.UntypedStorage,
-        block: DiskBlock,
-        copy: HostCopy,
-        users: tuple[Copy, ...] = (),
-    ) -> None:
-        self.mark = mark
-        self._storage: torch.UntypedStorage | None = storage
-        self._block: DiskBlock | None = block
-        self.num_bytes = block.num_bytes
-        self.copy = copy
-        self.users = users
-        self.error: BaseException | None = None
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """The device memory; only until it ends."""
-        assert self._storage is not None
-        return self._storage
-
-    @property
-    def block(self) -> DiskBlock:
-        """The range of a spill file; only until it ends."""
-        assert self._block is not None
-        return self._block
-
-    def fail(self, error: BaseException) -> None:
-        """Note why it fails."""
-        if self.error is None:
-            self.error = without_frames(error)
-
-    def end(self) -> None:
-        """Let go of both sides, then tell who waits."""
-        self._storage = self._block = None
-        self.copy.finish(self.error)
+DiskJob = Job[DiskBlock]
 
 
 def settled(copy: Copy) -> BaseException | None:

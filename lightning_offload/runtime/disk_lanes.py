@@ -14,7 +14,7 @@ import torch
 from typing_extensions import override
 
 from lightning_offload.runtime.copies import Block, Copy, HostCopy
-from lightning_offload.runtime.disk_jobs import HostChunk, InwardCopy, Job, PlainChunk
+from lightning_offload.runtime.disk_jobs import DiskJob, HostChunk, InwardCopy, PlainChunk
 from lightning_offload.runtime.disk_workers import Reader, Writer
 from lightning_offload.runtime.lanes import Lanes, LaneTimes
 from lightning_offload.runtime.movers import Mover
@@ -48,7 +48,7 @@ class DiskLanes(Lanes):
         users = block.after if block.busy is None else (*block.after, block.busy)
         block.after = ()
         copy = block.busy = block.written = HostCopy()
-        self._writer.submit(Job(self._mover.mark(), storage, block, copy, users))
+        self._writer.submit(DiskJob(self._mover.mark(), storage, block, copy, users))
         return copy
 
     @override
@@ -56,7 +56,7 @@ class DiskLanes(Lanes):
         assert isinstance(block, DiskBlock)
         users = () if block.written is None else (block.written,)
         copy = block.busy = InwardCopy()
-        self._reader.submit(Job(self._mover.mark(), storage, block, copy, users))
+        self._reader.submit(DiskJob(self._mover.mark(), storage, block, copy, users))
         return copy
 
     @override

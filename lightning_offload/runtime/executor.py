@@ -46,9 +46,9 @@ class StepExecutor:
     Attributes:
         program: What to do; None for the floor policy.
         observer: Who is told of every event, if anybody.
-        has_deviated: Whether the step's structure left the program.
+        deviation: How the step's structure left the program; "" while it has not.
         num_unpacks: Unpacks so far.
-        on_backward: Called once, when the first saved tensor is read back.
+        on_backward: Called once, when backward begins, at the latest when the first saved tensor is read back.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StepExecutor:
     ) -> None:
         self.program = program
         self.observer = observer
-        self.has_deviated = False
+        self.deviation = ""
         self.num_unpacks = 0
         self.on_backward: Callable[[], None] | None = None
         self._device = device
@@ -76,6 +76,11 @@ class StepExecutor:
         self._recording = Recording(device, self._table)
         self._residence = Residence(device, tiers, self._table, self.decisions, observer)
         self._writes = Writes(self._table, self._residence, self._lock, observer, is_recomputing=self.is_recomputing)
+
+    @property
+    def has_deviated(self) -> bool:
+        """Whether the step's structure left the program."""
+        return bool(self.deviation)
 
     @property
     def decisions(self) -> dict[int, Decision]:
@@ -131,13 +136,13 @@ class StepExecutor:
             return None
         step = self._cursor.next(facts.name)
         if step is None:
-            self.deviate()
+            self.deviate(f"{facts.name} ran where {self._cursor.expected} was expected")
         return step
 
-    def deviate(self) -> None:
+    def deviate(self, how: str) -> None:
         """Leave the program: what follows in this step runs under the floor policy."""
-        self.has_deviated = True
-        _log.debug("the step left its plan after %d packs", self._num_packs)
+        self.deviation = f"after {self._num_packs} saved tensors {how}"
+        _log.debug("the step left its plan: %s", self.deviation)
         for value in self._table.all_indexed():
             self._residence.release(value)
 
@@ -171,12 +176,13 @@ class StepExecutor:
             return
         made = [tensor for tensor in made if tensor.device == self._device]  # attention gives CPU seeds on CUDA
         if len(made) != len(step.num_bytes):
-            self.deviate()
+            self.deviate(f"{facts.name} made {len(made)} tensors in place of {len(step.num_bytes)}")
             return
         for position, index in step.register:
             tensor = made[position]
-            if tensor.untyped_storage().nbytes() != step.num_bytes[position]:
-                self.deviate()
+            num_bytes = tensor.untyped_storage().nbytes()
+            if num_bytes != step.num_bytes[position]:
+                self.deviate(f"{facts.name} made {num_bytes} bytes in place of {step.num_bytes[position]}")
                 return
             value = self._follow_new(tensor, index)
             if value is not None and call is not None:
@@ -225,12 +231,12 @@ class StepExecutor:
         decision = place = None
         if self.program is not None and not self.has_deviated:
             decision = self.program.decisions.get(value.index)
-            place = self.program.places.get(value.index)
             if decision is None:
                 self._table.own(value, storage)
                 return False
             if decision.action == "recompute":
                 return self._leave_to_replay(value, storage)
+            place = self.program.places.get(value.index)
         release_now = decision is None or decision.release_op == AT_PACK
         return self._residence.swap_out(value, storage, place, release_now=release_now)
 
@@ -238,7 +244,7 @@ class StepExecutor:
         if value.call is None:
             return False
         if self._verifier is not None and value.original is None:
-            value.original = self._verifier.remember(storage)
+            value.original = self._verifier.remember(value, storage)
         return True
 
     def _release(self, indices: list[int]) -> None:
@@ -270,9 +276,7 @@ class StepExecutor:
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:
-            on_backward, self.on_backward = self.on_backward, None
-            if on_backward is not None:
-                on_backward()
+            self.backward_begins()
             if not self.watches_backward:
                 with unseen:
                     self._table.keep_watch()
@@ -295,7 +299,13 @@ class StepExecutor:
             storage = self._verifier.verify(value, storage, handle.geometry)
         return on_counter_of(handle.witness, handle.geometry.view(storage))
 
-    # ---- the end
+    # ---- backward and the end
+
+    def backward_begins(self) -> None:
+        """Tell who wants to know, once: autograd is about to run, or has just begun to."""
+        on_backward, self.on_backward = self.on_backward, None
+        if on_backward is not None:
+            on_backward()
 
     def close(self) -> None:
         """End the part of the step in which ops are seen; saved tensors stay readable."""

@@ -161,29 +161,40 @@ class HostPool:
     def __repr__(self) -> str:
         return f"HostPool({len(self._slabs)} slabs, {self.slab_bytes} bytes, {self.used_bytes} used)"
 
-    def allocate(self, num_bytes: int, at: int | None = None) -> HostBlock | None:
+    def allocate(self, num_bytes: int, at: int | None = None, *, is_spare: bool = False) -> HostBlock | None:
         """A block, or None where the budget does not allow it or the host has no memory.
 
         Args:
             num_bytes: Its size.
             at: Its place in the planned slab; taken if it is free, else the block lies elsewhere.
+            is_spare: Whether the plan does not know of it, so that it must leave the planned slab's room alone.
         """
         self.collect()
         size = _rounded(max(num_bytes, 1), _ALIGNMENT)
-        if self.budget_bytes is not None and self.used_bytes + size > self.budget_bytes:
+        if size > self._allowance(is_spare=is_spare):
             return None
         if at is not None and self._planned is not None and self._planned.ranges.take_at(at, size):
             return self._block(self._planned, at, num_bytes, size)
+        shuns_planned = is_spare or at is not None
         for slab in self._slabs:
-            offset = slab.ranges.take(size) if slab is not self._planned or at is None else None
+            offset = slab.ranges.take(size) if slab is not self._planned or not shuns_planned else None
             if offset is not None:
                 return self._block(slab, offset, num_bytes, size)
-        grown = self._grow(size)
+        grown = self._grow(size, is_spare=is_spare)
         if grown is None:
             return None
         offset = grown.ranges.take(size)
         assert offset is not None
         return self._block(grown, offset, num_bytes, size)
+
+    def _allowance(self, *, is_spare: bool) -> int:
+        """The largest block that the budget allows now."""
+        if self.budget_bytes is None:
+            return 1 << 62
+        unused = 0
+        if is_spare and self._planned is not None:
+            unused = self._planned.num_bytes - self._planned.ranges.used_bytes
+        return self.budget_bytes - self.used_bytes - unused
 
     def prepare(self, num_bytes: int) -> bool:
         """Make the planned slab this large, once nothing lies on the old one; False where that is refused.
@@ -231,11 +242,11 @@ class HostPool:
             self._slabs.remove(slab)
         return bool(unused)
 
-    def _grow(self, size: int) -> Slab | None:
+    def _grow(self, size: int, *, is_spare: bool) -> Slab | None:
         """A new slab: larger than asked for where many will be needed, but never beyond the budget."""
         wanted = max(size, _MIN_SLAB_BYTES, min(self.slab_bytes // 4, _MAX_GROWTH_BYTES))
         if self._room() < wanted:
-            self.trim()
+            self._drop_unused() if is_spare else self.trim()
         return self._map(_rounded(max(size, min(wanted, self._room())), mmap.PAGESIZE))
 
     def _room(self) -> int:

@@ -29,20 +29,32 @@ class KeepingExecutor:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.decisions = {}
-        self.has_deviated = False
+        self.deviation = ""
         self.num_unpacks = 0
         self.on_backward: Callable[[], None] | None = None
         self._num_packs = 0
+
+    @property
+    def has_deviated(self) -> bool:
+        """Whether the step's structure left the program."""
+        return bool(self.deviation)
+
+    def backward_begins(self) -> None:
+        """Tell who wants to know, once."""
+        on_backward, self.on_backward = self.on_backward, None
+        if on_backward is not None:
+            on_backward()
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Take a tensor that autograd saves; never held itself, cf. :mod:`~lightning_offload.runtime.values`."""
         index = self._num_packs
         self._num_packs = index + 1
         tensor = tensor.detach()
-        if not self.has_deviated and is_plain(tensor):
-            expected = self.program.pack_bytes
-            if index >= len(expected) or tensor.untyped_storage().nbytes() != expected[index]:
-                self.has_deviated = True
+        if not self.deviation and is_plain(tensor):
+            expected, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
+            if index >= len(expected) or num_bytes != expected[index]:
+                planned = f"{expected[index]} were" if index < len(expected) else "nothing was"
+                self.deviation = f"saved tensor {index} has {num_bytes} bytes where {planned} expected"
         return tensor, tensor._version
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
@@ -51,9 +63,8 @@ class KeepingExecutor:
         Raises:
             RuntimeError: It was modified in place since it was saved.
         """
-        if not self.num_unpacks and self.on_backward is not None:
-            on_backward, self.on_backward = self.on_backward, None
-            on_backward()
+        if not self.num_unpacks:
+            self.backward_begins()
         self.num_unpacks += 1
         tensor, version = packed
         if tensor._version != version:

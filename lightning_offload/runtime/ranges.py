@@ -33,13 +33,15 @@ class Ranges:
         """Bytes handed out."""
         return self.num_bytes - sum(size for _, size in self.free)
 
-    def take(self, num_bytes: int) -> int | None:
-        """Offset of a range cut from the smallest free range that fits, or None."""
-        fitting = [(size, i) for i, (_, size) in enumerate(self.free) if size >= num_bytes]
+    def take(self, num_bytes: int, least: int = 0) -> int | None:
+        """Offset of a range cut from the smallest free range that fits beyond an offset, or None."""
+        fitting = [
+            (size, i) for i, (begin, size) in enumerate(self.free) if begin + size >= max(begin, least) + num_bytes
+        ]
         if not fitting:
             return None
         _, i = min(fitting)
-        offset = self.free[i][0]
+        offset = max(self.free[i][0], least)
         self._cut(i, offset, num_bytes)
         return offset
 

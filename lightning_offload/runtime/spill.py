@@ -78,6 +78,7 @@ class DiskPool:
         self.returned: deque[tuple[SpillFile, int, int, Copy | None]] = deque()
         self._file: SpillFile | None = None
         self._ranges = Ranges(0)
+        self._planned_bytes = 0
 
     @property
     def file_bytes(self) -> int:
@@ -88,12 +89,13 @@ class DiskPool:
     def __repr__(self) -> str:
         return f"DiskPool({self.folder!r}, {self.file_bytes} bytes, {self.used_bytes} used)"
 
-    def allocate(self, num_bytes: int, at: int | None = None) -> DiskBlock | None:
+    def allocate(self, num_bytes: int, at: int | None = None, *, is_spare: bool = False) -> DiskBlock | None:
         """A block, or None where the disk has no room or failed.
 
         Args:
             num_bytes: Its size.
             at: Its planned offset; taken if it is free, else the block lies elsewhere.
+            is_spare: Whether the plan does not know of it, so that it must lie beyond what :meth:`prepare` made.
         """
         self.collect()
         if self.error is not None:
@@ -101,16 +103,19 @@ class DiskPool:
         size = _rounded(max(num_bytes, 1))
         if at is not None and at % ALIGNMENT == 0 and self._ranges.take_at(at, size):
             return self._block(at, num_bytes, size)
-        offset = self._ranges.take(size)
+        least = self._planned_bytes if is_spare else 0
+        offset = self._ranges.take(size, least)
         if offset is None:
             try:
-                self._grow(size)
+                self._grow(size, least)
             except SpillError as error:
+                if is_spare:
+                    return None
                 if not self.is_refused:
                     _log.warning("a tensor of %d bytes stays where it is: %s", num_bytes, str(error))
                 self.is_refused = True
                 return None
-            offset = self._ranges.take(size)
+            offset = self._ranges.take(size, least)
             assert offset is not None
         return self._block(offset, num_bytes, size)
 
@@ -123,7 +128,7 @@ class DiskPool:
             SpillError: The disk has no room, or there can be no file in the folder.
         """
         self.collect()
-        wanted = _rounded(num_bytes)
+        wanted = self._planned_bytes = _rounded(num_bytes)
         if self._file is not None and self.file_bytes > _MAX_WASTE * wanted and self._ranges.is_empty:
             self._file.resize(wanted)  # the same file: its folder may be gone
             self._ranges = Ranges(wanted)
@@ -162,10 +167,12 @@ class DiskPool:
         self.used_bytes = 0
         self.returned.clear()
 
-    def _grow(self, size: int) -> None:
+    def _grow(self, size: int, least: int) -> None:
         """Make room for a block at the end, and for more to come where the disk has it."""
         begin, free = self._ranges.free[-1] if self._ranges.free else (0, 0)
-        missing = size - (free if begin + free == self.file_bytes else 0)
+        has_end = begin + free == self.file_bytes
+        missing = size - (min(free, max(0, self.file_bytes - least)) if has_end else 0)
+        missing += max(0, least - self.file_bytes)
         ample = max(_MIN_GROWTH_BYTES, min(_rounded(self.file_bytes // 4), _MAX_GROWTH_BYTES))
         if ample > missing:
             with contextlib.suppress(SpillError):

@@ -60,20 +60,22 @@ class Tiers:
         self.disk_lanes = disk_lanes
         self.disk = disk
 
-    def allocate(self, num_bytes: int, place: Place | None = None) -> Block | None:
+    def allocate(self, num_bytes: int, place: Place | None = None, *, is_spare: bool = False) -> Block | None:
         """A block; None where there is no room.
 
         Args:
             num_bytes: Its size.
             place: Where the plan puts it; None for whatever has room, host memory first.
+            is_spare: Whether it must leave the room alone that the plan needs.
         """
         if place is None or place.tier == "host":
-            block = self.host.allocate(num_bytes, place.offset if place is not None else None)
+            block = self.host.allocate(num_bytes, place.offset if place is not None else None, is_spare=is_spare)
             if block is not None:
                 return block
         if self.disk is None or not self._can_reach(self.disk):
             return None
-        return self.disk.allocate(num_bytes, place.offset if place is not None and place.tier == "disk" else None)
+        offset = place.offset if place is not None and place.tier == "disk" else None
+        return self.disk.allocate(num_bytes, offset, is_spare=is_spare)
 
     def _can_reach(self, disk: DiskPool) -> bool:
         """Whether there is host memory for copies to disk to pass through."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -27,22 +27,35 @@ _log = logging.getLogger(__name__)
 class Verifier:
     """Remembers originals and compares replays with them.
 
+    Args:
+        tiers: Where originals are remembered.
+        on_mismatch: Told of each storage whose replay differed.
+        trusted: Storages that need no comparison any more.
+
     Attributes:
         mismatched: Storages (indices in the graph) whose replay differed.
         verified: Storages whose replay was compared.
         num_verified: Comparisons made.
     """
 
-    def __init__(self, tiers: Tiers, on_mismatch: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Tiers,
+        on_mismatch: Callable[[int], None] | None = None,
+        trusted: Collection[int] = (),
+    ) -> None:
         self.mismatched: set[int] = set()
         self.verified: set[int] = set()
         self.num_verified = 0
         self._on_mismatch = on_mismatch
         self._tiers = tiers
+        self._trusted = frozenset(trusted)
 
-    def remember(self, storage: torch.UntypedStorage) -> Block | None:
-        """Copy an original to a lower tier; None where there is no room for it (it goes unverified)."""
-        block = self._tiers.allocate(storage.nbytes())
+    def remember(self, value: Value, storage: torch.UntypedStorage) -> Block | None:
+        """Copy an original to a lower tier; None where it is trusted, or the plan leaves no room (for a later step)."""
+        if value.index in self._trusted:
+            return None
+        block = self._tiers.allocate(storage.nbytes(), is_spare=True)
         if block is None:
             return None
         try:

@@ -256,3 +256,15 @@ def test_slabs_of_another_recorded_step_are_given_back() -> None:
     del recorded
     assert pool.prepare(8 * MIB)
     assert pool.slab_bytes == 8 * MIB
+
+
+def test_spare_blocks_leave_the_plan_its_room() -> None:
+    """They lie beside the planned slab and within what the budget leaves beside it, and never take it away."""
+    pool = HostPool(budget_bytes=3 * MIB)
+    assert pool.prepare(2 * MIB)
+    spare = pool.allocate(MIB, is_spare=True)
+    assert spare is not None
+    assert pool.allocate(MIB, is_spare=True) is None
+    planned = [pool.allocate(MIB, at=i * MIB) for i in range(2)]
+    assert [block.address - pool._planned.address for block in planned if block and pool._planned] == [0, MIB]
+    assert pool.used_bytes == 3 * MIB

@@ -289,3 +289,16 @@ def test_blocks_may_be_dropped_by_any_thread(pool: DiskPool) -> None:
     pool.collect()
     assert pool.used_bytes == 150 * 4096
     assert len({block.offset for block in kept}) == 150
+
+
+def test_spare_blocks_lie_beyond_what_was_prepared(pool: DiskPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no planned block finds its place taken; a disk too full for them is no failure of the tier."""
+    pool.prepare(4 * ALIGNMENT)
+    spare = pool.allocate(ALIGNMENT, is_spare=True)
+    assert spare is not None
+    assert spare.offset >= 4 * ALIGNMENT
+    planned = [pool.allocate(ALIGNMENT, at=i * ALIGNMENT) for i in range(4)]
+    assert [block.offset for block in planned if block is not None] == [i * ALIGNMENT for i in range(4)]
+    full_from(pool, pool.file_bytes, monkeypatch)
+    assert pool.allocate(1 << 30, is_spare=True) is None
+    assert not pool.is_refused
