@@ -17,7 +17,7 @@ from lightning_offload.capture.observed import Observed, updated
 from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.layout import Layout
-from lightning_offload.graph.memory_plan import Tier
+from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.devices import HostRefusedError, measure_spec, nominal_spec
 from lightning_offload.plugins.host_memory import available_bytes
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
@@ -74,6 +74,7 @@ class Hardware:
         self.tiers: Tiers = tiers_for(device, host_budget_bytes=self._host_bytes, disk=disk)
         self._spec: DeviceSpec | None = None
         self._knew_pinning_refused = False
+        self._has_adapted = False
         self._refusals = self._refused_now()
         self._refused_demand: tuple[int, int] | None = None
         self._wanted: dict[str, Mapping[Tier, int]] = {}
@@ -91,6 +92,19 @@ class Hardware:
         if limit is None or not self._has_disk():
             spec = dataclasses.replace(spec, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
         return dataclasses.replace(spec, host_memory_bytes=limit)
+
+    def adapted(self, plan: MemoryPlan) -> MemoryPlan:
+        """A given plan with host memory in place of a disk tier that the settings do not allow."""
+        if self.tiers.disk is not None or all(d.tier != "disk" for d in plan.decisions):
+            return plan
+        if not self._has_adapted:
+            self._has_adapted = True
+            _log.warning(
+                "the given plan swaps to disk, which tier='host' does not allow: it swaps to host memory instead"
+            )
+        return dataclasses.replace(
+            plan, decisions=tuple(dataclasses.replace(decision, tier="host") for decision in plan.decisions)
+        )
 
     def _host_limit_now(self) -> int | None:
         """Most host memory that there is for swapped tensors, after what the host refused."""

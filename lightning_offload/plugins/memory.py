@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -150,6 +150,17 @@ class MemoryPlugin:
     def __exit__(self, *exc: object) -> None:
         """Detach."""
         self.detach()
+
+    def __reduce__(self) -> NoReturn:
+        """A plugin belongs to its process.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a MemoryPlugin cannot be pickled or copied, it holds hooks and threads of this process: make another, and "
+            "give it this one's plans with load_state_dict(plugin.state_dict())"
+        )
 
     # ---- steps
 

@@ -37,7 +37,8 @@ def provide_plan(key: str, kind: StepKind, hardware: Hardware, state: Persistent
         if kind.program is None or kind.hardware_version != hardware.version:
             kind.hardware_version = hardware.version
             spec = hardware.planning_spec(kind.saved_bytes)
-            kind.replan(spec, hardware.budget_bytes, settings.policy, settings.keep, settings.plan)
+            given = hardware.adapted(settings.plan) if settings.plan is not None else None
+            kind.replan(spec, hardware.budget_bytes, settings.policy, settings.keep, given)
         assert kind.program is not None
         if hardware.prepare(key, kind.program.layout):
             break

@@ -13,6 +13,7 @@ import torch
 from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.layout import Layout
+from lightning_offload.graph.memory_plan import Decision, MemoryPlan
 from lightning_offload.plugins import hardware as module
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.lifecycle import StepKind
@@ -171,6 +172,21 @@ def test_disk_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     with pytest.raises(SpillError, match="no room"):
         made("disk").planning_spec(saved_bytes=9 * MIB)
+
+
+def test_given_plan_without_its_disk(caplog: pytest.LogCaptureFixture) -> None:
+    """It swaps to host memory instead, and says so once; where there is a disk it stays as it is."""
+    decisions = tuple(Decision(storage=i, action="swap", tier=tier) for i, tier in enumerate(("host", "disk")))
+    given = MemoryPlan(
+        graph_digest="", policy="auto", budget_bytes=None, decisions=decisions, predicted_peak_bytes=1,
+        predicted_step_seconds=1.0, plain_peak_bytes=1, plain_step_seconds=1.0, floor_bytes=1, floor_op="",
+        bound_seconds=1.0,
+    )  # fmt: skip
+    hardware = made("host")
+    for _ in range(2):
+        assert [d.tier for d in hardware.adapted(given).decisions] == ["host", "host"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert made("auto").adapted(given) is given
 
 
 def test_room_for_every_kind_of_step(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +343,23 @@ def test_wrapping_tensors_do_not_leave_the_plan() -> None:
                 step()
             phases.append(memory.report().phase)
     assert phases == ["recording", "verifying", "measuring"] + ["planned"] * 4
+
+
+@pytest.mark.parametrize("copy_it", [copy.deepcopy, pickle.dumps])
+def test_a_plugin_is_not_copied(copy_it: Callable[[object], object]) -> None:
+    """It holds what belongs to its process; the error says how to hand its plans over."""
+    with pytest.raises(TypeError, match="load_state_dict"):
+        copy_it(MemoryPlugin("1GiB"))
+
+
+def test_gradients_made_before_the_first_saved_tensor_is_read_are_new() -> None:
+    """That of a bias added last is there before any unpack, and is none of an earlier step's all the same."""
+    weight, bias = (torch.ones(64, requires_grad=True) for _ in range(2))
+    with MemoryPlugin(device="cpu", policy="all-swap") as memory:
+        for _ in range(3):
+            weight.grad = bias.grad = None
+            with memory.step():
+                (torch.arange(64.0).sin() * weight + bias).sum().backward()
+        memory.report()
+        assert memory._ledger.kind.phase == "planned"
+        assert memory._ledger.kind.accumulated_bytes == 0
