@@ -8,6 +8,7 @@ so small ops come out too cheap and convolutions faster than any library runs th
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -17,20 +18,46 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.tensors.op_facts import OpFacts, effects
 
 
-class Roofline:
-    """Prices calls on a device: seconds from an op, its arguments and its result."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What an op has to do, on whatever device.
 
-    def __init__(self, device: DeviceSpec) -> None:
-        self._device = device
+    Attributes:
+        flops: Arithmetic operations.
+        num_bytes: Bytes read and written.
+    """
+
+    flops: float
+    num_bytes: int
+
+    def seconds(self, device: DeviceSpec) -> float:
+        """Modelled duration on a device."""
+        return max(self.flops / device.flops_per_second, self.num_bytes / device.memory_bytes_per_second)
+
+
+class WorkMeter:
+    """Notes the work of each call; stands in for a clock.
+
+    Attributes:
+        work: By call, in order; none for views.
+    """
+
+    def __init__(self) -> None:
+        self.work: list[Work] = []
 
     def __call__(self, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> float:
-        """Modelled duration in seconds; 0 for views."""
-        read, made, _ = effects(facts, args, kwargs, out)
-        if not made:
-            return 0.0
-        num_bytes = sum(t.numel() * t.element_size() for t in (*read, *made))
-        flops = _flops(facts.name, args, kwargs, out)
-        return max(flops / self._device.flops_per_second, num_bytes / self._device.memory_bytes_per_second)
+        """Note a call; its duration is not known yet."""
+        self.work.append(work_of(facts, args, kwargs, out))
+        return 0.0
+
+
+def work_of(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Work:
+    """The work of a call, from the op, its arguments and its result."""
+    read, made, _ = effects(facts, args, kwargs, out)
+    if not made:
+        return Work(0.0, 0)
+    num_bytes = sum(t.numel() * t.element_size() for t in (*read, *made))
+    return Work(_flops(facts.name, args, kwargs, out), num_bytes)
 
 
 def _flops(name: str, args: Any, kwargs: Any, out: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
 from lightning_offload.capture.recorder import Recorder
-from lightning_offload.capture.roofline import Roofline
+from lightning_offload.capture.roofline import Work, WorkMeter
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.runtime.executor import StepExecutor
@@ -21,20 +22,45 @@ from lightning_offload.runtime.tiers import Tiers
 Step = Callable[[], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FakeStep:
+    """A step that was recorded without running.
+
+    Attributes:
+        graph: The step, in which no op takes any time.
+        work: What each op has to do.
+    """
+
+    graph: StepGraph
+    work: tuple[Work, ...]
+
+    def on(self, device: DeviceSpec) -> StepGraph:
+        """The step on a device, each op priced by its ``flops_per_second`` and ``memory_bytes_per_second``."""
+        ops = zip(self.graph.ops, self.work, strict=True)
+        return dataclasses.replace(
+            self.graph, ops=tuple(dataclasses.replace(op, seconds=work.seconds(device)) for op, work in ops)
+        )
+
+
 def record_fake_step(build: Callable[[], tuple[torch.nn.Module, Step]], device: DeviceSpec) -> StepGraph:
+    """Record one forward and backward under FakeTensorMode, for one device; cf. :func:`record_fake`."""
+    return record_fake(build).on(device)
+
+
+def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]]) -> FakeStep:
     """Record one forward and backward under FakeTensorMode.
 
     Args:
         build: Makes the model and its step (forward and backward on tensors it makes itself); called under
             FakeTensorMode, so it costs no memory whatever the sizes.
-        device: Prices the ops by its ``flops_per_second`` and ``memory_bytes_per_second``.
 
     Returns:
-        The graph, on fake CPU tensors: CUDA runs other kernels for some ops (dropout, attention).
+        The step, on fake CPU tensors: CUDA runs other kernels for some ops (dropout, attention).
     """
+    meter = WorkMeter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         module, step = build()
-        recorder = Recorder(torch.device("cpu"), module, Roofline(device))
+        recorder = Recorder(torch.device("cpu"), module, meter)
         executor = StepExecutor(
             device=torch.device("cpu"),
             tiers=Tiers(FakeLanes(), _FakePool()),
@@ -44,7 +70,7 @@ def record_fake_step(build: Callable[[], tuple[torch.nn.Module, Step]], device: 
         )
         with executing(executor):
             step()
-        return recorder.finish()
+        return FakeStep(recorder.finish(), tuple(meter.work))
 
 
 class _FakePool(HostPool):
