@@ -76,7 +76,8 @@ def _finish(parsed: argparse.Namespace, measurements: Measurements) -> int:
     if parsed.json:
         print(json_line(parsed.suite, device, measurements.rows))
     elif not has_told:
-        Console().print(_table(parsed.suite, device, measurements.rows))
+        own_table = getattr(load_suite(parsed.suite), "table", None)
+        Console().print(own_table(measurements) if own_table else _table(parsed.suite, device, measurements.rows))
     for case, note in measurements.notes.items():
         print(f"{case}: {note}", file=sys.stderr)
     return 1 if any(row.metric == ERROR for row in measurements.rows) else 0

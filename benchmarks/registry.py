@@ -13,12 +13,18 @@ SUITES = {
     "gpu": "benchmarks.suites.gpu",
     "links": "benchmarks.suites.links",
     "overhead": "benchmarks.suites.overhead",
+    "papers": "benchmarks.suites.papers",
+    "planner": "benchmarks.suites.planner",
 }
 """Module of each suite."""
 
 
 class Suite(Protocol):
-    """What a suite's module provides; `STORES_ITSELF = True` besides, if it stores and tells as it goes."""
+    """What a suite's module provides.
+
+    It may provide besides: `STORES_ITSELF = True`, if it stores and tells as it goes; `table(measurements)`, what a
+    terminal is shown; `DOCUMENT` and `page(result)`, a document of its own below docs and how it is made.
+    """
 
     TITLE: str
 

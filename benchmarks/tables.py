@@ -1,6 +1,7 @@
 """Tables for the documentation, written from the stored results and never by hand.
 
-`docs/performance.md` is written as a whole. README.md may hold a short table of a result's ratios between two
+`docs/performance.md` is written as a whole, and so is the document of a suite that has one of its own: the file
+`DOCUMENT` of docs, made by its `page(result)`. README.md may hold a short table of a result's ratios between two
 marker lines, `<!-- benchmark: overhead-cpu -->` and `<!-- end -->`, with the name of the result file.
 """
 
@@ -28,11 +29,14 @@ _MARKED = re.compile(r"(<!-- benchmark: (?P<name>[\w.-]+) -->\n).*?(<!-- end -->
 
 
 def write_documents(root: Path = _CHECKOUT, results: Path = RESULTS_FOLDER) -> list[Path]:
-    """Write docs/performance.md and fill the marked places of README.md; returns the files written."""
+    """Write the documents below docs and fill the marked places of README.md; returns the files written."""
     performance = root / "docs" / "performance.md"
     performance.parent.mkdir(parents=True, exist_ok=True)
     performance.write_text(performance_page(results), encoding="utf-8")
     written = [performance]
+    for name, text in _own_documents(results).items():
+        written.append(root / "docs" / name)
+        written[-1].write_text(text, encoding="utf-8")
     readme = root / "README.md"
     if readme.exists():
         text = readme.read_text(encoding="utf-8")
@@ -44,8 +48,8 @@ def write_documents(root: Path = _CHECKOUT, results: Path = RESULTS_FOLDER) -> l
 
 
 def performance_page(results: Path) -> str:
-    """Return the page with everything that is stored in the folder `results`."""
-    stored = [_load(path) for path in sorted(results.glob("*.json"))]
+    """Return the page with everything that is stored in the folder `results` and has no document of its own."""
+    stored = [result for result in _stored(results) if not hasattr(load_suite(result["suite"]), "DOCUMENT")]
     return "\n".join([_INTRODUCTION, *(_section(result) for result in stored)]).rstrip() + "\n"
 
 
@@ -86,6 +90,16 @@ def format_value(metric: str, value: float) -> str:
     if metric.startswith("num_") or metric == "batch_size":
         return f"{value:.0f}"
     return f"{value:.3f}"
+
+
+def _stored(results: Path) -> list[dict[str, Any]]:
+    return [_load(path) for path in sorted(results.glob("*.json"))]
+
+
+def _own_documents(results: Path) -> dict[str, str]:
+    """Return the texts of the suites that have documents of their own, by file name."""
+    pairs = [(load_suite(result["suite"]), result) for result in _stored(results)]
+    return {suite.DOCUMENT: suite.page(result) for suite, result in pairs if hasattr(suite, "DOCUMENT")}
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Our exceptions:
   x StaleInputError (RuntimeError)           a value needed for a recomputation was written meanwhile
   x ReplayError (RuntimeError)               a recomputation did not run, or gave something else
   x SpillError (OSError)                     the host or disk tier could not store or return bytes
+  x ReportFileError (OSError)                a report that cannot be written where it should go
   x UnsupportedError (RuntimeError)          a combination that is not supported, or a missing extra
 
 Each also derives from the built-in exception in brackets, so code that knows nothing of this package can
@@ -28,6 +29,7 @@ __all__ = [
     "PlanError",
     "PolicyError",
     "ReplayError",
+    "ReportFileError",
     "SpillError",
     "StaleInputError",
     "UnsupportedError",
@@ -84,6 +86,10 @@ class ReplayError(OffloadError, RuntimeError):
 
 class SpillError(OffloadError, OSError):
     """The host or disk tier could not store or return a tensor."""
+
+
+class ReportFileError(OffloadError, OSError):
+    """A report cannot be written where it was asked for."""
 
 
 class UnsupportedError(OffloadError, RuntimeError):

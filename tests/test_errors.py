@@ -15,6 +15,7 @@ PARENTS = {
     "PlanError": ValueError,
     "StaleInputError": RuntimeError,
     "ReplayError": RuntimeError,
+    "ReportFileError": OSError,
     "SpillError": OSError,
     "UnsupportedError": RuntimeError,
 }

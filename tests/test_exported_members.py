@@ -18,6 +18,7 @@ EXPORTED = [
     "PlanError",
     "PolicyError",
     "ReplayError",
+    "ReportFileError",
     "SpillError",
     "StaleInputError",
     "UnsupportedError",

@@ -25,7 +25,8 @@ from examples.demo.resnet import NUM_PARAMETERS_1000_CLASSES, ResNet50, count_pa
 from examples.demo.state import GROUPS
 from examples.demo.summary import DemoSummary, result_table
 from examples.demo.training import DemoConfig, RunResult, quiet_lightning, train
-from lightning_offload import OffloadError, OffloadStrategy
+from lightning_offload import OffloadError, OffloadStrategy, UnsupportedError
+from lightning_offload.plugins.report_data import Report
 
 OUTPUT_FOLDER = Path("build/demo")
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -78,12 +79,24 @@ def run_demo(config: DemoConfig, folder: Path, console: Console) -> DemoSummary:
         verdict = compare_in_process(plain_path, ours_path)
     summary = summarise(plain, ours, floor_bytes, budget_bytes, identical=verdict["identical"])
     summary.write(summary_path)
+    if ours.report is not None:
+        _save_page(ours.report, folder / "report.html", console)
     console.print(result_table(summary, {part: verdict[part] for part in GROUPS}, _title(config)))
     problems = summary.problems()
     if problems:
         first = verdict["first_difference"]
         raise DemoError("; ".join(problems) + (f" (first difference: {first})" if first else ""))
     return summary
+
+
+def _save_page(report: Report, path: Path, console: Console) -> None:
+    """Write the page that shows the plan, where what draws it is installed."""
+    try:
+        report.save_html(path)
+    except UnsupportedError as error:
+        console.print(f"no page was written: {error}", soft_wrap=True)
+    else:
+        console.print(f"{path} shows the plan and what was measured; open it in a browser", soft_wrap=True)
 
 
 def check_architecture() -> None:

@@ -48,15 +48,27 @@ class Stays:
         Args:
             recomputed: Storages that are recomputed.
         """
+        values = self._graph.values
         ends = self.dropped.copy()
-        values = [v for s in recomputed if (v := self._last.get(s)) in self._saved]
+        until = {v: 0 for s in recomputed if (v := self._last.get(s)) in self._saved}  # by value that replays make
+        last = max((values[v].producer for v in until), default=-1)
         # A value reads what was made before it, so whoever reads it comes first.
-        for value in sorted(values, key=lambda v: -self._graph.values[v].producer):
-            end = ends[self._graph.values[value].storage]
-            for storage in self.behind(value):
-                if ends[storage] < end:
-                    ends[storage] = end
+        for i in range(last, -1, -1):
+            made = [v for v in self._graph.ops[i].outputs if v in until]
+            end = max((ends[values[v].storage] if v in self._saved else until[v] for v in made), default=0)
+            for v in self._graph.ops[i].inputs if end else ():
+                storage = values[v].storage
+                if self._is_given(v):
+                    continue
+                if v in self._saved:
+                    ends[storage] = max(ends[storage], end)
+                else:
+                    until[v] = max(until.get(v, 0), end)
         return ends
+
+    def _is_given(self, value: int) -> bool:
+        storage = self._graph.values[value].storage
+        return self._graph.storages[storage].is_persistent and self._last[storage] == value
 
     def behind(self, value: int) -> Sequence[int]:
         """Saved storages that a replay of a value reads, through values that are not saved."""
@@ -66,18 +78,17 @@ class Stays:
         return found
 
     def _find_behind(self, value: int) -> Sequence[int]:
-        values, ops, storages = self._graph.values, self._graph.ops, self._graph.storages
+        values, ops = self._graph.values, self._graph.ops
         found: dict[int, None] = {}
         stack, seen = [value], {value}
         while stack:
             producer = values[stack.pop()].producer
             for v in ops[producer].inputs if producer >= 0 else ():
-                storage = values[v].storage
-                if v in seen or (storages[storage].is_persistent and self._last[storage] == v):
+                if v in seen or self._is_given(v):
                     continue
                 seen.add(v)
                 if v in self._saved:
-                    found[storage] = None
+                    found[values[v].storage] = None
                 else:
                     stack.append(v)
         return tuple(found)

@@ -16,25 +16,12 @@ def replay_cost(problem: Problem, candidate: Candidate, chain_bytes: Mapping[int
         chain_bytes: By saved value: the bytes of the chain that its own replay would need; 0 if it is at hand.
 
     Returns:
-        Infinite for both where it cannot be replayed.
+        Infinite for both where it cannot be replayed, or only by very many ops in a row that save nothing.
     """
-    graph = problem.graph
-    if not candidate.can_recompute:
+    source = problem.source(candidate)
+    if source is None:
         return float("inf"), float("inf")
-    seconds, num_bytes = 0.0, float(candidate.num_bytes)
-    stack, seen = [candidate.value], set[int]()
-    while stack:
-        producer = graph.values[stack.pop()].producer
-        if producer in seen or producer < 0:
-            continue
-        seen.add(producer)
-        seconds += graph.ops[producer].seconds
-        for v in graph.ops[producer].inputs:
-            if problem.is_saved_for_good(v):
-                num_bytes += chain_bytes.get(v, 0.0)
-            elif not problem.is_given(v):
-                stack.append(v)
-    return seconds, num_bytes
+    return source.seconds, candidate.num_bytes + sum([chain_bytes.get(v, 0.0) for v in source.saved])
 
 
 def anchors(problem: Problem, limit_bytes: float) -> set[int]:

@@ -11,26 +11,46 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import AT_PACK, Action, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import Op
-from lightning_offload.planning.bound import bound_seconds
 from lightning_offload.planning.floor import Floor, find_floor
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.relaxation import Relaxation, relax
 from lightning_offload.planning.residency import Actions
-from lightning_offload.planning.simulator import Timeline, simulate
+from lightning_offload.planning.simulator import Simulator, Timeline, simulate
 from lightning_offload.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What every policy is given: a step, a device and a budget in bytes, None for no budget."""
+    """What every policy is given, and what several of them ask of it.
+
+    Attributes:
+        problem: The step.
+        device: Where it runs.
+        budget_bytes: Peak of live device bytes allowed, None for no limit.
+        seconds: When to stop searching, for a policy that does; None to end by itself.
+        seed: Of what such a policy does at random.
+    """
 
     problem: Problem
     device: DeviceSpec
     budget_bytes: int | None
+    seconds: float | None = None
+    seed: int = 0
 
     @functools.cached_property
     def plain(self) -> Timeline:
         """The step with everything kept."""
         return simulate(self.problem, {}, self.device)
+
+    @functools.cached_property
+    def simulator(self) -> Simulator:
+        """Simulates the step within the budget."""
+        return Simulator(self.problem, self.device, self.budget_bytes)
+
+    @functools.cached_property
+    def relaxed(self) -> Relaxation:
+        """The relaxed planning problem: a bound on the step time, and where good plans lie."""
+        return relax(self.problem, self.device, self.budget_bytes, seconds=self.seconds)
 
     @functools.cached_property
     def lowest(self) -> Floor:
@@ -127,11 +147,16 @@ def build_plan(
         plain_step_seconds=setting.plain.step_seconds,
         floor_bytes=setting.floor.peak_bytes,
         floor_op=setting.floor_op,
-        bound_seconds=bound_seconds(problem, setting.device, setting.budget_bytes),
+        bound_seconds=setting.relaxed.seconds,
         predicted_stall_seconds=timeline.stall_seconds,
         predicted_host_bytes=timeline.host_peak_bytes,
         predicted_disk_bytes=timeline.disk_peak_bytes,
     )
+
+
+def relabelled(plan: MemoryPlan, policy: str) -> MemoryPlan:
+    """The same plan under another policy's name, which chose it."""
+    return dataclasses.replace(plan, policy=policy)
 
 
 def _release_op(problem: Problem, tick: int) -> int:

@@ -8,17 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_offload.graph.memory_plan import Action
 from lightning_offload.graph.stays import Stays
 from lightning_offload.graph.step_graph import Save, StepGraph
+from lightning_offload.planning.arrays import (
+    KEEP,
+    RECOMPUTE,
+    SWAP,
+    Codes,
+    StepArrays,
+    StoredArrays,
+    as_lists,
+    step_arrays,
+    stored_arrays,
+)
+from lightning_offload.planning.sources import Source, find_source
 
 MIN_BYTES = 64 << 10
 """Smaller saved storages are always kept, unless the whole step is small: cf. :func:`min_bytes`."""
 
 Bytes = npt.NDArray[np.int64]
+
+_CODES: dict[Action, int] = {"keep": KEEP, "swap": SWAP, "recompute": RECOMPUTE}
+_ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +91,7 @@ class Problem:
     def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset()) -> None:
         self.graph = graph
         self.stays = Stays(graph)
+        self._sources: dict[int, Source | None] = {}
         self.last_value = last_values(graph)
         self.written_until = _overwritten_at(graph)
         saves = _saves_by_storage(graph)
@@ -91,6 +109,72 @@ class Problem:
         self.seconds = np.zeros(graph.num_ticks + 1)
         for op in graph.ops:
             self.seconds[op.tick] = op.seconds
+
+    @functools.cached_property
+    def order(self) -> npt.NDArray[np.int64]:
+        """The candidates' storages: candidate number i, in all arrays, is storage ``order[i]``."""
+        return np.fromiter(self.candidates, dtype=np.int64)
+
+    @functools.cached_property
+    def number(self) -> dict[int, int]:
+        """By storage: the candidate's number."""
+        return {s: i for i, s in enumerate(self.candidates)}
+
+    @functools.cached_property
+    def arrays(self) -> StepArrays:
+        """The step as flat columns."""
+        return step_arrays(self)
+
+    @functools.cached_property
+    def lists(self) -> StepArrays:
+        """The same columns as lists."""
+        return as_lists(self.arrays)
+
+    def columns(self, is_compiled: bool) -> StepArrays:
+        """The columns in the form that the loops want."""
+        return self.arrays if is_compiled else self.lists
+
+    @functools.cached_property
+    def plain_seconds(self) -> float:
+        """Duration of the step's own ops."""
+        return float(self.seconds.sum())
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Rows that a simulation goes through, roughly: ticks, ops, candidates."""
+        return 4 * self.graph.num_ticks + 8 * len(self.arrays.replayed) + 8 * len(self.candidates)
+
+    @functools.cached_property
+    def stored(self) -> StoredArrays:
+        """What saved storages take on their tiers, by candidate number."""
+        return stored_arrays(self)
+
+    def codes(self, actions: Mapping[int, Action]) -> Codes:
+        """Actions as an array: one code (KEEP, SWAP, RECOMPUTE of :mod:`~.arrays`) for each candidate.
+
+        Raises:
+            KeyError: There is no choice about one of the storages.
+        """
+        codes = np.zeros(len(self.candidates), dtype=np.int8)
+        for storage, action in actions.items():
+            codes[self.number[storage]] = _CODES[action]
+        return codes
+
+    def actions(self, codes: Codes) -> dict[int, Action]:
+        """The actions that an array stands for, by storage; what is kept is left out."""
+        return {int(self.order[i]): _ACTIONS[codes[i]] for i in np.flatnonzero(codes)}
+
+    def flags(self, storages: Iterable[int]) -> npt.NDArray[np.bool_]:
+        """Which of the candidates are among some storages; others among those are ignored."""
+        flags = np.zeros(len(self.candidates), dtype=np.bool_)
+        flags[[self.number[s] for s in storages if s in self.number]] = True
+        return flags
+
+    def source(self, candidate: Candidate) -> Source | None:
+        """What a replay of a candidate reads and costs by itself; None where there can be no such replay."""
+        if candidate.storage not in self._sources:
+            self._sources[candidate.storage] = find_source(self, candidate)
+        return self._sources[candidate.storage]
 
     def _may_leave(self, storage: int, group: list[Save]) -> bool:
         if self.graph.storages[storage].is_persistent or any(save.must_keep for save in group):

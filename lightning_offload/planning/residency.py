@@ -3,16 +3,23 @@
 Walks the unpacks in order and does what the runtime would: what is still alive is used, swapped storages are
 brought back, recomputed ones are replayed from what is at hand, and values made on the way stay for their own
 unpack if they are memoised. A replayed value needs its inputs until it is replayed, so their stay is extended.
+The loops are in :mod:`~.kernels.needs`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.planning.problem import Problem, Unpack
+from lightning_offload.planning.arrays import Buffers, Codes, StepArrays, saved_storages
+from lightning_offload.planning.kernels import PLAIN, Kernels
+from lightning_offload.planning.kernels.buffers import Needs, Scratch
+from lightning_offload.planning.problem import Problem
 
 Actions = Mapping[int, Action]
 
@@ -38,110 +45,63 @@ class Residency:
 
 def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = frozenset()) -> Residency:
     """Walk the step's unpacks under a choice of actions (storages without one are kept)."""
-    walk = _Walk(problem, actions, no_memo)
-    for unpack in problem.unpacks:
-        walk.unpack(unpack)
-    walk.hold_inputs()
-    return walk.result
+    found = find_needs(problem, problem.codes(actions), problem.flags(no_memo), PLAIN)
+    assert found is not None
+    needs = found[1]
+    saved = saved_storages(problem)
+    ticks = problem.lists.wanted_tick
+    replayed = [k for k, num_calls in enumerate(needs.num_calls) if num_calls]
+    return Residency(
+        needed_at={saved[i]: tick for i, tick in enumerate(needs.needed) if tick >= 0},
+        held_until={**problem.release, **dict(zip(saved, needs.held, strict=True))},
+        replay_seconds={ticks[k]: needs.seconds[k] for k in replayed},
+        transient_bytes={ticks[k]: needs.transient[k] for k in replayed},
+        num_replayed=sum(needs.num_calls),
+    )
 
 
-class _Walk:
-    def __init__(self, problem: Problem, actions: Actions, no_memo: frozenset[int]) -> None:
-        self.problem = problem
-        self.actions = actions
-        self.no_memo = no_memo
-        self.result = Residency({}, dict(problem.release), {}, {})
+def find_needs(
+    problem: Problem,
+    codes: Codes,
+    no_memo: npt.NDArray[np.bool_] | None,
+    kernels: Kernels,
+    max_replay_seconds: float = float("inf"),
+) -> tuple[Any, Needs] | None:
+    """Run the static pass; the codes of all saved storages, and what they need, in the kernels' columns.
 
-    def unpack(self, unpack: Unpack) -> None:
-        if unpack.storage in self.actions:
-            calls = self._need(unpack.value, unpack.tick)
-            if calls:
-                self._replay(calls, unpack)
+    Args:
+        problem: The step.
+        codes: By candidate: its action.
+        no_memo: By candidate: whether it is not kept when it is replayed on the way to another.
+        kernels: The form of the loops.
+        max_replay_seconds: Give up, with None, where replays take longer.
+    """
+    new, step = Buffers(kernels.is_compiled), problem.columns(kernels.is_compiled)
+    num_saved, num_wanted = len(step.size), len(step.wanted)
+    padded = np.zeros(num_saved, dtype=np.int8)
+    padded[: len(codes)] = codes
+    columns = new.copy(padded), new.copy(np.zeros(len(codes), dtype=np.bool_) if no_memo is None else no_memo)
+    needs = Needs(
+        needed=new.whole(num_saved, -1),
+        held=new.copy(step.release),
+        stored=new.copy(step.dropped),
+        seconds=new.real(num_wanted),
+        num_calls=new.whole(num_wanted),
+        transient=new.whole(num_wanted),
+    )
+    is_done = kernels.find_needs(step, *columns, needs, _scratch(problem, step, new), max_replay_seconds)
+    return (columns[0], needs) if is_done else None
 
-    def hold_inputs(self) -> None:
-        """A recorded call holds what it reads until its result is there again, or is not wanted any more."""
-        problem, result = self.problem, self.result
-        for s, action in self.actions.items():
-            if action == "recompute":
-                until = result.needed_at.get(s, problem.release[s])
-                for storage in problem.stays.behind(problem.candidates[s].value):
-                    other = self.actions.get(storage)
-                    if other is None or (other == "swap" and storage in result.needed_at):
-                        result.held_until[storage] = max(result.held_until[storage], until)
 
-    def _need(self, value: int, tick: int) -> list[int]:
-        """Make a value available at a tick; the ops to replay for it, in order."""
-        problem = self.problem
-        order: list[int] = []
-        seen: set[int] = set()
-        stack: list[tuple[int, bool]] = [(value, False)]
-        while stack:
-            current, expanded = stack.pop()
-            producer = problem.graph.values[current].producer
-            if expanded:
-                order.append(producer)
-                continue
-            if producer in seen or self._at_hand(current, tick):
-                continue
-            seen.add(producer)
-            stack.append((current, True))
-            stack.extend((v, False) for v in reversed(problem.graph.ops[producer].inputs))
-        return order
-
-    def _at_hand(self, value: int, tick: int) -> bool:
-        problem, result = self.problem, self.result
-        if problem.is_live(value, tick) or problem.is_given(value):
-            return True
-        storage = problem.graph.values[value].storage
-        if not problem.is_saved_for_good(value):
-            return False
-        result.held_until[storage] = max(result.held_until[storage], tick + 1)
-        action = self.actions.get(storage)
-        if action == "swap":
-            result.needed_at.setdefault(storage, tick)
-            return True
-        return action is None or storage in result.needed_at
-
-    def _replay(self, calls: list[int], unpack: Unpack) -> None:
-        """Count the time and memory of a chain of replays, freeing what nobody in it reads any more."""
-        graph, result, tick = self.problem.graph, self.result, unpack.tick
-        readers = Counter(v for i in calls for v in graph.ops[i].inputs)
-        readers[unpack.value] += 1
-        own: dict[int, int] = {}
-        peak = stays = 0
-        for i in calls:
-            op = graph.ops[i]
-            readers.subtract(op.inputs)
-            sizes = {v: self._made_bytes(v) for v in op.outputs}
-            written = {graph.values[v].storage for v in op.outputs}
-            for v in op.inputs:
-                if v in own and graph.values[v].storage in written:
-                    del own[v]
-            peak = max(peak, stays + sum(own.values()) + sum(sizes.values()) + op.workspace_bytes)
-            for v, size in sizes.items():
-                if self._stays(v, unpack):
-                    result.needed_at[graph.values[v].storage] = tick
-                    stays += size
-                elif readers[v] > 0:
-                    own[v] = size
-            for v in op.inputs:
-                if readers[v] == 0:
-                    own.pop(v, None)
-        result.replay_seconds[tick] = sum(graph.ops[i].seconds for i in calls)
-        result.transient_bytes[tick] = max(0, peak - stays)
-        result.num_replayed += len(calls)
-
-    def _made_bytes(self, value: int) -> int:
-        """Device memory for a replayed value; updates of persistent state are left out of replays."""
-        storage = self.problem.graph.storages[self.problem.graph.values[value].storage]
-        return 0 if storage.is_persistent else storage.num_bytes
-
-    def _stays(self, value: int, unpack: Unpack) -> bool:
-        """Whether a replayed value stays on the device: it was asked for, or is memoised for a later unpack."""
-        if value == unpack.value:
-            return True
-        storage = self.problem.graph.values[value].storage
-        if self.actions.get(storage) != "recompute" or storage in self.no_memo:
-            return False
-        saved = value in self.problem.saved_value[storage]
-        return saved and self.problem.release[storage] > unpack.tick and storage not in self.result.needed_at
+def _scratch(problem: Problem, step: StepArrays, new: Buffers) -> Scratch:
+    num_values, num_ops = len(step.saved), len(step.op_seconds)
+    return Scratch(
+        seen=new.whole(num_ops),
+        stack=new.whole(len(step.inputs) + num_ops + 1),
+        calls=new.whole(num_ops),
+        readers=new.whole(num_values),
+        own=new.whole(num_values),
+        writer=new.whole(len(problem.graph.storages)),
+        held_through=new.whole(num_values),
+        stored_through=new.whole(num_values),
+    )

@@ -6,24 +6,34 @@ them, whatever the speed of the link. Only time depends on the performance model
 (:mod:`~.lane_times`), ops and replays one after another on the compute lane, and compute slowed down by the share
 of the copies that the device's ``copy_interference`` says. Which swaps go to disk follows from the choice of
 actions and the device (:mod:`~.tiers`).
+
+A simulation makes three passes over flat columns (:mod:`~.arrays`, :mod:`~.kernels`): what backward needs, when
+copies are made and the memory that follows, and the time of it all. :func:`simulate` speaks of storages;
+a search that tries many choices uses a :class:`Simulator`, which takes and gives arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Tier
-from lightning_offload.planning.lane_times import Deadlines, Direction, Lanes, in_rates, out_rates
-from lightning_offload.planning.problem import Bytes, Candidate, Problem
-from lightning_offload.planning.residency import Actions, Residency, residency
+from lightning_offload.planning.arrays import SWAP, Buffers, Codes, StepArrays
+from lightning_offload.planning.kernels import Kernels, kernels_for
+from lightning_offload.planning.kernels.buffers import Buckets, Events, Gaps, Lanes, Links, Needs, Room, Transfers
+from lightning_offload.planning.kernels.prefetches import BLOCK
+from lightning_offload.planning.lane_times import in_rates, out_rates
+from lightning_offload.planning.problem import Bytes, Problem
+from lightning_offload.planning.residency import Actions, find_needs
 from lightning_offload.planning.tiers import TierChoice, choose_tiers
 
-_LOOKAHEAD = 64
+_NO_LIMIT = 1 << 62
+_NOTEWORTHY = 1e-3  # share of the step that compute waits, with which other prefetches are tried
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +49,29 @@ class Schedule:
 
     release: Mapping[int, int]
     prefetch: Mapping[int, int]
+
+
+_ON_DEMAND = Schedule(release={}, prefetch={})
+
+
+class Outcome(NamedTuple):
+    """What a search wants to know of a simulated step.
+
+    Attributes:
+        peak_bytes: Most bytes on the device at once.
+        step_seconds: Duration.
+        stall_seconds: Time that compute waits for copies.
+        overflow_bytes: By how much the host would have to be larger; a choice with any is infeasible.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    stall_seconds: float
+    overflow_bytes: int
+
+
+NEVER = Outcome(_NO_LIMIT, float("inf"), float("inf"), 0)
+"""A step that was not simulated to its end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,202 +126,207 @@ def simulate(
         overlap: Whether copies may overlap compute; False is the floor policy, which waits for each.
         schedule: When to release and to prefetch; by default chosen for the limit.
     """
-    if schedule is None and not overlap:
-        schedule = Schedule(release={}, prefetch={})
-    return _Simulation(problem, actions, device, no_memo).run(limit_bytes, schedule)
+    simulator = Simulator(problem, device, limit_bytes)
+    return simulator.timeline(
+        problem.codes(actions), problem.flags(no_memo) if no_memo else None, overlap=overlap, schedule=schedule
+    )
 
 
-class _Simulation:
-    def __init__(self, problem: Problem, actions: Actions, device: DeviceSpec, no_memo: frozenset[int]) -> None:
+class _Pass(NamedTuple):
+    """One simulation, in the columns of its kernels."""
+
+    needs: Needs
+    starts: Any
+    transfers: Transfers
+    memory: Any
+    peak_tick: int
+    step_seconds: float
+    stall_seconds: float
+    stored: TierChoice | None
+
+
+class _Static(NamedTuple):
+    """What does not depend on when copies are made, and what it is made with."""
+
+    kernels: Kernels
+    new: Buffers
+    step: StepArrays
+    codes: Any
+    needs: Needs
+    starts: Any
+    stored: TierChoice | None
+
+
+@final
+class Simulator:
+    """Simulates one step on one device many times, for searches.
+
+    A choice is an array of action codes, one for each candidate in the order of ``problem.candidates``
+    (``problem.order[i]`` is the storage of candidate i; ``problem.codes`` and ``problem.actions`` translate), and
+    optionally an array that flags the candidates that are not memoised. Arrays are read, never kept or changed.
+
+    Args:
+        problem: The step.
+        device: Links, tiers and overheads.
+        limit_bytes: Releases and prefetches are chosen so that memory stays below this where they can.
+        kernels: The form of the inner loops; by default the one that pays off.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: DeviceSpec,
+        limit_bytes: int | None = None,
+        *,
+        kernels: Kernels | None = None,
+    ) -> None:
         self.problem = problem
         self.device = device
-        self.needs: Residency = residency(problem, actions, no_memo)
-        self.swapped = [problem.candidates[s] for s, action in actions.items() if action == "swap"]
-        self.swapped.sort(key=lambda c: c.pack_tick)
-        self.recomputed = [s for s, action in actions.items() if action == "recompute"]
-        self.kept = [s for s in problem.candidates if s not in actions]
-        seconds = problem.seconds.copy()
-        for tick, replayed in self.needs.replay_seconds.items():
-            seconds[tick] += replayed + device.overhead_seconds
-        self.seconds = seconds
-        self.starts: npt.NDArray[np.float64] = np.concatenate(([0.0], np.cumsum(seconds)))
-        self.release: dict[int, int] = {}
-        self.prefetch: dict[int, int] = {}
-        away = {c.storage: self._away_seconds(c) for c in self.swapped} if device.host_memory_bytes is not None else {}
-        self.stored: TierChoice = choose_tiers(problem, self.swapped, self.recomputed, away, device)
-        self.memory = self._static_memory()
-
-    def run(self, limit: int | None, schedule: Schedule | None) -> Timeline:
-        if schedule is None:
-            self._choose_releases(limit)
-            self._choose_prefetches(limit)
-        else:
-            self._follow(schedule)
-        seconds, stalls = self._time()
-        peak = int(np.argmax(self.memory))
-        return Timeline(
-            memory=self.memory,
-            peak_bytes=int(self.memory[peak]),
-            peak_tick=peak,
-            step_seconds=seconds,
-            stall_seconds=stalls,
-            release_tick=self.release,
-            prefetch=self.prefetch,
-            tiers=self.stored.tiers,
-            host_peak_bytes=self.stored.host_peak_bytes,
-            disk_peak_bytes=self.stored.disk_peak_bytes,
-            overflow_bytes=self.stored.overflow_bytes,
+        self.limit_bytes = limit_bytes
+        self._kernels = kernels
+        out, back = out_rates(device), in_rates(device)
+        self._links = Links(
+            (float(out.link), float(out.disk), float(out.link_under_disk)),
+            (float(back.link), float(back.disk), float(back.link_under_disk)),
+            float(device.overhead_seconds),
+            float(device.copy_interference),
         )
 
-    def _away_seconds(self, candidate: Candidate) -> float:
-        """From its pack to its first need, or to its end where it is never needed."""
-        until = self.needs.needed_at.get(candidate.storage, candidate.release)
-        return float(self.starts[until] - self.starts[candidate.pack_tick])
+    def run(
+        self,
+        codes: Codes,
+        no_memo: npt.NDArray[np.bool_] | None = None,
+        *,
+        overlap: bool = True,
+        max_seconds: float = float("inf"),
+    ) -> Outcome:
+        """Peak, duration and whether the tiers hold it, as :meth:`timeline` would say, without the rest of it.
 
-    # ---- memory
+        Args:
+            codes: By candidate: 0 keep, 1 swap, 2 recompute.
+            no_memo: By candidate: whether it is not kept when it is replayed on the way to another; all are by default.
+            overlap: Whether copies may overlap compute.
+            max_seconds: Where replays alone make the step longer than this, the simulation is given up, and the
+                outcome is that of a step that never ends: chains without memo are long to simulate.
+        """
+        made = self._simulate(codes, no_memo, None if overlap else _ON_DEMAND, max_seconds)
+        if made is None:
+            return NEVER
+        overflow = made.stored.overflow_bytes if made.stored is not None else 0
+        return Outcome(int(made.memory[made.peak_tick]), made.step_seconds, made.stall_seconds, overflow)
 
-    def _static_memory(self) -> Bytes:
-        """Memory with every swap released at its pack and brought back on demand."""
-        problem, needs = self.problem, self.needs
-        size = problem.graph.num_ticks + 2
-        delta = np.zeros(size, dtype=np.int64)
-        for s in self.kept:
-            candidate = problem.candidates[s]
-            _occupy(delta, candidate.death, needs.held_until[s], candidate.num_bytes)
-        for s in (*self.recomputed, *(c.storage for c in self.swapped)):
-            if s in needs.needed_at:
-                _occupy(delta, needs.needed_at[s], needs.held_until[s], problem.candidates[s].num_bytes)
-        memory = problem.base + np.cumsum(delta)[: size - 1]
-        for tick, transient in needs.transient_bytes.items():
-            memory[tick] += transient
-        return memory
+    def timeline(
+        self,
+        codes: Codes,
+        no_memo: npt.NDArray[np.bool_] | None = None,
+        *,
+        overlap: bool = True,
+        schedule: Schedule | None = None,
+    ) -> Timeline:
+        """The whole step under a choice.
 
-    def _follow(self, schedule: Schedule) -> None:
-        """Release and prefetch as a schedule says."""
-        for c in self.swapped:
-            s, need = c.storage, self.needs.needed_at.get(c.storage, c.release)
-            release = self.release[s] = min(schedule.release.get(s, -1), need)
-            if release > c.death:
-                self.memory[c.death : release] += c.num_bytes
-            ordinal = schedule.prefetch.get(s, -1)
-            tick = int(self.problem.unpack_ticks[ordinal]) if ordinal >= 0 else -1
-            if s in self.needs.needed_at and max(c.death, release, 0) <= tick < need:
-                self.memory[tick:need] += c.num_bytes
-            else:
-                ordinal = -1
-            self.prefetch[s] = ordinal
+        Args:
+            codes: By candidate: 0 keep, 1 swap, 2 recompute.
+            no_memo: By candidate: whether it is not kept when it is replayed on the way to another; all are by default.
+            overlap: Whether copies may overlap compute.
+            schedule: When to release and to prefetch; by default chosen for the limit.
+        """
+        is_given = schedule is not None or not overlap
+        made = self._simulate(codes, no_memo, schedule or _ON_DEMAND if is_given else None, float("inf"))
+        assert made is not None
+        swapped = np.flatnonzero(codes == SWAP)
+        stored = made.stored or self._tiers(codes, made.needs, made.starts)
+        release, prefetch, needed = made.transfers.release, made.transfers.prefetch, made.needs.needed
+        named = [(i, int(self.problem.order[i])) for i in swapped.tolist()]
+        return Timeline(
+            memory=np.array(made.memory[: self.problem.graph.num_ticks + 1], dtype=np.int64),
+            peak_bytes=int(made.memory[made.peak_tick]),
+            peak_tick=int(made.peak_tick),
+            step_seconds=made.step_seconds,
+            stall_seconds=made.stall_seconds,
+            release_tick={s: int(release[i]) for i, s in named},
+            prefetch={s: int(prefetch[i]) for i, s in named if is_given or needed[i] >= 0},
+            tiers={s: "disk" if stored.on_disk[i] else "host" for i, s in named},
+            host_peak_bytes=stored.host_peak_bytes,
+            disk_peak_bytes=stored.disk_peak_bytes,
+            overflow_bytes=stored.overflow_bytes,
+        )
 
-    def _choose_releases(self, limit: int | None) -> None:
-        """Release each device copy when its copy out has ended, earlier where memory is short."""
-        lanes = Direction(out_rates(self.device))
-        waiting: list[tuple[int, int, int]] = []
-        for c in self.swapped:
-            end = lanes.run(c.num_bytes, self.stored.tiers[c.storage], float(self.starts[c.pack_tick]))
-            until = self._next_op_tick(int(np.searchsorted(self.starts, end)))
-            first_need = self.needs.needed_at.get(c.storage, c.release)
-            tight = self._last_op_tick(c.pack_tick, c.death)
-            release = until if until < first_need else tight
-            self.release[c.storage] = release
-            if release > c.death:
-                self.memory[c.death : release] += c.num_bytes
-                waiting.append((c.death, release, c.storage))
-        if limit is not None and waiting:
-            self._release_earlier(waiting, limit)
+    def _simulate(
+        self, codes: Codes, no_memo: npt.NDArray[np.bool_] | None, schedule: Schedule | None, max_seconds: float
+    ) -> _Pass | None:
+        problem, links, num_ticks = self.problem, self._links, self.problem.graph.num_ticks
+        kernels = self._kernels or kernels_for(problem.num_rows)
+        step, new = problem.columns(kernels.is_compiled), Buffers(kernels.is_compiled)
+        found = find_needs(problem, codes, no_memo, kernels, max_seconds - problem.plain_seconds)
+        if found is None:
+            return None
+        padded, needs = found
+        starts = new.real(num_ticks + 2)
+        kernels.begin_ticks(step, needs, links.overhead, starts)
+        stored = None
+        if self.device.host_memory_bytes is not None:
+            stored = self._tiers(codes, needs, starts)
+        transfers = self._transfers(new, stored, schedule)
+        if schedule is None:
+            kernels.copies_out_end(step, padded, starts, links, transfers, new.real(2))
+        static = _Static(kernels, new, step, padded, needs, starts, stored)
+        made = self._place(static, transfers, is_given=schedule is not None, in_order=False)
+        if schedule is None and made.stall_seconds > _NOTEWORTHY * made.step_seconds:
+            other = self._place(static, transfers, is_given=False, in_order=True)
+            made = min(made, other, key=lambda m: (m.memory[m.peak_tick] > self._limit, m.step_seconds))
+        return made
 
-    def _release_earlier(self, waiting: list[tuple[int, int, int]], limit: int) -> None:
-        """Where memory exceeds the limit, wait for the oldest copies first."""
-        first, last = min(w[0] for w in waiting), max(w[1] for w in waiting)
-        over = np.flatnonzero(self.memory[first:last] > limit) + first
-        for tick in over.tolist():
-            for death, _, s in waiting:
-                if self.memory[tick] <= limit:
-                    break
-                current = self.release[s]
-                if death <= tick < current:
-                    candidate = self.problem.candidates[s]
-                    self.release[s] = self._last_op_tick(candidate.pack_tick, max(tick, death))
-                    if self.release[s] > tick:
-                        continue
-                    self.memory[max(self.release[s], death) : current] -= candidate.num_bytes
+    def _place(self, static: _Static, transfers: Transfers, *, is_given: bool, in_order: bool) -> _Pass:
+        """Place the copies and run the clock; prefetches by their needs in order, or from the last one on."""
+        kernels, new, step, codes, needs, starts, stored = static
+        transfers = Transfers(*(new.copy(column) for column in transfers))
+        events = Events(self._buckets(new), self._buckets(new), self._buckets(new))
+        room, count, links = self._room(new), len(self.problem.candidates), self._links
+        kernels.place_releases(step, codes, needs, transfers, room, self._limit, is_given)
+        peak_tick = kernels.place_prefetches(
+            step, codes, needs, starts, links, transfers, events, room, self._limit, is_given, in_order
+        )
+        busy = new.whole(self.problem.graph.num_ticks + 1)
+        lanes = Lanes(new.real(count), new.real(count, -1.0), new.real(2), new.real(2), busy)
+        seconds, stalls = kernels.run_step(step, codes, starts, links, transfers, events, lanes)
+        return _Pass(needs, starts, transfers, room.memory, peak_tick, seconds, stalls, stored)
 
-    def _next_op_tick(self, tick: int) -> int:
-        ops = self.problem.op_ticks
-        i = int(np.searchsorted(ops, tick))
-        return int(ops[i]) if i < len(ops) else self.problem.graph.num_ticks
+    @property
+    def _limit(self) -> int:
+        return self.limit_bytes if self.limit_bytes is not None else _NO_LIMIT
 
-    def _last_op_tick(self, after: int, until: int) -> int:
-        """The last op in (after, until], before which a copy may be waited for; -1, at the pack, if there is none."""
-        ops = self.problem.op_ticks
-        i = int(np.searchsorted(ops, until, side="right")) - 1
-        return int(ops[i]) if i >= 0 and ops[i] > after else -1
+    def _room(self, new: Buffers) -> Room:
+        size, num_unpacks = self.problem.graph.num_ticks + 2, len(self.problem.unpacks)
+        num_blocks = num_unpacks // BLOCK + 1
+        return Room(
+            memory=new.whole(size),
+            fetched=new.whole(size),
+            later=new.whole(size),
+            gaps=Gaps(new.whole(num_unpacks), new.whole(num_blocks), new.whole(num_blocks)),
+            heap=new.whole(len(self.problem.candidates)),
+            deadlines=new.real(2, np.inf),
+            latest=new.real(len(self.problem.candidates)),
+        )
 
-    def _choose_prefetches(self, limit: int | None) -> None:
-        """Issue each copy back as late as hides it, as early as memory allows; last need first."""
-        wanted = [(self.needs.needed_at[c.storage], c) for c in self.swapped if c.storage in self.needs.needed_at]
-        deadlines = Deadlines(in_rates(self.device), self.device.overhead_seconds)
-        for need, c in sorted(wanted, key=lambda pair: -pair[0]):
-            issue_by = deadlines.issue_by(c.num_bytes, self.stored.tiers[c.storage], float(self.starts[need]))
-            away_from = max(c.death, self.release[c.storage])
-            self.prefetch[c.storage] = self._issue(need, issue_by, c.num_bytes, away_from, limit)
+    def _buckets(self, new: Buffers) -> Buckets:
+        count = len(self.problem.candidates)
+        return Buckets(new.whole(count), new.whole(self.problem.graph.num_ticks + 2, -1), new.whole(count, -1))
 
-    def _issue(self, need: int, issue_by: float, num_bytes: int, away_from: int, limit: int | None) -> int:
-        """Walk back from a need to the unpack at which its copy is issued, while memory allows; -1 for none."""
-        ticks = self.problem.unpack_ticks
-        ordinal = int(np.searchsorted(ticks, need)) - 1
-        earliest = max(0, ordinal - _LOOKAHEAD)
-        chosen, tick = -1, need
-        while ordinal >= earliest and ticks[ordinal] >= away_from:
-            before = int(ticks[ordinal])
-            if limit is not None and int(self.memory[before:tick].max(initial=0)) + num_bytes > limit:
-                break
-            self.memory[before:tick] += num_bytes
-            chosen, tick = ordinal, before
-            if self.starts[before] <= issue_by:
-                break
-            ordinal -= 1
-        return chosen
+    def _transfers(self, new: Buffers, stored: TierChoice | None, schedule: Schedule | None) -> Transfers:
+        count = len(self.problem.candidates)
+        on_disk = new.copy(stored.on_disk) if stored is not None else new.whole(count)
+        release, prefetch = new.whole(count, -1), new.whole(count, -1)
+        if schedule is not None:
+            for column, wished in ((release, schedule.release), (prefetch, schedule.prefetch)):
+                for storage, moment in wished.items():
+                    column[self.problem.number[storage]] = moment
+        return Transfers(on_disk, release, prefetch)
 
-    # ---- time
-
-    def _time(self) -> tuple[float, float]:
-        """Seconds of the step, and of those the ones that compute waited for copies."""
-        lanes, device, tiers = Lanes(self.device), self.device, self.stored.tiers
-        packed, released, issued, needed = self._events()
-        now, previous = 0.0, 0
-        for tick in sorted({*packed, *released, *issued, *needed}):
-            now += float(self.starts[tick] - self.starts[previous])
-            previous = tick
-            for s in packed.get(tick, ()):
-                lanes.swap_out(s, self.problem.candidates[s].num_bytes, tiers[s], now)
-            for s in released.get(tick, ()):
-                now = lanes.wait(lanes.out_end[s], now)
-            for s in (*issued.get(tick, ()), *needed.get(tick, ())):
-                lanes.swap_in(s, self.problem.candidates[s].num_bytes, tiers[s], now)
-            for s in needed.get(tick, ()):
-                now = lanes.wait(lanes.in_end[s], now)
-        now += float(self.starts[-1] - self.starts[previous])
-        interference = max(0.0, lanes.copy_seconds - lanes.stall_seconds) * device.copy_interference
-        return now + interference + 2 * len(self.swapped) * device.overhead_seconds, lanes.stall_seconds
-
-    def _events(self) -> tuple[dict[int, list[int]], ...]:
-        """Storages by tick of their copy out, release, issue of the copy back, and first need."""
-        packed: dict[int, list[int]] = {}
-        released: dict[int, list[int]] = {}
-        issued: dict[int, list[int]] = {}
-        needed: dict[int, list[int]] = {}
-        for c in self.swapped:
-            packed.setdefault(c.pack_tick, []).append(c.storage)
-            release = self.release[c.storage]
-            released.setdefault(release if release >= 0 else c.pack_tick, []).append(c.storage)
-            if c.storage in self.needs.needed_at:
-                needed.setdefault(self.needs.needed_at[c.storage], []).append(c.storage)
-                ordinal = self.prefetch[c.storage]
-                if ordinal >= 0:
-                    issued.setdefault(int(self.problem.unpack_ticks[ordinal]), []).append(c.storage)
-        return packed, released, issued, needed
-
-
-def _occupy(delta: Bytes, begin: int, end: int, num_bytes: int) -> None:
-    if begin < end:
-        delta[begin] += num_bytes
-        delta[end] -= num_bytes
+    def _tiers(self, codes: Codes, needs: Needs, starts: Any) -> TierChoice:
+        problem, swapped = self.problem, np.flatnonzero(codes == SWAP)
+        needed = np.asarray(needs.needed, dtype=np.int64)[swapped]
+        until = np.where(needed >= 0, needed, problem.arrays.release[swapped])
+        starts = np.asarray(starts, dtype=np.float64)
+        away = starts[until] - starts[problem.arrays.pack[swapped]]
+        return choose_tiers(problem, swapped, np.asarray(needs.stored, dtype=np.int64), away, self.device)

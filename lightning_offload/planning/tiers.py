@@ -9,17 +9,17 @@ What a storage takes, and for how long, is what :mod:`~lightning_offload.graph.s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import Tier
 from lightning_offload.graph.stays import stored_bytes
-from lightning_offload.planning.problem import Candidate, Problem
+from lightning_offload.planning.problem import Problem
 
-_Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,46 +27,39 @@ class TierChoice:
     """Where swapped storages go.
 
     Attributes:
-        tiers: By swapped storage.
+        on_disk: By candidate: 1 if a swap of it goes to disk, 0 if to the host.
         host_peak_bytes: Most bytes on the host at once.
         disk_peak_bytes: Most bytes on the disk at once.
         overflow_bytes: By how much the host's peak exceeds what it may hold, where there is no disk.
     """
 
-    tiers: Mapping[int, Tier]
+    on_disk: Ints
     host_peak_bytes: int
     disk_peak_bytes: int
     overflow_bytes: int
 
 
-def choose_tiers(
-    problem: Problem,
-    swapped: Sequence[Candidate],
-    recomputed: Iterable[int],
-    away_seconds: Mapping[int, float],
-    device: DeviceSpec,
-) -> TierChoice:
+def choose_tiers(problem: Problem, swapped: Ints, ends: Ints, away_seconds: Floats, device: DeviceSpec) -> TierChoice:
     """Choose tiers.
 
     Args:
         problem: The step.
-        swapped: What is swapped.
-        recomputed: The storages that are recomputed.
+        swapped: Numbers of the candidates that are swapped.
+        ends: By saved storage: first tick at which its copy is not needed any more.
         away_seconds: By swapped storage: from its pack to its first need; read where the host has a limit.
         device: The tiers.
     """
-    limit = device.host_memory_bytes
-    if not swapped:
-        return TierChoice(tiers={}, host_peak_bytes=0, disk_peak_bytes=0, overflow_bytes=0)
+    limit, num_on_disk = device.host_memory_bytes, 0
     if limit is not None and device.has_disk:
-        swapped = sorted(swapped, key=lambda c: (-away_seconds[c.storage], c.storage))
-    stacks = _Stacks(problem, swapped, recomputed)
-    num_on_disk = 0
+        swapped = swapped[np.lexsort((problem.order[swapped], -away_seconds))]
+    stacks = _Stacks(problem, swapped, ends)
     if limit is not None and device.has_disk:
         num_on_disk = stacks.num_too_many(limit)
+    on_disk: Ints = np.zeros(len(problem.order), dtype=np.int64)
+    on_disk[swapped[:num_on_disk]] = 1
     host_peak_bytes = stacks.peak_bytes(num_on_disk, len(swapped))
     return TierChoice(
-        tiers={c.storage: "disk" if i < num_on_disk else "host" for i, c in enumerate(swapped)},
+        on_disk=on_disk,
         host_peak_bytes=host_peak_bytes,
         disk_peak_bytes=stacks.peak_bytes(0, num_on_disk),
         overflow_bytes=max(0, host_peak_bytes - limit) if limit is not None else 0,
@@ -76,17 +69,15 @@ def choose_tiers(
 class _Stacks:
     """Bytes over time of slices of an ordered list of swapped storages."""
 
-    def __init__(self, problem: Problem, swapped: Sequence[Candidate], recomputed: Iterable[int]) -> None:
-        ends = problem.stays.ends(recomputed)
-        self._begins: _Ints = np.array([problem.stays.begin[c.storage] for c in swapped], dtype=np.int64)
-        self._ends: _Ints = np.array([ends[c.storage] for c in swapped], dtype=np.int64)
-        self._sizes: _Ints = np.array([stored_bytes(c.num_bytes) for c in swapped], dtype=np.int64)
+    def __init__(self, problem: Problem, swapped: Ints, ends: Ints) -> None:
+        stored = problem.stored
+        self._begins, self._ends, self._sizes = stored.begin[swapped], ends[swapped], stored.num_bytes[swapped]
         self._num_ticks = problem.graph.num_ticks
 
     def peak_bytes(self, first: int, last: int) -> int:
         if first == last:
             return 0
-        delta: _Ints = np.zeros(self._num_ticks + 1, dtype=np.int64)
+        delta: Ints = np.zeros(self._num_ticks + 1, dtype=np.int64)
         np.add.at(delta, self._begins[first:last], self._sizes[first:last])
         np.subtract.at(delta, self._ends[first:last], self._sizes[first:last])
         return int(np.cumsum(delta).max())
@@ -118,15 +109,19 @@ class HostRoom:
     """
 
     def __init__(self, problem: Problem, limit_bytes: int, recomputed: Iterable[int]) -> None:
-        self._problem = problem
+        stays, ends = problem.stays, problem.stays.ends(recomputed)
+        self._storages = problem.graph.storages
         self._limit = limit_bytes
-        self._ends = problem.stays.ends(recomputed)
-        self._used: _Ints = np.zeros(problem.graph.num_ticks + 1, dtype=np.int64)
+        # What is used rises only where a stay begins, so its maximum over a stay is found at one of those ticks.
+        rises = np.unique(np.fromiter(stays.begin.values(), dtype=np.int64))
+        self._first = dict(zip(stays.begin, np.searchsorted(rises, list(stays.begin.values())).tolist(), strict=True))
+        self._last = dict(zip(ends, np.searchsorted(rises, list(ends.values())).tolist(), strict=True))
+        self._used: Ints = np.zeros(len(rises), dtype=np.int64)
 
     def take(self, storage: int) -> bool:
         """Swap a storage if it fits beside what was taken before; whether it does."""
-        num_bytes = stored_bytes(self._problem.graph.storages[storage].num_bytes)
-        used = self._used[self._problem.stays.begin[storage] : self._ends[storage]]
+        num_bytes = stored_bytes(self._storages[storage].num_bytes)
+        used = self._used[self._first[storage] : self._last[storage]]
         if num_bytes + int(used.max(initial=0)) > self._limit:
             return False
         used += num_bytes

@@ -261,10 +261,10 @@ class StepKind:
             PlanError: The given plan is for another graph.
         """
         assert self.graph is not None
+        self.spec = device
         if given is not None:
             self.program = compile_plan(self.graph, given)
             return
-        self.spec = device
         keep_storages = _matching(self.graph, keep) | frozenset(self.mismatched)
         target = self._target(budget_bytes)
         try:

@@ -43,7 +43,8 @@ class MemoryPlugin:
         budget: Peak bytes of tensors alive on the compute device in a step, persistent state included: an int
             of bytes, ``"12GiB"``, a float in (0, 1] as a fraction of device memory, or None for all that the
             device has (on a CPU: no limit).
-        policy: Who plans: "auto", "keep-all", "all-swap" or "all-recompute".
+        policy: Who plans: "auto", "keep-all", "all-swap", "all-recompute", or a published system such as "superneurons";
+            :data:`~lightning_offload.planning.policies.POLICIES` has them all.
         tier: Where swapped tensors go: "host", "disk", or "auto": to the host, and to disk what has no room there.
         host_budget: Most host memory for swapped tensors; by default most of what is free.
         spill_dir: Folder for the spill file, which has no name there and goes with the process; by default that of
@@ -202,8 +203,8 @@ class MemoryPlugin:
         """Around every backward of the process: those of the open or pending step are watched where they must be."""
         run = self._run
         is_nested = torch._C._current_graph_task_id() != -1
-        if run is None or is_nested or threading.get_ident() != self._thread:
-            yield
+        if run is None or is_nested or threading.get_ident() != self._thread or run.executor.is_spent:
+            yield  # another's
             return
         run.executor.backward_begins()
         if not self._is_open:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Literal
 
-from lightning_offload.graph.memory_plan import Action
+from lightning_offload.errors import PlanError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning_offload.plugins.hardware import TierUse
     from lightning_offload.plugins.lifecycle import StepKind
+    from lightning_offload.report import MeasuredStep
 
 Phase = Literal["idle", "recording", "verifying", "measuring", "planned", "unplanned"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A step, its plan, and the device that it was planned for, its links at the rates that the plan counts on."""
+
+    graph: StepGraph
+    plan: MemoryPlan
+    device: DeviceSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +61,7 @@ class Report:
         num_steps: Steps run.
         phase: What the last step did.
         num_mismatched: Storages whose replay did not give the same bits, and which are not recomputed any more.
+        planned: The step with its plan, once there is one.
     """
 
     budget_bytes: int | None
@@ -76,6 +91,57 @@ class Report:
     num_steps: int
     phase: Phase
     num_mismatched: int
+    planned: Planned | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page that shows the plan and what was measured of it; it needs nothing but a browser.
+
+        Args:
+            path: Where to, ending in ".html".
+
+        Raises:
+            PlanError: No step was planned yet.
+            ReportFileError: The file cannot be written.
+            UnsupportedError: plotly is not installed.
+        """
+        from lightning_offload.report import save_plan_html
+
+        planned = self._planned()
+        save_plan_html(path, planned.graph, planned.plan, planned.device, measured=self._measured())
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the planned step as a trace for Perfetto or chrome://tracing.
+
+        Args:
+            path: Where to, ending in ".json".
+
+        Raises:
+            PlanError: No step was planned yet.
+            ReportFileError: The file cannot be written.
+        """
+        from lightning_offload.report import save_plan_trace
+
+        planned = self._planned()
+        save_plan_trace(path, planned.graph, planned.plan, planned.device)
+
+    def _planned(self) -> Planned:
+        if self.planned is None:
+            raise PlanError("there is no plan to show yet: run a step (forward and backward) under the plugin first")
+        return self.planned
+
+    def _measured(self) -> MeasuredStep:
+        from lightning_offload.report import MeasuredStep
+
+        return MeasuredStep(
+            step_seconds=self.measured_step_seconds,
+            stall_seconds=self.stall_seconds,
+            peak_bytes=self.measured_peak_bytes,
+            forward_peak_bytes=self.forward_peak_bytes,
+            backward_peak_bytes=self.backward_peak_bytes,
+            optimizer_peak_bytes=self.optimizer_peak_bytes,
+            host_peak_bytes=self.host_peak_bytes,
+            disk_peak_bytes=self.disk_peak_bytes,
+        )
 
     @property
     def host_waste(self) -> float | None:
@@ -127,6 +193,7 @@ def make_report(
         num_steps=num_steps,
         phase=phase,
         num_mismatched=len(kind.mismatched),
+        planned=Planned(graph=graph, plan=plan, device=kind.spec) if graph and plan and kind.spec else None,
     )
 
 

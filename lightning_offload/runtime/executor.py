@@ -30,7 +30,7 @@ from lightning_offload.runtime.step_mode import CHANGED_BY_MODES, leave_for_this
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.tiers import Tiers
-from lightning_offload.runtime.values import Call, Handle, Value, on_counter_of, witness_of
+from lightning_offload.runtime.values import Call, Handle, Lease, Value, on_counter_of, witness_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.writes import Writes, count_writes
 from lightning_offload.tensors.geometry import Geometry
@@ -65,6 +65,8 @@ class StepExecutor:
         self.deviation = ""
         self.num_unpacks = 0
         self.on_backward: Callable[[], None] | None = None
+        self._lease: Lease | None = Lease()
+        self._unread = weakref.ref(self._lease)
         self._device = device
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
@@ -208,7 +210,7 @@ class StepExecutor:
     def _pack(self, tensor: Tensor) -> Handle:
         index = self._num_packs
         self._num_packs = index + 1
-        handle = Handle(self, index, tensor)
+        handle = Handle(self, self._lease, index, tensor)
         plain = is_plain(tensor)
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
@@ -307,8 +309,14 @@ class StepExecutor:
         if on_backward is not None:
             on_backward()
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether the step is closed and autograd has dropped all that it saved, so that no backward is its own."""
+        return self._unread() is None
+
     def close(self) -> None:
         """End the part of the step in which ops are seen; saved tensors stay readable."""
+        self._lease = None
         with unseen:
             self._table.close()
 

@@ -6,15 +6,18 @@ is not the one that was planned.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor
 
 from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.runtime.program import Program
-from lightning_offload.runtime.values import raise_modified
+from lightning_offload.runtime.values import Lease, raise_modified
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import is_plain
+
+_Packed = tuple[Tensor, int, Lease | None]
 
 
 class KeepingExecutor:
@@ -33,6 +36,8 @@ class KeepingExecutor:
         self.num_unpacks = 0
         self.on_backward: Callable[[], None] | None = None
         self._num_packs = 0
+        self._lease: Lease | None = Lease()
+        self._unread = weakref.ref(self._lease)
 
     @property
     def has_deviated(self) -> bool:
@@ -45,7 +50,12 @@ class KeepingExecutor:
         if on_backward is not None:
             on_backward()
 
-    def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+    @property
+    def is_spent(self) -> bool:
+        """Whether the step is closed and autograd has dropped all that it saved."""
+        return self._unread() is None
+
+    def pack(self, tensor: Tensor) -> _Packed:
         """Take a tensor that autograd saves; never held itself, cf. :mod:`~lightning_offload.runtime.values`."""
         index = self._num_packs
         self._num_packs = index + 1
@@ -55,9 +65,9 @@ class KeepingExecutor:
             if index >= len(expected) or num_bytes != expected[index]:
                 planned = f"{expected[index]} were" if index < len(expected) else "nothing was"
                 self.deviation = f"saved tensor {index} has {num_bytes} bytes where {planned} expected"
-        return tensor, tensor._version
+        return tensor, tensor._version, self._lease
 
-    def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
+    def unpack(self, packed: _Packed) -> Tensor:
         """Give a saved tensor back.
 
         Raises:
@@ -66,13 +76,14 @@ class KeepingExecutor:
         if not self.num_unpacks:
             self.backward_begins()
         self.num_unpacks += 1
-        tensor, version = packed
+        tensor, version, _ = packed
         if tensor._version != version:
             raise_modified(tensor, tensor.shape, version)
         return tensor
 
     def close(self) -> None:
-        """Nothing to end."""
+        """End the part of the step in which tensors are saved."""
+        self._lease = None
 
     def settle_readers_of(self, tensors: list[Tensor]) -> None:
         """Nothing is replayed."""

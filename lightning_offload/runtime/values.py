@@ -132,11 +132,18 @@ class Call:
     results: dict[int, weakref.ref[Value]] = dataclasses.field(default_factory=dict)
 
 
+class Lease:
+    """Held by everything of a step that autograd may still unpack; gone when the last of it is."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Handle:
     """What autograd holds in place of a saved tensor.
 
     Attributes:
         executor: The step it belongs to.
+        lease: Keeps the step from being over.
         index: Ordinal of its pack.
         kept: The tensor itself, detached, where it is kept.
         value: What it reads; where the tensor is kept, only held for calls that read it too.
@@ -145,10 +152,11 @@ class Handle:
         version: The version that was saved.
     """
 
-    __slots__ = ("__weakref__", "executor", "geometry", "index", "kept", "value", "version", "witness")
+    __slots__ = ("__weakref__", "executor", "geometry", "index", "kept", "lease", "value", "version", "witness")
 
-    def __init__(self, executor: StepExecutor, index: int, tensor: Tensor) -> None:
+    def __init__(self, executor: StepExecutor, lease: Lease | None, index: int, tensor: Tensor) -> None:
         self.executor = executor
+        self.lease = lease
         self.index = index
         self.version = tensor._version
         self.kept: Tensor | None = None

@@ -144,9 +144,11 @@ def test_disk_is_used_for_all_where_there_is_no_host_memory() -> None:
 
 
 def test_host_without_limit_needs_no_disk() -> None:
-    """The plan is the same, disk or not."""
+    """The plan is the same, disk or not; its bound, too, but for rounding."""
     budget = (floor_of(PAGES) + plain_peak(PAGES)) // 2
-    assert plan(PAGES, DISK, budget) == plan(PAGES, SHARED, budget)
+    with_disk, without = plan(PAGES, DISK, budget), plan(PAGES, SHARED, budget)
+    assert with_disk.bound_seconds == pytest.approx(without.bound_seconds)
+    assert dataclasses.replace(with_disk, bound_seconds=without.bound_seconds) == without
 
 
 def test_slow_disk_is_priced_as_such() -> None:

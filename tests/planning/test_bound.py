@@ -1,15 +1,22 @@
-"""The lower bound on the step time, by hand."""
+"""The lower bound on the step time: by hand, and against plans of all policies."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_offload.planning.bound import bound_seconds, cheapest_seconds
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph import DeviceSpec, StepGraph
+from lightning_offload.planning.bound import bound_seconds
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies import POLICIES, plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.simulator import simulate
-from tests.graph.building import DEVICE, GraphBuilder, chain
+from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 
 SHARED = dataclasses.replace(DEVICE, copy_interference=0.5)
 
@@ -25,17 +32,6 @@ def test_excess_is_paid_at_the_cheapest_price() -> None:
     """Twenty bytes too much cost the compute that their copies take: 0.4 s of lanes at half a core."""
     problem = Problem(chain(20, 30, 40))  # away at the peak of 200 bytes: 20 and 30
     assert bound_seconds(problem, SHARED, 180) == pytest.approx(6.0 + 20 * 0.02 * 0.5)
-
-
-def test_cheapest_is_the_lesser_of_copy_and_replay() -> None:
-    """An op of 1 ms is cheaper than copies; shared among two results it counts by bytes."""
-    b = GraphBuilder()
-    first, second = b.op((b.given(1),), (30, 10), seconds=0.001)
-    b.pack(first)
-    b.pack(second)
-    problem = Problem(b.build())
-    assert cheapest_seconds(problem, problem.candidates[1], SHARED) == pytest.approx(0.00075)
-    assert cheapest_seconds(problem, problem.candidates[2], SHARED) == pytest.approx(0.00025)
 
 
 def _saved_and_never_read() -> Problem:
@@ -59,3 +55,32 @@ def test_bound_allows_for_saves_that_are_never_read(action: str) -> None:
     timeline = simulate(problem, {1: action}, SHARED, overlap=False)  # type: ignore[dict-item]
     assert timeline.peak_bytes == 101
     assert bound_seconds(problem, SHARED, 101) <= timeline.step_seconds
+
+
+@settings(max_examples=30)
+@given(graph=step_graphs(), device=tiered_devices())
+def test_a_larger_budget_never_costs_more(graph: StepGraph, device: DeviceSpec) -> None:
+    """The bound does not rise with the budget, ends at the plain time, and is never below that."""
+    problem = Problem(graph)
+    setting = Setting(problem, device, None)
+    low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
+    bounds = [bound_seconds(problem, device, int(low + share * (high - low))) for share in (0, 0.1, 0.3, 0.6, 0.9, 1)]
+    assert all(later <= earlier * (1 + 1e-7) for earlier, later in itertools.pairwise(bounds))
+    assert bounds[-1] == bound_seconds(problem, device, None) == setting.plain.step_seconds
+
+
+@settings(max_examples=3)
+@given(graph=step_graphs(max_saves=4), device=tiered_devices(), height=st.sampled_from([0.1, 0.5, 0.9]))
+def test_no_policy_is_below_the_bound(graph: StepGraph, device: DeviceSpec, height: float) -> None:
+    """Whoever plans, the step takes at least the bound of the plan's own peak."""
+    problem = Problem(graph)
+    setting = Setting(problem, device, None)
+    low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
+    for name in POLICIES:
+        try:
+            made = plan(graph, device, int(low + height * (high - low)), policy=name)
+        except BudgetInfeasibleError:
+            continue
+        bound = bound_seconds(problem, device, made.predicted_peak_bytes)
+        assert bound <= made.predicted_step_seconds * (1 + 1e-9), name
+        assert made.bound_seconds <= made.predicted_step_seconds * (1 + 1e-9), name

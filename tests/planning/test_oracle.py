@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +17,10 @@ from lightning_offload.planning.bound import bound_seconds
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies import plan
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.simulator import Timeline, simulate
-from tests.graph.building import GraphBuilder, chain, step_graphs
+from lightning_offload.planning.relaxation.clock import Case
+from lightning_offload.planning.relaxation.model import Model
+from lightning_offload.planning.simulator import Schedule, Timeline, simulate
+from tests.graph.building import GraphBuilder, chain, step_graphs, tiered_devices
 
 MEAN_RATIO, WORST_RATIO = 1.1, 2.0
 """How far the greedy planner may be from the best choice of actions, over a fixed set of steps."""
@@ -43,13 +46,39 @@ def all_choices(problem: Problem) -> Iterator[dict[int, Action]]:
         yield {s: a for s, a in zip(problem.candidates, drawn, strict=True) if a != "keep"}
 
 
-def feasible_timelines(problem: Problem, device: DeviceSpec, budget: int) -> Iterator[Timeline]:
-    """The simulated steps of all choices that fit, overlapped and not."""
+def all_memos(actions: dict[int, Action]) -> Iterator[frozenset[int]]:
+    """Every set of recomputed storages that are not memoised."""
+    recomputed = [s for s, action in actions.items() if action == "recompute"]
+    for count in range(len(recomputed) + 1):
+        yield from map(frozenset, itertools.combinations(recomputed, count))
+
+
+def feasible_timelines(problem: Problem, device: DeviceSpec, budget: int, *, memos: bool = False) -> Iterator[Timeline]:
+    """The simulated steps of all choices that fit, overlapped or not, and with `memos` memoised or not."""
     for actions in all_choices(problem):
-        for overlap in (True, False):
-            timeline = simulate(problem, actions, device, limit_bytes=budget, overlap=overlap)
-            if timeline.peak_bytes <= budget:
+        for no_memo, overlap in itertools.product(all_memos(actions) if memos else [frozenset[int]()], (True, False)):
+            timeline = simulate(problem, actions, device, limit_bytes=budget, no_memo=no_memo, overlap=overlap)
+            if timeline.peak_bytes <= budget and not timeline.overflow_bytes:
                 yield timeline
+
+
+def random_plan(problem: Problem, device: DeviceSpec, rng: random.Random) -> Timeline:
+    """The simulated step of some choice of actions, of what is memoised, and of when copies are made."""
+    actions: dict[int, Action] = {}
+    for s, c in problem.candidates.items():
+        options: list[Action] = ["keep"] + ["swap"] * c.can_swap + ["recompute"] * 2 * c.can_recompute
+        if (action := rng.choice(options)) != "keep":
+            actions[s] = action
+    no_memo = frozenset(s for s, action in actions.items() if action == "recompute" and rng.random() < 0.3)
+    if rng.random() < 0.5:
+        limit = int(rng.random() * simulate(problem, {}, device).peak_bytes)
+        return simulate(problem, actions, device, limit_bytes=limit, no_memo=no_memo)
+    swapped = [s for s, action in actions.items() if action == "swap"]
+    schedule = Schedule(
+        release={s: int(rng.choice([-1, *problem.op_ticks])) for s in swapped},
+        prefetch={s: rng.randrange(-1, len(problem.unpacks)) for s in swapped},
+    )
+    return simulate(problem, actions, device, no_memo=no_memo, schedule=schedule)
 
 
 @settings(max_examples=40)
@@ -61,16 +90,43 @@ def test_floor_is_the_smallest_peak_of_all_choices(graph: StepGraph, device: Dev
     assert Setting(problem, device, None).floor.peak_bytes == min(peaks)
 
 
-@settings(max_examples=40)
-@given(graph=step_graphs(max_saves=4), device=st.sampled_from(DEVICES), height=st.floats(0, 0.99))
-def test_bound_is_below_every_feasible_choice(graph: StepGraph, device: DeviceSpec, height: float) -> None:
-    """The lower bound on the step time holds for every choice that fits the budget."""
+@settings(max_examples=25)
+@given(graph=step_graphs(max_saves=3), device=st.sampled_from(DEVICES), height=st.floats(0, 0.99))
+def test_fractions_cost_less_than_wholes_and_those_less_than_plans(
+    graph: StepGraph, device: DeviceSpec, height: float
+) -> None:
+    """The program's optimum is at most that without fractions, and that, like the bound, at most every choice's."""
     problem = Problem(graph)
     setting = Setting(problem, device, None)
     low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
     budget = int(low + height * (high - low))
-    best = min(timeline.step_seconds for timeline in feasible_timelines(problem, device, budget))
+    best = min(timeline.step_seconds for timeline in feasible_timelines(problem, device, budget, memos=True))
     assert bound_seconds(problem, device, budget) <= best * (1 + 1e-9)
+    if budget < high:
+        model = Model(Case.of(problem, device, setting.plain, budget), range(graph.num_ticks), integral=True)
+        fractions, wholes = model.solve(10.0), model.program.solve_integral(10.0)
+        assert fractions is not None
+        assert wholes is not None
+        assert model.seconds(fractions.value) <= model.seconds(wholes) * (1 + 1e-6)
+        assert model.seconds(wholes) <= best * (1 + 1e-6)
+
+
+@settings(max_examples=120)
+@given(
+    graph=step_graphs() | step_graphs(max_saves=14, max_ops=24),
+    device=st.sampled_from(DEVICES) | tiered_devices(),
+    seed=st.integers(0, 10**6),
+)
+def test_bound_is_below_every_plan_at_its_own_peak(graph: StepGraph, device: DeviceSpec, seed: int) -> None:
+    """Whatever is chosen, the step takes at least the bound for a budget that just holds it; the program has it too."""
+    problem = Problem(graph)
+    plain = simulate(problem, {}, device)
+    timeline = random_plan(problem, device, random.Random(seed))
+    if timeline.overflow_bytes or timeline.peak_bytes >= plain.peak_bytes:
+        return
+    assert bound_seconds(problem, device, timeline.peak_bytes) <= timeline.step_seconds * (1 + 1e-9)
+    solution = Model(Case.of(problem, device, plain, timeline.peak_bytes), range(graph.num_ticks)).solve(10.0)
+    assert solution is not None  # else the bound would have been the cheaper one
 
 
 def residual(*sizes: int) -> StepGraph:
@@ -126,5 +182,7 @@ def _ratio(graph: StepGraph, device: DeviceSpec, height: float) -> float:
 
 
 def test_the_oracle_tries_every_choice() -> None:
-    """Three saved results that may all be swapped or recomputed give 27 choices."""
-    assert len(list(all_choices(Problem(chain(10, 20, 30))))) == 27
+    """Three saved results that may be swapped or recomputed give 27 choices, 64 with what is memoised."""
+    choices = list(all_choices(Problem(chain(10, 20, 30))))
+    assert len(choices) == 27
+    assert sum(len(list(all_memos(actions))) for actions in choices) == 64

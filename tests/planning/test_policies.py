@@ -18,14 +18,20 @@ from lightning_offload.planning import policies
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies import POLICIES, check_policy, plan
 from lightning_offload.planning.problem import Problem
-from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs
+from lightning_offload.runtime.program import compile_plan
+from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 
 NET = chain(*(100 + 10 * i for i in range(6)))
+NAMES = (
+    "auto", "keep-all", "all-swap", "all-recompute", "save-on-cpu", "checkpoint", "checkpoint-sqrt",
+    "vdnn-all", "vdnn-conv", "vdnn-dyn", "superneurons", "swap-out-in", "layrub", "layup", "cpu-offload",
+    "accudnn", "capuchin",
+)  # fmt: skip
 
 
 def test_policies_share_one_signature() -> None:
     """Each is a function of a setting alone that returns a plan, named as in the table."""
-    assert list(POLICIES) == ["auto", "keep-all", "all-swap", "all-recompute"]
+    assert tuple(POLICIES) == NAMES
     for policy in POLICIES.values():
         signature = inspect.signature(policy)
         assert [p.annotation for p in signature.parameters.values()] == ["Setting"]
@@ -35,7 +41,7 @@ def test_policies_share_one_signature() -> None:
 @pytest.mark.parametrize("name", ["", "Auto", "swap", "keep_all", None, 3, ["auto"], {}])
 def test_unknown_policy_lists_those_there_are(name: object) -> None:
     """The message echoes the name and lists the policies."""
-    with pytest.raises(PolicyError, match="'auto', 'keep-all', 'all-swap', 'all-recompute'") as caught:
+    with pytest.raises(PolicyError, match=", ".join(map(repr, NAMES))) as caught:
         check_policy(name)  # type: ignore[arg-type]
     assert repr(name) in str(caught.value)
 
@@ -104,7 +110,24 @@ def test_each_policy_fits_or_names_a_floor_that_works(graph: StepGraph, policy: 
         is_honest = True
     assert is_honest
     assert found.predicted_peak_bytes <= budget
-    found.check(graph)
+    assert found.policy == policy
+    compile_plan(graph, found)
+
+
+@given(graph=step_graphs(unit=1000), device=tiered_devices(unit=4096), policy=st.sampled_from(NAMES))
+def test_each_policy_respects_the_tiers_and_what_storages_allow(
+    graph: StepGraph, device: DeviceSpec, policy: str
+) -> None:
+    """On any host, disk or not: only what may be swapped is, within host memory; only what can be is recomputed."""
+    found = plan(graph, device, None, policy=policy)
+    candidates = Problem(graph).candidates
+    for decision in found.decisions:
+        candidate = candidates[decision.storage]
+        assert candidate.can_swap if decision.action == "swap" else candidate.can_recompute
+    if device.host_memory_bytes is not None:
+        assert found.predicted_host_bytes <= device.host_memory_bytes
+    assert found == plan(graph, device, None, policy=policy)
+    compile_plan(graph, found)
 
 
 def test_all_swap_keeps_what_does_not_fit() -> None:

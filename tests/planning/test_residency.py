@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from lightning_offload.graph import StepGraph
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.residency import residency
-from tests.graph.building import GraphBuilder, chain
+from lightning_offload.planning.simulator import simulate
+from tests.graph.building import DEVICE, GraphBuilder, chain
 
 FOUR = chain(10, 20, 30, 40, seconds=1.0)
 """Storages 1 to 4, unpacked at ticks 8, 10, 12, 14 in the order 4, 3, 2, 1, each released a tick later."""
@@ -158,3 +160,52 @@ def test_both_results_of_an_op_are_made_by_one_replay() -> None:
     found = residency(Problem(b.build()), {1: "recompute", 2: "recompute"})
     assert found.num_replayed == 1
     assert found.needed_at == {1: 3, 2: 3}
+
+
+def test_in_place_replay_copies_what_another_replayed_op_still_reads() -> None:
+    """A temporary that is overwritten while a later op of the chain reads it is there twice."""
+
+    def transient(*, is_read_later: bool) -> int:
+        b = GraphBuilder()
+        first = b.make(100, b.given(1))
+        other = b.make(7, first)
+        (second,) = b.op((first,), writes=(first,))
+        value = b.make(10, second, other) if is_read_later else b.make(10, second)
+        save = b.pack(value)
+        b.drop(first, other, value)
+        b.backward()
+        b.unpack(save)
+        b.release(save)
+        return residency(Problem(b.build()), {3: "recompute"}).transient_bytes[5]
+
+    assert transient(is_read_later=False) == 100  # in place; the result of 10 stays
+    assert transient(is_read_later=True) == 100 + 100 + 7 - 10  # while the second of its readers is replayed
+
+
+def test_always_kept_input_is_held_for_the_replay() -> None:
+    """What a plan has no choice about is held by recorded calls like anything else."""
+    assert residency(Problem(_early_kept()), {2: "recompute"}).held_until == {1: 7, 2: 7}
+
+
+def _early_kept() -> StepGraph:
+    b = GraphBuilder()
+    first = b.make(10, b.given(1))
+    save_first = b.pack(first, must_keep=True)
+    second = b.make(20, first)
+    save_second = b.pack(second)
+    b.drop(first, second)
+    b.backward()
+    b.unpack(save_first)  # tick 4
+    b.release(save_first)
+    b.op()
+    b.unpack(save_second)  # tick 6
+    b.release(save_second)
+    return b.build()
+
+
+def test_held_input_takes_memory_until_the_replay() -> None:
+    """It does so at the tick at which only the recorded call has it, and without a replay it does not."""
+    problem = Problem(_early_kept())
+    kept, recomputed = (simulate(problem, actions, DEVICE).memory for actions in ({}, {2: "recompute"}))
+    assert kept.tolist() == [11, 11, 31, 31, 31, 21, 21, 1]
+    assert recomputed.tolist() == [11, 11, 31, 31, 11, 11, 31, 1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_offload.graph import StepGraph
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.simulator import Simulator, simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs
 
 INSTANT = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e15, h2d_bytes_per_second=1e15)
@@ -272,3 +272,38 @@ def test_simulation_is_deterministic_and_consistent(graph: StepGraph, data: st.D
     assert one.peak_bytes <= max(free.peak_bytes, limit)
     assert one.step_seconds >= graph.seconds - 1e-9
     assert (one.memory >= problem.base).all()
+
+
+def test_search_gets_what_the_timeline_says() -> None:
+    """A simulator takes codes by candidate, which translate to actions and back."""
+    actions = {1: "swap", 3: "recompute"}
+    codes = THREE.codes(actions)  # type: ignore[arg-type]
+    assert (codes.tolist(), THREE.actions(codes)) == ([1, 0, 2], actions)
+    simulator = Simulator(THREE, DEVICE, 150)
+    timeline = simulate(THREE, actions, DEVICE, limit_bytes=150)  # type: ignore[arg-type]
+    outcome = simulator.run(codes)
+    assert outcome == (timeline.peak_bytes, timeline.step_seconds, timeline.stall_seconds, 0)
+    assert codes.tolist() == [1, 0, 2]
+
+
+def test_search_gives_up_on_long_replays() -> None:
+    """Where replays alone make the step longer than asked for; one that just meets it is simulated."""
+    simulator = Simulator(THREE, DEVICE)
+    codes = np.full(3, 2, dtype=np.int8)
+    assert simulator.run(codes).step_seconds == 9.0
+    assert simulator.run(codes, max_seconds=9.0).step_seconds == 9.0
+    given_up = simulator.run(codes, max_seconds=8.5)
+    assert given_up.step_seconds == float("inf")
+    assert given_up.peak_bytes > simulator.run(codes).peak_bytes
+
+
+def test_kept_is_an_action_like_any_other() -> None:
+    """Naming it changes nothing."""
+    named = simulate(THREE, {1: "keep", 2: "swap"}, DEVICE)
+    assert named.memory.tolist() == simulate(THREE, {2: "swap"}, DEVICE).memory.tolist()
+
+
+def test_storage_without_a_choice_is_refused() -> None:
+    """The parameter is no candidate."""
+    with pytest.raises(KeyError):
+        simulate(THREE, {0: "swap"}, DEVICE)

@@ -159,3 +159,29 @@ def test_tiers_hold_what_the_timeline_says(graph: StepGraph, spec: DeviceSpec, d
     assert found.overflow_bytes == excess
     assert not (excess and spec.has_disk)
     assert found.disk_peak_bytes == 0 or spec.has_disk
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_copies_that_a_replay_may_read_lie_there_for_longer(is_direct: bool) -> None:
+    """A storage that autograd has dropped shares the host with a later one, while a recomputed one may read it."""
+    b = GraphBuilder()
+    first = b.make(PAGE, b.given(1))
+    saves = [b.pack(first)]
+    between = first if is_direct else b.make(1, first)
+    second = b.make(PAGE, between)
+    late = b.pack(second)
+    b.drop(*{first, between}, second)
+    b.unpack(saves[0])
+    b.release(saves[0])
+    third = b.make(PAGE, b.given(1), replayable=False)
+    saves.append(b.pack(third))
+    b.drop(third)
+    b.unpack(saves[1])
+    b.release(saves[1])
+    b.unpack(late)
+    b.release(late)
+    problem, host = Problem(b.build()), device(None, disk=False)
+    swapped: dict[int, Action] = {s: "swap" for s, c in problem.candidates.items() if c.value in (first, third)}
+    recomputed = next(s for s, c in problem.candidates.items() if c.value == second)
+    assert simulate(problem, swapped, host).host_peak_bytes == PAGE
+    assert simulate(problem, {**swapped, recomputed: "recompute"}, host).host_peak_bytes == 2 * PAGE

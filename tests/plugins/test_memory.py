@@ -363,3 +363,24 @@ def test_gradients_made_before_the_first_saved_tensor_is_read_are_new() -> None:
         memory.report()
         assert memory._ledger.kind.phase == "planned"
         assert memory._ledger.kind.accumulated_bytes == 0
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_backward_of_another_model_between_steps_is_not_part_of_one(budget: str | None) -> None:
+    """A step whose own backward ran inside it is over; what others do before the next one is not recorded."""
+    model, other, batch = net(), net(), rows()
+    graphs = []
+    for has_other in (False, True):
+        with MemoryPlugin(budget, policy="auto" if budget else "all-swap", device="cpu", module=model) as memory:
+            for _ in range(5):
+                with memory.step(batch):
+                    model(batch).sum().backward()
+                if has_other:
+                    other(batch).sum().backward()
+                model.zero_grad()
+            memory.report()
+            assert memory._ledger.kind.phase == "planned"
+            graph = memory._ledger.kind.graph
+            assert graph is not None
+            graphs.append(graph.digest())
+    assert graphs[0] == graphs[1]

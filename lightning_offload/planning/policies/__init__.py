@@ -1,7 +1,8 @@
 """Named policies: pure functions of one signature, ``policy(setting) -> MemoryPlan``.
 
-``auto`` is the planner; the others are fixed choices, which ignore how much the budget would allow and fail
-where it allows less.
+``auto`` is the planner. ``keep-all``, ``all-swap`` and ``all-recompute`` are fixed choices, the others are published
+systems, each in a module that cites its paper and says where it departs. Some of these do as much as the budget asks
+for, others ignore how much it would allow; all fail where they do not fit.
 """
 
 from __future__ import annotations
@@ -16,16 +17,44 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.auto import auto
 from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies.accudnn import accudnn
+from lightning_offload.planning.policies.capuchin import capuchin
+from lightning_offload.planning.policies.checkpoint import checkpoint, checkpoint_sqrt
+from lightning_offload.planning.policies.cpu_offload import cpu_offload
 from lightning_offload.planning.policies.fixed import all_recompute, all_swap, keep_all
+from lightning_offload.planning.policies.layrub import layrub
+from lightning_offload.planning.policies.layup import layup
+from lightning_offload.planning.policies.save_on_cpu import save_on_cpu
+from lightning_offload.planning.policies.superneurons import superneurons
+from lightning_offload.planning.policies.swap_out_in import swap_out_in
+from lightning_offload.planning.policies.vdnn import vdnn_all, vdnn_conv, vdnn_dyn
 from lightning_offload.planning.problem import Problem
 
 Policy = Callable[[Setting], MemoryPlan]
+
+PUBLISHED: dict[str, Policy] = {
+    "save-on-cpu": save_on_cpu,
+    "checkpoint": checkpoint,
+    "checkpoint-sqrt": checkpoint_sqrt,
+    "vdnn-all": vdnn_all,
+    "vdnn-conv": vdnn_conv,
+    "vdnn-dyn": vdnn_dyn,
+    "superneurons": superneurons,
+    "swap-out-in": swap_out_in,
+    "layrub": layrub,
+    "layup": layup,
+    "cpu-offload": cpu_offload,
+    "accudnn": accudnn,
+    "capuchin": capuchin,
+}
+"""Those of others."""
 
 POLICIES: dict[str, Policy] = {
     "auto": auto,
     "keep-all": keep_all,
     "all-swap": all_swap,
     "all-recompute": all_recompute,
+    **PUBLISHED,
 }
 _MAX_RETRIES = 3
 
@@ -48,6 +77,8 @@ def plan(
     *,
     policy: str = "auto",
     keep: frozenset[int] = frozenset(),
+    seconds: float | None = None,
+    seed: int = 0,
 ) -> MemoryPlan:
     """Plan a step.
 
@@ -57,13 +88,16 @@ def plan(
         budget_bytes: Peak of live device bytes allowed, None for no limit.
         policy: Who plans.
         keep: Storages that must stay on the device.
+        seconds: When to stop searching, roughly; by default a search ends by itself, after an effort that does not
+            depend on the machine's speed.
+        seed: Of what a search does at random.
 
     Raises:
         PolicyError: No such policy.
         BudgetInfeasibleError: The policy cannot meet the budget; names the smallest it can meet.
     """
     make, problem = POLICIES[check_policy(policy)], Problem(graph, keep)
-    made = make(Setting(problem, device, budget_bytes))
+    made = make(Setting(problem, device, budget_bytes, seconds, seed))
     limit = planned_for = device.host_memory_bytes
     for _ in range(_MAX_RETRIES):
         excess = _host_excess(graph, made, limit)
@@ -71,7 +105,8 @@ def plan(
             break
         planned_for = max(0, planned_for - excess)
         try:
-            made = make(Setting(problem, dataclasses.replace(device, host_memory_bytes=planned_for), budget_bytes))
+            smaller = dataclasses.replace(device, host_memory_bytes=planned_for)
+            made = make(Setting(problem, smaller, budget_bytes, seconds, seed))
         except BudgetInfeasibleError:
             break  # offsets are hints: what has no place of its own may still find one
     return made

@@ -1,10 +1,9 @@
-"""The command line: what it measures, how it prints, and how it tells of bad input."""
+"""``bench-links``: what it measures, how it prints, and how it tells of bad input."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch
 
 from lightning_offload import cli
 from lightning_offload.capture.calibrate import LinkRates
+from lightning_offload.cli import links
 from lightning_offload.errors import SpillError
 from lightning_offload.plugins import devices
-from tests.test_lean_import import run_python
+from tests.cli.running import refused
 
 RATES = LinkRates(
     d2h_bytes_per_second=50.0 * (1 << 30),
@@ -46,19 +46,9 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
     fake = Measuring()
     monkeypatch.setattr(devices, "measure_rates", fake, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cli, "_host_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(links, "host_memory_bytes", lambda: 64 << 30)
     monkeypatch.setenv("COLUMNS", "100")
     return fake
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a command line with bad input ends with."""
-    assert cli.run(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("lightning-offload: error: ")
-    return err
 
 
 def test_a_table_of_rates(measuring: Measuring, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,11 +123,6 @@ def test_bad_input(
     assert measuring.calls == []
 
 
-def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """So it is for a command that does not exist."""
-    assert "No such command 'bench-link'" in refused(capsys, "bench-link")
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -150,40 +135,3 @@ def test_a_measurement_that_fails(error: Exception, measuring: Measuring, capsys
     """What the measurement complains about is told in one line as well."""
     measuring.error = error
     assert str(error).splitlines()[0] in refused(capsys, "bench-links")
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a command the commands are listed; a command lists its options."""
-    for arguments, words in (([], ["bench-links"]), (["bench-links", "--help"], ["--device", "--spill-dir", "--size"])):
-        assert cli.run(arguments) == 0
-        out = capsys.readouterr().out
-        assert all(word in out for word in words)
-
-
-def test_main_exits_with_the_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The console script reads the process's arguments and ends it."""
-    monkeypatch.setattr(sys, "argv", ["lightning-offload", "bench-links", "--size", "1"])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    assert exit_info.value.code == 2
-    assert "--size '1'" in capsys.readouterr().err
-
-
-def test_without_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line names the extra to install."""
-    monkeypatch.setitem(sys.modules, "typer", None)
-    assert cli.run(["bench-links"]) == 1
-    assert capsys.readouterr().err.strip().endswith("pip install 'lightning-offload[cli]'")
-
-
-def test_asking_for_help_imports_no_torch() -> None:
-    """The command line answers at once; what a command needs is imported when it runs."""
-    out = run_python("""
-        import sys
-        from lightning_offload import cli
-        assert "typer" not in sys.modules
-        cli.run(["bench-links", "--help"])
-        cli.run(["bench-links", "--size", "1"])
-        print("torch" in sys.modules)
-    """)
-    assert out.strip().endswith("False")

@@ -1,0 +1,103 @@
+"""Training steps of our models on the papers' GPUs, recorded under FakeTensorMode, for any batch size from two.
+
+Bytes are linear in the batch size, so two recordings give the step at all others; op times are then interpolated, too.
+The state that outlives a step counts in full: parameters, gradients and the momentum of SGD.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from examples.models import Example
+from lightning_offload.graph.catalog import device_spec
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.fake import record_fake_step
+
+GIB = 1 << 30
+HOST_BYTES = 100 * GIB
+"""What may be swapped to: the papers' machines are not always described, so all have the same host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A step, and the bytes of the model's parameters."""
+
+    graph: StepGraph
+    parameter_bytes: int
+
+
+def device(name: str) -> DeviceSpec:
+    """Return a GPU of the catalogue with the host that all rows have."""
+    return dataclasses.replace(device_spec(name), host_memory_bytes=HOST_BYTES)
+
+
+def memory_bytes(spec: DeviceSpec) -> int:
+    """Return the memory of a GPU of the catalogue, all of which are known."""
+    if spec.memory_bytes is None:
+        raise ValueError(f"the memory of {spec.name} is not known")
+    return spec.memory_bytes
+
+
+def record(example: Example, batch_size: int, spec: DeviceSpec) -> Recorded:
+    """Record a step with momentum SGD's state."""
+    models: list[nn.Module] = []
+
+    def build() -> tuple[nn.Module, Callable[[], None]]:
+        model, step = example.step(batch_size)()
+        models.append(model)
+        return model, step
+
+    graph = record_fake_step(build, spec)
+    parameter_bytes = sum(p.numel() * p.element_size() for p in models[0].parameters())
+    graph = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + parameter_bytes)
+    return Recorded(graph=graph, parameter_bytes=parameter_bytes)
+
+
+class Family:
+    """The steps of a model at all batch sizes.
+
+    Args:
+        example: The model.
+        spec: The GPU.
+        batch_sizes: The two that are recorded; best near those of interest.
+    """
+
+    def __init__(self, example: Example, spec: DeviceSpec, batch_sizes: tuple[int, int]) -> None:
+        self.example = example
+        self.spec = spec
+        self.batch_sizes = batch_sizes
+        self._low, self._high = (record(example, size, spec) for size in batch_sizes)
+        if _structure(self._low.graph) != _structure(self._high.graph):
+            raise ValueError(f"the step differs between batch sizes {batch_sizes}, beyond its sizes")
+        self.parameter_bytes = self._low.parameter_bytes
+
+    def at(self, batch_size: int) -> StepGraph:
+        """Return the step at a batch size, from the two recordings."""
+        low, high = self._low.graph, self._high.graph
+        share = (batch_size - self.batch_sizes[0]) / (self.batch_sizes[1] - self.batch_sizes[0])
+        storages = tuple(
+            dataclasses.replace(a, num_bytes=round(_between(a.num_bytes, b.num_bytes, share)))
+            for a, b in zip(low.storages, high.storages, strict=True)
+        )
+        ops = tuple(
+            dataclasses.replace(a, seconds=max(0.0, _between(a.seconds, b.seconds, share)))
+            for a, b in zip(low.ops, high.ops, strict=True)
+        )
+        return dataclasses.replace(low, storages=storages, ops=ops)
+
+    def recorded_at(self, batch_size: int) -> StepGraph:
+        """Return the step recorded at that batch size itself."""
+        return record(self.example, batch_size, self.spec).graph
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share
+
+
+def _structure(graph: StepGraph) -> tuple[object, ...]:
+    return graph.num_ticks, [(op.name, op.tick) for op in graph.ops], [(s.birth, s.death) for s in graph.storages]

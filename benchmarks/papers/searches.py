@@ -1,0 +1,128 @@
+"""What our planner reaches: floors, largest batches, largest depths and step times within a budget.
+
+A batch or depth fits if the planner's floor, the smallest peak of the whole step that it can promise, is within the
+memory of the GPU. What a floor costs in time is another matter: where a figure is about time, a plan is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from benchmarks.papers.captures import Family
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies import plan
+from lightning_offload.planning.problem import Problem
+
+_SHRINK = 0.995
+_MAX_SHRINKS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """A whole step at its two ends.
+
+    Attributes:
+        plain_bytes: Peak with everything kept.
+        floor_bytes: The smallest peak that can be promised.
+        floor_op: What sets it.
+        floor_slowdown: How much longer that step takes, each copy waited for: 2 for twice as long.
+    """
+
+    plain_bytes: int
+    floor_bytes: int
+    floor_op: str
+    floor_slowdown: float
+
+
+def peaks(graph: StepGraph, spec: DeviceSpec) -> Peaks:
+    """Return the peaks of a step."""
+    setting = Setting(Problem(graph), spec, None)
+    plain, floor = setting.plain, setting.floor
+    return Peaks(
+        plain_bytes=plain.peak_bytes,
+        floor_bytes=floor.peak_bytes,
+        floor_op=setting.floor_op,
+        floor_slowdown=floor.step_seconds / plain.step_seconds,
+    )
+
+
+def largest_batch(family: Family, budget_bytes: int) -> int:
+    """Return the largest batch whose floor is within a budget, confirmed by a recording of that very step."""
+
+    def floor(size: int) -> int:
+        return peaks(family.at(size), family.spec).floor_bytes
+
+    found = secant(floor, budget_bytes, low=1, high=family.batch_sizes[1])
+    for _ in range(_MAX_SHRINKS):
+        if found == 0 or peaks(family.recorded_at(found), family.spec).floor_bytes <= budget_bytes:
+            return found
+        found = min(found - 1, int(found * _SHRINK))
+    raise RuntimeError(f"steps recorded near batch size {found} are larger than two others had led to expect")
+
+
+def largest_plain_batch(family: Family, budget_bytes: int) -> int:
+    """Return the largest batch that fits with everything kept."""
+
+    def peak(size: int) -> int:
+        return Setting(Problem(family.at(size)), family.spec, None).plain.peak_bytes
+
+    return secant(peak, budget_bytes, low=1, high=family.batch_sizes[0])
+
+
+def secant(measure: Callable[[int], int], limit: int, *, low: int, high: int) -> int:
+    """Return the largest integer whose measure is within a limit, in few measurements where it is about linear.
+
+    The two that are nearest to the limit say where to measure next; every third time it is half way between what is
+    within and what is beyond, so that kinks cost no more than a bisection would.
+
+    Args:
+        measure: Grows with its argument, and is expensive.
+        limit: What it may reach.
+        low: The least answer; 0 is returned if it is beyond the limit.
+        high: A second argument, larger.
+    """
+    known = {low: measure(low), high: measure(high)}
+    if known[low] > limit:
+        return 0
+    for trial in itertools.count(1):
+        inside = max(n for n, size in known.items() if size <= limit)
+        outside = min((n for n, size in known.items() if size > limit), default=0)
+        if outside == inside + 1:
+            return inside
+        if outside and trial % 3 == 0:
+            guess = (inside + outside) // 2
+        else:
+            guess = max(inside + 1, _on_line(known, limit))
+            guess = min(guess, outside - 1) if outside else guess
+        known[guess] = measure(guess)
+    raise AssertionError("unreachable: the loop ends by its answer")
+
+
+def _on_line(known: Mapping[int, int], limit: int) -> int:
+    """Where the line through the two measurements nearest to a limit reaches it, or the next that is not known."""
+    before, after = sorted(known, key=lambda n: (abs(known[n] - limit), n))[:2]
+    slope = (known[after] - known[before]) / (after - before)
+    if slope <= 0:
+        return 2 * max(known)
+    guess = before + int((limit - known[before]) // slope)
+    return guess if guess not in known else guess + 1
+
+
+def overhead(made: MemoryPlan) -> float:
+    """Return how much longer a planned step takes than one with everything kept: 0.1 for a tenth."""
+    return made.predicted_step_seconds / made.plain_step_seconds - 1
+
+
+def at_least(made: MemoryPlan) -> str:
+    """Say what the lower bound on the step time leaves to any plan."""
+    return f"no plan can add less than {100 * (made.bound_seconds / made.plain_step_seconds - 1):.1f}%"
+
+
+def planned(graph: StepGraph, spec: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:
+    """Return our plan for a step."""
+    return plan(graph, spec, budget_bytes)

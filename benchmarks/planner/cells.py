@@ -1,0 +1,116 @@
+"""One model on one device under several budgets: what each policy's plan would take.
+
+A step is recorded once without running, priced for the device by its datasheet, and planned by everybody. Budgets are
+given by their height between the smallest feasible peak and the plain one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from examples.models import MODELS
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph.catalog import device_spec
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies import POLICIES
+from lightning_offload.planning.problem import Problem
+from lightning_offload.plugins.fake import record_fake
+
+MODEL_NAMES = (
+    "resnet152",
+    "vgg19-bn",
+    "gpt2-eager",
+    "gpt2-sdpa",
+    "bert-large-eager",
+    "bert-large-sdpa",
+    "t5-small",
+    "seq2seq-attention",
+)
+DEVICES = (("k40c", "float32"), ("a100", "float32"), ("h200", "float32"), ("h200", "bfloat16"))
+HEIGHTS = (0.8, 0.6, 0.4, 0.2, 0.05)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A model on a device under a budget, with everybody's step time.
+
+    Attributes:
+        model: Name in `examples.models.MODELS`.
+        device: Name in the catalogue.
+        dtype: Of weights and activations.
+        height: Of the budget, between floor (0) and plain peak (1).
+        budget_bytes: The budget.
+        plain_seconds: The step with everything kept.
+        bound_seconds: What no plan within the budget is faster than.
+        policy_seconds: By policy: the step under its plan; without those that cannot meet the budget.
+        planning_seconds: What auto took, by the wall clock.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    height: float
+    budget_bytes: int
+    plain_seconds: float
+    bound_seconds: float
+    policy_seconds: dict[str, float]
+    planning_seconds: float
+
+    @property
+    def name(self) -> str:
+        """What the cell is called in tables."""
+        return f"{self.model}, {self.device} {self.dtype}, h={self.height:g}"
+
+    @property
+    def over_bound(self) -> float:
+        """Step time of auto's plan as a multiple of the bound."""
+        return self.policy_seconds["auto"] / self.bound_seconds
+
+    @property
+    def best_policy(self) -> str | None:
+        """The fastest of the others; None where none is feasible."""
+        others = {name: seconds for name, seconds in self.policy_seconds.items() if name != "auto"}
+        return min(others, key=lambda name: others[name], default=None)
+
+    @property
+    def over_best_policy(self) -> float | None:
+        """Step time of auto's plan as a multiple of the best other one."""
+        best = self.best_policy
+        return self.policy_seconds["auto"] / self.policy_seconds[best] if best is not None else None
+
+    def encoded(self) -> dict[str, object]:
+        """The cell as JSON-able data."""
+        return asdict(self)
+
+
+def cells(
+    model: str, device: str, dtype: str, heights: tuple[float, ...], batch_size: int | None = None
+) -> Iterator[Cell]:
+    """Plan one model on one device under several budgets."""
+    spec = device_spec(device, dtype=dtype)
+    step = record_fake(MODELS[model].step(batch_size, getattr(torch, dtype)))
+    problem = Problem(step.on(spec))
+    free = Setting(problem, spec, None)
+    floor_bytes, plain_bytes = free.floor.peak_bytes, free.plain.peak_bytes
+    for height in heights:
+        budget_bytes = floor_bytes + int(height * (plain_bytes - floor_bytes))
+        setting = Setting(problem, spec, budget_bytes)
+        bound_seconds = setting.relaxed.seconds
+        start = time.perf_counter()
+        seconds = {"auto": POLICIES["auto"](setting).predicted_step_seconds}
+        planning_seconds = time.perf_counter() - start
+        for name, policy in POLICIES.items():
+            if name != "auto":
+                try:
+                    seconds[name] = policy(setting).predicted_step_seconds
+                except BudgetInfeasibleError:
+                    continue
+        yield Cell(
+            model=model, device=device, dtype=dtype, height=height, budget_bytes=budget_bytes,
+            plain_seconds=free.plain.step_seconds, bound_seconds=bound_seconds, policy_seconds=seconds,
+            planning_seconds=planning_seconds,
+        )  # fmt: skip

@@ -1,0 +1,94 @@
+"""docs/planning.md: how plans are made, and how good they are, from a stored result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from benchmarks.planner.cells import DEVICES, HEIGHTS, Cell
+
+DOCUMENT = "planning.md"
+_INFEASIBLE = "-"
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the document that is made from a stored result."""
+    found = [Cell(**cell) for cell in result["config"]["cells"]]
+    environment = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    lines = [_INTRODUCTION, *_summary(result), "", f"Versions: {versions}. Commit: {environment['commit']}.", ""]
+    for device, dtype in DEVICES:
+        chosen = [cell for cell in found if (cell.device, cell.dtype) == (device, dtype)]
+        if chosen:
+            lines += [f"## {device}, {dtype}", "", *_table(chosen), ""]
+    lines += ["## Policies", "", *_wins(found), ""]
+    errors = [row["case"] for row in result["rows"] if row["metric"] == "error"]
+    if errors:
+        lines += ["## Not planned", "", *(f"- {case}: {result['notes'].get(case, '')}" for case in errors), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _summary(result: dict[str, Any]) -> list[str]:
+    lines = ["| cells | figure | value | goal |", "| --- | --- | --- | --- |"]
+    for row in result["rows"]:
+        if row["case"].startswith("all cells"):
+            value = f"{row['value']:.0f}" if row["metric"].startswith("num_") else f"{row['value']:.3f}"
+            goal = "" if row["goal"] is None else f"<= {row['goal']:g}"
+            lines.append(f"| {row['case']} | {row['metric'].replace('_', ' ')} | {value} | {goal} |")
+    return lines
+
+
+def _table(found: list[Cell]) -> list[str]:
+    heights = [height for height in HEIGHTS if any(cell.height == height for cell in found)]
+    lines = [
+        f"| model | {' | '.join(f'h = {height:g}' for height in heights)} |",
+        f"| --- |{' --- |' * len(heights)}",
+    ]
+    for model in dict.fromkeys(cell.model for cell in found):
+        by_height = {cell.height: cell for cell in found if cell.model == model}
+        lines.append(f"| {model} | {' | '.join(_entry(by_height.get(height)) for height in heights)} |")
+    return lines
+
+
+def _entry(cell: Cell | None) -> str:
+    if cell is None:
+        return _INFEASIBLE
+    ours, bound = cell.policy_seconds["auto"], cell.bound_seconds
+    best = cell.best_policy
+    rival = f"{_percent(cell.policy_seconds[best], cell)} {best}" if best is not None else "none"
+    return f"**{_percent(ours, cell)}** / {_percent(bound, cell)} / {rival}"
+
+
+def _percent(seconds: float, cell: Cell) -> str:
+    return f"{100 * (seconds / cell.plain_seconds - 1):.1f}"
+
+
+def _wins(found: list[Cell]) -> list[str]:
+    names = [name for name in dict.fromkeys(name for cell in found for name in cell.policy_seconds) if name != "auto"]
+    best = Counter(cell.best_policy for cell in found)
+    lines = ["| policy | cells it fits | cells where it is the best other | median step time over auto's |"]
+    lines.append("| --- | --- | --- | --- |")
+    for name in names:
+        ratios = sorted(c.policy_seconds[name] / c.policy_seconds["auto"] for c in found if name in c.policy_seconds)
+        lines.append(f"| {name} | {len(ratios)} of {len(found)} | {best[name]} | {ratios[len(ratios) // 2]:.3f} |")
+    return lines
+
+
+_INTRODUCTION = """# Planning
+
+Written by `python -m benchmarks tables` from `benchmarks/results/`; do not edit. `python -m benchmarks planner` plans
+all of it again, on any computer.
+
+How: one training step of each model (`examples/models`) is recorded under FakeTensorMode and priced for a device by
+its datasheet: an op takes what its arithmetic or its memory traffic takes, whichever is longer. Budgets are floor +
+h x (plain peak - floor). All times are simulated, all on the same simulator, whose memory is exact; measured times
+are in [performance.md](performance.md).
+
+How plans are made: every saved storage that is large enough is kept, swapped or recomputed. Orders in which storages
+leave the device (families of prices), the fractions of a linear relaxation, made whole, and every published policy's
+choice give starting points; late acceptance hill climbing improves the best of them, each trial simulated in full. So
+no published policy can win a cell, and each plan says how far above a proven lower bound it is
+(`planning/relaxation` holds the proof and says where the bound is loose).
+
+In the tables: the step's added time in percent of the plain step, **auto** / lower bound / best published policy.
+"""

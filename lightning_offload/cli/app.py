@@ -1,0 +1,62 @@
+"""Runs the command line: what a command raises on purpose ends as one line on standard error and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from lightning_offload.errors import BudgetInfeasibleError, OffloadError
+
+NOT_INSTALLED = 1
+BAD_INPUT = 2
+INFEASIBLE = 3
+ABORTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit.
+
+    Args:
+        arguments: What follows the program's name; by default what the process was given.
+    """
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit code: 0; 1 without Typer; 2 for what the user can mend, bad input above all; 3 where no plan meets
+        the budget; 130 when interrupted.
+    """
+    try:
+        import typer
+    except ImportError:
+        return _complain("the command line needs typer: pip install 'lightning-offload[cli]'", NOT_INSTALLED)
+    from lightning_offload.cli.commands import build_app
+
+    command = typer.main.get_command(build_app())
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        code = command.main(arguments, prog_name="lightning-offload", standalone_mode=False)
+    except BudgetInfeasibleError as error:
+        return _complain(str(error), INFEASIBLE)
+    except OffloadError as error:
+        return _complain(str(error), BAD_INPUT)
+    except (typer.Abort, KeyboardInterrupt):
+        return _complain("aborted", ABORTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        return 0
+    except Exception as error:
+        # What Typer finds wrong is an exception of the click within it, or of the one beside older versions of it.
+        if not hasattr(error, "format_message"):
+            raise
+        return _complain(error.format_message(), BAD_INPUT)
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"lightning-offload: error: {' '.join(message.split())}\n")
+    return code

@@ -1,0 +1,203 @@
+"""Declares the commands to Typer: each takes its options and hands them to the file of its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning_offload.cli.options import (
+    BatchSizeOption,
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    HostBudgetOption,
+    InputDtypeOption,
+    InputOption,
+    JsonOption,
+    KeepOption,
+    OptimizerOption,
+    PolicyOption,
+    TargetArgument,
+)
+
+_EPILOG = (
+    "Exit codes: 0 done, 1 Typer is not installed, 2 bad input, 3 no plan meets the budget (the message names the "
+    "smallest that one meets), 130 interrupted. Errors are one line on standard error."
+)
+
+
+def build_app() -> typer.Typer:
+    """The application with all of its commands."""
+    app = typer.Typer(
+        help="Train unmodified PyTorch models within a memory budget.",
+        epilog=_EPILOG,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command("plan", epilog=_EPILOG)(_plan)
+    app.command("max-batch", epilog=_EPILOG)(_max_batch)
+    app.command("compare", epilog=_EPILOG)(_compare)
+    app.command("explain", epilog=_EPILOG)(_explain)
+    app.command("devices", epilog=_EPILOG)(_devices)
+    app.command("bench-links", epilog=_EPILOG)(_bench_links)
+    return app
+
+
+def _plan(
+    target: TargetArgument,
+    inputs: InputOption = None,
+    input_dtype: InputDtypeOption = None,
+    batch_size: BatchSizeOption = 64,
+    budget: BudgetOption = None,
+    host_budget: HostBudgetOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "float32",
+    optimizer: OptimizerOption = "momentum",
+    policy: PolicyOption = "auto",
+    keep: KeepOption = None,
+    output: Annotated[
+        str, typer.Option(metavar="FILE", help="Where the plan goes, for MemoryPlugin(plan=FILE); '' for nowhere.")
+    ] = "plan.json",
+    graph: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where the captured step goes, which `explain` takes names from; '' for nowhere. "
+            "[default: beside the plan, as plan.graph.json]",
+        ),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots (HTML).")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing (JSON).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a training step for a device that need not be there: nothing is run, no memory is needed.
+
+    The loss is the model's own, if it returns one, else the sum of its outputs.
+    """
+    from lightning_offload.cli.explain import beside
+    from lightning_offload.cli.plan import Outputs, plan_step
+    from lightning_offload.cli.setting import Options
+
+    plan_path = Path(output) if output else None
+    default = beside(plan_path) if plan_path is not None else None
+    graph_path = default if graph is None else Path(graph) if graph else None
+    options = Options(
+        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
+        host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, policy=policy,
+        keep=tuple(keep or ()),
+    )  # fmt: skip
+    plan_step(options, Outputs(plan=plan_path, graph=graph_path, report=report, trace=trace), as_json=as_json)
+
+
+def _max_batch(
+    target: TargetArgument,
+    inputs: InputOption = None,
+    input_dtype: InputDtypeOption = None,
+    budget: BudgetOption = None,
+    host_budget: HostBudgetOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "float32",
+    optimizer: OptimizerOption = "momentum",
+    policy: PolicyOption = "auto",
+    keep: KeepOption = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="The largest batch size to try.")] = 1 << 16,
+    tolerance: Annotated[
+        float, typer.Option(metavar="SHARE", help="Throughput that the efficient batch size may lose.")
+    ] = 0.03,
+    only_max: Annotated[
+        bool, typer.Option("--only-max", help="Leave out throughput, which takes longest to search.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the largest batch that fits, and the smallest that trains about as fast as any."""
+    from lightning_offload.cli.max_batch import max_batch
+    from lightning_offload.cli.setting import Options
+
+    options = Options(
+        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, budget=budget, host_budget=host_budget,
+        device=device, dtype=dtype, optimizer=optimizer, policy=policy, keep=tuple(keep or ()),
+    )  # fmt: skip
+    max_batch(options, limit=limit, tolerance=tolerance, only_max=only_max, as_json=as_json)
+
+
+def _compare(
+    target: TargetArgument,
+    inputs: InputOption = None,
+    input_dtype: InputDtypeOption = None,
+    batch_size: BatchSizeOption = 64,
+    budget: BudgetOption = None,
+    host_budget: HostBudgetOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "float32",
+    optimizer: OptimizerOption = "momentum",
+    keep: KeepOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan with every policy and show the results side by side."""
+    from lightning_offload.cli.compare import compare
+    from lightning_offload.cli.setting import Options
+
+    options = Options(
+        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
+        host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, keep=tuple(keep or ()),
+    )  # fmt: skip
+    compare(options, as_json=as_json)
+
+
+def _explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as `plan` writes it.")],
+    graph: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The step that it is for. [default: beside the plan, as plan.graph.json]"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODULE:ATTRIBUTE", help="Capture the step again, of this model.")
+    ] = None,
+    inputs: InputOption = None,
+    input_dtype: InputDtypeOption = None,
+    batch_size: BatchSizeOption = 64,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "float32",
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a plan does: totals from its file alone, names and sizes where its step is at hand."""
+    from lightning_offload.cli.explain import explain
+    from lightning_offload.cli.setting import Options
+    from lightning_offload.errors import UnsupportedError
+
+    if model is None and inputs:
+        raise UnsupportedError("--input means nothing without --model: leave it out, or give the model")
+    if model is not None and graph is not None:
+        raise UnsupportedError("--graph and --model both give the step: leave one out")
+    options = None
+    if model is not None:
+        options = Options(
+            target=model, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, device=device,
+            dtype=dtype,
+        )  # fmt: skip
+    explain(plan, graph, options, as_json=as_json)
+
+
+def _devices(as_json: JsonOption = False) -> None:
+    """List the devices that can be planned for, with their figures, and those of this machine."""
+    from lightning_offload.cli.devices import devices
+
+    devices(as_json=as_json)
+
+
+def _bench_links(
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.", metavar="DEVICE")
+    ] = None,
+    spill_dir: Annotated[Path | None, typer.Option(help="Folder whose disk is measured too.", metavar="DIR")] = None,
+    size: Annotated[str, typer.Option(help="Bytes of one transfer.", metavar="SIZE")] = "256MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, rates in bytes per second.")] = False,
+) -> None:
+    """Measure how fast tensors leave the device and come back."""
+    from lightning_offload.cli.links import bench_links
+
+    bench_links(device, spill_dir, size, as_json=as_json)

@@ -1,0 +1,152 @@
+"""``devices``: what can be planned for, and what is in this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from lightning_offload.cli.output import console, say, write_json
+from lightning_offload.errors import UnsupportedError
+from lightning_offload.graph import catalog
+from lightning_offload.graph.cards import Card
+from lightning_offload.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHere:
+    """A compute device of this machine.
+
+    Attributes:
+        device: What torch calls it.
+        title: Its full name.
+        memory_bytes: Its memory; that of the machine for a CPU, None where it is not known.
+        catalog_name: What the catalogue calls it; None if it is not in there.
+        d2h_bytes_per_second: Rate of its link as it was measured before; None if it was not.
+        h2d_bytes_per_second: The same, host to device.
+    """
+
+    device: str
+    title: str
+    memory_bytes: int | None
+    catalog_name: str | None
+    d2h_bytes_per_second: float | None
+    h2d_bytes_per_second: float | None
+
+
+def devices(*, as_json: bool) -> None:
+    """Print the catalogue and this machine's devices."""
+    here = devices_here()
+    if as_json:
+        write_json({
+            "catalog": [_entry(card) for card in catalog.cards()],
+            "here": [dataclasses.asdict(device) for device in here],
+        })  # fmt: skip
+        return
+    _print_catalog()
+    _print_here(here)
+
+
+def devices_here() -> list[DeviceHere]:
+    """The devices of this machine; without torch, none is known."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    found = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [_describe(device) for device in found]
+
+
+def host_memory_bytes() -> int | None:
+    """Memory of this machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return None
+
+
+def _describe(device: Any) -> DeviceHere:
+    import torch
+
+    from lightning_offload.capture import spec_cache
+    from lightning_offload.capture.calibrate import device_name
+
+    name, is_cuda = device_name(device), device.type == "cuda"
+    known = spec_cache.load(spec_cache.key_for(device))
+    memory = int(torch.cuda.get_device_properties(device).total_memory) if is_cuda else host_memory_bytes()
+    return DeviceHere(
+        device=str(device),
+        title=name,
+        memory_bytes=memory,
+        catalog_name=_catalog_name(name) if is_cuda else None,
+        d2h_bytes_per_second=known.d2h_bytes_per_second if known is not None else None,
+        h2d_bytes_per_second=known.h2d_bytes_per_second if known is not None else None,
+    )
+
+
+def _catalog_name(title: str) -> str | None:
+    try:
+        return catalog.find_card(title).name
+    except UnsupportedError:
+        return None
+
+
+def _entry(card: Card) -> dict[str, Any]:
+    spec = catalog.device_spec(card.name)
+    return {
+        "name": card.name,
+        "aliases": list(card.aliases),
+        "title": card.title,
+        "memory_bytes": card.memory_bytes,
+        "memory_bytes_per_second": card.memory_bytes_per_second,
+        "flops_per_second": {dtype: getattr(card, dtype) for dtype in ("float32", "float16", "bfloat16")},
+        "link": card.link.name,
+        "d2h_bytes_per_second": spec.d2h_bytes_per_second,
+        "h2d_bytes_per_second": spec.h2d_bytes_per_second,
+        "sources": [card.source, card.memory_source, card.link.source],
+    }
+
+
+def _print_catalog() -> None:
+    from rich.table import Table
+
+    say("Devices to plan for", style="bold")
+    table = Table("name", "GPU")
+    for name in ("memory", "bandwidth", "float32", "float16", "bfloat16", "to host", "from host"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for card in catalog.cards():
+        spec = catalog.device_spec(card.name)
+        table.add_row(
+            card.name,
+            card.title,
+            format_bytes(card.memory_bytes),
+            f"{card.memory_bytes_per_second / 1e9:,.0f} GB/s",
+            *(f"{getattr(card, dtype) / 1e12:,.1f} T" for dtype in ("float32", "float16", "bfloat16")),
+            f"{spec.d2h_bytes_per_second / 1e9:.1f} GB/s",
+            f"{spec.h2d_bytes_per_second / 1e9:.1f} GB/s",
+        )
+    console().print(table)
+    say("Datasheet peaks without sparsity and TF32; links at the rates that copies reach. --json names the sources.")
+
+
+def _print_here(here: list[DeviceHere]) -> None:
+    from rich.table import Table
+
+    if not here:
+        return
+    say("\nIn this machine", style="bold")
+    table = Table("device", "name")
+    for name in ("memory", "in the catalogue", "to host", "from host"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for device in here:
+        rates = (device.d2h_bytes_per_second, device.h2d_bytes_per_second)
+        table.add_row(
+            device.device,
+            device.title,
+            format_bytes(device.memory_bytes) if device.memory_bytes is not None else "-",
+            device.catalog_name or "-",
+            *(f"{rate / 1e9:.1f} GB/s" if rate is not None else "not measured" for rate in rates),
+        )
+    console().print(table)

@@ -1,0 +1,132 @@
+"""``explain``: what a plan does, from its file alone, and with names and sizes where its step is at hand.
+
+The step is that of ``--graph``, of the file that ``plan`` writes beside the plan, or of a model that is captured again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_offload.cli.figures import as_rows, bytes_by_action, module_totals, predictions, saved_storages
+from lightning_offload.cli.output import console, note, progress, say, two_columns, write_json
+from lightning_offload.cli.setting import Options, check_options
+from lightning_offload.cli.tables import (
+    action_rows,
+    prediction_rows,
+    print_modules,
+    print_storages,
+    verdict,
+)
+from lightning_offload.errors import PlanError
+from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+
+_NUM_SHOWN = 10
+
+
+def explain(path: Path, graph_path: Path | None, options: Options | None, *, as_json: bool) -> None:
+    """Print what a plan does.
+
+    Args:
+        path: The plan.
+        graph_path: Its step; None to look beside the plan.
+        options: The model to capture its step of; None for none.
+        as_json: Whether to print JSON in place of tables.
+
+    Raises:
+        PlanError: A file cannot be read, or is no plan or step, or the step is another one.
+        OffloadError: An option is wrong.
+    """
+    plan = MemoryPlan.from_json(_read(path, "plan"))
+    graph = _graph_of(plan, path, graph_path, options)
+    if graph is not None:
+        plan.check(graph)
+    if as_json:
+        write_json(_payload(plan, graph))
+    else:
+        _print(path, plan, graph)
+
+
+def beside(path: Path) -> Path:
+    """Where ``plan`` writes the step of a plan unless it is told otherwise: plan.json and plan.graph.json."""
+    return path.with_suffix(".graph.json")
+
+
+def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, options: Options | None) -> StepGraph | None:
+    if graph_path is not None:
+        return StepGraph.from_json(_read(graph_path, "graph"))
+    if options is not None:
+        checked = check_options(options)
+        with progress(f"capturing a step of {options.target}"):
+            return checked.workload.capture(options.batch_size, checked.device).graph
+    if not beside(path).is_file():
+        return None
+    graph = StepGraph.from_json(_read(beside(path), "graph"))
+    if graph.digest() != plan.graph_digest:
+        note(f"{beside(path)} is the step of another plan and is ignored")
+        return None
+    return graph
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{what} {str(path)!r} cannot be read: {error}; name a file that `plan` wrote") from None
+
+
+def _counts(plan: MemoryPlan) -> dict[str, int]:
+    """What a plan's decisions say of themselves."""
+    swaps = [decision for decision in plan.decisions if decision.action == "swap"]
+    replays = [decision for decision in plan.decisions if decision.action == "recompute"]
+    return {
+        "num_decisions": len(plan.decisions),
+        "num_swapped": len(swaps),
+        "num_to_disk": sum(decision.tier == "disk" for decision in swaps),
+        "num_held_after_pack": sum(decision.release_op != AT_PACK for decision in swaps),
+        "num_prefetched": sum(decision.prefetch_unpack != ON_DEMAND for decision in swaps),
+        "num_recomputed": len(replays),
+        "num_not_memoised": sum(not decision.memo for decision in replays),
+    }
+
+
+def _payload(plan: MemoryPlan, graph: StepGraph | None) -> dict[str, Any]:
+    payload = predictions(plan) | _counts(plan)
+    if graph is None:
+        return payload | {"storages": None, "modules": None}
+    saved = saved_storages(graph, plan)
+    payload |= {f"{action}_bytes": num_bytes for action, num_bytes in bytes_by_action(saved).items()}
+    modules = [
+        {
+            "module": total.module,
+            "keep_bytes": total.keep_bytes,
+            "swap_bytes": total.swap_bytes,
+            "recompute_bytes": total.recompute_bytes,
+        }
+        for total in module_totals(saved)
+    ]
+    return payload | {"storages": as_rows(saved), "modules": modules}
+
+
+def _print(path: Path, plan: MemoryPlan, graph: StepGraph | None) -> None:
+    counts = _counts(plan)
+    say(f"{path}, made by policy {plan.policy!r}: {verdict(plan)}", style="bold")
+    rows = prediction_rows(plan)
+    swapped = (
+        f"{counts['num_swapped']:,} storages, {counts['num_to_disk']:,} of them to disk; "
+        f"{counts['num_held_after_pack']:,} leave while compute goes on, {counts['num_prefetched']:,} are prefetched"
+    )
+    recomputed = (
+        f"{counts['num_recomputed']:,} storages, {counts['num_not_memoised']:,} of them each time they are read"
+    )
+    rows += [("graph", plan.graph_digest), ("swapped", swapped), ("recomputed", recomputed)]
+    if graph is None:
+        console().print(two_columns(rows))
+        say("\nNames and sizes are in the step's graph: give --graph, or --model with its inputs.")
+        return
+    saved = saved_storages(graph, plan)
+    rows += [(f"bytes {name}", text) for name, text in action_rows(plan, saved)]
+    console().print(two_columns(rows))
+    print_storages(saved[:_NUM_SHOWN])
+    print_modules(module_totals(saved))

@@ -1,0 +1,118 @@
+"""``bench-links``: how fast tensors leave a device of this machine and come back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_offload.cli.devices import host_memory_bytes
+from lightning_offload.cli.output import console, write_json
+from lightning_offload.errors import OffloadError, SpillError, UnsupportedError
+from lightning_offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_offload.capture.calibrate import LinkRates
+
+_MIN_SIZE_BYTES = 1 << 20
+_COPIES_AT_ONCE = 6  # device blocks and host blocks for both directions at once, on a CPU all in one memory
+
+
+def bench_links(device: str | None, spill_dir: Path | None, size: str, *, as_json: bool) -> None:
+    """Measure a device's links and print their rates.
+
+    Args:
+        device: "cpu" or "cuda"; None for CUDA where there is one.
+        spill_dir: Folder whose disk is measured too.
+        size: Bytes of one transfer, with a unit.
+        as_json: Whether to print JSON in place of a table.
+
+    Raises:
+        OffloadError: An option is wrong; the message says which and what is allowed.
+    """
+    num_bytes = _checked_size(size)
+    if spill_dir is not None:
+        _check_folder(spill_dir)
+    compute = _checked_device(device)
+    from lightning_offload.plugins import devices
+
+    try:
+        rates = devices.measure_rates(compute, spill_dir=spill_dir, num_bytes=num_bytes)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, OffloadError):
+            raise
+        raise UnsupportedError(f"transfers of {format_bytes(num_bytes)} failed on {compute}: {error}") from error
+    if as_json:
+        _print_json(compute, num_bytes, rates)
+    else:
+        _print_table(compute, num_bytes, rates)
+
+
+def _checked_size(size: str) -> int:
+    try:
+        num_bytes = parse_bytes(size)
+    except OffloadError as error:
+        raise type(error)(f"--size {error}") from None
+    if num_bytes < _MIN_SIZE_BYTES:
+        raise UnsupportedError(f"--size {size!r} measures latencies, not rates: give at least '1MiB', better '256MiB'")
+    memory = host_memory_bytes()
+    if memory is not None and num_bytes * _COPIES_AT_ONCE > memory:
+        raise UnsupportedError(
+            f"--size {size!r} is too large: this machine has {format_bytes(memory)} of memory, which is enough for "
+            f"transfers of {format_bytes(memory // _COPIES_AT_ONCE)}"
+        )
+    return num_bytes
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise SpillError(f"--spill-dir {str(folder)!r} is no folder: create it, or name one that exists")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SpillError(f"--spill-dir {str(folder)!r} is not writable: change its permissions, or name another")
+
+
+def _checked_device(device: str | None) -> torch.device:
+    import torch
+
+    from lightning_offload.plugins.devices import supported
+
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    compute = supported(device if device is not None else "cuda" if num_cuda else "cpu")
+    if compute.type == "cuda" and (compute.index or 0) >= num_cuda:
+        raise UnsupportedError(
+            f"--device {device!r} is not there: torch {torch.__version__} sees {num_cuda} CUDA devices; use 'cpu'"
+        )
+    return compute
+
+
+_ROWS = (
+    ("device to host", "d2h_bytes_per_second"),
+    ("host to device", "h2d_bytes_per_second"),
+    ("device to host, both at once", "both_d2h_bytes_per_second"),
+    ("host to device, both at once", "both_h2d_bytes_per_second"),
+    ("disk write", "disk_write_bytes_per_second"),
+    ("disk read", "disk_read_bytes_per_second"),
+)
+
+
+def _print_json(device: torch.device, num_bytes: int, rates: LinkRates) -> None:
+    payload: dict[str, Any] = {"device": str(device), "num_bytes": num_bytes}
+    payload |= {name: getattr(rates, name) for _, name in _ROWS}
+    write_json(payload)
+
+
+def _print_table(device: torch.device, num_bytes: int, rates: LinkRates) -> None:
+    from rich.table import Table
+
+    from lightning_offload.capture.calibrate import device_name
+
+    name = device_name(device)
+    title = f"{device} ({name})" if name != str(device) else name
+    table = Table("link", title=f"Links of {title}, transfers of {format_bytes(num_bytes)}")
+    table.add_column("rate", justify="right")
+    for label, field in _ROWS:
+        rate = getattr(rates, field)
+        table.add_row(label, f"{format_bytes(int(rate))}/s" if rate is not None else "not measured")
+    console().print(table)

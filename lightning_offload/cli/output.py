@@ -1,0 +1,106 @@
+"""What commands print: JSON or tables on standard output, progress and notes on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_offload.errors import UnsupportedError
+from lightning_offload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Tell = Callable[[str], None]
+"""Says what is being done now."""
+
+
+def console() -> Console:
+    """A console on standard output as it is now; names of modules and files are no markup."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def say(text: str, *, style: str | None = None) -> None:
+    """A line on standard output, which the terminal may break but we do not."""
+    console().print(text, style=style, soft_wrap=True)
+
+
+def write_json(payload: Mapping[str, Any]) -> None:
+    """Print a payload as indented JSON."""
+    sys.stdout.write(json.dumps(payload, indent=2) + "\n")
+
+
+def note(text: str) -> None:
+    """A line on standard error that is no error."""
+    sys.stderr.write(f"lightning-offload: {text}\n")
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Tell]:
+    """A spinner on standard error with what is being done; silent where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what) as status:
+        yield lambda text: status.update(text)
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write a text file.
+
+    Raises:
+        UnsupportedError: It cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UnsupportedError(
+            f"{option} {str(path)!r} cannot be written: {error.strerror or error}; name another file"
+        ) from None
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Check that a file can be written, before the work is done.
+
+    Raises:
+        UnsupportedError: Its folder does not exist, or it is a folder itself.
+    """
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        what = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which is no folder"
+        raise UnsupportedError(f"{option} {str(path)!r} {what}: name a file in a folder that exists")
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> Table:
+    """A table of names and what they are."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
+
+
+def percent(fraction: float) -> str:
+    """A share or an excess, signed: "+3.4%"."""
+    return f"{100 * fraction:+.1f}%"
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes for a person; "no limit" for None."""
+    return "no limit" if num_bytes is None else format_bytes(num_bytes)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person; "none" for 0."""
+    return "none" if seconds == 0 else format_seconds(seconds)

@@ -1,0 +1,156 @@
+"""``plan``: capture a step without running it, plan it for a device, say what that gives, and write the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_offload.cli.figures import (
+    as_rows,
+    bytes_by_action,
+    predictions,
+    saved_storages,
+)
+from lightning_offload.cli.output import check_writable, progress, say, write_file, write_json
+from lightning_offload.cli.setting import Checked, Options, check_options, kept_storages
+from lightning_offload.cli.tables import print_plan, print_storages
+from lightning_offload.errors import UnsupportedError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.policies import plan as make_plan
+
+if TYPE_CHECKING:
+    from lightning_offload.cli.workload import Captured
+
+_NUM_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Files to write; None for none.
+
+    Attributes:
+        plan: The plan.
+        graph: The step that it is for, which gives ``explain`` names and sizes.
+        report: A page with plots.
+        trace: A trace for Perfetto.
+    """
+
+    plan: Path | None
+    graph: Path | None
+    report: Path | None
+    trace: Path | None
+
+    def check(self) -> None:
+        """Check that each can be written.
+
+        Raises:
+            UnsupportedError: One cannot.
+        """
+        named = (("--output", self.plan), ("--graph", self.graph), ("--report", self.report), ("--trace", self.trace))
+        for option, path in named:
+            check_writable(option, path)
+
+    def paths(self) -> dict[str, str | None]:
+        """Where the files are, for JSON."""
+        fields = dataclasses.fields(self)
+        return {f"{field.name}_path": _text(getattr(self, field.name)) for field in fields}
+
+
+def plan_step(options: Options, outputs: Outputs, *, as_json: bool) -> None:
+    """Plan a step and print what that gives.
+
+    Args:
+        options: What to plan.
+        outputs: Which files to write.
+        as_json: Whether to print JSON in place of tables.
+
+    Raises:
+        BudgetInfeasibleError: No plan meets the budget; names the smallest that one meets.
+        OffloadError: An option is wrong.
+    """
+    outputs.check()
+    checked = check_options(options)
+    with progress(f"capturing a step of {options.target}") as tell:
+        begin = time.perf_counter()
+        captured = checked.workload.capture(options.batch_size, checked.device)
+        captured_at = time.perf_counter()
+        tell(f"planning {len(captured.graph.ops)} ops")
+        plan = planned(checked, captured.graph)
+        planned_at = time.perf_counter()
+        tell("writing files")
+        write_outputs(outputs, captured.graph, plan, checked.device)
+    seconds = {"capture_seconds": captured_at - begin, "planning_seconds": planned_at - captured_at}
+    saved = saved_storages(captured.graph, plan)
+    if as_json:
+        payload = checked.header | predictions(plan) | state_of(captured) | seconds
+        payload |= {f"{action}_bytes": num_bytes for action, num_bytes in bytes_by_action(saved).items()}
+        write_json(payload | {"storages": as_rows(saved[:_NUM_SHOWN])} | outputs.paths())
+        return
+    print_plan(checked, captured, plan, saved)
+    print_storages(saved[:_NUM_SHOWN])
+    _print_files(outputs)
+
+
+def planned(checked: Checked, graph: StepGraph, policy: str | None = None) -> MemoryPlan:
+    """The plan of a policy, by default the one that was asked for.
+
+    Raises:
+        BudgetInfeasibleError: It cannot meet the budget.
+    """
+    return make_plan(
+        graph,
+        checked.device,
+        checked.budget_bytes,
+        policy=policy or checked.options.policy,
+        keep=kept_storages(graph, checked.options.keep),
+    )
+
+
+def state_of(captured: Captured) -> dict[str, Any]:
+    """What lies on the device for good, for JSON."""
+    return {
+        "persistent_bytes": captured.graph.persistent_bytes,
+        "parameter_bytes": captured.parameter_bytes,
+        "optimizer_bytes": captured.optimizer_bytes,
+        "num_ops": len(captured.graph.ops),
+    }
+
+
+def write_outputs(outputs: Outputs, graph: StepGraph, plan: MemoryPlan, device: DeviceSpec) -> None:
+    """Write the files that were asked for.
+
+    Raises:
+        UnsupportedError: One cannot be written, or needs an extra that is not installed.
+    """
+    if outputs.plan is not None:
+        write_file("--output", outputs.plan, plan.to_json())
+    if outputs.graph is not None:
+        write_file("--graph", outputs.graph, graph.to_json())
+    if outputs.report is None and outputs.trace is None:
+        return
+    from lightning_offload import report
+
+    try:
+        if outputs.report is not None:
+            report.save_plan_html(outputs.report, graph, plan, device)
+        if outputs.trace is not None:
+            report.save_plan_trace(outputs.trace, graph, plan, device)
+    except ImportError as error:
+        raise UnsupportedError(f"--report needs {error.name}: pip install 'lightning-offload[report]'") from error
+
+
+def _print_files(outputs: Outputs) -> None:
+    labels = {"plan": "plan for MemoryPlugin(plan=...)", "graph": "its step", "report": "report", "trace": "trace"}
+    written = [
+        f"{getattr(outputs, name)} ({label})" for name, label in labels.items() if getattr(outputs, name) is not None
+    ]
+    if written:
+        say(f"\nWrote {', '.join(written)}.")
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path) if path is not None else None

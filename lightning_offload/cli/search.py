@@ -1,0 +1,110 @@
+"""Searches over batch sizes: the largest that fits, and those that are about as efficient as the best.
+
+Each evaluation captures and plans a step, which takes seconds: memory is nearly affine in the batch size, so the
+largest batch is found by interpolation, guarded by bisection, in a handful of evaluations; the most efficient one on a
+geometric grid that is refined around its best point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_FIRST_PROBE = 8
+_GROWTH = 64  # the most by which an extrapolation may go beyond what is known
+_NUM_GRID = 7
+_NUM_REFINEMENTS = 2
+
+
+def largest_within(num_bytes: Callable[[int], int], budget_bytes: int, limit: int) -> int:
+    """The largest batch size whose need is within a budget, 0 if not even one sample is, at most a limit.
+
+    Args:
+        num_bytes: Need of a batch size; grows with it.
+        budget_bytes: What there is.
+        limit: The largest batch size to try, 1 or more.
+    """
+    low, high = 0, limit + 1
+    probe, was_slow = 1, False
+    while high - low > 1:
+        if was_slow:
+            probe = (low + high) // 2
+        width = high - low
+        if num_bytes(probe) <= budget_bytes:
+            low = probe
+        else:
+            high = probe
+        was_slow = high <= limit and 2 * (high - low) > width and not was_slow
+        probe = _next_probe(num_bytes, budget_bytes, low, high, limit)
+    return low
+
+
+def _next_probe(num_bytes: Callable[[int], int], budget_bytes: int, low: int, high: int, limit: int) -> int:
+    """Where the need, taken as affine, meets the budget; strictly between what fits and what does not."""
+    if low < 2:
+        guess = _FIRST_PROBE if high > limit else (low + high) // 2
+    else:
+        other = high if high <= limit else 1
+        slope = (num_bytes(other) - num_bytes(low)) / (other - low)
+        beyond = (budget_bytes - num_bytes(low)) / slope if slope > 0 else float(limit)
+        guess = low + int(min(beyond, _GROWTH * low))
+    return min(max(guess, low + 1), high - 1)
+
+
+def most_efficient(throughput: Callable[[int], float], low: int, high: int) -> int:
+    """The batch size of the highest throughput within a range, to the resolution of a refined geometric grid."""
+    left, right = low, high
+    best = low
+    for _ in range(1 + _NUM_REFINEMENTS):
+        grid = _geometric(left, right)
+        best = max({*grid, best}, key=lambda batch: (throughput(batch), -batch))
+        if len(grid) <= 3:
+            break
+        left = max((batch for batch in grid if batch < best), default=left)
+        right = min((batch for batch in grid if batch > best), default=right)
+    return best
+
+
+def smallest_within(throughput: Callable[[int], float], best: int, tolerance: float) -> int:
+    """The smallest batch size, up to the best one, that is within a tolerance of its throughput; to 2%.
+
+    Args:
+        throughput: Samples per second of a batch size; taken to grow up to the best one.
+        best: The batch size of the highest throughput.
+        tolerance: Share of that throughput which may be lost.
+    """
+    enough = (1 - tolerance) * throughput(best)
+    low, high = 0, best
+    while high - low > max(1, best // 50):
+        middle = (low + high) // 2
+        if throughput(middle) >= enough:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def largest_from(throughput: Callable[[int], float], best: int, high: int, tolerance: float) -> int:
+    """The largest batch size, from the best one, that is within a tolerance of its throughput; to 2%.
+
+    Args:
+        throughput: Samples per second of a batch size; taken to fall beyond the best one.
+        best: The batch size of the highest throughput.
+        high: The largest batch size that fits.
+        tolerance: Share of that throughput which may be lost.
+    """
+    enough = (1 - tolerance) * throughput(best)
+    if throughput(high) >= enough:
+        return high
+    low = best
+    while high - low > max(1, low // 50):
+        middle = (low + high) // 2
+        if throughput(middle) >= enough:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _geometric(low: int, high: int) -> list[int]:
+    ratio = high / low
+    return sorted({round(low * ratio ** (i / (_NUM_GRID - 1))) for i in range(_NUM_GRID)})

@@ -1,0 +1,183 @@
+"""Options that planning commands share, checked before any work is done: device, budget, batch size, workload."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_offload.cli.output import note
+from lightning_offload.errors import BudgetError, PlanError, UnsupportedError
+from lightning_offload.graph import catalog
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.policies import check_policy
+from lightning_offload.units import format_bytes, resolve_budget
+
+if TYPE_CHECKING:
+    from lightning_offload.cli.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a planning command was given; cf. the options' help."""
+
+    target: str
+    inputs: tuple[str, ...] = ()
+    input_dtype: str | None = None
+    batch_size: int = 64
+    budget: str | None = None
+    host_budget: str | None = None
+    device: str | None = None
+    dtype: str = "float32"
+    optimizer: str = "momentum"
+    policy: str = "auto"
+    keep: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """The same, understood.
+
+    Attributes:
+        options: As they were given.
+        workload: The model and its inputs.
+        device: Where it is to run.
+        budget_bytes: Peak of device memory allowed; None for no limit.
+    """
+
+    options: Options
+    workload: Workload
+    device: DeviceSpec
+    budget_bytes: int | None
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What was asked for, for JSON."""
+        return {
+            "target": self.options.target,
+            "inputs": list(self.options.inputs),
+            "batch_size": self.options.batch_size,
+            "dtype": catalog.check_dtype(self.options.dtype),
+            "optimizer": self.options.optimizer,
+            "device": self.device.name,
+            "device_bytes": self.device.memory_bytes,
+        }
+
+
+def check_options(options: Options) -> Checked:
+    """Understand what a command was given: the cheap checks first, the model's import last.
+
+    Raises:
+        OffloadError: One is wrong; the message says which and what is allowed.
+    """
+    if options.batch_size < 1:
+        raise UnsupportedError(
+            f"--batch-size {options.batch_size} is not positive: give the samples in a batch, from 1"
+        )
+    check_policy(options.policy)
+    dtype = catalog.check_dtype(options.dtype)
+    device = find_device(options.device, dtype)
+    host_bytes = _budget("--host-budget", options.host_budget, None)
+    device = dataclasses.replace(device, host_memory_bytes=host_bytes)
+    budget = _budget("--budget", options.budget, device.memory_bytes)
+    if budget is not None and device.memory_bytes is not None and budget > device.memory_bytes:
+        note(f"--budget {options.budget} is more than {device.name} has, {format_bytes(device.memory_bytes)}")
+    workload = _workload(options, dtype)
+    return Checked(
+        options=options,
+        workload=workload,
+        device=device,
+        budget_bytes=budget if budget is not None else device.memory_bytes,
+    )
+
+
+def _workload(options: Options, dtype: str) -> Workload:
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError("planning for a model needs torch: pip install torch") from None
+    from lightning_offload.cli.inputs import parse_dtype, parse_inputs
+    from lightning_offload.cli.steps import find_target
+    from lightning_offload.cli.workload import STATE_COPIES, Workload
+
+    if options.optimizer not in STATE_COPIES:
+        known = ", ".join(STATE_COPIES)
+        raise UnsupportedError(f"--optimizer {options.optimizer!r} is not known: choose one of {known}")
+    input_dtype = parse_dtype(options.input_dtype, "--input-dtype") if options.input_dtype is not None else None
+    inputs = parse_inputs(options.inputs)
+    return Workload(
+        target=find_target(options.target),
+        inputs=inputs,
+        dtype=getattr(torch, dtype),
+        input_dtype=input_dtype,
+        optimizer=options.optimizer,
+    )
+
+
+def find_device(name: str | None, dtype: str) -> DeviceSpec:
+    """The device of a name, of a file written by ``DeviceSpec.to_json``, or of this machine.
+
+    Raises:
+        OffloadError: There is none of that name, the file is malformed, or this machine has no GPU that is known.
+    """
+    if name is None:
+        return _device_here(dtype)
+    if name.endswith(".json"):
+        return _device_of(Path(name))
+    return catalog.device_spec(name, dtype=dtype)
+
+
+def _device_of(path: Path) -> DeviceSpec:
+    try:
+        spec = DeviceSpec.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedError(f"--device {str(path)!r} cannot be read: {error}") from None
+    except PlanError as error:
+        raise type(error)(f"--device {str(path)!r}: {error}") from None
+    if not spec.flops_per_second or not spec.memory_bytes_per_second:
+        raise UnsupportedError(
+            f"--device {str(path)!r} has no flops_per_second or memory_bytes_per_second, which price the ops: add them"
+        )
+    return spec
+
+
+def _device_here(dtype: str) -> DeviceSpec:
+    import torch
+
+    choices = f"give --device, one of {', '.join(catalog.names())}"
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"this machine has no GPU to plan for: {choices}")
+    properties = torch.cuda.get_device_properties(0)
+    try:
+        spec = catalog.device_spec(properties.name, dtype=dtype)
+    except UnsupportedError:
+        raise UnsupportedError(f"this machine's {properties.name!r} is not in the catalogue: {choices}") from None
+    return dataclasses.replace(spec, memory_bytes=int(properties.total_memory))
+
+
+def _budget(option: str, text: str | None, device_bytes: int | None) -> int | None:
+    try:
+        return resolve_budget(text, device_bytes=device_bytes)
+    except BudgetError as error:
+        raise BudgetError(f"{option}: {error}") from None
+
+
+def kept_storages(graph: StepGraph, patterns: Sequence[str]) -> frozenset[int]:
+    """Storages saved by modules whose names match a pattern.
+
+    Raises:
+        UnsupportedError: A pattern matches no module that saves anything.
+    """
+    modules = {save.module for save in graph.saves}
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(module, pattern) for module in modules):
+            some = ", ".join(repr(module) for module in sorted(modules)[:6])
+            raise UnsupportedError(f"--keep {pattern!r} matches no module that saves a tensor; there are {some}, ...")
+    return frozenset(
+        graph.values[save.value].storage
+        for save in graph.saves
+        if any(fnmatch.fnmatchcase(save.module, pattern) for pattern in patterns)
+    )

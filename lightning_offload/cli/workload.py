@@ -1,0 +1,116 @@
+"""A workload, a model with its example inputs, captured at any batch size without running it or needing its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_offload.cli.inputs import ExampleInputs
+from lightning_offload.cli.loading import describe
+from lightning_offload.cli.steps import Target, default_input_dtype, step_of
+from lightning_offload.errors import OffloadError, UnsupportedError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.fake import record_fake_step
+
+STATE_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""Tensors of an optimizer's state for each parameter, each as large as the parameter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """One captured step.
+
+    Attributes:
+        graph: The step, with the persistent bytes that it does not touch.
+        parameter_bytes: Parameters that are trained.
+        optimizer_bytes: State of the optimizer.
+    """
+
+    graph: StepGraph
+    parameter_bytes: int
+    optimizer_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What to plan for, except its batch size.
+
+    Attributes:
+        target: The model.
+        inputs: Its example inputs.
+        dtype: What floating-point parameters, buffers and inputs are in; float32 leaves the model as it is made.
+        input_dtype: Type of inputs that name none; None for the default.
+        optimizer: Name of an optimizer, cf. :data:`STATE_COPIES`.
+    """
+
+    target: Target
+    inputs: ExampleInputs
+    dtype: torch.dtype
+    input_dtype: torch.dtype | None
+    optimizer: str
+
+    def capture(self, batch_size: int, device: DeviceSpec) -> Captured:
+        """Record a step on FakeTensors.
+
+        Args:
+            batch_size: Samples in the batch.
+            device: Prices the ops.
+
+        Raises:
+            UnsupportedError: The step cannot be recorded; says what the model complained about.
+        """
+        sizes = {}
+
+        def build() -> tuple[nn.Module, Callable[[], None]]:
+            model = self.target.make(self.dtype)
+            inputs = self.inputs.build(batch_size, self.input_dtype or default_input_dtype(model, self.dtype))
+            sizes["parameters"] = _bytes_of(p for p in model.parameters() if p.requires_grad)
+            leaves: list[Any] = tree_leaves(inputs)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            sizes["known"] = _bytes_of((*model.parameters(), *model.buffers(), *tensors))
+            return model, step_of(model, inputs)
+
+        graph = self._record(build, device)
+        optimizer_bytes = STATE_COPIES[self.optimizer] * sizes["parameters"]
+        untouched = max(0, sizes["known"] - graph.persistent_bytes)
+        graph = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + untouched + optimizer_bytes)
+        return Captured(graph=graph, parameter_bytes=sizes["parameters"], optimizer_bytes=optimizer_bytes)
+
+    def _record(self, build: Callable[[], tuple[nn.Module, Callable[[], None]]], device: DeviceSpec) -> StepGraph:
+        try:
+            with _quiet():
+                return record_fake_step(build, device)
+        except OffloadError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"a step of {self.target.text!r} on these inputs failed: {describe(error)}; check --input, or give "
+                "a function that makes the inputs"
+            ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing is trained: libraries' advice about training is noise."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

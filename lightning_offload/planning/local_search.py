@@ -1,0 +1,83 @@
+"""Improves a choice by small changes: late acceptance hill climbing.
+
+A change is accepted where the step gets no slower than it was some accepted changes ago, so that the search crosses
+shallow valleys and needs no temperature; cf. Burke and Bykov, "The late acceptance hill-climbing heuristic" (EJOR
+258, 2017). Changes are one storage's action, or two storages' at once: what leaves the device makes room for what
+stays, so mostly neighbours in the step are exchanged, now and then any two. Deterministic for a seed.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes
+from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.search import Choice, Search
+
+_HISTORY = 40
+_NEIGHBOURHOOD = 12
+_SINGLE = 0.45  # share of changes of one storage
+_NEARBY = 0.65  # share of exchanges that are between neighbours
+_MAX_IDLE = 3  # proposals for each trial: many repeat others
+
+
+def improve(search: Search, start: Choice, num_trials: int, *, seed: int = 0) -> Choice:
+    """The best choice found from a feasible one.
+
+    Args:
+        search: Simulates choices.
+        start: Where to begin.
+        num_trials: Simulations to spend.
+        seed: Of the random changes.
+    """
+    moves = _Moves(search.setting.problem, random.Random(seed))
+    current = best = start
+    history = [start.seconds] * _HISTORY
+    first = search.num_trials
+    for k in range(_MAX_IDLE * num_trials):
+        if search.is_over or search.num_trials - first >= num_trials or not moves.are_any:
+            break
+        choice = search.try_(moves.changed(current.codes), current.no_memo)
+        if choice.is_feasible and choice.seconds <= max(current.seconds, history[k % _HISTORY]):
+            current = choice
+            best = min(best, choice, key=lambda c: c.seconds)
+        history[k % _HISTORY] = current.seconds
+    return best
+
+
+class _Moves:
+    """Random changes of a choice."""
+
+    def __init__(self, problem: Problem, rng: random.Random) -> None:
+        self._rng = rng
+        self._options = [
+            [KEEP, *([SWAP] if c.can_swap else []), *([RECOMPUTE] if c.can_recompute else [])]
+            for c in problem.candidates.values()
+        ]
+        self._movable = [i for i, options in enumerate(self._options) if len(options) > 1]
+
+    @property
+    def are_any(self) -> bool:
+        """Whether anything can be changed."""
+        return bool(self._movable)
+
+    def changed(self, codes: Codes) -> Codes:
+        """A copy with one or two other actions."""
+        rng, movable = self._rng, self._movable
+        codes = np.array(codes)
+        place = rng.randrange(len(movable))
+        self._change(codes, movable[place])
+        if rng.random() >= _SINGLE and len(movable) > 1:
+            if rng.random() < _NEARBY:
+                other = place + rng.choice((-1, 1)) * rng.randint(1, _NEIGHBOURHOOD)
+                other = min(max(other, 0), len(movable) - 1)
+            else:
+                other = rng.randrange(len(movable))
+            if other != place:
+                self._change(codes, movable[other])
+        return codes
+
+    def _change(self, codes: Codes, i: int) -> None:
+        codes[i] = self._rng.choice([code for code in self._options[i] if code != codes[i]])

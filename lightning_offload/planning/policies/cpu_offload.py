@@ -1,0 +1,27 @@
+"""CPU offloading with one layer of lookahead.
+
+Hascoet, Zhuang, Febvre, Ariki, Takiguchi, "Reducing the Memory Cost of Training Convolutional Neural Networks by
+CPU Offloading", JSEA 12(8), 2019, DOI 10.4236/jsea.2019.128019. Every layer's input goes to pinned memory while that
+layer computes; its end waits for both, and frees the input. In backward, a layer first issues the copy back of what
+the layer after it in backward needs, then waits for its own.
+
+Departures. A layer is an op that makes something, an input a saved storage; saved outputs and statistics are
+offloaded too, since autograd would hold them. A storage that backward needs before the layer could end stays, and so
+does one that a host of limited size has no room for, later layers first. Nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan, swap
+from lightning_offload.planning.policies.layers import Layers
+from lightning_offload.planning.policies.schedules import one_ahead, releases
+
+
+def cpu_offload(setting: Setting) -> MemoryPlan:
+    """Offload every layer, wait at its end, and look one layer ahead in backward."""
+    layers = Layers(setting.problem)
+    release = releases(layers, fit_host(setting, layers.swappable()), {})
+    actions = swap(release)
+    return scheduled_plan(setting, "cpu-offload", actions, one_ahead(layers, release, actions))

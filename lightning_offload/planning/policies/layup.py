@@ -1,0 +1,39 @@
+"""Layup: each type of layer gets what suits it, a transfer or a recomputation.
+
+Jiang, Ma, Liu, Liu, Zhou, Zhu, Wu, Jin, "Layup: Layer-adaptive and Multi-type Intermediate-oriented Memory
+Optimization for GPU-based CNNs", ACM TACO 16(4), 2019, DOI 10.1145/3357238. Convolutions and fully connected layers
+are cheaper to transfer than to run twice, for all other layers it is the reverse: transfer the former, recompute or
+overwrite in place activation functions, dropout and normalization.
+
+Departures. Fused attention, products of two activations and recurrent layers count as layers worth a transfer, and
+so do sums and concatenations: recomputed, a residual network's sums would chain back to its input. What cannot be
+replayed is transferred, what cannot be transferred is replayed if it can be, and what a host of limited size has no
+room for (later layers first) stays. cuDNN's workspaces are cuDNN's. A copy out is waited for one layer after the last
+that reads the storage, and a copy back is issued a layer ahead, as in Layrub by the same group.
+"""
+
+from __future__ import annotations
+
+from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan
+from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
+from lightning_offload.planning.policies.layers import Layer, Layers
+from lightning_offload.planning.policies.schedules import one_ahead, releases
+
+_TRANSFERRED = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
+
+
+def layup(setting: Setting) -> MemoryPlan:
+    """Transfer what is dear to compute, recompute the rest."""
+    layers = Layers(setting.problem)
+    recompute: list[int] = [s for s, layer in layers.by_storage.items() if _is_recomputed(layer)]
+    actions: dict[int, Action] = dict.fromkeys(recompute, "recompute")
+    transfer = [s for s in layers.swappable() if s not in actions]
+    release = releases(layers, fit_host(setting, transfer, recompute), actions, num_later=1)
+    actions |= dict.fromkeys(release, "swap")
+    return scheduled_plan(setting, "layup", actions, one_ahead(layers, release, actions))
+
+
+def _is_recomputed(layer: Layer) -> bool:
+    return layer.can_recompute and (layer.kind not in _TRANSFERRED or not layer.can_swap)

@@ -1,0 +1,27 @@
+"""What ``torch.autograd.graph.save_on_cpu`` does: every saved tensor is on the host from pack to unpack.
+
+PyTorch's documentation of ``torch.autograd.graph.save_on_cpu``. Each saved tensor is copied out when it is packed and
+back when it is unpacked, and compute waits for both.
+
+Departures. One copy for each storage, where the original copies each saved tensor anew; parameters and the batch stay
+on the device, where the original copies them too; a cast of a parameter is cast again. Host memory is page-locked
+where the device has links. What a host of limited size has no room for is kept, the smallest first.
+"""
+
+from __future__ import annotations
+
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.planning.floor import swap_everything, swap_what_fits
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies.fitting import plan_of
+from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.tiers import must_fit_host
+
+
+def save_on_cpu(setting: Setting) -> MemoryPlan:
+    """Swap everything, and wait for each copy."""
+    problem, device = setting.problem, setting.device
+    limit = device.host_memory_bytes
+    is_short = limit is not None and must_fit_host(device)
+    actions = swap_what_fits(problem, limit or 0) if is_short else swap_everything(problem)
+    return plan_of(setting, "save-on-cpu", simulate(problem, actions, device, overlap=False), actions)

@@ -1,0 +1,78 @@
+"""Release and prefetch as systems with a rigid discipline do them, layer by layer, whatever the links allow.
+
+A copy out begins when its storage is first saved, which is before the op that reads it runs, and is waited for at
+the end of a layer after the last one that reads it. A copy back is issued when a node of backward begins, and
+waited for by the node that needs it. Ops of views end no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from lightning_offload.planning.policies.kinds import Kind
+from lightning_offload.planning.policies.layers import Layer, Layers
+from lightning_offload.planning.residency import Actions
+from lightning_offload.planning.simulator import Schedule
+
+
+def release_at(layers: Layers, layer: Layer, num_later: int = 0) -> int | None:
+    """The op of forward before which a device copy is released, as a tick; None where forward is over by then.
+
+    Args:
+        layers: The step.
+        layer: What is swapped.
+        num_later: How many more layers its copy may take beyond the last one that reads it.
+    """
+    i = int(np.searchsorted(layers.forward_ticks, layer.last_used, side="right")) + num_later
+    return int(layers.forward_ticks[i]) if i < len(layers.forward_ticks) else None
+
+
+def releases(layers: Layers, storages: Collection[int], actions: Actions, num_later: int = 0) -> dict[int, int]:
+    """Release ticks of those storages that forward can release before backward needs them: the others must stay."""
+    needs = layers.needs(actions)
+    ticks = {s: release_at(layers, layers.by_storage[s], num_later) for s in storages}
+    return {s: tick for s, tick in ticks.items() if tick is not None and tick < needs[s]}
+
+
+def one_ahead(layers: Layers, release: Mapping[int, int], actions: Actions) -> Schedule:
+    """Each node of backward, when it begins, brings back what the next node needs.
+
+    Args:
+        layers: The step.
+        release: By swapped storage: its release.
+        actions: What is done with all storages.
+    """
+    needs, prefetch = layers.needs(actions), dict[int, int]()
+    for s in release:
+        i = layers.node_at(needs[s])
+        if i > 0:
+            prefetch[s] = layers.nodes[i - 1].ordinal
+    return Schedule(release=release, prefetch=prefetch)
+
+
+def nearest_ahead(layers: Layers, release: Mapping[int, int], actions: Actions, stop: Kind) -> Schedule:
+    """Each node brings back what the nearest node after it needs that is not on its way, if no ``stop`` lies between.
+
+    Args:
+        layers: The step.
+        release: By swapped storage: its release.
+        actions: What is done with all storages.
+        stop: A node of this kind ends the search, after what it needs itself.
+    """
+    needs, wanted = layers.needs(actions), dict[int, list[int]]()
+    for s in release:
+        wanted.setdefault(layers.node_at(needs[s]), []).append(s)
+    prefetch: dict[int, int] = {}
+    nodes, found = layers.nodes, 0
+    for i, node in enumerate(nodes):
+        found = max(found, i)  # all up to this node are on their way, or came on demand
+        while found + 1 < len(nodes):
+            if found > i and nodes[found].kind is stop:
+                break
+            found += 1
+            if found in wanted:
+                prefetch.update((s, node.ordinal) for s in wanted[found])
+                break
+    return Schedule(release=release, prefetch=prefetch)

@@ -1,0 +1,142 @@
+"""Cuts forward into segments to be checkpointed: by the network's own blocks, or into equal parts.
+
+A *block* is a module that repeats: one of several numbered children of a container, with modules of its own, that are
+those of another one (``layer3.4``, ``transformer.h.7``, ``encoder.layers.encoder_layer_5``). The outermost such module
+counts, but for stages, which are mostly sequences of blocks (``layer3`` of a ResNet, ``layers.2`` of a Swin).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from lightning_offload.graph.memory_plan import Action
+from lightning_offload.planning.policies.layers import Layers
+from lightning_offload.planning.problem import Problem
+
+OUTSIDE = -1
+"""The segment of ops that are in none."""
+
+_NUMBERED = re.compile(r"(\D*)\d+$")
+
+
+_Path = tuple[str, ...]
+
+
+def blocks(modules: Iterable[str]) -> dict[str, str]:
+    """The block of each module that is in one.
+
+    >>> blocks(["stem", "layer1.0.conv", "layer1.0.bn", "layer1.1.conv", "layer1.1.bn"])["layer1.1.bn"]
+    'layer1.1'
+    """
+    paths: list[_Path] = [tuple(name.split(".")) for name in dict.fromkeys(modules) if name]
+    inner: dict[_Path, set[_Path]] = {}
+    for path in paths:
+        for i in range(1, len(path)):
+            inner.setdefault(path[:i], set()).add(path[i:])
+    repeated = _repeated(inner)
+    stages = _stages(inner, repeated)
+    found: dict[str, str] = {}
+    for path in paths:
+        end = next((i for i in range(1, len(path)) if path[:i] in repeated), None)
+        while end is not None and path[:end] in stages:
+            end = next((i for i in (end + 1, end + 2) if i < len(path) and path[:i] in repeated), None)
+        if end is not None:
+            found[".".join(path)] = ".".join(path[:end])
+    return found
+
+
+def _repeated(inner: Mapping[_Path, set[_Path]]) -> set[_Path]:
+    """Numbered modules with a sibling that has all the modules that they have, and others like it."""
+    siblings: dict[tuple[_Path, str], list[_Path]] = {}
+    for path, parts in inner.items():
+        match = _NUMBERED.match(path[-1])
+        if match is not None and len(parts) > 1:
+            siblings.setdefault((path[:-1], match[1]), []).append(path)
+    repeated: set[_Path] = set()
+    for group in siblings.values():
+        least = min(group, key=lambda path: (len(inner[path]), path))
+        if any(inner[least] <= inner[path] for path in group if path != least):
+            repeated.update(group)
+    return repeated
+
+
+def _stages(inner: Mapping[_Path, set[_Path]], repeated: set[_Path]) -> set[_Path]:
+    """Repeated modules of which more than half is a sequence of such modules, at most one name further in."""
+    within: Counter[_Path] = Counter()
+    for path in repeated:
+        for stage in {path[:-1], path[:-2]} & repeated:
+            within[stage] += len(inner[path])
+    return {stage for stage, num in within.items() if 2 * num > len(inner[stage])}
+
+
+def by_block(problem: Problem) -> list[int] | None:
+    """The segment of each op of forward, one for each block in the order in which they begin; None without blocks."""
+    graph = problem.graph
+    block_of = blocks(op.module for op in graph.ops if op.phase == "forward")
+    number = {name: i for i, name in enumerate(dict.fromkeys(block_of.values()))}
+    if len(number) < 2:
+        return None
+    return [number[block_of[op.module]] if op.module in block_of else OUTSIDE for op in graph.ops]
+
+
+def grouped(segment_of_op: Sequence[int]) -> list[int]:
+    """As many successive segments joined as make the square root of their number."""
+    num = max(segment_of_op) + 1
+    size = math.ceil(num / round(math.sqrt(num)))
+    return [segment if segment == OUTSIDE else segment // size for segment in segment_of_op]
+
+
+def equal_parts(layers: Layers) -> list[int]:
+    """As many parts as the square root of the number of layers, cut where the fewest bytes cross, near equal counts."""
+    graph = layers.problem.graph
+    producers = [layer.producer for layer in layers.by_storage.values() if layer.producer >= 0]
+    num_parts = round(math.sqrt(len(producers)))
+    crossing = _crossing_bytes(layers.problem)
+    cuts: list[int] = []
+    for part in range(1, num_parts):
+        middle, reach = part * len(producers) / num_parts, len(producers) / num_parts / 2
+        near = range(max(1, math.ceil(middle - reach)), min(len(producers), math.ceil(middle + reach)))
+        positions = [producers[i] for i in near if not cuts or producers[i] > cuts[-1]]
+        if positions:
+            cuts.append(min(positions, key=lambda p: (crossing[p], p)))
+    segments = np.searchsorted(np.array(cuts, dtype=np.int64), np.arange(len(graph.ops)), side="right")
+    return [int(segment) for segment in segments]
+
+
+def _crossing_bytes(problem: Problem) -> list[int]:
+    """By op: the bytes made before it in forward that it or later ones read."""
+    graph = problem.graph
+    last_reader: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        if op.phase == "forward":
+            last_reader.update((v, i) for v in op.inputs)
+    delta = [0] * (len(graph.ops) + 1)
+    for v, last in last_reader.items():
+        made = graph.values[v].producer
+        if made >= 0:
+            delta[made + 1] += graph.storages[graph.values[v].storage].num_bytes
+            delta[last + 1] -= graph.storages[graph.values[v].storage].num_bytes
+    return list(itertools.accumulate(delta))
+
+
+def recompute_inside(layers: Layers, segment_of_op: Sequence[int]) -> dict[int, Action]:
+    """Recompute what segments save, but for what replays of other segments read: those are the checkpoints."""
+    by_storage = layers.by_storage
+    inside = {
+        s: segment_of_op[layer.producer]
+        for s, layer in by_storage.items()
+        if layer.can_recompute and layer.producer >= 0 and segment_of_op[layer.producer] != OUTSIDE
+    }
+    kept = {
+        source
+        for s, segment in inside.items()
+        for source in by_storage[s].sources
+        if inside.get(source, segment) != segment
+    }
+    return {s: "recompute" for s in inside if s not in kept}

@@ -1,0 +1,60 @@
+"""vDNN: offload inputs of layers in forward, prefetch them a layer ahead in backward.
+
+Rhu, Gimelshein, Clemons, Zulfiqar, Keckler, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient
+Neural Network Design", MICRO 2016, arXiv 1602.08124. A layer's input is copied out while its last consumer runs, and
+the end of that layer waits for the copy. When a layer's backward begins, the nearest preceding layer with an
+offloaded input that is not on its way is prefetched, unless that is past the next convolution. Three variants choose
+the inputs: those of all layers, those of convolutions, or (dynamic) the fastest configuration that fits.
+
+Departures. We decide about saved storages: what backward never reads is freed by autograd and is nobody's offload.
+The copy begins at the first save instead of the last consumer, which is the same op in a chain. The wait at the end
+of a layer's backward is made at the first op that reads the data; it is never later than in the paper's next layer.
+``vdnn-all`` covers fully connected layers too, which the paper leaves alone for their small inputs, since in other
+networks they are most of the step. Convolution algorithms belong to cuDNN here, so the dynamic variant chooses
+among: no offload, convolutions, all. A storage that backward needs before the layer could end stays, and so does one
+that a host of limited size has no room for, later layers first.
+"""
+
+from __future__ import annotations
+
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.policies.fitting import Choice, fit_host, fits, plan_of, swap
+from lightning_offload.planning.policies.kinds import Kind
+from lightning_offload.planning.policies.layers import Layers
+from lightning_offload.planning.policies.schedules import nearest_ahead, releases
+from lightning_offload.planning.simulator import simulate
+
+
+def vdnn_all(setting: Setting) -> MemoryPlan:
+    """Offload the input of every layer."""
+    choice = _offload(setting, Layers(setting.problem), None)
+    return plan_of(setting, "vdnn-all", choice.timeline, choice.actions)
+
+
+def vdnn_conv(setting: Setting) -> MemoryPlan:
+    """Offload the inputs of convolutions."""
+    choice = _offload(setting, Layers(setting.problem), Kind.CONV)
+    return plan_of(setting, "vdnn-conv", choice.timeline, choice.actions)
+
+
+def vdnn_dyn(setting: Setting) -> MemoryPlan:
+    """Take the fastest that fits of: no offload, convolutions, all."""
+    layers = Layers(setting.problem)
+    choices = [Choice({}, setting.plain), *(_offload(setting, layers, only) for only in (Kind.CONV, None))]
+    choices.sort(key=lambda choice: choice.timeline.step_seconds)
+    smallest = min(choices, key=lambda choice: choice.timeline.peak_bytes)
+    choice = next((choice for choice in choices if fits(setting, choice.timeline)), smallest)
+    return plan_of(setting, "vdnn-dyn", choice.timeline, choice.actions)
+
+
+def _offload(setting: Setting, layers: Layers, only: Kind | None) -> Choice:
+    """Offload what layers of a kind read, or what any layer reads."""
+    read = [
+        s for s in layers.swappable()
+        if (kinds := layers.reader_kinds(layers.by_storage[s])) and (only is None or only in kinds)
+    ]  # fmt: skip
+    release = releases(layers, fit_host(setting, read), {})
+    actions = swap(release)
+    schedule = nearest_ahead(layers, release, actions, stop=Kind.CONV)
+    return Choice(actions, simulate(setting.problem, actions, setting.device, schedule=schedule))

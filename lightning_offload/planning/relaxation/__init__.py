@@ -1,0 +1,183 @@
+"""A linear relaxation of planning: a lower bound on the step time of every plan, and where a good one lies.
+
+A plan says keep, swap or recompute for each candidate storage, what is memoised, and when copies are made; the
+program allows fractions of those actions, and only knows consequences that every plan has. Any plan that fits the
+budget and the tiers is a point of the program whose objective is at most the plan's simulated step time, so the
+optimum is a lower bound: ``relax(...).seconds <= simulate(...).step_seconds`` of each of them.
+
+Proof idea, row by row, for a plan with swapped storages S, recomputed ones R, and ``T(t)`` the time at which tick
+``t`` starts, waits at that tick included:
+
+*Memory.* Plain memory at ``t`` exceeds the budget by some bytes, and nothing but an absent storage of S or R makes
+up for that: one that is dead, and that backward has not yet read since (a storage that it has read stays until
+autograd drops it, memoised or not). What replays hold on top only adds memory.
+
+*Copies.* A storage of S that is absent at ``t`` was copied out between its pack and ``T(t)``, and its copy back lies
+between the first unpack after ``t``, where it can be issued at the earliest, and its first read. Copies of one
+direction take the lane one after another, so over any stretch of time they fit its rate; the stretch is its plain
+time plus the replays and stalls in it, which are variables and cost what they are. The bytes not yet out and those
+back early are on the device. :mod:`.buffers` adds that a storage is there as a whole while its copy is under way.
+
+*Replays.* A storage of R that backward reads when dead was replayed at that read or before it, with its producer and
+all ops behind that up to saved values (:mod:`.facts`). Ops that several replays share count once for each that happens
+at its own read, and at least once. Overhead is paid at each such read; a storage can avoid it only by being made
+on the way to another one, which takes that one to be recomputed and puts it on the device from there on.
+
+*Inputs of replays.* If a replayed storage reads a saved one that is dead, that one is on the device from the replay
+on (kept, swapped back, or memoised), or it was made and dropped and is made again for its own read, at its cost.
+
+*Compute* loses the device's ``copy_interference`` share of the copies' time over the link, except where it waits.
+
+*Tiers.* What is swapped to a limited host fits it while autograd holds it. Where there is a disk, the rest takes its
+lane. If the program holds no plan for a budget (or the solver fails), the bound of :mod:`.knapsack` is returned.
+
+Rounding cannot spoil it: the value is the dual one (:mod:`.program`). The solver need not see every tick: fewer
+rows make a lower bound lower. Ticks where the solution exceeds the budget are added for a few rounds.
+
+Known looseness: a storage may leave in part; replays may be placed in time where they help copies most, within
+their first and last possible tick; a value that is replayed more than twice counts twice; a replay's own transient
+memory is left out, and so is an input that is held beyond its own last read; of chains only the next link is seen to
+be brought back early; what the disk's lane and the link do to one another is left out. Since the ticks depend on
+the budget, the bound may rise by a hair when the budget does, on steps with more ticks than the program takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.relaxation.clock import Case
+from lightning_offload.planning.relaxation.knapsack import knapsack
+from lightning_offload.planning.relaxation.model import Model
+from lightning_offload.planning.relaxation.program import Floats
+from lightning_offload.planning.simulator import simulate
+
+MAX_ITEMS = 3000
+_MAX_MEMORY_TICKS = 160
+_MAX_CLOCK_TICKS = 160
+_MAX_ROUNDS = 4
+_DEFAULT_SECONDS = 20.0
+_CLEAR = 1e-6  # fractions below it are the solver's tolerance
+_ROUNDING = 1e-9
+_TOLERANCE = 1e-4  # share of the largest excess by which a solution may exceed the budget at other ticks
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """The solution of a relaxed planning problem.
+
+    Attributes:
+        seconds: Lower bound on the step time.
+        swap: By storage: the fraction that is swapped; those with none are left out.
+        recompute: The same for recomputed ones.
+        method: How it was found: "plain" where everything fits, "linear program", or "knapsack".
+    """
+
+    seconds: float
+    swap: Mapping[int, float]
+    recompute: Mapping[int, float]
+    method: str
+
+
+def relax(
+    problem: Problem,
+    device: DeviceSpec,
+    budget_bytes: int | None,
+    *,
+    seconds: float | None = None,
+    no_recompute: Collection[int] = (),
+) -> Relaxation:
+    """Relax planning within a budget.
+
+    Args:
+        problem: The step.
+        device: Where it runs.
+        budget_bytes: Peak of live device bytes allowed, None for no limit.
+        seconds: Time to spend, beyond which the cheaper bound is taken; by default plenty.
+        no_recompute: Storages that may not be recomputed; with any, the result bounds only plans that do not.
+    """
+    deadline = time.perf_counter() + (_DEFAULT_SECONDS if seconds is None else seconds)
+    plain = simulate(problem, {}, device)
+    if budget_bytes is None or plain.peak_bytes <= budget_bytes:
+        return Relaxation(seconds=plain.step_seconds, swap={}, recompute={}, method="plain")
+    case = Case.of(problem, device, plain, budget_bytes, no_recompute)
+    bound, swap, recompute = knapsack(problem, device, case.items, plain, budget_bytes)
+    cheap = Relaxation(seconds=bound, swap=swap, recompute=recompute, method="knapsack")
+    if len(case.items) > MAX_ITEMS:
+        return cheap
+    found = _solve(case, deadline)
+    if found is None or found.seconds < cheap.seconds * (1 - _ROUNDING):
+        return cheap
+    return dataclasses.replace(found, seconds=max(found.seconds, cheap.seconds))
+
+
+def _solve(case: Case, deadline: float) -> Relaxation | None:
+    """Solve, adding ticks where the solution exceeds the budget, until there are none."""
+    ticks = _memory_ticks(case)
+    clock = _clock_ticks(case)
+    best: Relaxation | None = None
+    for _ in range(_MAX_ROUNDS):
+        model = Model(case, sorted({*ticks, *clock}))
+        solution = model.solve(deadline - time.perf_counter())
+        if solution is None:
+            return best
+        found = Relaxation(
+            seconds=model.seconds(solution.value),
+            swap=_fractions(case, solution.x[model.swap]),
+            recompute=_fractions(case, solution.x[model.recompute]),
+            method="linear program",
+        )
+        best = found if best is None or found.seconds > best.seconds else best
+        more = set(_exceeded(case, model.absence(solution.x))) - set(ticks)
+        if not more:
+            break
+        ticks |= more
+    return best
+
+
+def _fractions(case: Case, x: Floats) -> dict[int, float]:
+    return {
+        item.candidate.storage: min(1.0, float(share))
+        for item, share in zip(case.items, x, strict=True)
+        if share > _CLEAR
+    }
+
+
+def _memory_ticks(case: Case) -> set[int]:
+    """Ticks with the largest excess between any two changes of what can be absent, thinned out to a number."""
+    edges = {e for item in case.items for e in (item.candidate.death, item.until)} | {0, len(case.excess)}
+    borders = sorted(edges)
+    peaks: list[int] = []
+    for begin, end in itertools.pairwise(borders):
+        if begin < end:
+            peaks.append(begin + int(np.argmax(case.excess[begin:end])))
+    peaks = [t for t in peaks if case.excess[t] > 0]
+    if len(peaks) > _MAX_MEMORY_TICKS:
+        groups = np.array_split(np.array(peaks), _MAX_MEMORY_TICKS)
+        peaks = [int(group[np.argmax(case.excess[group])]) for group in groups]
+    return set(peaks)
+
+
+def _clock_ticks(case: Case) -> set[int]:
+    """Ticks that part the step into equal times, where copies are counted."""
+    ticks = np.unique([t for item in case.items for t in (item.candidate.pack_tick, item.candidate.death, item.until)])
+    ticks = ticks[ticks < len(case.excess)]
+    if len(ticks) > _MAX_CLOCK_TICKS:
+        wanted = np.linspace(case.starts[0], case.starts[-1], _MAX_CLOCK_TICKS)
+        ticks = ticks[np.unique(np.searchsorted(case.starts[ticks], wanted).clip(0, len(ticks) - 1))]
+    return {int(t) for t in ticks}
+
+
+def _exceeded(case: Case, absent: Floats) -> list[int]:
+    """Where the absent bytes do not make up for the excess: the worst tick of each stretch, the worst stretch first."""
+    short: Floats = case.excess - absent
+    over = np.flatnonzero((short > _TOLERANCE * max(1, int(case.excess.max()))) & (case.excess > 0))
+    stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if len(over) else []
+    worst = [int(part[np.argmax(short[part])]) for part in stretches]
+    return sorted(worst, key=lambda t: -short[t])[:_MAX_MEMORY_TICKS]

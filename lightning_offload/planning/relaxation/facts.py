@@ -1,0 +1,157 @@
+"""What a relaxation may rely on: where each candidate can be absent, and what each replay certainly runs.
+
+Everything here holds for any choice of actions, of what is memoised, and of when copies are made; where it cannot
+be known without the choice, the cheaper possibility is taken.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Collection
+
+from lightning_offload.planning.problem import Candidate, Problem
+
+NEVER = 1 << 62
+"""A tick that does not come."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A candidate as a relaxation sees it; other items are named by their place in the list of all.
+
+    Attributes:
+        candidate: The storage.
+        read_at: First unpack at or after its death, when it must be on the device; :data:`NEVER` if there is none.
+        until: First tick at which it cannot be absent any more: its first read or its end; its death if it never can.
+        ops: Ops that run whenever its producer is replayed, that one included.
+        behind: Items that such a replay reads, which must be at hand then.
+        earliest: No op of ``ops`` is replayed before this tick.
+        consumers: Items whose replay reads this one, and so may make it on the way.
+        sharers: Items whose replay may run its producer without reading it.
+    """
+
+    candidate: Candidate
+    read_at: int
+    until: int
+    ops: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    earliest: int = NEVER
+    consumers: tuple[int, ...] = ()
+    sharers: tuple[int, ...] = ()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether backward reads it after the program has let go of it."""
+        return self.read_at < NEVER
+
+
+def find_items(problem: Problem, no_recompute: Collection[int] = ()) -> list[Item]:
+    """All candidates that some plan swaps or recomputes, with their facts; none of the given storages is recomputed."""
+    reads: dict[int, int] = {}
+    for unpack in problem.unpacks:
+        candidate = problem.candidates.get(unpack.storage)
+        if candidate is not None and unpack.tick >= candidate.death:
+            reads.setdefault(unpack.storage, unpack.tick)
+    items = []
+    for s, c in problem.candidates.items():
+        if s in no_recompute and c.can_recompute:
+            c = dataclasses.replace(c, can_recompute=False)
+        read_at = reads.get(s, NEVER)
+        if c.can_swap or c.can_recompute:
+            items.append(Item(candidate=c, read_at=read_at, until=max(c.death, min(read_at, c.release))))
+    return _with_replays(problem, items)
+
+
+def _with_replays(problem: Problem, items: list[Item]) -> list[Item]:
+    earliest = _earliest_replays(problem)
+    place = {item.candidate.value: i for i, item in enumerate(items)}
+    consumers: list[set[int]] = [set() for _ in items]
+    sharers: list[set[int]] = [set() for _ in items]
+    producers = [problem.graph.values[item.candidate.value].producer for item in items]
+    makers: dict[int, list[int]] = {}
+    for i, op in enumerate(producers):
+        makers.setdefault(op, []).append(i)
+    found = list(items)
+    for i, item in enumerate(items):
+        if not item.candidate.can_recompute:
+            continue
+        begin = earliest[producers[i]]
+        ops, behind = _closure(problem, item.candidate.value, begin)
+        found[i] = dataclasses.replace(
+            item,
+            ops=tuple(ops),
+            behind=tuple(place[v] for v in behind if v in place and items[place[v]].candidate.death <= begin),
+            earliest=min(earliest[op] for op in ops),
+        )
+        possible_ops, possible = _closure(problem, item.candidate.value, -1)
+        for v in possible:
+            for k in makers.get(problem.graph.values[v].producer, ()):
+                (consumers if items[k].candidate.value == v else sharers)[k].add(i)
+        for op in possible_ops:
+            for k in makers.get(op, ()):
+                sharers[k].add(i)
+    return [
+        dataclasses.replace(item, consumers=tuple(sorted(consumers[i] - {i})), sharers=tuple(sorted(sharers[i] - {i})))
+        for i, item in enumerate(found)
+    ]
+
+
+def _closure(problem: Problem, value: int, live_until: int) -> tuple[dict[int, None], dict[int, None]]:
+    """Ops that run to make a value again from saved ones, and the saved values that they read.
+
+    Values that the program holds at a tick after ``live_until`` may be used where they lie, so they count for neither;
+    with -1 nothing is taken to be held.
+    """
+    graph = problem.graph
+    ops: dict[int, None] = {}
+    saved: dict[int, None] = {}
+    stack = [graph.values[value].producer]
+    while stack:
+        op = stack.pop()
+        if op in ops or op < 0:
+            continue
+        ops[op] = None
+        for v in graph.ops[op].inputs:
+            if problem.is_given(v):
+                continue
+            if problem.is_saved_for_good(v):
+                saved[v] = None
+            elif live_until < 0 or _dead_from(problem, v) <= live_until:
+                stack.append(graph.values[v].producer)
+    return ops, saved
+
+
+def _dead_from(problem: Problem, value: int) -> int:
+    return min(problem.graph.storages[problem.graph.values[value].storage].death, problem.written_until[value])
+
+
+def _earliest_replays(problem: Problem) -> list[int]:
+    """By op: a tick before which it is never replayed; consumers come after producers, so one pass back suffices."""
+    graph = problem.graph
+    ticks = sorted(unpack.tick for unpack in problem.unpacks if unpack.storage in problem.candidates)
+    reads: dict[int, list[int]] = {}
+    for unpack in problem.unpacks:
+        if unpack.storage in problem.candidates:
+            reads.setdefault(unpack.value, []).append(unpack.tick)
+    wanted = [NEVER] * len(graph.values)
+    earliest = [NEVER] * len(graph.ops)
+    for i in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[i]
+        if not op.replayable:
+            continue
+        for v in op.outputs:
+            dead = _dead_from(problem, v)
+            own = reads.get(v, [])
+            at = _next(own, dead)
+            if wanted[v] < NEVER:
+                at = min(at, _next(ticks, max(dead, wanted[v])))
+            earliest[i] = min(earliest[i], at)
+        for v in op.inputs:
+            wanted[v] = min(wanted[v], earliest[i])
+    return earliest
+
+
+def _next(ticks: list[int], tick: int) -> int:
+    at = bisect.bisect_left(ticks, tick)
+    return ticks[at] if at < len(ticks) else NEVER

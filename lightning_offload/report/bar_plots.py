@@ -1,0 +1,187 @@
+"""The plots of totals: decisions by module, predicted against measured, and policies side by side.
+
+They are written as :mod:`~lightning_offload.report.timeline_plots` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from lightning_offload.graph.memory_plan import Action
+from lightning_offload.report.data import MeasuredStep, PlanView, PolicyOutcome
+from lightning_offload.report.rows import module_rows
+from lightning_offload.report.scale import bytes_unit, escape, format_share, seconds_unit, shorten
+from lightning_offload.report.timeline_plots import MARGIN_LEFT, Plot
+from lightning_offload.units import format_bytes
+
+__all__ = ["WORDS", "measured_plot", "measured_rows", "modules_plot", "policies_plot"]
+
+WORDS: dict[Action, str] = {"keep": "kept", "swap": "swapped", "recompute": "recomputed"}
+_LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"}
+
+
+def modules_plot(view: PlanView) -> Plot | None:
+    """Saved bytes by module and action, the first module of forward on top; None where nothing is saved."""
+    rows = module_rows(view.stored)
+    if not rows:
+        return None
+    unit = bytes_unit(max(row.total_bytes for row in rows))
+    places = list(range(len(rows), 0, -1))
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": WORDS[action],
+            "y": places,
+            "x": [round(row.num_bytes[action] / unit.size, 4) for row in rows],
+            "text": [f"{escape(row.label)}<br><b>{format_bytes(row.num_bytes[action])}</b> {WORDS[action]} of "
+                     f"{format_bytes(row.total_bytes)} in {row.num_storages} storages" for row in rows],
+            "textposition": "none",
+            "hovertemplate": "%{text}<extra></extra>",
+            "marker": {"color": f"var(--{action})"},
+        }
+        for action in get_args(Action)
+    ]  # fmt: skip
+    height = 22 * len(rows) + 110
+    return {
+        "data": data,
+        "layout": {
+            "height": height,
+            "barmode": "stack",
+            "bargap": 0.28,
+            "hovermode": "closest",
+            "margin": {"l": 210, "r": 24, "t": 40, "b": 46},
+            "legend": _LEGEND,
+            "xaxis": {"title": {"text": f"saved bytes ({unit.name})"}, "rangemode": "tozero", "fixedrange": True},
+            "yaxis": {"tickvals": places, "ticktext": [escape(shorten(row.label, 32)) for row in rows],
+                      "range": [0.4, len(rows) + 0.6], "fixedrange": True, "showgrid": False, "ticklabelstandoff": 8},
+        },
+    }  # fmt: skip
+
+
+def measured_rows(view: PlanView) -> list[tuple[str, str, float | None, float | None]]:
+    """Predicted beside measured: label, "bytes" or "seconds", predicted, measured; without rows that know neither."""
+    plan, m = view.plan, view.measured or MeasuredStep()
+    rows: list[tuple[str, str, float | None, float | None]] = [
+        ("forward peak", "bytes", view.forward_peak_bytes, m.forward_peak_bytes),
+        ("backward peak", "bytes", view.backward_peak_bytes, m.backward_peak_bytes),
+        ("optimizer peak", "bytes", None, m.optimizer_peak_bytes),
+        ("peak of the step", "bytes", view.planned.peak_bytes, m.peak_bytes),
+        ("host peak", "bytes", plan.predicted_host_bytes or None, m.host_peak_bytes or None),
+        ("disk peak", "bytes", plan.predicted_disk_bytes or None, m.disk_peak_bytes or None),
+        ("step time", "seconds", view.planned.step_seconds, m.step_seconds),
+        ("stall time", "seconds", view.planned.stall_seconds, m.stall_seconds),
+    ]
+    return [row for row in rows if row[2] is not None or row[3] is not None]
+
+
+def measured_plot(view: PlanView) -> Plot | None:
+    """Peaks and times, predicted beside measured; None where nothing was measured."""
+    rows = measured_rows(view)
+    if all(measured is None for *_, measured in rows):
+        return None
+    data: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {
+        "height": 320,
+        "barmode": "group",
+        "bargap": 0.35,
+        "bargroupgap": 0.08,
+        "hovermode": "closest",
+        "margin": {"l": MARGIN_LEFT, "r": 24, "t": 40, "b": 40},
+        "legend": _LEGEND,
+    }
+    for kind, suffix, domain in (("bytes", "", [0, 0.66]), ("seconds", "2", [0.76, 1])):
+        chosen = [row for row in rows if row[1] == kind]
+        largest = max((value for row in chosen for value in row[2:] if value is not None), default=1)
+        unit = bytes_unit(largest) if kind == "bytes" else seconds_unit(largest)
+        for column, name, color in ((2, "predicted", "predicted"), (3, "measured", "measured")):
+            values = [row[column] for row in chosen]
+            data.append({
+                "type": "bar", "name": name, "legendgroup": name, "showlegend": kind == "bytes",
+                "x": [row[0] for row in chosen],
+                "y": [None if not isinstance(value, int | float) else value / unit.size for value in values],
+                "xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "marker": {"color": f"var(--{color})"},
+                "hovertemplate": f"{name} %{{x}}: <b>%{{y:.3~f}} {unit.name}</b><extra></extra>",
+            })  # fmt: skip
+        layout[f"xaxis{suffix}"] = {"domain": domain, "anchor": f"y{suffix}", "fixedrange": True, "showgrid": False}
+        title = "peak" if kind == "bytes" else "time"
+        layout[f"yaxis{suffix}"] = {"title": {"text": f"{title} ({unit.name})"}, "anchor": f"x{suffix}",
+                                    "rangemode": "tozero", "fixedrange": True}  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def policies_plot(view: PlanView) -> Plot | None:
+    """Overhead of each policy; those that are infeasible are grey and say their floor. None without a comparison."""
+    outcomes = view.comparison
+    if not outcomes:
+        return None
+    shares = [100 * o.overhead for o in outcomes if o.overhead is not None]
+    longest = max([1.0, *shares])
+    places = list(range(len(outcomes), 0, -1))
+    rows = list(zip(places, outcomes, strict=True))
+    bars = (
+        _feasible([(y, o) for y, o in rows if o.overhead is not None], view.plan.policy),
+        _infeasible([(y, o) for y, o in rows if o.overhead is None], longest),
+    )
+    return {
+        "data": [trace for trace in bars if trace["y"]],
+        "layout": {
+            "height": 26 * len(outcomes) + 80,
+            "barmode": "overlay",
+            "hovermode": "closest",
+            "margin": {"l": 150, "r": 72, "t": 12, "b": 46},
+            "xaxis": {"title": {"text": "step time beyond everything kept (%)"}, "fixedrange": True,
+                      "range": [min([0.0, *shares]), 1.04 * longest]},
+            "yaxis": {"tickvals": places, "ticktext": [escape(shorten(o.policy, 22)) for o in outcomes],
+                      "range": [0.4, len(outcomes) + 0.6], "fixedrange": True, "showgrid": False,
+                      "ticklabelstandoff": 8},
+        },
+    }  # fmt: skip
+
+
+_BARS = {
+    "type": "bar",
+    "orientation": "h",
+    "showlegend": False,
+    "width": 0.62,
+    "hovertemplate": "%{hovertext}<extra></extra>",
+}
+
+
+def _feasible(rows: list[tuple[int, PolicyOutcome]], chosen: str) -> dict[str, Any]:
+    return {
+        **_BARS,
+        "name": "feasible",
+        "y": [y for y, _ in rows],
+        "x": [round(100 * (o.overhead or 0.0), 3) for _, o in rows],
+        "marker": {"color": ["var(--accent)" if o.policy == chosen else "var(--predicted)" for _, o in rows]},
+        "text": [f" {format_share(o.overhead)}" for _, o in rows],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "hovertext": [_outcome(o) for _, o in rows],
+    }
+
+
+def _infeasible(rows: list[tuple[int, PolicyOutcome]], longest: float) -> dict[str, Any]:
+    floors = [o.floor_bytes for _, o in rows]
+    return {
+        **_BARS,
+        "name": "infeasible",
+        "y": [y for y, _ in rows],
+        "x": [longest] * len(rows),
+        "marker": {"color": "var(--grid)"},
+        "text": [f"infeasible: needs {format_bytes(floor)}" if floor is not None else "infeasible" for floor in floors],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "constraintext": "none",
+        "textfont": {"color": "var(--muted)", "size": 12},
+        "hovertext": [_outcome(o) for _, o in rows],
+    }
+
+
+def _outcome(outcome: PolicyOutcome) -> str:
+    name = escape(outcome.policy)
+    if outcome.overhead is None or outcome.peak_bytes is None:
+        floor = f"; its floor is {format_bytes(outcome.floor_bytes)}" if outcome.floor_bytes is not None else ""
+        return f"<b>{name}</b>: infeasible{floor}"
+    return f"<b>{name}</b>: {format_share(outcome.overhead)}, peak {format_bytes(outcome.peak_bytes)}"

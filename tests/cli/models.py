@@ -1,0 +1,107 @@
+"""What a command line may name: modules, what makes them, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+
+def small() -> nn.Module:
+    """A convolutional net."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Flatten(), nn.Linear(8 * 32 * 32, 10),
+    )  # fmt: skip
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding; with a part that is never used and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.unused = nn.Linear(64, 64)
+        self.scale = nn.Parameter(torch.ones(16), requires_grad=False)
+        self.register_buffer("offset", torch.zeros(16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.embedding(ids) * self.scale + self.offset)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+INSTANCE = Tied()
+NUMBER = 7
+
+
+class Container:
+    """Holds a model."""
+
+    net = small
+
+
+def with_arguments(width: int, *, depth: int) -> nn.Module:
+    return nn.Linear(width, depth)
+
+
+def broken() -> nn.Module:
+    raise ValueError("no\nsuch luck")
+
+
+def no_model() -> dict[str, Any]:
+    return {}
+
+
+class Heads(nn.Module):
+    """Returns two outputs, one that cannot be differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.linear(x)
+        return {"scores": y if mask is None else y * mask, "best": y.argmax(-1)}
+
+
+class Detached(nn.Module):
+    """Learns nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Classifier(pl.LightningModule):
+    """A LightningModule with labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+def gpt2() -> nn.Module:
+    from tests.zoo.models import hugging_face
+
+    return hugging_face.gpt2("sdpa")
+
+
+def two_inputs(batch_size: int) -> dict[str, Tensor]:
+    """Real tensors for :class:`Heads`."""
+    return {"x": torch.zeros(batch_size, 16), "mask": torch.ones(batch_size, 4)}
+
+
+def one_input(batch_size: int) -> Tensor:
+    return torch.zeros(batch_size, 3, 32, 32)

@@ -1,0 +1,121 @@
+"""The command line as a whole: help, exit codes, and what it imports."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+
+from lightning_offload import cli
+from lightning_offload.cli import app
+from lightning_offload.errors import BudgetInfeasibleError, PlanError
+from tests.cli.running import output_of, refused
+from tests.test_lean_import import run_python
+
+COMMANDS = {
+    "plan": ["--input", "--batch-size", "--budget", "--device", "--dtype", "--report", "--trace", "--json"],
+    "max-batch": ["--limit", "--tolerance", "--only-max", "--json"],
+    "compare": ["--budget", "--json"],
+    "explain": ["--graph", "--model", "--json"],
+    "devices": ["--json"],
+    "bench-links": ["--device", "--spill-dir", "--size", "--json"],
+}
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a command they are listed; the exit codes are documented."""
+    monkeypatch.setenv("COLUMNS", "160")
+    out = output_of(capsys)
+    assert all(command in out for command in COMMANDS)
+    assert "Exit codes: 0 done" in out
+    assert "3 no plan meets the budget" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_the_options(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command lists its options and the exit codes."""
+    monkeypatch.setenv("COLUMNS", "160")
+    out = output_of(capsys, command, "--help")
+    assert all(word in out for word in COMMANDS[command])
+    assert "2 bad input" in out
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that does not exist is bad input."""
+    assert "No such command 'bench-link'" in refused(capsys, "bench-link")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BudgetInfeasibleError("too\nsmall", budget_bytes=1, floor_bytes=2, op=""), 3),
+        (PlanError("bad plan"), 2),
+    ],
+)
+def test_exit_codes(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a command raises on purpose decides the exit code; the message is one line."""
+
+    def fail(*, as_json: bool) -> None:
+        raise error
+
+    monkeypatch.setattr("lightning_offload.cli.devices.devices", fail)
+    assert str(error).replace("\n", " ") in refused(capsys, "devices", code=code)
+
+
+def test_an_interrupt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends a command without a traceback."""
+
+    def fail(*, as_json: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_offload.cli.devices.devices", fail)
+    assert cli.run(["devices"]) == app.ABORTED
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that is nobody's input keeps its traceback."""
+
+    def fail(*, as_json: bool) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("lightning_offload.cli.devices.devices", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["devices"])
+
+
+def test_main_exits_with_the_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The console script, and python -m, read the process's arguments and end it."""
+    monkeypatch.setattr(sys, "argv", ["lightning-offload", "bench-links", "--size", "1"])
+    for start in (cli.main, lambda: runpy.run_module("lightning_offload.cli", run_name="__main__")):
+        with pytest.raises(SystemExit) as exit_info:
+            start()
+        assert exit_info.value.code == app.BAD_INPUT
+        assert "--size '1'" in capsys.readouterr().err
+
+
+def test_without_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line names the extra to install."""
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert cli.run(["bench-links"]) == app.NOT_INSTALLED
+    assert capsys.readouterr().err.strip().endswith("pip install 'lightning-offload[cli]'")
+
+
+def test_asking_for_help_imports_no_torch() -> None:
+    """The command line answers at once, bad input included; what a command needs is imported when it runs."""
+    out = run_python("""
+        import sys
+        from lightning_offload import cli
+        assert "typer" not in sys.modules and "rich" not in sys.modules
+        cli.run(["plan", "--help"])
+        cli.run(["bench-links", "--size", "1"])
+        cli.run(["plan", "a:b", "--device", "abacus"])
+        cli.run(["plan", "a:b", "--batch-size", "0"])
+        print("torch" in sys.modules)
+    """)
+    assert out.strip().endswith("False")

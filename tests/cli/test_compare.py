@@ -1,0 +1,121 @@
+"""``compare`` and ``max-batch``: every policy side by side, and the batch sizes that matter."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_offload.planning.policies import POLICIES
+from tests.cli.running import SMALL, json_of, option, output_of, refused, rows_of
+
+RESULT_KEYS = {
+    "policy", "feasible", "floor_bytes", "predicted_peak_bytes", "predicted_step_seconds", "overhead",
+    "predicted_stall_seconds", "swap_bytes", "recompute_bytes", "traffic_bytes",
+}  # fmt: skip
+BATCH_KEYS = {
+    "batch_size", "samples_per_second", "predicted_step_seconds", "overhead", "predicted_peak_bytes",
+    "plain_peak_bytes",
+}  # fmt: skip
+NO_BATCH = SMALL[:3] + SMALL[5:]
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual terminal, which tables must fit on."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_all_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has a row: a feasible one keeps to the budget, the others say what they need; auto is never slower."""
+    budget = 2_500_000
+    found = json_of(capsys, "compare", *SMALL, "--budget", f"{budget}B")
+    assert [row["policy"] for row in found["policies"]] == list(POLICIES)
+    assert found["budget_bytes"] == budget
+    by_name = {row["policy"]: row for row in found["policies"]}
+    assert all(set(row) == RESULT_KEYS for row in by_name.values())
+    feasible = [row for row in by_name.values() if row["feasible"]]
+    assert all(row["predicted_peak_bytes"] <= budget for row in feasible)
+    assert all(row["traffic_bytes"] == 2 * row["swap_bytes"] for row in feasible)
+    fastest = min(row["predicted_step_seconds"] for row in feasible)
+    assert by_name["auto"]["predicted_step_seconds"] == pytest.approx(fastest)
+    keep_all = by_name["keep-all"]
+    assert not keep_all["feasible"]
+    assert keep_all["floor_bytes"] > budget
+    assert keep_all["predicted_step_seconds"] is None
+
+
+def test_the_table_of_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Feasible ones first, the fastest at the top; what does not fit says what it needs."""
+    out = output_of(capsys, "compare", *SMALL, "--budget", "2500000B")
+    rows = rows_of(out)
+    assert {row[0] for row in rows} == set(POLICIES)
+    needs = [row[2] == "infeasible" for row in rows]
+    assert needs == sorted(needs)
+    assert any(needs)
+    assert not all(needs)
+
+
+def test_no_policy_meets_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 3, with the smallest budget that any meets."""
+    assert "the smallest feasible budget is" in refused(capsys, "compare", *SMALL, "--budget", "1MiB", code=3)
+
+
+@pytest.mark.parametrize("command", ["compare", "max-batch"])
+def test_the_same_bad_input(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options that are shared are checked alike."""
+    arguments = SMALL if command == "compare" else NO_BATCH
+    assert "unknown device 'abacus'" in refused(capsys, command, *option("--device", "abacus", arguments))
+    assert "is ambiguous" in refused(capsys, command, *arguments, "--budget", "12G")
+
+
+def test_batch_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each size fits, and one sample more does not; planned ones are larger than plain ones."""
+    budget = 6 << 20
+    found = json_of(capsys, "max-batch", *NO_BATCH, "--budget", "6MiB")
+    for name in ("plain", "efficient", "best", "largest_efficient", "max"):
+        assert set(found[name]) == BATCH_KEYS
+        assert found[name]["predicted_peak_bytes"] <= budget
+    plain, largest = found["plain"]["batch_size"], found["max"]["batch_size"]
+    assert plain < largest
+    assert found["plain"]["plain_peak_bytes"] <= budget < found["max"]["plain_peak_bytes"]
+    at = {batch: json_of(capsys, "plan", *option("--batch-size", str(batch)), "--output", "") for batch in (plain + 1,)}
+    assert at[plain + 1]["plain_peak_bytes"] > budget
+    beyond = option("--batch-size", str(largest + 1))
+    assert "infeasible" in refused(capsys, "plan", *beyond, "--budget", "6MiB", "--output", "", code=3)
+    best = found["best"]["samples_per_second"]
+    assert found["efficient"]["samples_per_second"] >= 0.97 * best
+    assert found["largest_efficient"]["samples_per_second"] >= 0.97 * best
+    assert found["efficient"]["batch_size"] <= found["best"]["batch_size"] <= found["largest_efficient"]["batch_size"]
+
+
+def test_the_largest_batch_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """--only-max leaves throughput out and keeps the keys; a limit ends the search."""
+    found = json_of(capsys, "max-batch", *NO_BATCH, "--budget", "6MiB", "--only-max", "--limit", "9")
+    assert (found["max"]["batch_size"], found["best"], found["efficient"]) == (9, None, None)
+    assert found["num_captures"] < 10
+    out = output_of(capsys, "max-batch", *NO_BATCH, "--budget", "6MiB", "--only-max", "--limit", "9")
+    assert [row[0] for row in rows_of(out)] == ["everything kept", "limit reached"]
+
+
+def test_batches_of_a_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    """The largest batch of keep-all is the plain one."""
+    found = json_of(capsys, "max-batch", *NO_BATCH, "--budget", "6MiB", "--only-max", "--policy", "keep-all")
+    assert found["plain"]["batch_size"] == found["max"]["batch_size"]
+    assert found["policy"] == "keep-all"
+
+
+def test_not_even_one_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 3, with the smallest feasible budget of one sample."""
+    err = refused(capsys, "max-batch", *NO_BATCH, "--budget", "200000B", code=3)
+    assert "200000" in err or "infeasible" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "0"], "--limit 0 is not positive"),
+        (["--tolerance", "1"], "--tolerance 1.0 is not in [0, 1)"),
+    ],
+)
+def test_bad_searches(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says what is allowed."""
+    assert message in refused(capsys, "max-batch", *NO_BATCH, *arguments)

@@ -1,0 +1,102 @@
+"""SuperNeurons: checkpoints and segments, recomputation by cost, and a cache that evicts only under pressure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.planning.policies import plan
+from lightning_offload.planning.policies.layers import Layers
+from lightning_offload.planning.policies.superneurons import cost_aware, is_checkpoint, segments
+from lightning_offload.planning.problem import Problem
+from tests.graph.building import DEVICE
+from tests.planning.policies.nets import Net, actions_of, conv_bn_relu
+
+
+def test_without_pressure_nothing_is_transferred() -> None:
+    """The cache holds all results of convolutions; activation functions are recomputed all the same."""
+    found = plan(conv_bn_relu(), DEVICE, None, policy="superneurons")
+    assert actions_of(found) == {"swap": [], "recompute": [2, 4, 6]}
+    assert all(decision.memo for decision in found.decisions)
+
+
+def test_eviction_takes_the_least_recently_used_convolutions_and_no_more_than_needed() -> None:
+    """As the budget falls, results of convolutions leave in the order of forward, one by one."""
+    graph, evicted = conv_bn_relu(depth=6), []
+    free = plan(graph, DEVICE, None, policy="superneurons").predicted_peak_bytes
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        plan(graph, DEVICE, 1, policy="superneurons")
+    for budget in range(caught.value.floor_bytes, free + 1, 25):
+        evicted.append(tuple(actions_of(plan(graph, DEVICE, budget, policy="superneurons"))["swap"]))
+    outputs = (1, 3, 5, 7, 9, 11)
+    assert all(found == outputs[: len(found)] for found in evicted)
+    assert [len(found) for found in evicted] == sorted((len(found) for found in evicted), reverse=True)
+    assert len(set(evicted)) >= 4
+    assert actions_of(plan(graph, DEVICE, free, policy="superneurons"))["swap"] == []
+
+
+def _branches() -> tuple[Net, dict[str, int]]:
+    net = Net()
+    values = {}
+    values["conv"] = net.layer("convolution", net.given(1), save="output")
+    values["relu"] = net.layer("relu", values["conv"], save="output")
+    values["pool"] = net.layer("max_pool2d_with_indices", values["relu"], save="output")
+    values["fork"] = net.layer("tanh", values["pool"], save="output")
+    values["left"] = net.layer("sigmoid", values["fork"], save="output")
+    values["join"] = net.layer("add", values["left"], values["fork"], save="output")
+    values["norm"] = net.layer("native_layer_norm", values["join"], save="output")
+    values["drop"] = net.layer("native_dropout", values["norm"], save="output", replayable=False)
+    values["softmax"] = net.layer("_softmax", values["drop"], save="output")
+    values["last"] = net.layer("relu", values["softmax"], save="output")
+    return net, {name: net.values[v].storage for name, v in values.items()}
+
+
+def test_checkpoints_and_segments() -> None:
+    """Convolutions, forks, joins, softmax and what cannot be replayed are checkpoints; the rest lies between."""
+    net, named = _branches()
+    layers = Layers(Problem(net.finish()))
+    checkpoints = {name for name, s in named.items() if is_checkpoint(layers.by_storage[s])}
+    assert checkpoints == {"conv", "fork", "join", "drop", "softmax"}
+    parts = [["relu", "pool"], ["left"], ["norm"], ["last"]]
+    assert segments(layers) == [[named[name] for name in part] for part in parts]
+
+
+def test_only_convolutions_are_evicted() -> None:
+    """Under any pressure joins, forks and softmax stay."""
+    net, named = _branches()
+    graph = net.finish()
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        plan(graph, DEVICE, 1, policy="superneurons")
+    found = plan(graph, DEVICE, caught.value.floor_bytes, policy="superneurons")
+    assert actions_of(found)["swap"] in ([], [named["conv"]])
+
+
+@pytest.mark.parametrize(("largest", "is_speed_centric"), [(390, True), (389, False)])
+def test_segments_that_exceed_the_largest_layer_are_memory_centric(largest: int, is_speed_centric: bool) -> None:
+    """Four results of 100 bytes are memoised if some op holds as much: input, output and workspace."""
+    net = Net()
+    x = net.layer("convolution", net.given(1), size=10, save="output")
+    for name in ("relu", "tanh", "sigmoid", "gelu"):
+        x = net.layer(name, x, save="output")
+    net.op((), (), workspace_bytes=10 + largest)
+    graph = net.finish()
+    recompute, no_memo = cost_aware(Layers(Problem(graph)))
+    assert len(recompute) == 4
+    assert no_memo == (frozenset() if is_speed_centric else frozenset(recompute))
+    found = plan(graph, DEVICE, None, policy="superneurons")
+    assert {d.memo for d in found.decisions if d.action == "recompute"} == {is_speed_centric}
+
+
+def test_a_short_host_limits_eviction() -> None:
+    """What the host has no room for cannot be evicted, so the floor is higher."""
+    graph = conv_bn_relu(depth=6, size=4096)
+
+    def floor(host: int | None) -> int:
+        device = dataclasses.replace(DEVICE, host_memory_bytes=host)
+        with pytest.raises(BudgetInfeasibleError) as caught:
+            plan(graph, device, 1, policy="superneurons")
+        return caught.value.floor_bytes
+
+    assert floor(None) == floor(6 * 4096) < floor(2 * 4096) < floor(0)

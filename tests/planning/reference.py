@@ -1,0 +1,359 @@
+"""The step simulator written for the eye: slow, tick by tick, from the definitions.
+
+What the fast one must agree with. Sets and lists of who is where at each tick take the place of flat arrays,
+difference arrays, heaps and memoised maxima.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from lightning_offload.graph import DeviceSpec
+from lightning_offload.graph.memory_plan import Action, Tier
+from lightning_offload.graph.stays import stored_bytes
+from lightning_offload.planning.kernels.prefetches import LOOKAHEAD
+from lightning_offload.planning.problem import Candidate, Problem, Unpack
+from lightning_offload.planning.simulator import Schedule, Timeline
+
+
+def reference_timeline(
+    problem: Problem,
+    actions: dict[int, Action],
+    device: DeviceSpec,
+    *,
+    limit_bytes: int | None = None,
+    no_memo: frozenset[int] = frozenset(),
+    overlap: bool = True,
+    schedule: Schedule | None = None,
+) -> Timeline:
+    """What :func:`lightning_offload.planning.simulator.simulate` returns."""
+    if schedule is None and not overlap:
+        schedule = Schedule(release={}, prefetch={})
+    return _Step(problem, actions, device, no_memo).run(limit_bytes, schedule)
+
+
+class _Backward:
+    """Walks the unpacks as the runtime would.
+
+    Attributes:
+        needed: By swapped or recomputed storage: tick of the first unpack that needs it on the device.
+        held: By saved storage: first tick at which nobody needs it any more.
+        seconds: By tick of an unpack with a replay: the time of its ops.
+        transient: Its memory beyond the values that stay.
+    """
+
+    def __init__(self, problem: Problem, actions: dict[int, Action], no_memo: frozenset[int]) -> None:
+        self.problem, self.actions, self.no_memo = problem, actions, no_memo
+        self.needed: dict[int, int] = {}
+        self.held = dict(problem.release)
+        self.seconds: dict[int, float] = {}
+        self.transient: dict[int, int] = {}
+        for unpack in problem.unpacks:
+            if unpack.storage in actions:
+                calls: list[int] = []
+                self._visit(unpack.value, unpack.tick, calls, set())
+                if calls:
+                    self._replay(calls, unpack)
+        for s in actions:
+            if actions[s] == "recompute":
+                self._hold(s)
+
+    def _visit(self, value: int, tick: int, calls: list[int], seen: set[int]) -> None:
+        op = self.problem.graph.values[value].producer
+        if op in seen or self._at_hand(value, tick) or op < 0:
+            return
+        seen.add(op)
+        for v in self.problem.graph.ops[op].inputs:
+            self._visit(v, tick, calls, seen)
+        calls.append(op)
+
+    def _at_hand(self, value: int, tick: int) -> bool:
+        problem = self.problem
+        if problem.is_live(value, tick) or problem.is_given(value):
+            return True
+        if not problem.is_saved_for_good(value):
+            return False
+        s = problem.graph.values[value].storage
+        self.held[s] = max(self.held[s], tick + 1)
+        if self.actions.get(s) == "swap":
+            self.needed.setdefault(s, tick)
+        return s not in self.actions or s in self.needed
+
+    def _replay(self, calls: list[int], unpack: Unpack) -> None:
+        """Run the calls one by one, with the set of values that only this replay holds."""
+        graph = self.problem.graph
+        own: set[int] = set()
+        staying: set[int] = set()
+        peak = 0
+        for n, i in enumerate(calls):
+            op = graph.ops[i]
+            wanted_later = Counter(v for later in calls[n + 1 :] for v in graph.ops[later].inputs)
+            written = {graph.values[v].storage for v in op.outputs}
+            own -= {v for v in op.inputs if graph.values[v].storage in written and not wanted_later[v]}
+            peak = max(peak, self._bytes(staying) + self._bytes(own) + self._bytes(op.outputs) + op.workspace_bytes)
+            for v in op.outputs:
+                if v == unpack.value or self._is_memoised(v, unpack.tick):
+                    self.needed[graph.values[v].storage] = unpack.tick
+                    staying.add(v)
+                else:
+                    own.add(v)
+            own = {v for v in own if wanted_later[v]}
+        self.seconds[unpack.tick] = sum(graph.ops[i].seconds for i in calls)
+        self.transient[unpack.tick] = max(0, peak - self._bytes(staying))
+
+    def _is_memoised(self, value: int, tick: int) -> bool:
+        s = self.problem.graph.values[value].storage
+        is_wanted = self.actions.get(s) == "recompute" and s not in self.no_memo and s not in self.needed
+        return is_wanted and self.problem.release[s] > tick and value == self.problem.candidates[s].value
+
+    def _bytes(self, values: Iterable[int]) -> int:
+        storages = [self.problem.graph.storages[self.problem.graph.values[v].storage] for v in values]
+        return sum(storage.num_bytes for storage in storages if not storage.is_persistent)
+
+    def _hold(self, recomputed: int) -> None:
+        """A recorded call holds what it reads until its result is there again, or is not wanted any more."""
+        until = self.needed.get(recomputed, self.problem.release[recomputed])
+        for s in saved_behind(self.problem, self.problem.candidates[recomputed].value):
+            if s not in self.actions or (self.actions[s] == "swap" and s in self.needed):
+                self.held[s] = max(self.held[s], until)
+
+
+def saved_behind(problem: Problem, value: int) -> set[int]:
+    """Saved storages that a replay of a value reads, through values that are not saved."""
+    graph, found = problem.graph, set[int]()
+    pending = [value]
+    for v in pending:
+        op = graph.values[v].producer
+        for read in graph.ops[op].inputs if op >= 0 else ():
+            if problem.is_saved_for_good(read) and not problem.is_given(read):
+                found.add(graph.values[read].storage)
+            elif not problem.is_given(read) and read not in pending:
+                pending.append(read)
+    return found
+
+
+@dataclasses.dataclass
+class _Lane:
+    """One direction: when the link and the disk are free."""
+
+    link_rate: float
+    disk_rate: float
+    is_linked: bool
+    link_free: float = 0.0
+    disk_free: float = 0.0
+
+    def copy(self, num_bytes: int, tier: Tier, now: float, after: float = 0.0) -> float:
+        if tier == "host":
+            self.link_free = max(now, self.link_free, after) + num_bytes * (1 / self.link_rate)
+            return self.link_free
+        begin = max(now, self.disk_free, after)
+        if self.is_linked:
+            begin = max(begin, now, self.link_free)
+            self.link_free = max(now, self.link_free) + num_bytes * (1 / self.link_rate)
+        slower = min(self.link_rate, self.disk_rate) if self.is_linked else self.disk_rate
+        self.disk_free = begin + num_bytes * (1 / slower)
+        return self.disk_free
+
+
+class _Step:
+    def __init__(
+        self, problem: Problem, actions: dict[int, Action], device: DeviceSpec, no_memo: frozenset[int]
+    ) -> None:
+        self.problem, self.actions, self.device = problem, actions, device
+        self.backward = _Backward(problem, actions, no_memo)
+        self.swapped = sorted(
+            (problem.candidates[s] for s in actions if actions[s] == "swap"), key=lambda c: c.pack_tick
+        )
+        self.always_kept = [
+            s for s in problem.release if s not in problem.candidates and not problem.graph.storages[s].is_persistent
+        ]
+        seconds = [float(x) for x in problem.seconds]
+        for tick, replayed in self.backward.seconds.items():
+            seconds[tick] += replayed + device.overhead_seconds
+        self.starts = [0.0, *itertools.accumulate(seconds)]
+        self.release: dict[int, int] = {c.storage: -1 for c in self.swapped}
+        self.prefetch: dict[int, int] = {}
+        self.tiers, self.host_peak, self.disk_peak = self._choose_tiers()
+
+    def run(self, limit: int | None, schedule: Schedule | None) -> Timeline:
+        if schedule is None:
+            self._choose_releases(limit)
+            self._choose_prefetches(limit)
+        else:
+            self._follow(schedule)
+        memory = [self.bytes_at(tick) for tick in range(len(self.problem.base))]
+        seconds, stall = self._time()
+        room = self.device.host_memory_bytes
+        return Timeline(
+            memory=np.array(memory),
+            peak_bytes=max(memory),
+            peak_tick=memory.index(max(memory)),
+            step_seconds=seconds,
+            stall_seconds=stall,
+            release_tick=self.release,
+            prefetch=self.prefetch,
+            tiers=self.tiers,
+            host_peak_bytes=self.host_peak,
+            disk_peak_bytes=self.disk_peak,
+            overflow_bytes=max(0, self.host_peak - room) if room is not None else 0,
+        )
+
+    def bytes_at(self, tick: int) -> int:
+        """What is on the device at a tick, storage by storage."""
+        total = int(self.problem.base[tick]) + self.backward.transient.get(tick, 0)
+        total += sum(self.problem.graph.storages[s].num_bytes for s in self.always_kept if self._is_held(s, tick))
+        return total + sum(c.num_bytes * self._num_copies(c, tick) for c in self.problem.candidates.values())
+
+    def _is_held(self, s: int, tick: int) -> bool:
+        """Whether only a recorded call holds a storage any more, which the base does not know."""
+        dropped = max(self.problem.graph.storages[s].death, self.problem.release[s])
+        return dropped <= tick < self.backward.held[s]
+
+    def _num_copies(self, c: Candidate, tick: int) -> int:
+        """How often a saved storage is there beside the program's own reference: 0 or 1, were it not for mistakes."""
+        s, needed, held = c.storage, self.backward.needed.get(c.storage), self.backward.held[c.storage]
+        if s not in self.actions:
+            return int(c.death <= tick < held)
+        is_back = needed is not None and needed <= tick < held
+        is_leaving = self.actions[s] == "swap" and c.death <= tick < self.release[s]
+        ordinal = self.prefetch.get(s, -1)
+        is_fetched = ordinal >= 0 and needed is not None and self.problem.unpacks[ordinal].tick <= tick < needed
+        return is_back + is_leaving + is_fetched
+
+    def _first_need(self, c: Candidate) -> int:
+        return self.backward.needed.get(c.storage, c.release)
+
+    # ---- tiers
+
+    def _choose_tiers(self) -> tuple[dict[int, Tier], int, int]:
+        limit, order = self.device.host_memory_bytes, list(self.swapped)
+        on_disk: list[Candidate] = []
+        if limit is not None and self.device.has_disk:
+            order.sort(key=lambda c: (self.starts[c.pack_tick] - self.starts[self._first_need(c)], c.storage))
+            while self._stored_peak(order) > limit:
+                on_disk.append(order.pop(0))
+        tiers: dict[int, Tier] = {c.storage: "host" for c in order} | {c.storage: "disk" for c in on_disk}
+        return tiers, self._stored_peak(order), self._stored_peak(on_disk)
+
+    def _stored_peak(self, stored: list[Candidate]) -> int:
+        ends = self._stored_until()
+        return max(
+            sum(stored_bytes(c.num_bytes) for c in stored if c.pack_tick <= tick < ends[c.storage])
+            for tick in range(self.problem.graph.num_ticks + 1)
+        )
+
+    def _stored_until(self) -> dict[int, int]:
+        """By saved storage: when nobody may read its copy any more: who is recomputed reads until it is dropped."""
+        ends, before = dict(self.problem.release), dict[int, int]()
+        while ends != before:
+            before = dict(ends)
+            for s in (s for s in self.actions if self.actions[s] == "recompute"):
+                for read in saved_behind(self.problem, self.problem.candidates[s].value):
+                    ends[read] = max(ends[read], ends[s])
+        return ends
+
+    # ---- copies
+
+    def _follow(self, schedule: Schedule) -> None:
+        for c in self.swapped:
+            wished = schedule.release.get(c.storage, -1)
+            self.release[c.storage] = release = min(wished, self._first_need(c)) if wished >= c.pack_tick else -1
+            ordinal = schedule.prefetch.get(c.storage, -1)
+            tick = self.problem.unpacks[ordinal].tick if ordinal >= 0 else -1
+            is_possible = c.storage in self.backward.needed and max(c.death, release, 0) <= tick < self._first_need(c)
+            self.prefetch[c.storage] = ordinal if is_possible else -1
+
+    def _choose_releases(self, limit: int | None) -> None:
+        out = self._lane_out()
+        for c in self.swapped:
+            end = out.copy(c.num_bytes, self.tiers[c.storage], self.starts[c.pack_tick])
+            begun = bisect.bisect_left(self.starts, end)
+            until = min((op.tick for op in self.problem.graph.ops if op.tick >= begun), default=len(self.starts) - 2)
+            self.release[c.storage] = until if until < self._first_need(c) else self._last_op(c, c.death)
+        over = [t for t in range(len(self.problem.base)) if limit is not None and self.bytes_at(t) > limit]
+        for tick in over:
+            for c in self.swapped:
+                if self.bytes_at(tick) > limit and c.death <= tick < self.release[c.storage]:
+                    self.release[c.storage] = self._last_op(c, tick)
+
+    def _last_op(self, c: Candidate, until: int) -> int:
+        return max((op.tick for op in self.problem.graph.ops if c.pack_tick < op.tick <= until), default=-1)
+
+    def _choose_prefetches(self, limit: int | None) -> None:
+        wanted = [c for c in self.swapped if c.storage in self.backward.needed]
+        link_from = disk_from = float("inf")
+        back, overhead = self._lane_back(), self.device.overhead_seconds
+        for c in sorted(wanted, key=lambda c: -self._first_need(c)):
+            need = self._first_need(c)
+            if self.tiers[c.storage] == "host":
+                by = link_from = min(self.starts[need], link_from) - c.num_bytes * (1 / back.link_rate) - overhead
+            else:
+                slower = min(back.link_rate, back.disk_rate) if back.is_linked else back.disk_rate
+                disk_from = min(self.starts[need], disk_from) - c.num_bytes * (1 / slower) - overhead
+                if back.is_linked:
+                    link_from = min(self.starts[need], link_from) - c.num_bytes * (1 / back.link_rate)
+                    disk_from = min(disk_from, link_from)
+                by = disk_from
+            self.prefetch[c.storage] = self._issue(c, need, by, limit)
+
+    def _issue(self, c: Candidate, need: int, by: float, limit: int | None) -> int:
+        """The latest unpack that is early enough; else the earliest from which on there is room."""
+        chosen = -1
+        ordinals = [i for i, unpack in enumerate(self.problem.unpacks) if unpack.tick < need]
+        for ordinal in reversed(ordinals[-LOOKAHEAD - 1 :]):
+            tick = self.problem.unpacks[ordinal].tick
+            has_room = limit is None or all(self.bytes_at(t) + c.num_bytes <= limit for t in range(tick, need))
+            if tick < max(c.death, self.release[c.storage]) or not has_room:
+                break
+            chosen = ordinal
+            if self.starts[tick] <= by:
+                break
+        return chosen
+
+    # ---- time
+
+    def _lane_out(self) -> _Lane:
+        d = self.device
+        return _Lane(d.d2h_bytes_per_second, d.disk_write_bytes_per_second, d.kind != "cpu")
+
+    def _lane_back(self) -> _Lane:
+        d = self.device
+        return _Lane(d.h2d_bytes_per_second, d.disk_read_bytes_per_second, d.kind != "cpu")
+
+    def _time(self) -> tuple[float, float]:
+        """Tick by tick: copies out begin, releases wait, copies back begin, needs wait, then work is done."""
+        out, back, needed = self._lane_out(), self._lane_back(), self.backward.needed
+        gone: dict[int, float] = {}
+        here: dict[int, float] = {}
+        now = stalled = copied = 0.0
+        for tick in range(len(self.problem.base)):
+            for c in (c for c in self.swapped if c.pack_tick == tick):
+                gone[c.storage] = out.copy(c.num_bytes, self.tiers[c.storage], now)
+                copied += c.num_bytes / out.link_rate
+            for c in self.swapped:
+                release = self.release[c.storage] if self.release[c.storage] >= 0 else c.pack_tick
+                if release == tick:
+                    stalled += max(0.0, gone[c.storage] - now)
+                    now = max(now, gone[c.storage])
+            issued = [c for c in self.swapped if self._issued_at(c) == tick]
+            arriving = [c for c in self.swapped if needed.get(c.storage) == tick]
+            for c in (*issued, *arriving):
+                if c.storage not in here:
+                    here[c.storage] = back.copy(c.num_bytes, self.tiers[c.storage], now, gone[c.storage])
+                    copied += c.num_bytes / back.link_rate
+            for c in arriving:
+                stalled += max(0.0, here[c.storage] - now)
+                now = max(now, here[c.storage])
+            now += self.starts[tick + 1] - self.starts[tick]
+        slowed = max(0.0, copied - stalled) * self.device.copy_interference
+        return now + slowed + 2 * len(self.swapped) * self.device.overhead_seconds, stalled
+
+    def _issued_at(self, c: Candidate) -> int:
+        ordinal = self.prefetch.get(c.storage, -1)
+        return self.problem.unpacks[ordinal].tick if ordinal >= 0 else -1

@@ -1,0 +1,154 @@
+"""The relaxation: optima by hand, and what happens where it cannot be solved."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import scipy.optimize
+
+from lightning_offload.graph import DeviceSpec
+from lightning_offload.planning import relaxation
+from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.relaxation import relax
+from lightning_offload.planning.simulator import Schedule, simulate
+from tests.graph.building import DEVICE, GraphBuilder, chain
+
+FAST = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e6, h2d_bytes_per_second=1e6)
+SLOW = dataclasses.replace(DEVICE, d2h_bytes_per_second=10.0, h2d_bytes_per_second=10.0)
+
+
+LATE = Schedule(release={1: 3}, prefetch={})
+"""Waits for the copy out before the op that needs its room, and copies back on demand."""
+
+
+def one_large(*, replayable: bool, seconds: float = 1.0) -> Problem:
+    """A saved result of 100 bytes that must be away while another one of 100 bytes is there."""
+    b = GraphBuilder()
+    made = b.make(100, b.given(1), seconds=seconds, replayable=replayable)
+    pack = b.pack(made)
+    b.drop(made)
+    b.op(seconds=1.0)
+    b.drop(b.make(100, seconds=1.0))
+    b.op(seconds=2.0)
+    b.backward()
+    b.unpack(pack)
+    b.op(seconds=1.0)
+    b.release(pack)
+    b.op(seconds=1.0)
+    return Problem(b.build())
+
+
+def test_everything_fits_without_a_budget() -> None:
+    """No budget, or a large one, takes the plain time, and nothing leaves."""
+    problem = Problem(chain(20, 30, 40))
+    for budget in (None, 200):
+        relaxed = relax(problem, DEVICE, budget)
+        assert relaxed == relaxation.Relaxation(seconds=6.0, swap={}, recompute={}, method="plain")
+
+
+def test_replay_costs_its_time_and_overhead() -> None:
+    """On a device without usable links the storage is recomputed: its op's time, and one replay's overhead."""
+    problem = one_large(replayable=True, seconds=0.5)
+    device = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e-3, h2d_bytes_per_second=1e-3, overhead_seconds=0.125)
+    relaxed = relax(problem, device, 101)
+    assert relaxed.method == "linear program"
+    assert relaxed.recompute == {1: pytest.approx(1.0, abs=1e-4)}
+    assert relaxed.seconds == pytest.approx(6.5 + 0.5 + 0.125, abs=1e-3)
+    assert simulate(problem, {1: "recompute"}, device).step_seconds == 6.5 + 0.5 + 0.125
+
+
+def test_copies_out_hide_and_the_first_one_back_does_not() -> None:
+    """Two overheads are left, and the copy back: no unpack comes before its need, so it begins there."""
+    problem = one_large(replayable=False)
+    device = dataclasses.replace(FAST, overhead_seconds=0.125)
+    relaxed = relax(problem, device, 101)
+    assert relaxed.swap == {1: pytest.approx(1.0)}
+    assert relaxed.seconds == pytest.approx(7.0 + 2 * 0.125 + 1e-4, abs=1e-9)
+
+
+def test_copies_that_cannot_be_hidden_are_waited_for() -> None:
+    """Ten seconds out within one of compute, ten back that begin at the need: nineteen seconds more."""
+    problem = one_large(replayable=False)
+    timeline = simulate(problem, {1: "swap"}, SLOW, schedule=LATE)
+    assert timeline.peak_bytes == 101
+    assert relax(problem, SLOW, 101).seconds == pytest.approx(timeline.step_seconds) == 7.0 + 9 + 10
+
+
+def test_copies_take_their_share_of_compute() -> None:
+    """Where copies interfere with compute, hidden ones cost that share of their duration, and waits no more."""
+    problem = one_large(replayable=False)
+    device = dataclasses.replace(FAST, copy_interference=0.5)
+    assert relax(problem, device, 101).seconds == pytest.approx(7.0 + 0.5 * 1e-4 + 1e-4, abs=1e-9)
+
+
+def test_inputs_of_replays_are_paid_for() -> None:
+    """Both results of a chain must go, and the second one's replay needs the first: each is replayed once."""
+    problem = Problem(chain(50, 50, 10))
+    actions = {1: "recompute", 2: "recompute"}
+    timeline = simulate(problem, actions, SLOW)  # type: ignore[arg-type]
+    relaxed = relax(problem, SLOW, timeline.peak_bytes)
+    assert relaxed.seconds <= timeline.step_seconds == 8.0
+
+
+@pytest.mark.parametrize("room", [0, 4096])
+def test_what_does_not_fit_the_host_is_not_swapped(room: int) -> None:
+    """A host without room leaves replays; one with a page's room takes the storage."""
+    problem = one_large(replayable=True)
+    device = dataclasses.replace(FAST, host_memory_bytes=room)
+    relaxed = relax(problem, device, 101)
+    assert sum(relaxed.swap.values()) == pytest.approx(room / 4096)
+    assert sum(relaxed.recompute.values()) == pytest.approx(1 - room / 4096)
+
+
+def test_the_disks_rate_counts_where_the_host_has_no_room() -> None:
+    """With all swaps on a disk of ten bytes a second, each copy takes ten seconds."""
+    problem = one_large(replayable=False)
+    device = dataclasses.replace(
+        FAST, host_memory_bytes=0, disk_write_bytes_per_second=10.0, disk_read_bytes_per_second=10.0
+    )
+    timeline = simulate(problem, {1: "swap"}, device, schedule=LATE)
+    assert relax(problem, device, 101).seconds == pytest.approx(timeline.step_seconds) == 26.0
+
+
+def fails(*args: object, **kwargs: object) -> None:
+    """What a solver might do."""
+    raise ValueError("no luck")
+
+
+def test_a_failing_solver_leaves_the_cheaper_bound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The failure is logged, and the knapsack's bound returned."""
+    monkeypatch.setattr(scipy.optimize, "linprog", fails)
+    relaxed = relax(one_large(replayable=True), SLOW, 101)
+    assert relaxed.method == "knapsack"
+    assert relaxed.seconds == 7.0  # copies cost no compute there
+    assert "no luck" in caplog.text
+
+
+def test_large_steps_take_the_cheaper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a number of candidates there is no program."""
+    monkeypatch.setattr(relaxation, "MAX_ITEMS", 2)
+    assert relax(Problem(chain(20, 30, 40)), SLOW, 180).method == "knapsack"
+    monkeypatch.setattr(relaxation, "MAX_ITEMS", 3)
+    assert relax(Problem(chain(20, 30, 40)), SLOW, 180).method == "linear program"
+
+
+def test_a_budget_below_all_plans_has_a_bound_nevertheless() -> None:
+    """Where no fractions fit, the bound is finite and says how it was found."""
+    device: DeviceSpec = FAST
+    relaxed = relax(Problem(chain(20, 30, 40)), device, 1)
+    assert relaxed.method == "knapsack"
+    assert 6.0 <= relaxed.seconds < float("inf")
+
+
+def test_ticks_are_added_where_the_solution_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting from a single tick the program finds the others that count."""
+    problem = Problem(chain(*[10, 40, 20, 30] * 4))
+    everything = relax(problem, SLOW, 300)
+    monkeypatch.setattr(relaxation, "_MAX_MEMORY_TICKS", 1)
+    few = relax(problem, SLOW, 300)
+    monkeypatch.setattr(relaxation, "_MAX_ROUNDS", 1)
+    fewest = relax(problem, SLOW, 300)
+    assert fewest.seconds <= few.seconds <= everything.seconds * (1 + 1e-9)
