@@ -19,7 +19,7 @@ import numpy as np
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.arrays import Codes
-from lightning_offload.planning.local_search import improve
+from lightning_offload.planning.local_search import BOLD, PATIENT, improve
 from lightning_offload.planning.orders import Order, families
 from lightning_offload.planning.plans import Setting, build_plan, relabelled
 from lightning_offload.planning.relaxation import MAX_ITEMS
@@ -27,7 +27,7 @@ from lightning_offload.planning.rounding import roundings
 from lightning_offload.planning.search import Choice, Search
 
 _MAX_ROWS = 120_000_000  # that local search simulates, in all; a second's worth or two where it is compiled
-_TRIALS_PER_CANDIDATE = 12
+_TRIALS_PER_CANDIDATE = 20
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _NUM_STARTS = 3
 
@@ -128,11 +128,12 @@ def _improve(search: Search, starts: list[Choice]) -> None:
     if not best:
         return
     improved = [improve(search, choice, num_trials // (2 * len(best)), seed=setting.seed) for choice in best]
-    choice = improve(search, min(improved, key=lambda c: c.seconds), num_trials // 2, seed=setting.seed + 1)
-    seed = setting.seed + 2
-    while setting.seconds is not None and not search.is_over:
+    choice = min(improved, key=lambda c: c.seconds)
+    seed = setting.seed + 1
+    while True:
         before = search.num_trials
-        choice = improve(search, choice, num_trials, seed=seed)
+        for temper in (PATIENT, BOLD):
+            choice = improve(search, choice, num_trials // 4, temper=temper, seed=seed)
         seed += 1
-        if search.num_trials == before:
+        if setting.seconds is None or search.is_over or search.num_trials == before:
             break

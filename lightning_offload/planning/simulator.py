@@ -14,95 +14,26 @@ a search that tries many choices uses a :class:`Simulator`, which takes and give
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import Tier
 from lightning_offload.planning.arrays import SWAP, Buffers, Codes, StepArrays
 from lightning_offload.planning.kernels import Kernels, kernels_for
 from lightning_offload.planning.kernels.buffers import Buckets, Events, Gaps, Lanes, Links, Needs, Room, Transfers
 from lightning_offload.planning.kernels.prefetches import BLOCK
 from lightning_offload.planning.lane_times import in_rates, out_rates
-from lightning_offload.planning.problem import Bytes, Problem
+from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.residency import Actions, find_needs
 from lightning_offload.planning.tiers import TierChoice, choose_tiers
+from lightning_offload.planning.timeline import NEVER, NO_LIMIT, ON_DEMAND, Outcome, Schedule, Timeline
 
-_NO_LIMIT = 1 << 62
-_NOTEWORTHY = 1e-3  # share of the step that compute waits, with which other prefetches are tried
+__all__ = ["NEVER", "Outcome", "Schedule", "Simulator", "Timeline", "simulate"]
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """When copies are made, for policies that say so themselves.
-
-    Attributes:
-        release: By swapped storage: tick of the op before which its device copy is released; -1, at its pack, for
-            the others.
-        prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1, on demand, for the
-            others. One that comes before the device copy is released, or after its need, is on demand.
-    """
-
-    release: Mapping[int, int]
-    prefetch: Mapping[int, int]
-
-
-_ON_DEMAND = Schedule(release={}, prefetch={})
-
-
-class Outcome(NamedTuple):
-    """What a search wants to know of a simulated step.
-
-    Attributes:
-        peak_bytes: Most bytes on the device at once.
-        step_seconds: Duration.
-        stall_seconds: Time that compute waits for copies.
-        overflow_bytes: By how much the host would have to be larger; a choice with any is infeasible.
-    """
-
-    peak_bytes: int
-    step_seconds: float
-    stall_seconds: float
-    overflow_bytes: int
-
-
-NEVER = Outcome(_NO_LIMIT, float("inf"), float("inf"), 0)
-"""A step that was not simulated to its end."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """A simulated step.
-
-    Attributes:
-        memory: Live device bytes at each tick.
-        peak_bytes: Its maximum.
-        peak_tick: Where that is.
-        step_seconds: Duration.
-        stall_seconds: Time that compute waits for copies.
-        release_tick: By swapped storage: tick at which its device copy is released; -1 at its pack.
-        prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1 on demand.
-        tiers: By swapped storage: where it goes.
-        host_peak_bytes: Most bytes on the host at once, each storage rounded up to what it takes there.
-        disk_peak_bytes: The same for the disk.
-        overflow_bytes: By how much the host would have to be larger; a choice with any is infeasible.
-    """
-
-    memory: Bytes
-    peak_bytes: int
-    peak_tick: int
-    step_seconds: float
-    stall_seconds: float
-    release_tick: Mapping[int, int]
-    prefetch: Mapping[int, int]
-    tiers: Mapping[int, Tier]
-    host_peak_bytes: int
-    disk_peak_bytes: int
-    overflow_bytes: int
+_NOTEWORTHY = 1e-3  # share of the step that compute waits, above which other prefetches are tried
+_ROUNDING = 1e-9  # share of the step by which its duration may differ for no reason but the order of sums
 
 
 def simulate(
@@ -146,7 +77,7 @@ class _Pass(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What does not depend on when copies are made, and what it is made with."""
+    """What does not depend on when copies back are issued, and what it is made with."""
 
     kernels: Kernels
     new: Buffers
@@ -155,6 +86,8 @@ class _Static(NamedTuple):
     needs: Needs
     starts: Any
     stored: TierChoice | None
+    transfers: Transfers
+    memory: Any
 
 
 @final
@@ -209,7 +142,7 @@ class Simulator:
             max_seconds: Where replays alone make the step longer than this, the simulation is given up, and the
                 outcome is that of a step that never ends: chains without memo are long to simulate.
         """
-        made = self._simulate(codes, no_memo, None if overlap else _ON_DEMAND, max_seconds)
+        made = self._simulate(codes, no_memo, None if overlap else ON_DEMAND, max_seconds)
         if made is None:
             return NEVER
         overflow = made.stored.overflow_bytes if made.stored is not None else 0
@@ -232,7 +165,7 @@ class Simulator:
             schedule: When to release and to prefetch; by default chosen for the limit.
         """
         is_given = schedule is not None or not overlap
-        made = self._simulate(codes, no_memo, schedule or _ON_DEMAND if is_given else None, float("inf"))
+        made = self._simulate(codes, no_memo, schedule or ON_DEMAND if is_given else None, float("inf"))
         assert made is not None
         swapped = np.flatnonzero(codes == SWAP)
         stored = made.stored or self._tiers(codes, made.needs, made.starts)
@@ -267,34 +200,36 @@ class Simulator:
         stored = None
         if self.device.host_memory_bytes is not None:
             stored = self._tiers(codes, needs, starts)
-        transfers = self._transfers(new, stored, schedule)
-        if schedule is None:
+        transfers, is_given = self._transfers(new, stored, schedule), schedule is not None
+        if not is_given:
             kernels.copies_out_end(step, padded, starts, links, transfers, new.real(2))
-        static = _Static(kernels, new, step, padded, needs, starts, stored)
-        made = self._place(static, transfers, is_given=schedule is not None, in_order=False)
-        if schedule is None and made.stall_seconds > _NOTEWORTHY * made.step_seconds:
-            other = self._place(static, transfers, is_given=False, in_order=True)
-            made = min(made, other, key=lambda m: (m.memory[m.peak_tick] > self._limit, m.step_seconds))
+        room = self._room(new)
+        kernels.place_releases(step, padded, needs, transfers, room, self._limit, is_given)
+        static = _Static(kernels, new, step, padded, needs, starts, stored, transfers, room.memory)
+        made = self._fetch(static, is_given=is_given, in_order=False)
+        if not is_given and made.stall_seconds > _NOTEWORTHY * made.step_seconds:
+            other = self._fetch(static, is_given=False, in_order=True)
+            if other.step_seconds < (1.0 - _ROUNDING) * made.step_seconds:
+                return other  # no prefetch exceeds the limit, so that no order does better there than another
         return made
 
-    def _place(self, static: _Static, transfers: Transfers, *, is_given: bool, in_order: bool) -> _Pass:
-        """Place the copies and run the clock; prefetches by their needs in order, or from the last one on."""
-        kernels, new, step, codes, needs, starts, stored = static
-        transfers = Transfers(*(new.copy(column) for column in transfers))
+    def _fetch(self, static: _Static, *, is_given: bool, in_order: bool) -> _Pass:
+        """Place the copies back, the first need first or the last one, and run the clock."""
+        kernels, new, step, codes, needs, starts, stored, transfers, memory = static
+        transfers = transfers._replace(prefetch=new.copy(transfers.prefetch))
+        room = self._room(new)._replace(memory=new.copy(memory))
         events = Events(self._buckets(new), self._buckets(new), self._buckets(new))
-        room, count, links = self._room(new), len(self.problem.candidates), self._links
-        kernels.place_releases(step, codes, needs, transfers, room, self._limit, is_given)
         peak_tick = kernels.place_prefetches(
-            step, codes, needs, starts, links, transfers, events, room, self._limit, is_given, in_order
+            step, codes, needs, starts, self._links, transfers, events, room, self._limit, is_given, in_order
         )
-        busy = new.whole(self.problem.graph.num_ticks + 1)
+        count, busy = len(self.problem.candidates), new.whole(self.problem.graph.num_ticks + 1)
         lanes = Lanes(new.real(count), new.real(count, -1.0), new.real(2), new.real(2), busy)
-        seconds, stalls = kernels.run_step(step, codes, starts, links, transfers, events, lanes)
+        seconds, stalls = kernels.run_step(step, codes, starts, self._links, transfers, events, lanes)
         return _Pass(needs, starts, transfers, room.memory, peak_tick, seconds, stalls, stored)
 
     @property
     def _limit(self) -> int:
-        return self.limit_bytes if self.limit_bytes is not None else _NO_LIMIT
+        return self.limit_bytes if self.limit_bytes is not None else NO_LIMIT
 
     def _room(self, new: Buffers) -> Room:
         size, num_unpacks = self.problem.graph.num_ticks + 2, len(self.problem.unpacks)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -18,8 +16,9 @@ from lightning_offload.graph import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Tier
 from lightning_offload.graph.stays import stored_bytes
 from lightning_offload.planning.kernels.prefetches import LOOKAHEAD
-from lightning_offload.planning.problem import Candidate, Problem, Unpack
+from lightning_offload.planning.problem import Candidate, Problem
 from lightning_offload.planning.simulator import Schedule, Timeline
+from tests.planning.reference_backward import Backward, saved_behind
 
 
 def reference_timeline(
@@ -36,106 +35,6 @@ def reference_timeline(
     if schedule is None and not overlap:
         schedule = Schedule(release={}, prefetch={})
     return _Step(problem, actions, device, no_memo).run(limit_bytes, schedule)
-
-
-class _Backward:
-    """Walks the unpacks as the runtime would.
-
-    Attributes:
-        needed: By swapped or recomputed storage: tick of the first unpack that needs it on the device.
-        held: By saved storage: first tick at which nobody needs it any more.
-        seconds: By tick of an unpack with a replay: the time of its ops.
-        transient: Its memory beyond the values that stay.
-    """
-
-    def __init__(self, problem: Problem, actions: dict[int, Action], no_memo: frozenset[int]) -> None:
-        self.problem, self.actions, self.no_memo = problem, actions, no_memo
-        self.needed: dict[int, int] = {}
-        self.held = dict(problem.release)
-        self.seconds: dict[int, float] = {}
-        self.transient: dict[int, int] = {}
-        for unpack in problem.unpacks:
-            if unpack.storage in actions:
-                calls: list[int] = []
-                self._visit(unpack.value, unpack.tick, calls, set())
-                if calls:
-                    self._replay(calls, unpack)
-        for s in actions:
-            if actions[s] == "recompute":
-                self._hold(s)
-
-    def _visit(self, value: int, tick: int, calls: list[int], seen: set[int]) -> None:
-        op = self.problem.graph.values[value].producer
-        if op in seen or self._at_hand(value, tick) or op < 0:
-            return
-        seen.add(op)
-        for v in self.problem.graph.ops[op].inputs:
-            self._visit(v, tick, calls, seen)
-        calls.append(op)
-
-    def _at_hand(self, value: int, tick: int) -> bool:
-        problem = self.problem
-        if problem.is_live(value, tick) or problem.is_given(value):
-            return True
-        if not problem.is_saved_for_good(value):
-            return False
-        s = problem.graph.values[value].storage
-        self.held[s] = max(self.held[s], tick + 1)
-        if self.actions.get(s) == "swap":
-            self.needed.setdefault(s, tick)
-        return s not in self.actions or s in self.needed
-
-    def _replay(self, calls: list[int], unpack: Unpack) -> None:
-        """Run the calls one by one, with the set of values that only this replay holds."""
-        graph = self.problem.graph
-        own: set[int] = set()
-        staying: set[int] = set()
-        peak = 0
-        for n, i in enumerate(calls):
-            op = graph.ops[i]
-            wanted_later = Counter(v for later in calls[n + 1 :] for v in graph.ops[later].inputs)
-            written = {graph.values[v].storage for v in op.outputs}
-            own -= {v for v in op.inputs if graph.values[v].storage in written and not wanted_later[v]}
-            peak = max(peak, self._bytes(staying) + self._bytes(own) + self._bytes(op.outputs) + op.workspace_bytes)
-            for v in op.outputs:
-                if v == unpack.value or self._is_memoised(v, unpack.tick):
-                    self.needed[graph.values[v].storage] = unpack.tick
-                    staying.add(v)
-                else:
-                    own.add(v)
-            own = {v for v in own if wanted_later[v]}
-        self.seconds[unpack.tick] = sum(graph.ops[i].seconds for i in calls)
-        self.transient[unpack.tick] = max(0, peak - self._bytes(staying))
-
-    def _is_memoised(self, value: int, tick: int) -> bool:
-        s = self.problem.graph.values[value].storage
-        is_wanted = self.actions.get(s) == "recompute" and s not in self.no_memo and s not in self.needed
-        return is_wanted and self.problem.release[s] > tick and value == self.problem.candidates[s].value
-
-    def _bytes(self, values: Iterable[int]) -> int:
-        storages = [self.problem.graph.storages[self.problem.graph.values[v].storage] for v in values]
-        return sum(storage.num_bytes for storage in storages if not storage.is_persistent)
-
-    def _hold(self, recomputed: int) -> None:
-        """A recorded call holds what it reads until its result is there again, or is not wanted any more."""
-        until = self.needed.get(recomputed, self.problem.release[recomputed])
-        for s in saved_behind(self.problem, self.problem.candidates[recomputed].value):
-            if s not in self.actions or (self.actions[s] == "swap" and s in self.needed):
-                self.held[s] = max(self.held[s], until)
-
-
-def saved_behind(problem: Problem, value: int) -> set[int]:
-    """Saved storages that a replay of a value reads, through values that are not saved."""
-    graph, found = problem.graph, set[int]()
-    pending = [value]
-    for v in pending:
-        op = graph.values[v].producer
-        for read in graph.ops[op].inputs if op >= 0 else ():
-            if problem.is_saved_for_good(read) and not problem.is_given(read):
-                found.add(graph.values[read].storage)
-            elif not problem.is_given(read) and read not in pending:
-                pending.append(read)
-    return found
 
 
 @dataclasses.dataclass
@@ -166,7 +65,7 @@ class _Step:
         self, problem: Problem, actions: dict[int, Action], device: DeviceSpec, no_memo: frozenset[int]
     ) -> None:
         self.problem, self.actions, self.device = problem, actions, device
-        self.backward = _Backward(problem, actions, no_memo)
+        self.backward = Backward(problem, actions, no_memo)
         self.swapped = sorted(
             (problem.candidates[s] for s in actions if actions[s] == "swap"), key=lambda c: c.pack_tick
         )
@@ -182,11 +81,24 @@ class _Step:
         self.tiers, self.host_peak, self.disk_peak = self._choose_tiers()
 
     def run(self, limit: int | None, schedule: Schedule | None) -> Timeline:
-        if schedule is None:
-            self._choose_releases(limit)
-            self._choose_prefetches(limit)
-        else:
+        if schedule is not None:
             self._follow(schedule)
+            return self._timeline()
+        self._choose_releases(limit)
+        self._fetch_last_need_first(limit)
+        timeline = self._timeline()
+        if timeline.stall_seconds <= 0.001 * timeline.step_seconds:
+            return timeline
+        self._fetch_in_order(limit)
+        other = self._timeline()
+        highest = limit if limit is not None else float("inf")
+        if timeline.peak_bytes > highest >= other.peak_bytes:
+            return other
+        if other.peak_bytes > highest >= timeline.peak_bytes:
+            return timeline
+        return other if timeline.step_seconds - other.step_seconds > 1e-9 * timeline.step_seconds else timeline
+
+    def _timeline(self) -> Timeline:
         memory = [self.bytes_at(tick) for tick in range(len(self.problem.base))]
         seconds, stall = self._time()
         room = self.device.host_memory_bytes
@@ -196,8 +108,8 @@ class _Step:
             peak_tick=memory.index(max(memory)),
             step_seconds=seconds,
             stall_seconds=stall,
-            release_tick=self.release,
-            prefetch=self.prefetch,
+            release_tick=dict(self.release),
+            prefetch=dict(self.prefetch),
             tiers=self.tiers,
             host_peak_bytes=self.host_peak,
             disk_peak_bytes=self.disk_peak,
@@ -285,10 +197,25 @@ class _Step:
     def _last_op(self, c: Candidate, until: int) -> int:
         return max((op.tick for op in self.problem.graph.ops if c.pack_tick < op.tick <= until), default=-1)
 
-    def _choose_prefetches(self, limit: int | None) -> None:
+    def _fetch_last_need_first(self, limit: int | None) -> None:
+        self.prefetch = {}
+        for c, by in self._deadlines():
+            self.prefetch[c.storage] = self._issue(c, by, limit, 0)
+
+    def _fetch_in_order(self, limit: int | None) -> None:
+        """The first need first, and never at an earlier tick than any copy that is needed before it."""
+        self.prefetch, begun = {}, [0]
+        deadlines = self._deadlines()
+        for c, by in sorted(deadlines, key=lambda deadline: self._first_need(deadline[0])):
+            self.prefetch[c.storage] = ordinal = self._issue(c, by, limit, max(begun))
+            begun.append(self.problem.unpacks[ordinal].tick if ordinal >= 0 else self._first_need(c))
+
+    def _deadlines(self) -> list[tuple[Candidate, float]]:
+        """When each copy back must be issued to hide it and all that come after it; the last need first."""
         wanted = [c for c in self.swapped if c.storage in self.backward.needed]
         link_from = disk_from = float("inf")
         back, overhead = self._lane_back(), self.device.overhead_seconds
+        found = []
         for c in sorted(wanted, key=lambda c: -self._first_need(c)):
             need = self._first_need(c)
             if self.tiers[c.storage] == "host":
@@ -300,16 +227,17 @@ class _Step:
                     link_from = min(self.starts[need], link_from) - c.num_bytes * (1 / back.link_rate)
                     disk_from = min(disk_from, link_from)
                 by = disk_from
-            self.prefetch[c.storage] = self._issue(c, need, by, limit)
+            found.append((c, by))
+        return found
 
-    def _issue(self, c: Candidate, need: int, by: float, limit: int | None) -> int:
+    def _issue(self, c: Candidate, by: float, limit: int | None, not_before: int) -> int:
         """The latest unpack that is early enough; else the earliest from which on there is room."""
-        chosen = -1
+        chosen, need = -1, self._first_need(c)
         ordinals = [i for i, unpack in enumerate(self.problem.unpacks) if unpack.tick < need]
         for ordinal in reversed(ordinals[-LOOKAHEAD - 1 :]):
             tick = self.problem.unpacks[ordinal].tick
             has_room = limit is None or all(self.bytes_at(t) + c.num_bytes <= limit for t in range(tick, need))
-            if tick < max(c.death, self.release[c.storage]) or not has_room:
+            if tick < max(c.death, self.release[c.storage], not_before) or not has_room:
                 break
             chosen = ordinal
             if self.starts[tick] <= by:

@@ -87,7 +87,7 @@ def test_random_steps(name: str, graph: StepGraph, device: DeviceSpec, seed: int
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("slow", [1, 30])
 def test_long_chains(name: str, slow: int) -> None:
-    """More unpacks than the lookahead, with links that keep up and links that do not."""
+    """More unpacks than a block of them, with links that keep up and links that do not."""
     graph = chain(*(4096 * (1 + i % 3) for i in range(100)))
     device = dataclasses.replace(
         DEVICE, d2h_bytes_per_second=20000.0 / slow, h2d_bytes_per_second=30000.0 / slow, copy_interference=0.1

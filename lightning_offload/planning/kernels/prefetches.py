@@ -57,26 +57,10 @@ def find_peaks(step: StepArrays, memory: Any, gaps: Gaps) -> None:
         tops[ordinal // BLOCK] = max(tops[ordinal // BLOCK], peak)
 
 
-def choose_prefetches(
-    step: StepArrays, starts: Any, links: Links, transfers: Transfers, limit: int, events: Events, room: Room,
-    in_order: bool,
-) -> None:  # fmt: skip
-    """Issue each copy back as late as hides all of them, as early as memory allows.
-
-    Args:
-        step: The step.
-        starts: Seconds at which ticks begin.
-        links: Figures of the device.
-        transfers: ``prefetch`` is filled in.
-        limit: Bytes.
-        events: Swapped storages by their need.
-        room: Memory; what copies back add is noted in ``fetched``.
-        in_order: Whether the first need chooses first, and none is issued before one that is needed earlier: lanes
-            make copies in the order in which they are issued. Else the last need chooses first.
-    """
-    ticks, size, by_pack, death = step.unpack_tick, step.size, step.by_pack, step.death
-    heads, nexts, fetched, latest = events.needed.heads, events.needed.nexts, room.fetched, room.latest
-    on_disk, release, prefetch = transfers.on_disk, transfers.release, transfers.prefetch
+def find_latest(step: StepArrays, starts: Any, links: Links, on_disk: Any, events: Events, room: Room) -> None:
+    """Fill in when each copy back must be issued at the latest, so that it and all that are needed later are hidden."""
+    ticks, size, by_pack, latest = step.unpack_tick, step.size, step.by_pack, room.latest
+    heads, nexts = events.needed.heads, events.needed.nexts
     for unpack in range(len(ticks) - 1, -1, -1):
         need = ticks[unpack]
         place = heads[need]
@@ -84,6 +68,26 @@ def choose_prefetches(
             s = by_pack[place]
             latest[s] = issue_by(room.deadlines, links.in_rates, links.overhead, on_disk[s], size[s], starts[need])
             place = nexts[place]
+
+
+def choose_prefetches(
+    step: StepArrays, starts: Any, transfers: Transfers, limit: int, events: Events, room: Room, in_order: bool
+) -> None:
+    """Issue each copy back as late as hides all of them, as early as memory allows.
+
+    Args:
+        step: The step.
+        starts: Seconds at which ticks begin.
+        transfers: ``prefetch`` is filled in.
+        limit: Bytes.
+        events: Swapped storages by their need.
+        room: Memory, and the latest times; what copies back add is noted in ``fetched``.
+        in_order: Whether the first need chooses first, and none is issued before one that is needed earlier: lanes
+            make copies in the order in which they are issued. Else the last need chooses first.
+    """
+    ticks, size, by_pack, death, latest = step.unpack_tick, step.size, step.by_pack, step.death, room.latest
+    heads, nexts, fetched = events.needed.heads, events.needed.nexts, room.fetched
+    release, prefetch = transfers.release, transfers.prefetch
     previous = 0
     for n in range(len(ticks)):
         unpack = n if in_order else len(ticks) - 1 - n
@@ -186,7 +190,8 @@ def place_prefetches(
     fill_needs(step, codes, needs, events)
     if not is_given:
         find_peaks(step, memory, room.gaps)
-        choose_prefetches(step, starts, links, transfers, limit, events, room, in_order)
+        find_latest(step, starts, links, transfers.on_disk, events, room)
+        choose_prefetches(step, starts, transfers, limit, events, room, in_order)
     fill_events(step, codes, transfers, events)
     peak = 0
     total = 0

@@ -1,14 +1,19 @@
-"""Where copies back are issued, against a walk unpack by unpack."""
+"""Where copies back are issued: against a walk unpack by unpack, and against figures worked out by hand."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_offload.planning.kernels.buffers import Gaps
 from lightning_offload.planning.kernels.prefetches import BLOCK, LOOKAHEAD, issue
+from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.simulator import Schedule, Timeline, simulate
+from tests.graph.building import DEVICE, chain
 from tests.planning.step_strategies import SEEDS
 
 
@@ -28,17 +33,69 @@ def walk_back(
 
 
 @settings(max_examples=300)
-@given(seed=SEEDS, count=st.integers(1, 5 * BLOCK))
-def test_many_copies_are_issued_where_a_walk_would(seed: int, count: int) -> None:
-    """Last need first, each finding less room than the one before; blocks and single unpacks give the same."""
+@given(seed=SEEDS, count=st.integers(1, 5 * BLOCK), in_order=st.booleans())
+def test_many_copies_are_issued_where_a_walk_would(seed: int, count: int, in_order: bool) -> None:
+    """From either end, each finding less room than the one before; blocks and single unpacks give the same."""
     rng = random.Random(seed)
     ticks = sorted(rng.sample(range(4 * count), count))
     starts = sorted(rng.uniform(0, 100) for _ in range(4 * count))
     peaks = [rng.choice([rng.randint(0, 9), rng.randint(0, 50)]) for _ in ticks]
     tops = [max(peaks[i : i + BLOCK]) for i in range(0, count, BLOCK)]
     gaps = Gaps(list(peaks), tops, [0] * len(tops))
-    for unpack in range(count - 1, -1, -rng.randint(1, 4)):
+    unpacks = range(count - 1, -1, -rng.randint(1, 4))
+    for unpack in reversed(unpacks) if in_order else unpacks:
         wish = 60, unpack, rng.uniform(-50, 100), rng.randint(1, 8), rng.choice([0, rng.randint(0, 4 * count)])
         assert issue(ticks, starts, gaps, *wish) == walk_back(ticks, starts, peaks, *wish)
-        now = [gaps.peaks[i] + gaps.extra[i // BLOCK] for i in range(unpack)]
-        assert now == peaks[:unpack]
+        now = [gaps.peaks[i] + gaps.extra[i // BLOCK] for i in range(count)]
+        assert now == peaks
+
+
+def test_copies_come_no_further_ahead_than_the_lookahead() -> None:
+    """With room all the way, and copies that should have begun before the step."""
+    count = LOOKAHEAD + 10
+    gaps = Gaps([0] * count, [0] * (count // BLOCK + 1), [0] * (count // BLOCK + 1))
+    ticks, starts = list(range(count)), [1.0] * count
+    issued = [issue(ticks, starts, gaps, 100, unpack, 0.0, 1, 0) for unpack in (1, LOOKAHEAD + 1, LOOKAHEAD + 4)]
+    assert issued == [0, 0, 3]
+
+
+def swap_two(sizes: tuple[int, ...], h2d: float, limit_bytes: int, *, prefetch: dict[int, int] | None) -> Timeline:
+    """Swap the first two results of a chain of four; copies out take next to no time.
+
+    Unpacks are at ticks 8, 10, 12 and 14, which begin at 4, 5, 6 and 7 seconds; the second result is needed at the
+    third of them, the first at the last.
+    """
+    device = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e15, h2d_bytes_per_second=h2d)
+    problem = Problem(chain(*sizes))
+    chosen = simulate(problem, {1: "swap", 2: "swap"}, device, limit_bytes=limit_bytes)
+    if prefetch is None:
+        return chosen
+    schedule = Schedule(release=chosen.release_tick, prefetch=prefetch)
+    return simulate(problem, {1: "swap", 2: "swap"}, device, limit_bytes=limit_bytes, schedule=schedule)
+
+
+def test_first_need_first_where_its_copy_is_what_room_is_for() -> None:
+    """Copies of 1.5 s, and room for one of them from 5 s on, for both from 6 s on.
+
+    In the order of needs the copies run from 5 s to 6.5 s and from there to 8 s, half a second late each. Had the
+    last need taken the room, the other copy would run from 6.5 s to 8 s, two seconds late.
+    """
+    timeline = swap_two((20, 20, 20, 20), 20 / 1.5, 160, prefetch=None)
+    assert timeline.prefetch == {1: 2, 2: 1}
+    assert timeline.memory.tolist()[8:14] == [140, 150, 150, 160, 150, 160]
+    assert (timeline.stall_seconds, timeline.step_seconds) == pytest.approx((1.0, 9.0))
+    other = swap_two((20, 20, 20, 20), 20 / 1.5, 160, prefetch={1: 1, 2: -1})
+    assert (other.stall_seconds, other.step_seconds) == pytest.approx((2.0, 10.0))
+
+
+def test_last_need_first_where_there_is_no_room_for_the_first() -> None:
+    """The first result of 20 bytes has room from 4 s on and takes 2.5 s; the second, of 60, 7.5 s on demand at 6 s.
+
+    The lane is busy from 4 s to 14 s, eight seconds of which compute waits. In order it would stand idle until 6 s.
+    """
+    timeline = swap_two((20, 60, 40, 40), 8.0, 210, prefetch=None)
+    assert timeline.prefetch == {1: 0, 2: -1}
+    assert timeline.memory.tolist()[8:14] == [200, 210, 170, 180, 190, 200]
+    assert (timeline.stall_seconds, timeline.step_seconds) == pytest.approx((8.0, 16.0))
+    other = swap_two((20, 60, 40, 40), 8.0, 210, prefetch={1: 2, 2: -1})
+    assert (other.stall_seconds, other.step_seconds) == pytest.approx((10.0, 18.0))
