@@ -27,7 +27,7 @@ from lightning_offload.planning.rounding import roundings
 from lightning_offload.planning.search import Choice, Search
 
 _MAX_ROWS = 120_000_000  # that local search simulates, in all; a second's worth or two where it is compiled
-_TRIALS_PER_CANDIDATE = 20
+_TRIALS_PER_CANDIDATE = 16
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _NUM_STARTS = 3
 
@@ -45,7 +45,9 @@ def auto(setting: Setting) -> MemoryPlan:
     search = Search(setting)
     is_large = setting.problem.num_rows > _MANY_ROWS
     search.try_(setting.problem.codes(setting.floor_actions))
-    starts = [choice for order in families(setting, few=is_large) if (choice := _shortest_prefix(search, order))]
+    starts = [
+        c for order in families(setting, few=is_large) if not search.is_over and (c := _shortest_prefix(search, order))
+    ]
     if len(setting.problem.candidates) <= MAX_ITEMS and not search.is_over:
         starts += [choice for codes, rest in roundings(setting) if (choice := _filled(search, codes, rest))]
     rival = _best_policy(search)

@@ -13,6 +13,7 @@ from lightning_offload.planning.arrays import Codes
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.simulator import Outcome
 
+_AS_GOOD = 1.0005  # of the lower bound
 _HOPELESS = 2.0  # as slow as that multiple of the best, a choice need not be simulated to its end
 
 Flags = npt.NDArray[np.bool_]
@@ -62,7 +63,9 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether to stop with what there is."""
+        """Whether to stop with what there is: time is up, or the best is as good as the lower bound."""
+        if self.best is not None and self.best.seconds <= _AS_GOOD * self.setting.relaxed.seconds:
+            return True
         return self._deadline is not None and time.perf_counter() >= self._deadline
 
     def try_(self, codes: Codes, no_memo: Flags | None = None) -> Choice:

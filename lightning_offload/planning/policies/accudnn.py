@@ -16,7 +16,7 @@ from __future__ import annotations
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Choice, Ordered, fit_host, fits, plan_of, shortest_prefix, swap
-from lightning_offload.planning.policies.layers import Layers
+from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.simulator import simulate
 
 _MAX_REPAIRS = 24
@@ -24,7 +24,7 @@ _MAX_REPAIRS = 24
 
 def accudnn(setting: Setting) -> MemoryPlan:
     """Swap storages of the longest reuse distance, and repair what stalls."""
-    layers = Layers(setting.problem)
+    layers = layers_of(setting.problem)
     by_distance = sorted(layers.swappable(), key=lambda s: (-layers.away_seconds(layers.by_storage[s]), s))
     allowed = fit_host(setting, by_distance)
     order: Ordered = [(s, "swap") for s in allowed]

@@ -24,7 +24,7 @@ from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.lane_times import in_rates, out_rates
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
-from lightning_offload.planning.policies.layers import Layer, Layers
+from lightning_offload.planning.policies.layers import Layer, Layers, layers_of
 
 
 def capuchin(setting: Setting) -> MemoryPlan:
@@ -35,7 +35,7 @@ def capuchin(setting: Setting) -> MemoryPlan:
 
 def eviction_order(setting: Setting) -> Ordered:
     """What is done with which storage, first what is hidden, then what is cheapest."""
-    layers, device = Layers(setting.problem), setting.device
+    layers, device = layers_of(setting.problem), setting.device
     free = {s: free_seconds(setting, layers, layers.by_storage[s]) for s in layers.swappable()}
     by_free_time = sorted(free, key=lambda s: (-free[s], s))
     replayable = [s for s, layer in layers.by_storage.items() if layer.can_recompute]

@@ -18,7 +18,7 @@ from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan
 from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
-from lightning_offload.planning.policies.layers import Layer, Layers
+from lightning_offload.planning.policies.layers import Layer, layers_of
 from lightning_offload.planning.policies.schedules import one_ahead, releases
 
 _TRANSFERRED = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
@@ -26,7 +26,7 @@ _TRANSFERRED = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
 
 def layup(setting: Setting) -> MemoryPlan:
     """Transfer what is dear to compute, recompute the rest."""
-    layers = Layers(setting.problem)
+    layers = layers_of(setting.problem)
     recompute: list[int] = [s for s, layer in layers.by_storage.items() if _is_recomputed(layer)]
     actions: dict[int, Action] = dict.fromkeys(recompute, "recompute")
     transfer = [s for s in layers.swappable() if s not in actions]

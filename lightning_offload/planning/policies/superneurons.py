@@ -22,14 +22,14 @@ from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
 from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
-from lightning_offload.planning.policies.layers import Layer, Layers
+from lightning_offload.planning.policies.layers import Layer, Layers, layers_of
 
 _CHECKPOINTS = COMPUTE_BOUND | {Kind.SOFTMAX, Kind.JOIN, Kind.CONCAT}
 
 
 def superneurons(setting: Setting) -> MemoryPlan:
     """Recompute what is cheap, and evict as many outputs of convolutions as the budget asks for."""
-    layers = Layers(setting.problem)
+    layers = layers_of(setting.problem)
     recompute, no_memo = cost_aware(layers)
     actions: dict[int, Action] = dict.fromkeys(recompute, "recompute")
     outputs = [s for s in layers.swappable() if layers.by_storage[s].kind is Kind.CONV]

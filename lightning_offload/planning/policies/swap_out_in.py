@@ -22,13 +22,13 @@ from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
 from lightning_offload.planning.policies.kinds import Kind, kind_of
-from lightning_offload.planning.policies.layers import Layers
+from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.problem import Problem
 
 
 def swap_out_in(setting: Setting) -> MemoryPlan:
     """Swap the maps that live longest, as many as the budget asks for; recompute attention sums."""
-    layers = Layers(setting.problem)
+    layers = layers_of(setting.problem)
     sums: dict[int, Action] = dict.fromkeys(attention_sums(layers), "recompute")
     maps = fit_host(setting, (s for s in layers.swappable() if s not in sums), sums)
     order: Ordered = [(s, "swap") for s in maps]

@@ -21,26 +21,26 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Choice, fit_host, fits, plan_of, swap
 from lightning_offload.planning.policies.kinds import Kind
-from lightning_offload.planning.policies.layers import Layers
+from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.policies.schedules import nearest_ahead, releases
 from lightning_offload.planning.simulator import simulate
 
 
 def vdnn_all(setting: Setting) -> MemoryPlan:
     """Offload the input of every layer."""
-    choice = _offload(setting, Layers(setting.problem), None)
+    choice = _offload(setting, layers_of(setting.problem), None)
     return plan_of(setting, "vdnn-all", choice.timeline, choice.actions)
 
 
 def vdnn_conv(setting: Setting) -> MemoryPlan:
     """Offload the inputs of convolutions."""
-    choice = _offload(setting, Layers(setting.problem), Kind.CONV)
+    choice = _offload(setting, layers_of(setting.problem), Kind.CONV)
     return plan_of(setting, "vdnn-conv", choice.timeline, choice.actions)
 
 
 def vdnn_dyn(setting: Setting) -> MemoryPlan:
     """Take the fastest that fits of: no offload, convolutions, all."""
-    layers = Layers(setting.problem)
+    layers = layers_of(setting.problem)
     choices = [Choice({}, setting.plain), *(_offload(setting, layers, only) for only in (Kind.CONV, None))]
     choices.sort(key=lambda choice: choice.timeline.step_seconds)
     smallest = min(choices, key=lambda choice: choice.timeline.peak_bytes)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.kernels.buffers import Gaps
 from lightning_offload.planning.kernels.prefetches import BLOCK, LOOKAHEAD, issue
 from lightning_offload.planning.problem import Problem
@@ -59,19 +60,27 @@ def test_copies_come_no_further_ahead_than_the_lookahead() -> None:
     assert issued == [0, 0, 3]
 
 
-def swap_two(sizes: tuple[int, ...], h2d: float, limit_bytes: int, *, prefetch: dict[int, int] | None) -> Timeline:
-    """Swap the first two results of a chain of four; copies out take next to no time.
+def swap(sizes: tuple[int, ...], h2d: float, limit_bytes: int, count: int, prefetch: dict[int, int]) -> Timeline:
+    """Swap the first results of a chain of four; copies out take next to no time.
 
-    Unpacks are at ticks 8, 10, 12 and 14, which begin at 4, 5, 6 and 7 seconds; the second result is needed at the
-    third of them, the first at the last.
+    Unpacks are at ticks 8, 10, 12 and 14, which begin at 4, 5, 6 and 7 seconds; the third result is needed at the
+    second of them, the second at the third, the first at the last.
+
+    Args:
+        sizes: Bytes of the results.
+        h2d: Bytes per second.
+        limit_bytes: Most bytes on the device.
+        count: How many of the results.
+        prefetch: When to issue copies back; chosen where it is empty.
     """
     device = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e15, h2d_bytes_per_second=h2d)
     problem = Problem(chain(*sizes))
-    chosen = simulate(problem, {1: "swap", 2: "swap"}, device, limit_bytes=limit_bytes)
-    if prefetch is None:
+    actions: dict[int, Action] = dict.fromkeys(range(1, count + 1), "swap")
+    chosen = simulate(problem, actions, device, limit_bytes=limit_bytes)
+    if not prefetch:
         return chosen
     schedule = Schedule(release=chosen.release_tick, prefetch=prefetch)
-    return simulate(problem, {1: "swap", 2: "swap"}, device, limit_bytes=limit_bytes, schedule=schedule)
+    return simulate(problem, actions, device, limit_bytes=limit_bytes, schedule=schedule)
 
 
 def test_first_need_first_where_its_copy_is_what_room_is_for() -> None:
@@ -80,11 +89,11 @@ def test_first_need_first_where_its_copy_is_what_room_is_for() -> None:
     In the order of needs the copies run from 5 s to 6.5 s and from there to 8 s, half a second late each. Had the
     last need taken the room, the other copy would run from 6.5 s to 8 s, two seconds late.
     """
-    timeline = swap_two((20, 20, 20, 20), 20 / 1.5, 160, prefetch=None)
+    timeline = swap((20, 20, 20, 20), 20 / 1.5, 160, 2, {})
     assert timeline.prefetch == {1: 2, 2: 1}
     assert timeline.memory.tolist()[8:14] == [140, 150, 150, 160, 150, 160]
     assert (timeline.stall_seconds, timeline.step_seconds) == pytest.approx((1.0, 9.0))
-    other = swap_two((20, 20, 20, 20), 20 / 1.5, 160, prefetch={1: 1, 2: -1})
+    other = swap((20, 20, 20, 20), 20 / 1.5, 160, 2, {1: 1, 2: -1})
     assert (other.stall_seconds, other.step_seconds) == pytest.approx((2.0, 10.0))
 
 
@@ -93,9 +102,24 @@ def test_last_need_first_where_there_is_no_room_for_the_first() -> None:
 
     The lane is busy from 4 s to 14 s, eight seconds of which compute waits. In order it would stand idle until 6 s.
     """
-    timeline = swap_two((20, 60, 40, 40), 8.0, 210, prefetch=None)
+    timeline = swap((20, 60, 40, 40), 8.0, 210, 2, {})
     assert timeline.prefetch == {1: 0, 2: -1}
     assert timeline.memory.tolist()[8:14] == [200, 210, 170, 180, 190, 200]
     assert (timeline.stall_seconds, timeline.step_seconds) == pytest.approx((8.0, 16.0))
-    other = swap_two((20, 60, 40, 40), 8.0, 210, prefetch={1: 2, 2: -1})
+    other = swap((20, 60, 40, 40), 8.0, 210, 2, {1: 2, 2: -1})
     assert (other.stall_seconds, other.step_seconds) == pytest.approx((10.0, 18.0))
+
+
+def test_in_order_no_copy_is_issued_before_one_that_is_needed_earlier() -> None:
+    """The third result's copy is on demand, as its device copy goes no sooner than at tick 9; the others follow it.
+
+    There is room for the second one from 4 s on, but it waits until 5 s, and the first one until the room for it at
+    6 s. Had the last need chosen first, the second one would have found no room at all.
+    """
+    timeline = swap((40, 20, 20, 20), 20.0, 180, 3, {})
+    assert timeline.release_tick[3] == 9
+    assert timeline.prefetch == {1: 2, 2: 1, 3: -1}
+    assert timeline.memory.tolist()[8:14] == [140, 130, 150, 160, 170, 180]
+    assert timeline.step_seconds == pytest.approx(11.0)
+    other = swap((40, 20, 20, 20), 20.0, 180, 3, {1: 1, 2: -1, 3: -1})
+    assert other.step_seconds == pytest.approx(12.0)

@@ -1,0 +1,64 @@
+"""The planner's benchmark: its cells, its rows and its page."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planner.cells import Cell, cells
+from benchmarks.planner.page import page
+from benchmarks.suites import planner
+
+
+def cell(height: float, **seconds: float) -> Cell:
+    """A cell with a plain step of 10 s and a bound of 11 s."""
+    return Cell(
+        model="net", device="a100", dtype="float32", height=height, budget_bytes=1, plain_seconds=10.0,
+        bound_seconds=11.0, policy_seconds=seconds, planning_seconds=0.1,
+    )  # fmt: skip
+
+
+def test_a_cell_knows_the_best_other_policy() -> None:
+    """Ratios are of step times; where nobody else fits there is no rival."""
+    found = cell(0.5, auto=12.1, capuchin=13.0, layup=24.2)
+    assert found.best_policy == "capuchin"
+    assert found.over_bound == pytest.approx(1.1)
+    assert found.over_best_policy == pytest.approx(12.1 / 13.0)
+    assert cell(0.5, auto=12.1).over_best_policy is None
+
+
+def test_losses_are_counted_and_goals_depend_on_the_height() -> None:
+    """A cell in which a policy is faster than auto is a loss; near the floor more is allowed over the bound."""
+    found = [cell(0.4, auto=12.0, layup=11.5), cell(0.05, auto=12.0, layup=13.0)]
+    rows = {(row.case, row.metric): row for row in planner._summary(found)}
+    assert rows["all cells with h >= 0.2", "num_cells_lost_to_a_policy"].value == 1
+    assert rows["all cells with h < 0.2", "num_cells_lost_to_a_policy"].value == 0
+    goals = {c.height: [r.goal for r in planner._rows(c) if r.metric == "auto_over_bound"] for c in found}
+    assert goals == {0.4: [1.05], 0.05: [1.1]}
+
+
+def test_page_shows_every_cell() -> None:
+    """Added time in percent: ours, the bound, the best other policy and its name."""
+    found = [cell(0.4, auto=12.0, layup=11.5), cell(0.05, auto=15.0)]
+    rows = [vars_of(row) for row in planner._summary(found)]
+    result = {
+        "config": {"cells": [c.encoded() for c in found]},
+        "environment": {"versions": {"numpy": "2"}, "commit": "abc"},
+        "rows": rows,
+    }
+    text = page(result)
+    assert "| net | **20.0** / 10.0 / 15.0 layup | **50.0** / 10.0 / none |" in text
+    assert "| layup | 1 of 2 | 1 |" in text
+
+
+def vars_of(row: planner.Row) -> dict[str, object]:
+    """A row as it is stored."""
+    return {name: getattr(row, name) for name in ("case", "metric", "value", "goal")}
+
+
+def test_a_real_cell() -> None:
+    """A small AlexNet: auto lies between the bound and every policy that fits."""
+    (found,) = cells("alexnet", "k40c", "float32", (0.5,), batch_size=2)
+    assert found.plain_seconds <= found.bound_seconds <= found.policy_seconds["auto"]
+    assert {"all-swap", "save-on-cpu"} <= found.policy_seconds.keys()
+    assert found.over_best_policy is not None
+    assert found.over_best_policy <= 1.0
