@@ -48,7 +48,7 @@ class MemoryPlan:
         graph_digest: :meth:`StepGraph.digest` of the graph it was made for.
         policy: Who made it.
         budget_bytes: The budget it was made for, None without one.
-        decisions: At most one a storage.
+        decisions: At most one a storage. Copies back that are issued at the same unpack go in their order.
         predicted_peak_bytes: Peak of live device bytes under the plan.
         predicted_step_seconds: Step time under the plan.
         plain_peak_bytes: Predicted peak with everything kept.

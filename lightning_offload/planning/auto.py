@@ -43,11 +43,13 @@ def auto(setting: Setting) -> MemoryPlan:
         return build_plan(setting, "auto", {}, setting.plain)
     setting.require_feasible()
     search = Search(setting)
-    is_large = setting.problem.num_rows > _MANY_ROWS
+    is_few = setting.is_provisional or setting.problem.num_rows > _MANY_ROWS
     search.try_(setting.problem.codes(setting.floor_actions))
     starts = [
-        c for order in families(setting, few=is_large) if not search.is_over and (c := _shortest_prefix(search, order))
+        c for order in families(setting, few=is_few) if not search.is_over and (c := _shortest_prefix(search, order))
     ]
+    if setting.is_provisional:
+        return _plan(setting, search.best, None)
     if len(setting.problem.candidates) <= MAX_ITEMS and not search.is_over:
         starts += [choice for codes, rest in roundings(setting) if (choice := _filled(search, codes, rest))]
     rival = _best_policy(search)

@@ -29,6 +29,7 @@ class Setting:
         budget_bytes: Peak of live device bytes allowed, None for no limit.
         seconds: When to stop searching, for a policy that does; None to end by itself.
         seed: Of what such a policy does at random.
+        is_provisional: Whether the plan is soon made again, with better figures, so that little effort is enough.
     """
 
     problem: Problem
@@ -36,6 +37,7 @@ class Setting:
     budget_bytes: int | None
     seconds: float | None = None
     seed: int = 0
+    is_provisional: bool = False
 
     @functools.cached_property
     def plain(self) -> Timeline:
@@ -125,6 +127,7 @@ def build_plan(
 ) -> MemoryPlan:
     """Write a simulated choice down as a plan."""
     problem = setting.problem
+    turn = {s: i for i, s in enumerate(timeline.prefetch)}  # copies back at one unpack go in the plan's order
     decisions = tuple(
         Decision(
             storage=s,
@@ -134,7 +137,7 @@ def build_plan(
             prefetch_unpack=timeline.prefetch.get(s, -1),
             memo=s not in no_memo,
         )
-        for s, action in sorted(actions.items())
+        for s, action in sorted(actions.items(), key=lambda item: (turn.get(item[0], -1), item[0]))
     )
     return MemoryPlan(
         graph_digest=problem.graph.digest(),

@@ -178,12 +178,19 @@ class Simulator:
             step_seconds=made.step_seconds,
             stall_seconds=made.stall_seconds,
             release_tick={s: int(release[i]) for i, s in named},
-            prefetch={s: int(prefetch[i]) for i, s in named if is_given or needed[i] >= 0},
+            prefetch={s: int(prefetch[i]) for i, s in self._by_need(named, needed) if is_given or needed[i] >= 0},
             tiers={s: "disk" if stored.on_disk[i] else "host" for i, s in named},
             host_peak_bytes=stored.host_peak_bytes,
             disk_peak_bytes=stored.disk_peak_bytes,
             overflow_bytes=stored.overflow_bytes,
         )
+
+    def _by_need(self, named: list[tuple[int, int]], needed: Any) -> list[tuple[int, int]]:
+        """Candidates in the order in which copies back are issued at one unpack."""
+        by_pack = self.problem.arrays.by_pack
+        place = np.empty(len(by_pack), dtype=np.int64)
+        place[by_pack] = np.arange(len(by_pack))
+        return sorted(named, key=lambda pair: (needed[pair[0]], -place[pair[0]]))
 
     def _simulate(
         self, codes: Codes, no_memo: npt.NDArray[np.bool_] | None, schedule: Schedule | None, max_seconds: float

@@ -115,7 +115,7 @@ class _Walk:
         return self._finish(tick_seconds, float(starts[-1]) + late)
 
     def _events(self, needed_at: dict[int, int]) -> dict[int, _Event]:
-        """What happens at ticks, in the order of the packs."""
+        """What happens at ticks, in the order of the packs; copies back in the order of their needs."""
         events: dict[int, _Event] = {}
 
         def at(tick: int) -> _Event:
@@ -129,7 +129,9 @@ class _Walk:
                 at(needed_at[s]).needed.append(s)
                 ordinal = self._simulated.prefetch[s]
                 if ordinal >= 0:
-                    at(int(self._problem.unpack_ticks[ordinal])).issued.append(s)
+                    at(int(self._problem.unpack_ticks[ordinal])).issued.insert(0, s)
+        for event in events.values():
+            event.issued.sort(key=lambda s: needed_at[s])
         return events
 
     def _swap_out(self, storage: int, tick: int, now: float) -> None:

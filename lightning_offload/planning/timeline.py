@@ -63,7 +63,8 @@ class Timeline:
         step_seconds: Duration.
         stall_seconds: Time that compute waits for copies.
         release_tick: By swapped storage: tick at which its device copy is released; -1 at its pack.
-        prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1 on demand.
+        prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1 on demand. In the order
+            of their needs, which is that of copies issued at the same unpack.
         tiers: By swapped storage: where it goes.
         host_peak_bytes: Most bytes on the host at once, each storage rounded up to what it takes there.
         disk_peak_bytes: The same for the disk.

@@ -13,6 +13,7 @@ import dataclasses
 import fnmatch
 import logging
 import weakref
+from typing import Any
 
 import torch
 
@@ -267,13 +268,14 @@ class StepKind:
             return
         keep_storages = _matching(self.graph, keep) | frozenset(self.mismatched)
         target = self._target(budget_bytes)
+        how: dict[str, Any] = {"policy": policy, "keep": keep_storages, "is_provisional": self.phase != "planned"}
         try:
-            plan = make_plan(self.graph, device, target, policy=policy, keep=keep_storages)
+            plan = make_plan(self.graph, device, target, **how)
         except BudgetInfeasibleError as error:
             if target == budget_bytes or (budget_bytes is not None and error.floor_bytes > budget_bytes):
                 raise
             # The budget itself can be met; only the margin for what was learned since cannot.
-            plan = make_plan(self.graph, device, error.floor_bytes, policy=policy, keep=keep_storages)
+            plan = make_plan(self.graph, device, error.floor_bytes, **how)
         plan = dataclasses.replace(
             plan,
             budget_bytes=budget_bytes,

@@ -43,7 +43,7 @@ class MemoryPlugin:
         budget: Peak bytes of tensors alive on the compute device in a step, persistent state included: an int
             of bytes, ``"12GiB"``, a float in (0, 1] as a fraction of device memory, or None for all that the
             device has (on a CPU: no limit).
-        policy: Who plans: "auto", "keep-all", "all-swap", "all-recompute", or a published system such as "superneurons";
+        policy: Who plans: "auto", "keep-all", "all-swap", "all-recompute", or a published system ("superneurons");
             :data:`~lightning_offload.planning.policies.POLICIES` has them all.
         tier: Where swapped tensors go: "host", "disk", or "auto": to the host, and to disk what has no room there.
         host_budget: Most host memory for swapped tensors; by default most of what is free.

@@ -269,7 +269,8 @@ class _Step:
                 if release == tick:
                     stalled += max(0.0, gone[c.storage] - now)
                     now = max(now, gone[c.storage])
-            issued = [c for c in self.swapped if self._issued_at(c) == tick]
+            issued = [c for c in reversed(self.swapped) if self._issued_at(c) == tick]
+            issued.sort(key=lambda c: needed[c.storage])
             arriving = [c for c in self.swapped if needed.get(c.storage) == tick]
             for c in (*issued, *arriving):
                 if c.storage not in here:

@@ -148,23 +148,28 @@ def issue(ticks: Any, starts: Any, gaps: Gaps, limit: int, unpack: int, by: floa
 
 
 def fill_events(step: StepArrays, codes: Any, transfers: Transfers, events: Events) -> None:
-    """List the swapped storages by the tick of their release, and of the issue of their copy back."""
+    """List the swapped storages by the tick of their release, and of the issue of their copy back.
+
+    Copies issued at the same tick go by their needs, and for the same need what was packed last goes first.
+    """
     by_pack, pack, unpack_tick = step.by_pack, step.pack, step.unpack_tick
-    release, prefetch, at_release, at_issue = (
-        transfers.release,
-        transfers.prefetch,
-        events.released.ticks,
-        events.issued.ticks,
-    )
+    release, prefetch, released, issued = transfers.release, transfers.prefetch, events.released, events.issued
+    needed, next_needed = events.needed.heads, events.needed.nexts
     for place in range(len(by_pack)):
         s = by_pack[place]
-        at_release[place] = at_issue[place] = -1
+        released.ticks[place] = issued.ticks[place] = -1
         if codes[s] == SWAP:
-            at_release[place] = release[s] if release[s] >= 0 else pack[s]
+            released.ticks[place] = release[s] if release[s] >= 0 else pack[s]
+    fill(released.ticks, released.heads, released.nexts)
+    for ordinal in range(len(unpack_tick) - 1, -1, -1):
+        place = needed[unpack_tick[ordinal]]
+        while place >= 0:
+            s = by_pack[place]
             if prefetch[s] >= 0:
-                at_issue[place] = unpack_tick[prefetch[s]]
-    fill(at_release, events.released.heads, events.released.nexts)
-    fill(at_issue, events.issued.heads, events.issued.nexts)
+                tick = issued.ticks[place] = unpack_tick[prefetch[s]]
+                issued.nexts[place] = issued.heads[tick]
+                issued.heads[tick] = place
+            place = next_needed[place]
 
 
 def place_prefetches(

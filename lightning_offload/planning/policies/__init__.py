@@ -79,6 +79,7 @@ def plan(
     keep: frozenset[int] = frozenset(),
     seconds: float | None = None,
     seed: int = 0,
+    is_provisional: bool = False,
 ) -> MemoryPlan:
     """Plan a step.
 
@@ -91,13 +92,14 @@ def plan(
         seconds: When to stop searching, roughly; by default a search ends by itself, after an effort that does not
             depend on the machine's speed.
         seed: Of what a search does at random.
+        is_provisional: Whether the plan is soon made again, so that little effort is enough.
 
     Raises:
         PolicyError: No such policy.
         BudgetInfeasibleError: The policy cannot meet the budget; names the smallest it can meet.
     """
     make, problem = POLICIES[check_policy(policy)], Problem(graph, keep)
-    made = make(Setting(problem, device, budget_bytes, seconds, seed))
+    made = make(Setting(problem, device, budget_bytes, seconds, seed, is_provisional))
     limit = planned_for = device.host_memory_bytes
     for _ in range(_MAX_RETRIES):
         excess = _host_excess(graph, made, limit)
@@ -106,7 +108,7 @@ def plan(
         planned_for = max(0, planned_for - excess)
         try:
             smaller = dataclasses.replace(device, host_memory_bytes=planned_for)
-            made = make(Setting(problem, smaller, budget_bytes, seconds, seed))
+            made = make(Setting(problem, smaller, budget_bytes, seconds, seed, is_provisional))
         except BudgetInfeasibleError:
             break  # offsets are hints: what has no place of its own may still find one
     return made
