@@ -28,6 +28,7 @@ from lightning_offload.planning.search import Choice, Search
 
 _MAX_ROWS = 120_000_000  # that local search simulates, in all; a second's worth or two where it is compiled
 _TRIALS_PER_CANDIDATE = 16
+_MIN_TRIALS = 320
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _NUM_STARTS = 3
 
@@ -126,7 +127,7 @@ def _improve(search: Search, starts: list[Choice]) -> None:
     """Improve the best few choices, most of all the one that comes out best; again and again where there is time."""
     setting = search.setting
     count, num_rows = len(setting.problem.candidates), max(1, setting.problem.num_rows)
-    num_trials = min(_TRIALS_PER_CANDIDATE * count, _MAX_ROWS // num_rows)
+    num_trials = min(max(_MIN_TRIALS, _TRIALS_PER_CANDIDATE * count), _MAX_ROWS // num_rows)
     distinct = {choice.codes.tobytes(): choice for choice in sorted(starts, key=lambda c: -c.seconds)}
     best = sorted(distinct.values(), key=lambda c: c.seconds)[:_NUM_STARTS]
     if not best:

@@ -86,11 +86,13 @@ class Problem:
         base: Live bytes at each tick that no plan changes.
         seconds: Duration of the op at each tick, 0 where there is none.
         stays: How long swapped storages lie on their tier.
+        views: What others have made of it, by type, so that it is made once.
     """
 
     def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset()) -> None:
         self.graph = graph
         self.stays = Stays(graph)
+        self.views: dict[type, object] = {}
         self._sources: dict[int, Source | None] = {}
         self.last_value = last_values(graph)
         self.written_until = _overwritten_at(graph)

@@ -141,9 +141,9 @@ class Residence:
         return torch.UntypedStorage(num_bytes, device=self._device)  # never filled, as deterministic mode fills tensors
 
     def _stays(self, value: Value) -> bool:
-        """Whether a value replayed on the way to another stays for its own later unpack."""
+        """Whether a value replayed on the way to another stays for its own later unpack: not one that is swapped."""
         decision = self._decisions.get(value.index)
-        return decision is not None and decision.memo and _has_handle(value)
+        return decision is not None and decision.action == "recompute" and decision.memo and _has_handle(value)
 
     def _dismiss_visitors(self) -> None:
         """Values that came back only for a replay leave again; their host copies stayed."""

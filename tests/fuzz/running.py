@@ -56,7 +56,7 @@ def random_planner(seed: int) -> Any:
     """A planner that decides by dice, within what is legal: anything a candidate allows."""
     rng = random.Random(f"plan {seed}")
 
-    def plan(graph: StepGraph, device: Any, target: Any, *, policy: str, keep: frozenset[int]) -> MemoryPlan:
+    def plan(graph: StepGraph, device: Any, target: Any, *, policy: str, keep: frozenset[int], **_: Any) -> MemoryPlan:
         problem = Problem(graph, keep)
         weights = rng.choice([(1, 1, 1), (0, 1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 4)])
         decisions = [

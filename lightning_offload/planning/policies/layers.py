@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import weakref
 from collections.abc import Mapping
 
 import numpy as np
@@ -80,6 +79,7 @@ class Layers:
     """See the module's docstring.
 
     Attributes:
+        problem: The step.
         by_storage: The layers, in the order in which forward makes them.
         nodes: The nodes of backward that read anything back, in order.
         starts: Seconds from the start of the step to each tick, with everything kept.
@@ -87,7 +87,7 @@ class Layers:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = weakref.ref(problem)
+        self.problem = problem
         graph = problem.graph
         self.starts: npt.NDArray[np.float64] = np.concatenate(([0.0], np.cumsum(problem.seconds)))
         forward = [i for i, op in enumerate(graph.ops) if op.phase == "forward" and op.outputs]
@@ -103,13 +103,6 @@ class Layers:
         self.by_storage = {c.storage: self._layer(c, readers.get(c.value, []), first_unpack) for c in in_order}
         self.nodes = _nodes(problem)
         self._node_ends = [node.until for node in self.nodes]
-
-    @property
-    def problem(self) -> Problem:
-        """The step."""
-        problem = self._problem()
-        assert problem is not None
-        return problem
 
     def _layer(self, candidate: Candidate, readers: list[int], first_unpack: Mapping[int, int]) -> Layer:
         problem, graph = self.problem, self.problem.graph
@@ -210,12 +203,10 @@ def _nodes(problem: Problem) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-_views: weakref.WeakKeyDictionary[Problem, Layers] = weakref.WeakKeyDictionary()
-
-
 def layers_of(problem: Problem) -> Layers:
     """The view of a problem, made once: several policies look at it, one after another."""
-    view = _views.get(problem)
+    view = problem.views.get(Layers)
     if view is None:
-        view = _views[problem] = Layers(problem)
+        view = problem.views[Layers] = Layers(problem)
+    assert isinstance(view, Layers)
     return view

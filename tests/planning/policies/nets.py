@@ -65,9 +65,9 @@ class Net(GraphBuilder):
 
 
 def actions_of(plan: MemoryPlan) -> dict[str, list[int]]:
-    """Storages by action."""
+    """Storages by action, in order."""
     found: dict[str, list[int]] = {"swap": [], "recompute": []}
-    for decision in plan.decisions:
+    for decision in sorted(plan.decisions, key=lambda decision: decision.storage):
         found[decision.action].append(decision.storage)
     return found
 
