@@ -31,6 +31,7 @@ _TRIALS_PER_CANDIDATE = 16
 _MIN_TRIALS = 320
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _NUM_STARTS = 3
+_OPTIMAL = 1 + 1e-9  # of the lower bound: no policy can be faster
 
 
 def auto(setting: Setting) -> MemoryPlan:
@@ -79,7 +80,7 @@ def _best_policy(search: Search) -> MemoryPlan | None:
     setting = search.setting
     plans = []
     for policy in PUBLISHED.values():
-        if search.is_over:
+        if search.is_out_of_time or search.is_within(_OPTIMAL):
             break
         try:
             plan = policy(setting)

@@ -64,9 +64,16 @@ class Search:
     @property
     def is_over(self) -> bool:
         """Whether to stop with what there is: time is up, or the best is as good as the lower bound."""
-        if self.best is not None and self.best.seconds <= _AS_GOOD * self.setting.relaxed.seconds:
-            return True
+        return self.is_out_of_time or self.is_within(_AS_GOOD)
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether the time to search is up."""
         return self._deadline is not None and time.perf_counter() >= self._deadline
+
+    def is_within(self, ratio: float) -> bool:
+        """Whether the best is at most this multiple of the lower bound."""
+        return self.best is not None and self.best.seconds <= ratio * self.setting.relaxed.seconds
 
     def try_(self, codes: Codes, no_memo: Flags | None = None) -> Choice:
         """Simulate a choice, once."""
