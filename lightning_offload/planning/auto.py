@@ -2,35 +2,40 @@
 
 Good choices come from three sides: orders in which storages leave the device (:mod:`~.orders`), of which the shortest
 prefix that fits is taken; fractions of a linear relaxation (:mod:`~.rounding`); and every published policy, so that
-none of them is ever better. The best few are improved by small changes (:mod:`~.local_search`). Every trial is
+none of them is ever better. The best one is improved by small changes (:mod:`~.local_search`). Every trial is
 simulated in full. The floor's choice, waiting for each copy, is the last resort, so there is a plan whenever the
 budget is at least the floor.
 
-Effort is counted in simulations, by the number of storages and fewer for long steps, so plans do not depend on the
-machine's speed. A limit in seconds is used up: small changes go on until then, and what is not begun by then is left.
+Effort is counted in simulations and grows with the gap to the bound, by the number of storages; it is less for long
+steps, and where the simulation is not compiled. So plans do not depend on the machine's speed. A limit in seconds is
+used up: small changes go on until then, and what is not begun by then is left.
 
 Shortfall: a heuristic, so no optimality is claimed; every plan reports its gap to :mod:`~.bound`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import numpy as np
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.arrays import Codes
-from lightning_offload.planning.local_search import BOLD, PATIENT, improve
+from lightning_offload.planning.kernels import kernels_for
+from lightning_offload.planning.local_search import improve
 from lightning_offload.planning.orders import Order, families
-from lightning_offload.planning.plans import Setting, build_plan, relabelled
+from lightning_offload.planning.plans import Setting, build_plan
 from lightning_offload.planning.relaxation import MAX_ITEMS
 from lightning_offload.planning.rounding import roundings
 from lightning_offload.planning.search import Choice, Search
 
-_MAX_ROWS = 120_000_000  # that local search simulates, in all; a second's worth or two where it is compiled
-_TRIALS_PER_CANDIDATE = 16
+_ROUNDS = ((1.001, 4), (1.005, 16), (1.01, 64))  # of local search: gaps to the bound, and trials for each candidate
 _MIN_TRIALS = 320
+_MAX_ROWS = 600_000_000  # that local search simulates, in all: some seconds' worth
+_MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
-_NUM_STARTS = 3
 _OPTIMAL = 1 + 1e-9  # of the lower bound: no policy can be faster
 
 
@@ -64,7 +69,7 @@ def _plan(setting: Setting, best: Choice | None, rival: MemoryPlan | None) -> Me
     """The fastest of the best choice, the best policy's plan, and the floor's."""
     seconds = best.seconds if best is not None else setting.floor.step_seconds
     if rival is not None and rival.predicted_step_seconds < seconds:
-        return relabelled(rival, "auto")
+        return dataclasses.replace(rival, policy="auto")
     if best is None or seconds > setting.floor.step_seconds:
         return build_plan(setting, "auto", setting.floor_actions, setting.floor)
     problem = setting.problem
@@ -125,21 +130,32 @@ def _filled(search: Search, codes: Codes, rest: Order) -> Choice | None:
 
 
 def _improve(search: Search, starts: list[Choice]) -> None:
-    """Improve the best few choices, most of all the one that comes out best; again and again where there is time."""
+    """Improve the best choice in rounds, each longer than the one before, while the gap to the bound is worth it."""
     setting = search.setting
-    count, num_rows = len(setting.problem.candidates), max(1, setting.problem.num_rows)
-    num_trials = min(max(_MIN_TRIALS, _TRIALS_PER_CANDIDATE * count), _MAX_ROWS // num_rows)
-    distinct = {choice.codes.tobytes(): choice for choice in sorted(starts, key=lambda c: -c.seconds)}
-    best = sorted(distinct.values(), key=lambda c: c.seconds)[:_NUM_STARTS]
-    if not best:
+    choice = min(starts, key=lambda c: c.seconds, default=None)
+    if choice is None or not choice.is_feasible:
         return
-    improved = [improve(search, choice, num_trials // (2 * len(best)), seed=setting.seed) for choice in best]
-    choice = min(improved, key=lambda c: c.seconds)
-    seed = setting.seed + 1
-    while True:
+    num_rows = max(1, setting.problem.num_rows)
+    num_left = _max_rows(num_rows) // num_rows
+    for number, (gap, trials) in enumerate(_rounds(is_timed=setting.seconds is not None)):
         before = search.num_trials
-        for temper in (PATIENT, BOLD):
-            choice = improve(search, choice, num_trials // 4, temper=temper, seed=seed)
-        seed += 1
-        if setting.seconds is None or search.is_over or search.num_trials == before:
-            break
+        num_trials = max(_MIN_TRIALS, trials * len(setting.problem.candidates))
+        if setting.seconds is None:
+            num_trials = min(num_trials, num_left)
+            num_left -= num_trials
+        if num_trials <= 0 or search.is_over or search.is_within(gap):
+            return
+        choice = improve(search, choice, num_trials, seed=setting.seed + number)
+        if search.num_trials == before:
+            return
+
+
+def _rounds(*, is_timed: bool) -> Iterator[tuple[float, int]]:
+    """Gaps above which to go on, and trials for each candidate; without end where a time limit sets one."""
+    yield from _ROUNDS
+    while is_timed:
+        yield _OPTIMAL, _ROUNDS[-1][1]
+
+
+def _max_rows(num_rows: int) -> int:
+    return _MAX_ROWS if kernels_for(num_rows).is_compiled else _MAX_PLAIN_ROWS

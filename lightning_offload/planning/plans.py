@@ -157,11 +157,6 @@ def build_plan(
     )
 
 
-def relabelled(plan: MemoryPlan, policy: str) -> MemoryPlan:
-    """The same plan under another policy's name, which chose it."""
-    return dataclasses.replace(plan, policy=policy)
-
-
 def _release_op(problem: Problem, tick: int) -> int:
     if tick < 0:
         return AT_PACK

@@ -16,6 +16,8 @@ from lightning_offload.planning.simulator import Outcome
 _AS_GOOD = 1.0005  # of the lower bound
 _HOPELESS = 2.0  # as slow as that multiple of the best, a choice need not be simulated to its end
 
+_MAX_SEEN_BYTES = 32 << 20  # of choices that are remembered, several times that in all
+
 Flags = npt.NDArray[np.bool_]
 
 
@@ -86,6 +88,8 @@ class Search:
             outcome = self.setting.simulator.run(codes, no_memo if no_memo.any() else None, max_seconds=most)
             fits = self._limit is None or outcome.peak_bytes <= self._limit
             fits = fits and outcome.overflow_bytes == 0 and outcome.step_seconds < math.inf
+            if len(self._seen) * len(key) > _MAX_SEEN_BYTES:
+                self._seen.clear()
             choice = self._seen[key] = Choice(codes.copy(), no_memo.copy(), outcome, fits)
             if fits and (self.best is None or choice.seconds < self.best.seconds):
                 self.best = choice

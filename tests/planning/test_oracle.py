@@ -22,8 +22,8 @@ from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.simulator import Schedule, Timeline, simulate
 from tests.graph.building import GraphBuilder, chain, step_graphs, tiered_devices
 
-MEAN_RATIO, WORST_RATIO = 1.1, 2.0
-"""How far the greedy planner may be from the best choice of actions, over a fixed set of steps."""
+MEAN_RATIO, WORST_RATIO = 1.001, 1.01
+"""How far the planner may be from the best choice of actions and of what is memoised, over a fixed set of steps."""
 
 DEVICES = tuple(
     DeviceSpec(
@@ -152,19 +152,18 @@ def residual(*sizes: int) -> StepGraph:
 
 
 SMALL = {
-    **{f"chain {seed}": chain(*(10 * (1 + (7 * i + seed) % 5) for i in range(6))) for seed in range(4)},
+    **{f"chain {seed}": chain(*(10 * (1 + (7 * i + seed) % 5) for i in range(5))) for seed in range(2)},
     "residual": residual(40, 20, 60),
-    "equal residual": residual(30, 30, 30),
 }
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: f"{d.d2h_bytes_per_second:g}Bps-{d.copy_interference:g}")
 def test_search_is_close_to_the_best_choice(device: DeviceSpec) -> None:
-    """With slow links as with quick ones the plan takes at most a tenth longer than the best choice, on average."""
+    """With slow links as with quick ones the plan takes hardly longer than the best choice that there is."""
     ratios = {
         f"{name} at {height}": _ratio(graph, device, height)
         for name, graph in SMALL.items()
-        for height in (0.0, 0.4, 0.8)
+        for height in (0.0, 0.4)
     }
     worse = {name: ratio for name, ratio in ratios.items() if ratio > 1 + 1e-9}
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
@@ -177,7 +176,7 @@ def _ratio(graph: StepGraph, device: DeviceSpec, height: float) -> float:
     setting = Setting(problem, device, None)
     low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
     budget = int(low + height * (high - low))
-    best = min(timeline.step_seconds for timeline in feasible_timelines(problem, device, budget))
+    best = min(timeline.step_seconds for timeline in feasible_timelines(problem, device, budget, memos=True))
     return plan(graph, device, budget).predicted_step_seconds / best
 
 

@@ -147,8 +147,12 @@ class Model:
             before.append((items[i].read_at + 1, [(self.recompute[i], seconds), (own[i], self._overhead)]))
             after.append((items[i].earliest, [(self.recompute[i], seconds)]))
         for op, several in users.items():
-            if len(several) > 1 and ops[op].seconds > 0:
-                total.append((self._make_shared(several, own), ops[op].seconds * self._per_second))
+            seconds = ops[op].seconds * self._per_second
+            if len(several) > 1 and seconds > 0:
+                runs: Terms = [(self._make_shared(several, own), seconds)]
+                total += runs
+                after.append((max(items[i].earliest for i in several), runs))
+                before += ((items[i].read_at + 1, [(own[i], seconds)]) for i in several)
         program.at_most(total, 0.0)
         done, late = (
             self._clock.sums(before, 2 * self._most),
