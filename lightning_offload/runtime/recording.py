@@ -25,9 +25,10 @@ class Recording:
         """Record a call; None where it cannot be replayed from what it reads."""
         if not facts.may_replay(self._device.type, args):
             return None
-        for tensor in facts.written(args, kwargs) if facts.writes else ():
-            if not self._is_replayable_after_write(tensor):
-                return None
+        if facts.writes and facts.made_anew(args) is None:
+            for tensor in facts.written(args, kwargs):
+                if not self._is_replayable_after_write(tensor):
+                    return None
         try:
             call = record_call(func, facts, args, kwargs, self._value_of)
         except Unrecordable:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_offload.errors import ReplayError
 from lightning_offload.runtime.movers import storage_bytes
-from lightning_offload.runtime.values import Call, Ref, Value
+from lightning_offload.runtime.values import Blank, Call, Ref, Value
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts, effects, tensors_in
 
@@ -49,10 +49,12 @@ def record_call(
     args = facts.replayed_args(args)
     inputs: dict[Value, None] = {}
     generator = _generator(args, kwargs) if facts.is_random else None
+    blank = facts.made_anew(args)
+    first = () if blank is None else (Blank(blank.untyped_storage().nbytes(), Geometry.of(blank)),)
     return Call(
         func=func,
         facts=facts,
-        args=tuple([_freeze(item, value_of, inputs) for item in args]),
+        args=(*first, *[_freeze(item, value_of, inputs) for item in args[len(first) :]]),
         kwargs={name: _freeze(item, value_of, inputs) for name, item in kwargs.items()} if kwargs else {},
         inputs=tuple(inputs),
         generator=(generator, generator.get_state()) if generator is not None else None,
@@ -69,12 +71,20 @@ def _freeze(item: Any, value_of: Callable[[Tensor], Value], inputs: dict[Value, 
     return item
 
 
-def _thaw(item: Any, storage_of: dict[Value, torch.UntypedStorage]) -> Any:
+def _thaw(item: Any, storage_of: dict[Value, torch.UntypedStorage], notice: Notice) -> Any:
     if isinstance(item, Ref):
         return item.geometry.view(storage_of[item.value])
+    if isinstance(item, Blank):
+        return item.geometry.view(_memory(item.num_bytes, item.geometry.device, notice))
     if isinstance(item, (list, tuple)):
-        return type(item)([_thaw(part, storage_of) for part in item])
+        return type(item)([_thaw(part, storage_of, notice) for part in item])
     return item
+
+
+def _memory(num_bytes: int, device: torch.device, notice: Notice) -> torch.UntypedStorage:
+    storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+    notice(storage)
+    return storage
 
 
 def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
@@ -159,8 +169,8 @@ def _run(
     for v in call.inputs:
         readers[v] -= 1
     _copy_written(call, storage_of, own, readers, notice)
-    args = tuple(_thaw(item, storage_of) for item in call.args)
-    kwargs = {name: _thaw(item, storage_of) for name, item in call.kwargs.items()}
+    args = tuple(_thaw(item, storage_of, notice) for item in call.args)
+    kwargs = {name: _thaw(item, storage_of, notice) for name, item in call.kwargs.items()}
     for v in call.inputs:
         if readers[v] == 0:
             own.pop(v, None)
@@ -194,10 +204,8 @@ def _copy_written(
         if v in own and readers[v] == 0 and v.live() is None:
             continue
         original = storage_of[v]
-        copy = torch.empty(original.nbytes(), dtype=torch.uint8, device=original.device)
-        copy.copy_(storage_bytes(original))
-        storage_of[v] = copy.untyped_storage()
-        notice(storage_of[v])
+        copy = storage_of[v] = _memory(original.nbytes(), original.device, notice)
+        storage_bytes(copy).copy_(storage_bytes(original))
 
 
 def _written_refs(call: Call) -> Iterator[Ref]:

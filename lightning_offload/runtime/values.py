@@ -109,6 +109,14 @@ class Ref:
     geometry: Geometry
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blank:
+    """Stands for a tensor that a recorded call writes without reading it: memory of its own will do."""
+
+    num_bytes: int
+    geometry: Geometry
+
+
 @dataclasses.dataclass(eq=False)
 class Call:
     """One dispatched call with its own arguments, ready to be replayed.
@@ -116,7 +124,7 @@ class Call:
     Attributes:
         func: The overload.
         facts: Facts about it.
-        args: Its positional arguments, tensors replaced by :class:`Ref`.
+        args: Its positional arguments, tensors replaced by :class:`Ref` or :class:`Blank`.
         kwargs: Its keyword arguments, likewise.
         inputs: The values it reads, each once.
         generator: The generator it drew from and its state before.

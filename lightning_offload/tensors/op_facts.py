@@ -60,6 +60,16 @@ _SURE_BACKWARDS = (
 _CONVOLUTION = "aten.convolution.default"
 _TRANSPOSED = 6
 
+# In-place ops whose result does not depend on what their first argument held. What is drawn on memory fresh from
+# ``empty`` (a dropout mask on a CPU) can be made again, though ``empty`` itself cannot.
+_OVERWRITING = frozenset(
+    {
+        "bernoulli_.float", "uniform_.default", "normal_.default", "exponential_.default", "log_normal_.default",
+        "geometric_.default", "cauchy_.default", "random_.default", "random_.from", "random_.to", "zero_.default",
+        "fill_.Scalar", "fill_.Tensor", "copy_.default",
+    }
+)  # fmt: skip
+
 # Positions of (running mean, running variance) and of the flag that says they are updated.
 _BATCH_NORM = {
     "native_batch_norm": (3, 4, 5),
@@ -80,6 +90,7 @@ class OpFacts:
         is_random: Whether it draws from a generator.
         writes: Arguments it writes, by position and name; empty for a pure op.
         writes_all: Whether any tensor argument may be written (an op we know nothing of).
+        overwrites: Whether its first argument is written without being read.
         is_query: Whether it only asks a tensor something (``prim.device`` under FakeTensorMode) and is no op.
         running_stats: Positions of batch norm's running statistics and its training flag, or ().
     """
@@ -91,6 +102,7 @@ class OpFacts:
     writes: tuple[tuple[int, str], ...]
     writes_all: bool
     running_stats: tuple[int, ...]
+    overwrites: bool = False
     is_query: bool = False
 
     @property
@@ -118,6 +130,12 @@ class OpFacts:
         if not self.running_stats or not args[self.running_stats[-1]]:
             return args
         return tuple(None if i in self.running_stats[:-1] else item for i, item in enumerate(args))
+
+    def made_anew(self, args: Any) -> Tensor | None:
+        """The first argument, where a call writes all of its storage without reading any of it."""
+        if not self.overwrites or not isinstance(args[0], Tensor) or not is_plain(args[0]):
+            return None
+        return args[0] if _covers_storage(args[0]) else None
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
         """The tensors among the arguments that a call writes."""
@@ -170,6 +188,7 @@ def _inspect(func: Any) -> OpFacts:
         writes=() if stats else writes,
         writes_all=False,
         running_stats=stats,
+        overwrites=f"{base}.{func._overloadname}" in _OVERWRITING,
     )
 
 
@@ -202,11 +221,12 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> tuple[list[Tens
         out: Its result.
 
     Returns:
-        The tensors it read; one tensor for each storage that it made a value on, those on fresh storages
+        The tensors it read, without one that it makes anew; one tensor for each storage that it made a value on, those on fresh storages
         (outputs that share no argument's storage) first, then those written in place; the number of fresh ones.
     """
     seen = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if is_plain(t)}
-    inputs = list(tensors_in((facts.replayed_args(args), kwargs)))
+    args_read = facts.replayed_args(args) if facts.made_anew(args) is None else args[1:]
+    inputs = list(tensors_in((args_read, kwargs)))
     made: list[Tensor] = []
     for tensor in tensors_in(out):
         if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in seen:
@@ -220,6 +240,16 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> tuple[list[Tens
                 written.add(key)
                 made.append(tensor)
     return inputs, made, num_fresh
+
+
+def _covers_storage(tensor: Tensor) -> bool:
+    """Whether each byte of the storage belongs to one element."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return step * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def is_plain(tensor: Tensor) -> bool:

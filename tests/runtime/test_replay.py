@@ -52,6 +52,17 @@ def _dropout(x: Tensor) -> Tensor:
     return F.dropout(F.dropout(x.sin(), 0.3).cos(), 0.5) * x
 
 
+def _masks(x: Tensor) -> Tensor:
+    mask = torch.empty_like(x.t()).bernoulli_(0.7).div_(0.7)
+    return (x.sin() * mask.t()).exp() * torch.empty(16, 16).copy_(x.cos())
+
+
+def _half_drawn(x: Tensor) -> Tensor:
+    noise = torch.zeros(16, 16) + 1.0
+    noise[:8].uniform_()
+    return (x * noise.sin()).exp()
+
+
 def _random_like(x: Tensor) -> Tensor:
     noise = torch.rand_like(x)
     noise.bernoulli_(0.4)
@@ -147,7 +158,7 @@ def test_replayed_step_is_exact(name: str, action: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["in_place", "foreach", "random_like", "several_results", "batch_norm", "written_slice"]
+    "name", ["in_place", "foreach", "random_like", "several_results", "batch_norm", "written_slice", "masks", "dropout"]
 )
 def test_these_are_in_fact_replayed(name: str) -> None:
     """The programs of this file are not exact merely because nothing was replayed."""
@@ -162,6 +173,18 @@ def test_these_are_in_fact_replayed(name: str) -> None:
     _, ran = planned(step, x, program=program, verify=True)
     assert ran.verifier is not None
     assert ran.verifier.num_verified > 0
+
+
+def test_a_mask_is_drawn_again_on_memory_of_its_own() -> None:
+    """A dropout mask, drawn on fresh memory, is a result of nothing but the generator: no input is held for it."""
+    x = leaf()
+
+    def step() -> Tensor:
+        return F.dropout(x.sin(), 0.3).square().sum()
+
+    graph = compiled(step, "recompute").plan
+    mask = [d for d in graph.decisions if d.action == "recompute"]
+    assert len(mask) >= 2  # the mask, and what it was multiplied with
 
 
 def test_batch_norm_updates_its_statistics_once() -> None:

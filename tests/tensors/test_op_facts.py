@@ -269,3 +269,42 @@ def test_plain_tensors() -> None:
     assert not is_plain(torch.eye(2).to_sparse_csr())
     assert not is_plain(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))
     assert not is_plain(torch.nested.nested_tensor([torch.ones(2)]))
+
+
+@pytest.mark.parametrize(
+    ("op", "more"),
+    [
+        (aten.bernoulli_.float, (0.5,)), (aten.uniform_.default, ()), (aten.normal_.default, ()),
+        (aten.exponential_.default, ()), (aten.log_normal_.default, ()), (aten.geometric_.default, (0.5,)),
+        (aten.cauchy_.default, ()), (aten.random_.default, ()), (aten.random_.to, (9,)), (getattr(aten.random_, "from"), (1, 9)),
+        (aten.zero_.default, ()), (aten.fill_.Scalar, (2.0,)), (aten.fill_.Tensor, (torch.tensor(3.0),)),
+        (aten.copy_.default, (torch.arange(12.0).view(3, 4),)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_overwriting_ops_do_not_read_what_they_write(op: Any, more: tuple[Any, ...]) -> None:
+    """What they leave does not depend on what was there, so it counts as made, not as read."""
+    facts = facts_of(op)
+    assert facts.overwrites
+    results = []
+    for content in (0.0, float("nan")):
+        tensor = torch.full((3, 4), content)
+        torch.manual_seed(0)
+        out = op(tensor, *more)
+        assert facts.made_anew((tensor, *more)) is tensor
+        read, made, num_fresh = effects(facts, (tensor, *more), {}, out)
+        assert (positions(read, [tensor]), positions(made, [tensor]), num_fresh) == ([-1] * len(read), [0], 0)
+        results.append(tensor)
+    assert torch.equal(*results)
+
+
+def test_written_parts_of_a_storage_count_as_read() -> None:
+    """The rest of the storage is part of the value that a slice or a gap leaves."""
+    facts, base = facts_of(aten.bernoulli_.float), torch.zeros(4, 6)
+    for part in (base[:2], base[:, ::2], base[1:], base.view(2, 12)[:, :6]):
+        assert facts.made_anew((part, 0.5)) is None
+        assert positions(effects(facts, (part, 0.5), {}, part)[0], [base]) == [0]
+    for whole in (base.t(), base.view(-1), base.unsqueeze(1), base.to(memory_format=torch.contiguous_format)):
+        assert facts.made_anew((whole, 0.5)) is not None
+    assert facts_of(aten.bernoulli_.Tensor).made_anew((base, base)) is None
+    assert facts_of(aten.add_.Tensor).made_anew((base, base)) is None
