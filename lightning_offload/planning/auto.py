@@ -31,7 +31,8 @@ from lightning_offload.planning.relaxation import MAX_ITEMS
 from lightning_offload.planning.rounding import roundings
 from lightning_offload.planning.search import Choice, Search
 
-_ROUNDS = ((1.001, 4), (1.005, 16), (1.01, 64))  # of local search: gaps to the bound, and trials for each candidate
+_CLOSE = 1.01  # to the lower bound, in multiples of it
+_ROUNDS = ((1.001, 4), (_CLOSE, 16), (_CLOSE, 64))  # of local search: gaps to the bound, and trials for each candidate
 _MIN_TRIALS = 320
 _MAX_ROWS = 600_000_000  # that local search simulates, in all: some seconds' worth
 _MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
@@ -58,11 +59,21 @@ def auto(setting: Setting) -> MemoryPlan:
     if setting.is_provisional:
         return _plan(setting, search.best, None)
     if len(setting.problem.candidates) <= MAX_ITEMS and not search.is_over:
-        starts += [choice for codes, rest in roundings(setting) if (choice := _filled(search, codes, rest))]
+        starts += _rounded(search)
     rival = _best_policy(search)
     starts += [search.best] if search.best is not None else []
     _improve(search, starts)
     return _plan(setting, search.best, rival)
+
+
+def _rounded(search: Search) -> list[Choice]:
+    """Choices from relaxations, more of them while none is close to the bound."""
+    found = []
+    for codes, rest in roundings(search.setting):
+        found.append(_filled(search, codes, rest))
+        if search.is_over or search.is_within(_CLOSE):
+            break
+    return [choice for choice in found if choice is not None]
 
 
 def _plan(setting: Setting, best: Choice | None, rival: MemoryPlan | None) -> MemoryPlan:
@@ -158,4 +169,6 @@ def _rounds(*, is_timed: bool) -> Iterator[tuple[float, int]]:
 
 
 def _max_rows(num_rows: int) -> int:
-    return _MAX_ROWS if kernels_for(num_rows).is_compiled else _MAX_PLAIN_ROWS
+    if not kernels_for(num_rows).is_compiled:
+        return _MAX_PLAIN_ROWS
+    return _MAX_ROWS if num_rows <= _MANY_ROWS else _MAX_ROWS // 4  # where all else takes long, too

@@ -221,8 +221,9 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> tuple[list[Tens
         out: Its result.
 
     Returns:
-        The tensors it read, without one that it makes anew; one tensor for each storage that it made a value on, those on fresh storages
-        (outputs that share no argument's storage) first, then those written in place; the number of fresh ones.
+        The tensors it read, without one that it makes anew; one tensor for each storage that it made a value on, those
+        on fresh storages (outputs that share no argument's storage) first, then those written in place; the number of
+        fresh ones.
     """
     seen = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if is_plain(t)}
     args_read = facts.replayed_args(args) if facts.made_anew(args) is None else args[1:]

@@ -276,7 +276,8 @@ def test_plain_tensors() -> None:
     [
         (aten.bernoulli_.float, (0.5,)), (aten.uniform_.default, ()), (aten.normal_.default, ()),
         (aten.exponential_.default, ()), (aten.log_normal_.default, ()), (aten.geometric_.default, (0.5,)),
-        (aten.cauchy_.default, ()), (aten.random_.default, ()), (aten.random_.to, (9,)), (getattr(aten.random_, "from"), (1, 9)),
+        (aten.cauchy_.default, ()), (aten.random_.default, ()), (aten.random_.to, (9,)),
+        (getattr(aten.random_, "from"), (1, 9)),
         (aten.zero_.default, ()), (aten.fill_.Scalar, (2.0,)), (aten.fill_.Tensor, (torch.tensor(3.0),)),
         (aten.copy_.default, (torch.arange(12.0).view(3, 4),)),
     ],
