@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from examples.demo.data import NUM_CLASSES, load_images
-from examples.demo.resnet import Bottleneck, ResNet50
+from examples.models import ResNet
+from examples.models.residual import Bottleneck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def demo_resnet(device: torch.device, *, quick: bool, checkpointed: bool = False
     """Return the demo's ResNet-50 on its digits, with per-block checkpointing on request."""
     batch_size, size, width, blocks = (4, 32, 8, (1, 1)) if quick else (64, 64, 64, (3, 4, 6, 3))
     torch.manual_seed(0)
-    model = ResNet50(NUM_CLASSES, width=width, blocks=blocks)
+    model = ResNet(blocks, num_classes=NUM_CLASSES, width=width)
     if checkpointed:
         for stage in model.stages:
             assert isinstance(stage, nn.Sequential)

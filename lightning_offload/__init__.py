@@ -21,19 +21,22 @@ from lightning_offload.errors import (
     ReportFileError,
     SpillError,
     StaleInputError,
+    TuningError,
     UnsupportedError,
 )
 
 if TYPE_CHECKING:
-    from lightning_offload.callbacks import OffloadMonitor
+    from lightning_offload.callbacks import EfficientBatchSizeFinder, OffloadMonitor
     from lightning_offload.plugins.memory import MemoryPlugin
-    from lightning_offload.strategies import OffloadStrategy
+    from lightning_offload.strategies import DDPOffloadStrategy, OffloadStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
     "BudgetInfeasibleError",
+    "DDPOffloadStrategy",
+    "EfficientBatchSizeFinder",
     "MemoryPlugin",
     "OffloadError",
     "OffloadMonitor",
@@ -44,11 +47,14 @@ __all__ = [
     "ReportFileError",
     "SpillError",
     "StaleInputError",
+    "TuningError",
     "UnsupportedError",
     "__version__",
 ]
 
 _LAZY_MODULES = {
+    "EfficientBatchSizeFinder": "lightning_offload.callbacks",
+    "DDPOffloadStrategy": "lightning_offload.strategies",
     "MemoryPlugin": "lightning_offload.plugins.memory",
     "OffloadMonitor": "lightning_offload.callbacks",
     "OffloadStrategy": "lightning_offload.strategies",

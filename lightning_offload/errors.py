@@ -11,6 +11,7 @@ Our exceptions:
   x ReplayError (RuntimeError)               a recomputation did not run, or gave something else
   x SpillError (OSError)                     the host or disk tier could not store or return bytes
   x ReportFileError (OSError)                a report that cannot be written where it should go
+  x TuningError (ValueError)                 a tuner that was given nothing it can tune
   x UnsupportedError (RuntimeError)          a combination that is not supported, or a missing extra
 
 Each also derives from the built-in exception in brackets, so code that knows nothing of this package can
@@ -32,6 +33,7 @@ __all__ = [
     "ReportFileError",
     "SpillError",
     "StaleInputError",
+    "TuningError",
     "UnsupportedError",
 ]
 
@@ -90,6 +92,10 @@ class SpillError(OffloadError, OSError):
 
 class ReportFileError(OffloadError, OSError):
     """A report cannot be written where it was asked for."""
+
+
+class TuningError(OffloadError, ValueError):
+    """There is nothing to tune: an attribute that does not exist, sizes that leave no choice, no size that fits."""
 
 
 class UnsupportedError(OffloadError, RuntimeError):

@@ -14,6 +14,7 @@ PARENTS = {
     "PolicyError": ValueError,
     "PlanError": ValueError,
     "StaleInputError": RuntimeError,
+    "TuningError": ValueError,
     "ReplayError": RuntimeError,
     "ReportFileError": OSError,
     "SpillError": OSError,

@@ -11,6 +11,8 @@ import lightning_offload
 EXPORTED = [
     "BudgetError",
     "BudgetInfeasibleError",
+    "DDPOffloadStrategy",
+    "EfficientBatchSizeFinder",
     "MemoryPlugin",
     "OffloadError",
     "OffloadMonitor",
@@ -21,6 +23,7 @@ EXPORTED = [
     "ReportFileError",
     "SpillError",
     "StaleInputError",
+    "TuningError",
     "UnsupportedError",
     "__version__",
 ]

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 
 from examples.demo.data import NUM_CLASSES, load_images, make_loader
 from examples.demo.measurement import Measurement
-from examples.demo.resnet import ResNet50
 from examples.demo.state import save_state
+from examples.models import resnet50
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -119,7 +119,7 @@ def train(
     """
     num_steps = num_steps or config.num_steps
     L.seed_everything(config.seed, verbose=False)
-    module = DigitClassifier(ResNet50(NUM_CLASSES, width=config.width))
+    module = DigitClassifier(resnet50(num_classes=NUM_CLASSES, width=config.width))
     first = config.num_warmup_steps
     measurement = Measurement(range(first, first + config.num_tracked_steps), advance)
     trainer = _trainer(num_steps, strategy, measurement)

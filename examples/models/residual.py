@@ -49,25 +49,25 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, four stages of bottleneck blocks, and a linear classifier.
+    """A stem, stages of bottleneck blocks, and a linear classifier.
 
     Args:
-        blocks: Blocks in each stage; the depth is three times their sum, plus two.
+        blocks: Blocks in each stage; the depth is three times their sum, plus two. Four stages in the published ones.
         num_classes: Number of outputs.
+        width: Channels of the stem; each stage but the first doubles them.
     """
 
-    def __init__(self, blocks: tuple[int, int, int, int], *, num_classes: int = 1000) -> None:
+    def __init__(self, blocks: tuple[int, ...], *, num_classes: int = 1000, width: int = 64) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            _conv(3, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+            _conv(3, width, 7, 2), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
         )  # fmt: skip
-        channels, stages = 64, []
+        channels, stages = width, []
         for index, num_blocks in enumerate(blocks):
-            width = 64 << index
             stage = []
             for position in range(num_blocks):
-                stage.append(Bottleneck(channels, width, 2 if index > 0 and position == 0 else 1))
-                channels = _EXPANSION * width
+                stage.append(Bottleneck(channels, width << index, 2 if index > 0 and position == 0 else 1))
+                channels = _EXPANSION * (width << index)
             stages.append(nn.Sequential(*stage))
         self.stages = nn.Sequential(*stages)
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -84,9 +84,9 @@ def resnet(n1: int = 3, n2: int = 4, n3: int = 6, n4: int = 3, *, num_classes: i
     return ResNet((n1, n2, n3, n4), num_classes=num_classes)
 
 
-def resnet50(*, num_classes: int = 1000) -> ResNet:
-    """ResNet-50."""
-    return resnet(3, 4, 6, 3, num_classes=num_classes)
+def resnet50(*, num_classes: int = 1000, width: int = 64) -> ResNet:
+    """ResNet-50; of another width it is as deep."""
+    return ResNet((3, 4, 6, 3), num_classes=num_classes, width=width)
 
 
 def resnet101(*, num_classes: int = 1000) -> ResNet:

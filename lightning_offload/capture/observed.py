@@ -1,8 +1,9 @@
 """What lanes observe in real steps, and how it corrects the rates that links were measured at.
 
 A link measured alone is at its best; in steps both directions run at once, other processes copy too, and a disk's
-cache fills up. Rates only follow what is worse than they are: a step that copies little shows nothing of what the
-link could do, whereas one that copies slowly shows what a plan may count on.
+cache fills up. What is worse than a rate lowers it by half of the difference at once: a plan that counts on too much
+stalls. What is better raises it only when two steps in a row show it, as where the machine was busy when its links
+were measured; a disk's rates are never raised, since its caches are fast for a while.
 """
 
 from __future__ import annotations
@@ -47,23 +48,43 @@ class Observed:
     stall_seconds: float = 0.0
 
 
-def updated(spec: DeviceSpec, observed: Observed) -> DeviceSpec:
-    """The spec with rates lowered towards those observed in a step.
+def updated(spec: DeviceSpec, observed: Observed, before: Observed | None = None) -> DeviceSpec:
+    """The spec with rates moved towards those observed in a step.
 
-    For each link: ``rate + SMOOTHING * (min(rate, observed) - rate)``. A link keeps its rate if it copied less than
-    :data:`MIN_BYTES`, was faster than it, or is not there (rate 0).
+    For each link: ``rate + SMOOTHING * (observed - rate)`` where it was slower than its rate, the slower one of the
+    last two observations where both were faster. A link keeps its rate if it copied less than :data:`MIN_BYTES`, or is
+    not there (rate 0).
+
+    Args:
+        spec: What is known so far.
+        observed: What the step showed.
+        before: What the last measured step before it showed.
     """
-    o = observed
+    now, last = observed, before or Observed()
     return dataclasses.replace(
         spec,
-        d2h_bytes_per_second=_lowered(spec.d2h_bytes_per_second, o.out_bytes, o.out_seconds),
-        h2d_bytes_per_second=_lowered(spec.h2d_bytes_per_second, o.in_bytes, o.in_seconds),
-        disk_write_bytes_per_second=_lowered(spec.disk_write_bytes_per_second, o.disk_out_bytes, o.disk_out_seconds),
-        disk_read_bytes_per_second=_lowered(spec.disk_read_bytes_per_second, o.disk_in_bytes, o.disk_in_seconds),
+        d2h_bytes_per_second=_moved(
+            spec.d2h_bytes_per_second, _rate(now.out_bytes, now.out_seconds), _rate(last.out_bytes, last.out_seconds)
+        ),
+        h2d_bytes_per_second=_moved(
+            spec.h2d_bytes_per_second, _rate(now.in_bytes, now.in_seconds), _rate(last.in_bytes, last.in_seconds)
+        ),
+        disk_write_bytes_per_second=_moved(
+            spec.disk_write_bytes_per_second, _rate(now.disk_out_bytes, now.disk_out_seconds), None
+        ),
+        disk_read_bytes_per_second=_moved(
+            spec.disk_read_bytes_per_second, _rate(now.disk_in_bytes, now.disk_in_seconds), None
+        ),
     )
 
 
-def _lowered(rate: float, num_bytes: int, seconds: float) -> float:
-    if num_bytes < MIN_BYTES or seconds <= 0:
+def _rate(num_bytes: int, seconds: float) -> float | None:
+    return num_bytes / seconds if num_bytes >= MIN_BYTES and seconds > 0 else None
+
+
+def _moved(rate: float, now: float | None, last: float | None) -> float:
+    if now is None:
         return rate
-    return rate + SMOOTHING * (min(rate, num_bytes / seconds) - rate)
+    if now < rate:
+        return rate + SMOOTHING * (now - rate)
+    return max(rate, min(now, last)) if last is not None else rate

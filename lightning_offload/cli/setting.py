@@ -176,8 +176,4 @@ def kept_storages(graph: StepGraph, patterns: Sequence[str]) -> frozenset[int]:
         if not any(fnmatch.fnmatchcase(module, pattern) for module in modules):
             some = ", ".join(repr(module) for module in sorted(modules)[:6])
             raise UnsupportedError(f"--keep {pattern!r} matches no module that saves a tensor; there are {some}, ...")
-    return frozenset(
-        graph.values[save.value].storage
-        for save in graph.saves
-        if any(fnmatch.fnmatchcase(save.module, pattern) for pattern in patterns)
-    )
+    return graph.storages_saved_in(patterns)

@@ -13,8 +13,10 @@ same storage, a view makes none.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import hashlib
 import itertools
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from lightning_offload.errors import PlanError
@@ -141,6 +143,15 @@ class StepGraph:
             storage = self.storages[self.values[save.value].storage]
             hasher.update(f"{save.value}|{storage.num_bytes}\n".encode())
         return hasher.hexdigest()[:32]
+
+    def storages_saved_in(self, patterns: Iterable[str]) -> frozenset[int]:
+        """Storages saved by modules whose names match one of the patterns, as those of file names do."""
+        patterns = tuple(patterns)
+        return frozenset(
+            self.values[save.value].storage
+            for save in self.saves
+            if any(fnmatch.fnmatchcase(save.module, pattern) for pattern in patterns)
+        )
 
     def op_at(self, tick: int) -> Op | None:
         """The op that runs at a tick, or the next one after it; None past the last op."""

@@ -28,7 +28,7 @@ from lightning_offload.runtime.tiers import Tiers, tiers_for
 _log = logging.getLogger(__name__)
 _LINK_FRACTION = 0.8  # of a measured link that plans count on: too fast a link costs most of all wrong guesses
 _HOST_FRACTION = 0.8  # of the host memory that is free when a device is first used, where no host_budget is given
-_MUCH_SLOWER = 0.95
+_MUCH_SLOWER, _MUCH_FASTER = 0.95, 1.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,7 @@ class Hardware:
         disk = DiskPool(settings.spill_dir) if settings.tier != "host" else None
         self.tiers: Tiers = tiers_for(device, host_budget_bytes=self._host_bytes, disk=disk)
         self._spec: DeviceSpec | None = None
+        self._observed: Observed | None = None
         self._knew_pinning_refused = False
         self._has_adapted = False
         self._refusals = self._refused_now()
@@ -165,14 +166,23 @@ class Hardware:
             disk_out_bytes=disk.out_bytes, disk_out_seconds=disk.out_seconds,
             disk_in_bytes=disk.in_bytes, disk_in_seconds=disk.in_seconds,
         )  # fmt: skip
-        self._spec = updated(self._spec, observed)
+        self._spec = updated(self._spec, observed, self._observed)
+        self._observed = observed
 
     def is_slower_than(self, spec: DeviceSpec | None) -> bool:
         """Whether a link turned out slower than a plan for this spec counted on."""
+        return any(ratio < _MUCH_SLOWER for ratio in self._ratios_to(spec))
+
+    def is_faster_than(self, spec: DeviceSpec | None) -> bool:
+        """Whether a link turned out faster than a plan for this spec counted on, and none slower."""
+        return not self.is_slower_than(spec) and any(ratio > _MUCH_FASTER for ratio in self._ratios_to(spec))
+
+    def _ratios_to(self, spec: DeviceSpec | None) -> list[float]:
+        """What plans would count on now as a multiple of what a plan for this spec did, by link."""
         if spec is None or self._spec is None:
-            return False
+            return []
         now = self._spec.derated(_LINK_FRACTION)
-        return any(rate < _MUCH_SLOWER * planned for rate, planned in zip(_rates(now), _rates(spec), strict=True))
+        return [rate / planned for rate, planned in zip(_rates(now), _rates(spec), strict=True) if planned]
 
     def use(self) -> TierUse:
         """How much of the tiers is in use."""
@@ -191,7 +201,7 @@ class Hardware:
         is_stale = is_refused and not self._knew_pinning_refused
         self._knew_pinning_refused = is_refused
         if self._spec is None or is_stale or (with_disk and not self._spec.disk_write_bytes_per_second):
-            self._spec = self._measure(with_disk=with_disk)
+            self._spec, self._observed = self._measure(with_disk=with_disk), None
         return self._spec
 
     def _measure(self, *, with_disk: bool) -> DeviceSpec:

@@ -10,30 +10,26 @@ plainly where that is known to fit.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import logging
 import weakref
-from typing import Any
 
 import torch
 
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime, scaled
-from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.stays import stored_bytes
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.policies import plan as make_plan
+from lightning_offload.plugins.correction import compute_factor, links_were_wrong
+from lightning_offload.plugins.margin import plan_with_margin
 from lightning_offload.plugins.report_data import Phase
 from lightning_offload.runtime.program import Program, compile_plan
 
 _log = logging.getLogger(__name__)
 _MAX_DEVIATIONS = 3
 _MEASURE_EVERY = 32
-_STALL_FACTOR = 1.1  # stalls beyond this multiple of the predicted ones, and beyond
-_SHARE = 0.02  # this share of the step, are worth another plan
-_MUCH_FASTER = 0.9
+_MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
 
 
@@ -53,7 +49,8 @@ class StepKind:
         hardware_version: Version of the hardware that it was made for.
         usable_bytes: Device memory that there turned out to be, after running out of it.
         unseen_bytes: Device memory that a step allocates and keeps outside of any tensor (library workspaces).
-        has_replanned: Whether the plan was made again because a planned step did not take the time it should.
+        num_corrections: Plans made again because planned steps did not take the time they should.
+        computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         verified: Storages whose replays were verified.
         num_deviations: Steps that left their plan.
@@ -73,7 +70,8 @@ class StepKind:
     hardware_version: int = -1
     usable_bytes: int | None = None
     unseen_bytes: int = 0
-    has_replanned: bool = False
+    num_corrections: int = 0
+    computing_seconds: float | None = None
     recorded_gradient_bytes: int = 0
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
@@ -189,6 +187,11 @@ class StepKind:
                 how,
             )
 
+    def record_again(self) -> None:
+        """Record the next step in place of the recorded one: it touched what is not there any more."""
+        self.program = None
+        self.phase = "recording"
+
     def demote(self, storage: int) -> None:
         """Plan again without recomputing a storage whose replay did not give the same bits."""
         if storage not in self.mismatched:
@@ -211,24 +214,30 @@ class StepKind:
             if not self._is_final:
                 self.program = None
 
-    def compare(self, step_seconds: float, stall_seconds: float, *, is_link_slower: bool) -> None:
-        """Plan once more if a planned step shows that a link is slower, or compute faster, than the plan counted on.
+    def compare(
+        self, step_seconds: float, stall_seconds: float, *, is_link_slower: bool, is_link_faster: bool = False
+    ) -> None:
+        """Plan again if planned steps show that links or compute are not what the plan counted on, a few times at most.
 
-        Ops timed one by one on an accelerator take as long as the host needs to launch them at the least; a step as
-        a whole shows how much shorter they are back to back.
+        Args:
+            step_seconds: What the step took.
+            stall_seconds: The part of it in which compute waited for copies.
+            is_link_slower: Whether a link turned out slower; that matters if it shows in stalls.
+            is_link_faster: Whether one turned out faster; that matters if the plan costs time.
         """
         plan = self.plan
-        if plan is None or self.graph is None or self.spec is None or self.has_replanned:
+        if plan is None or self.graph is None or self.spec is None or self.num_corrections >= _MAX_CORRECTIONS:
             return
-        allowed = _STALL_FACTOR * plan.predicted_stall_seconds + _SHARE * plan.predicted_step_seconds
-        if is_link_slower and stall_seconds > allowed:
-            self.has_replanned = True
-        computing = max(0.0, step_seconds - stall_seconds)
-        predicted = plan.predicted_step_seconds - plan.predicted_stall_seconds
-        if self.spec.kind != "cpu" and 0 < computing < _MUCH_FASTER * predicted:
-            self.graph = scaled(self.graph, computing / predicted)
-            self.has_replanned = True
-        if self.has_replanned:
+        is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_link_slower, is_faster=is_link_faster)
+        factor = 1.0
+        if self.spec.kind != "cpu":  # whose ops are not launched: what was timed one by one is what they take
+            computing = max(0.0, step_seconds - stall_seconds)
+            factor = compute_factor(plan, computing, self.computing_seconds)
+            self.computing_seconds = computing
+        if factor != 1.0:
+            self.graph = scaled(self.graph, factor)
+        if is_wrong or factor != 1.0:
+            self.num_corrections += 1
             self.program = None
 
     def ran_out_of_memory(self) -> None:
@@ -262,38 +271,18 @@ class StepKind:
             PlanError: The given plan is for another graph.
         """
         assert self.graph is not None
-        self.spec = device
+        self.spec, self.computing_seconds = device, None
         if given is not None:
             self.program = compile_plan(self.graph, given)
             return
-        keep_storages = _matching(self.graph, keep) | frozenset(self.mismatched)
-        target = self._target(budget_bytes)
-        how: dict[str, Any] = {"policy": policy, "keep": keep_storages, "is_provisional": self.phase != "planned"}
-        try:
-            plan = make_plan(self.graph, device, target, **how)
-        except BudgetInfeasibleError as error:
-            if target == budget_bytes or (budget_bytes is not None and error.floor_bytes > budget_bytes):
-                raise
-            # The budget itself can be met; only the margin for what was learned since cannot.
-            plan = make_plan(self.graph, device, error.floor_bytes, **how)
-        plan = dataclasses.replace(
-            plan,
-            budget_bytes=budget_bytes,
-            floor_bytes=min(plan.floor_bytes + self.shortfall_bytes, max(plan.floor_bytes, plan.plain_peak_bytes)),
-            predicted_peak_bytes=plan.predicted_peak_bytes + self.shortfall_bytes,
+        plan = plan_with_margin(
+            self.graph,
+            device,
+            budget_bytes,
+            usable_bytes=self.usable_bytes,
+            shortfall_bytes=self.shortfall_bytes,
+            policy=policy,
+            keep=self.graph.storages_saved_in(keep) | frozenset(self.mismatched),
+            is_provisional=self.phase != "planned",
         )
         self.program = compile_plan(self.graph, plan)
-
-    def _target(self, budget_bytes: int | None) -> int | None:
-        """What to plan for: the budget, less what was under-predicted, and no more than there turned out to be."""
-        limits = [limit for limit in (budget_bytes, self.usable_bytes) if limit is not None]
-        return min(limits) - self.shortfall_bytes if limits else None
-
-
-def _matching(graph: StepGraph, patterns: tuple[str, ...]) -> frozenset[int]:
-    """Storages saved by modules whose names match."""
-    return frozenset(
-        graph.values[save.value].storage
-        for save in graph.saves
-        if any(fnmatch.fnmatchcase(save.module, pattern) for pattern in patterns)
-    )

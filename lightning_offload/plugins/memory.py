@@ -7,31 +7,25 @@ plugin serves one device and one thread of training.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.errors import PolicyError
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.devices import find_device, supported
-from lightning_offload.plugins.hardware import Hardware
-from lightning_offload.plugins.ledger import Ledger
-from lightning_offload.plugins.out_of_memory import out_of_memory, with_second_attempt
-from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.provision import learn_from, provide_plan
+from lightning_offload.plugins.data_parallel import GradientBuckets
+from lightning_offload.plugins.devices import supported
+from lightning_offload.plugins.out_of_memory import with_second_attempt
+from lightning_offload.plugins.provision import provide_plan
 from lightning_offload.plugins.report_data import Report
-from lightning_offload.plugins.run import StepRun, start_run
 from lightning_offload.plugins.saved_state import dump_kinds, load_kinds
-from lightning_offload.plugins.settings import Budget, budget_bytes_on, check_settings
-from lightning_offload.plugins.signature import step_signature
-from lightning_offload.runtime.mode import Executor, executing
-from lightning_offload.runtime.step_mode import mode_off, watch_backward
+from lightning_offload.plugins.settings import Budget, check_settings
+from lightning_offload.plugins.steps import Steps
 
 _T = TypeVar("_T")
 
@@ -75,73 +69,52 @@ class MemoryPlugin:
         device: torch.device | str | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self._settings = check_settings(
+        settings = check_settings(
             budget=budget, policy=policy, tier=tier, host_budget=host_budget, spill_dir=spill_dir, plan=plan,
             keep=keep, enabled=enabled, verify=verify,
         )  # fmt: skip
-        self._device = supported(device) if device is not None else None
         if module is not None and not isinstance(module, torch.nn.Module):
             raise PolicyError(f"module={module!r} is a {type(module).__name__}: give a torch.nn.Module")
-        self._module = weakref.ref(module) if module is not None else None
-        self._state = PersistentState(self._before_optimizer_step)
-        self._hardware: Hardware | None = None
-        self._ledger = Ledger()
-        self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
-        self._run: StepRun | None = None
-        self._is_attached = False
-        self._is_open = False
-        self._optimizer_ran_inside = False
-        self._thread = 0
-        self._end_watch: Callable[[], None] = _nothing
-
-    # ---- attaching
+        self._steps = Steps(settings, module, supported(device) if device is not None else None)
 
     @property
     def enabled(self) -> bool:
         """Whether the plugin does anything."""
-        return self._settings.enabled
+        return self._steps.settings.enabled
 
     @property
     def policy(self) -> str:
         """Name of the planning policy."""
-        return self._settings.policy
+        return self._steps.settings.policy
 
     @property
     def device(self) -> torch.device | None:
         """The compute device, None before it is known."""
-        return self._device
+        return self._steps.device
 
     @property
     def budget_bytes(self) -> int | None:
         """The budget in bytes; None without one, or before the device is known that a fraction is of."""
-        if self._device is None and (self._settings.budget is None or isinstance(self._settings.budget, float)):
-            return None
-        if self._hardware is not None:
-            return self._hardware.budget_bytes
-        return budget_bytes_on(self._settings, self._device or torch.device("cpu"))
+        return self._steps.budget_bytes
+
+    # ---- attaching
 
     def attach(self, module: torch.nn.Module | None = None, device: torch.device | str | None = None) -> None:
         """Begin to serve a model; idempotent."""
-        if module is not None:
-            self._module = weakref.ref(module)
-        if device is not None:
-            self._device = supported(device)
-        if self.enabled:
-            self._state.attach(self._module_now())
-            if not self._is_attached:
-                self._end_watch = watch_backward(self._around_backward)
-            self._is_attached = True
+        self._steps.attach(module, supported(device) if device is not None else None)
+
+    def watch_buckets(self, buckets: GradientBuckets) -> None:
+        """Count the gradient buckets of a ``DistributedDataParallel`` model."""
+        self._steps.state.buckets = buckets
+
+    def lay_out_buckets(self, model: DistributedDataParallel) -> None:
+        """Just before a step: let DDP lay its buckets out anew where its forward would, so that the step does not."""
+        self._steps.finish()  # the last step must have noted the buckets that it used
+        self._steps.state.buckets.lay_out(model)
 
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent. Plans are remembered."""
-        self._finish()
-        self._state.detach()
-        self._end_watch()
-        if self._hardware is not None:
-            self._ledger.tier_use = self._hardware.use()
-            self._hardware.tiers.close()
-            self._hardware = None
-        self._is_attached = False
+        self._steps.detach()
 
     def __enter__(self) -> MemoryPlugin:
         """Attach."""
@@ -165,8 +138,7 @@ class MemoryPlugin:
 
     # ---- steps
 
-    @contextlib.contextmanager
-    def step(self, *inputs: Any, **kwargs: Any) -> Iterator[None]:
+    def step(self, *inputs: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Around one forward and its backward, or around forward alone.
 
         Args:
@@ -176,121 +148,16 @@ class MemoryPlugin:
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
         """
-        if not self._is_attached or _thread.num_open or not torch.is_grad_enabled():
-            yield
-            return
-        self._finish()
-        run = self._begin((inputs, kwargs))
-        del inputs, kwargs  # the caller's to free
-        if run is None:
-            yield
-            return
-        with self._opened(run, hooks=True):
-            yield
+        return self._steps.step((inputs, kwargs))
 
-    @contextlib.contextmanager
-    def backward_scope(self) -> Iterator[None]:
+    def backward_scope(self) -> AbstractContextManager[None]:
         """Around a backward of the step opened last, so that its ops and its peak are measured."""
-        run = self._run
-        if run is None or self._is_open:
-            yield
-            return
-        with self._opened(run, hooks=False):
-            yield
-
-    @contextlib.contextmanager
-    def _around_backward(self) -> Iterator[None]:
-        """Around every backward of the process: those of the open or pending step are watched where they must be."""
-        run = self._run
-        is_nested = torch._C._current_graph_task_id() != -1
-        if run is None or is_nested or threading.get_ident() != self._thread or run.executor.is_spent:
-            yield  # another's
-            return
-        run.executor.backward_begins()
-        if not self._is_open:
-            with self._opened(run, hooks=False):
-                yield
-        elif run.executor.watches_backward:
-            yield
-        else:
-            with mode_off():
-                yield
+        return self._steps.backward_scope()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run ``loss.backward(**kwargs)`` as part of the step opened last."""
         with self.backward_scope():
             loss.backward(**kwargs)
-
-    @contextlib.contextmanager
-    def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
-        self._is_open = True
-        _thread.num_open += 1
-        self._thread = threading.get_ident()
-        try:
-            with run.timed(self._state.bytes_beside), executing(run.executor, hooks=hooks):
-                yield
-        except BaseException as error:
-            self._run, self._optimizer_ran_inside = None, run.optimizer_ran_inside
-            if self._hardware is not None:
-                with contextlib.suppress(Exception):  # the step's own error is the one to tell
-                    self._hardware.tiers.drain()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise out_of_memory(error, run.device, run.kind, self.budget_bytes) from None
-            raise
-        finally:
-            self._is_open = False
-            _thread.num_open -= 1
-            run.tiers.tidy()
-
-    def _begin(self, inputs: Any) -> StepRun | None:
-        """Choose what the coming step does; None to leave it alone."""
-        hardware = self._hardware_for(inputs)
-        kind = self._ledger.choose(step_signature(inputs))
-        gradients = self._state.gradients()
-        kind.note_gradients(sum(gradients.values()), 0)
-        provide_plan(self._ledger.key, kind, hardware, self._state, self._settings)
-        self._ledger.begin_step()
-        if kind.runs_plainly(hardware.budget_bytes):
-            return None
-        peaks = self._ledger.peaks
-        run = start_run(kind, hardware.tiers, hardware.device, self._module_now(), self._settings.verify, peaks)
-        peaks.begin_step(hardware.device, is_watched=run.is_watched)
-        run.state_version = self._state.version
-        run.watch_gradients(gradients, self._state.gradients)
-        self._executors.add(run.executor)
-        self._run = run
-        return run
-
-    def _module_now(self) -> torch.nn.Module | None:
-        return self._module() if self._module is not None else None
-
-    def _hardware_for(self, inputs: Any) -> Hardware:
-        if self._device is None:
-            self._device = supported(find_device(self._module_now(), inputs))
-        if self._hardware is None:
-            self._hardware = Hardware(self._device, self._settings)
-        return self._hardware
-
-    def _finish(self) -> None:
-        """Take over what the last step showed, once its backward has run."""
-        run, self._run = self._run, None
-        if run is None:
-            return
-        if run.recorder is not None:
-            self._state.learn_leaves(run.recorder.leaves)
-        run.finish(self._state)
-        self._ledger.end_step(run)
-        if self._hardware is not None:
-            learn_from(run, self._hardware)
-
-    def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
-        if self._is_open and self._run is not None:
-            self._run.optimizer_ran_inside = True
-        for executor in list(self._executors):
-            if executor.is_recomputing:
-                executor.settle_readers_of(parameters)
-
-    # ---- running out of memory
 
     def run(self, step: Callable[[], _T], *inputs: Any, **kwargs: Any) -> _T:
         """Run one forward and its backward, given as a function, and once more where the device ran out of memory.
@@ -314,27 +181,27 @@ class MemoryPlugin:
             with self.step(*inputs, **kwargs):
                 return step()
 
-        return with_second_attempt(attempt, self._module_now(), lambda: self._optimizer_ran_inside)
+        return with_second_attempt(attempt, self._steps.module, lambda: self._steps.optimizer_ran_inside)
 
     # ---- results
 
     def report(self) -> Report:
         """Figures of the kind of step that ran last."""
-        if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
-            self._finish()
-        ledger, hardware = self._ledger, self._hardware
+        steps = self._steps
+        steps.finish_if_read()
+        ledger, hardware = steps.ledger, steps.hardware
         if ledger.kind.program is None and hardware is not None:
-            provide_plan(ledger.key, ledger.kind, hardware, self._state, self._settings)
+            provide_plan(ledger.key, ledger.kind, hardware, steps.state, steps.settings)
         return ledger.report(
             budget_bytes=self.budget_bytes,
             tier_use=hardware.use() if hardware is not None else ledger.tier_use,
-            optimizer_peak_bytes=self._state.optimizer_peak_bytes,
+            optimizer_peak_bytes=steps.state.optimizer_peak_bytes,
             policy=self.policy,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded graphs and their plans, as JSON-able data."""
-        return dump_kinds(self._ledger.kinds)
+        return dump_kinds(self._steps.ledger.kinds)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start with plans made earlier; their replays are verified again in their first step.
@@ -342,17 +209,4 @@ class MemoryPlugin:
         Raises:
             PlanError: The state is malformed.
         """
-        self._ledger.kinds.update(load_kinds(state, self.policy, self.budget_bytes))
-
-
-class _Thread(threading.local):
-    """Steps open in a thread; inside one, another is a no-op, whoever's it is: the outermost plugin serves."""
-
-    num_open = 0
-
-
-_thread = _Thread()
-
-
-def _nothing() -> None:
-    """There is no watch to end."""
+        self._steps.ledger.kinds.update(load_kinds(state, self.policy, self.budget_bytes))

@@ -1,4 +1,4 @@
-"""Persistent state on the device that no op of a step need touch: optimizer state, unused parameters, gradients.
+"""Persistent state on the device that no op of a step need touch: optimizer state, unused parameters, buckets.
 
 Learnt from the module, where one is given, and from the optimizers themselves through torch's global
 optimizer-step hooks. Tensors are known by weak reference; nothing is kept alive.
@@ -14,28 +14,35 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_offload.plugins.data_parallel import GradientBuckets
 from lightning_offload.tensors.op_facts import is_plain, tensors_in
 
 
 class PersistentState:
-    """Parameters, buffers, gradients and optimizer state, counted once for each storage.
+    """Parameters, buffers, gradients, optimizer state and DDP's buckets, counted once for each storage.
 
     Attributes:
-        version: Grows whenever state appears that was not there before.
+        buckets: The gradient buckets of DDP; none without it.
         optimizer_state_bytes: Bytes of the optimizers' state, None before the first optimizer step.
         optimizer_peak_bytes: Parameters, buffers, gradients and optimizer state after the last optimizer step that
             made state, without the step's temporaries; None before the first.
     """
 
     def __init__(self, before_optimizer_step: Callable[[list[Tensor]], None]) -> None:
-        self.version = 0
+        self.buckets = GradientBuckets()
         self.optimizer_state_bytes: int | None = None
         self.optimizer_peak_bytes: int | None = None
+        self._version = 0
         self._before_optimizer_step = before_optimizer_step
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._hooks: list[Any] = []
+
+    @property
+    def version(self) -> int:
+        """Grows whenever there is state that was not there before."""
+        return self._version + self.buckets.version
 
     def attach(self, module: torch.nn.Module | None) -> None:
         """Install the optimizer hooks."""
@@ -62,10 +69,11 @@ class PersistentState:
         num_states = sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
         if self._optimizers.get(optimizer) != num_states:
             self._optimizers[optimizer] = num_states
-            self.version += 1
+            self._version += 1
             states = [state for each in self._optimizers for state in each.state.values()]
             self.optimizer_state_bytes = sum(_sizes(tensors_in(states)).values())
-            self.optimizer_peak_bytes = sum({**_sizes(self.tensors()), **self.gradients()}.values())
+            all_state = {**_sizes(self.tensors()), **self.gradients(), **self.buckets.sizes()}
+            self.optimizer_peak_bytes = sum(all_state.values())
 
     def trainable(self) -> Iterator[Tensor]:
         """Tensors that collect gradients, as far as they are known."""
@@ -77,13 +85,16 @@ class PersistentState:
         yield from (leaf for leaf in (reference() for reference in self._leaves.values()) if leaf is not None)
 
     def gradients(self) -> dict[int, int]:
-        """The gradients that are there now: bytes by identity of the storage."""
-        return _sizes(p.grad for p in self.trainable() if p.grad is not None)
+        """The gradients that are there now, those that are views of buckets aside: bytes by identity of the storage."""
+        buckets = self.buckets.sizes()
+        sizes = _sizes(p.grad for p in self.trainable() if p.grad is not None)
+        return {key: size for key, size in sizes.items() if key not in buckets}
 
     def bytes_beside(self, touched: Iterable[int], device: torch.device) -> int:
         """Bytes on the device in storages (by identity) other than those that a step touches, gradients aside."""
         known = set(touched)
         sizes = _sizes(tensor for tensor in self.tensors() if tensor.device == device)
+        sizes.update(self.buckets.sizes(device))
         return sum(size for key, size in sizes.items() if key not in known)
 
     def tensors(self) -> Iterator[Tensor]:

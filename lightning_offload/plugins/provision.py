@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_offload.plugins.gradient_traffic import shared_spec
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.lifecycle import StepKind
 from lightning_offload.plugins.persistent import PersistentState
@@ -29,6 +30,8 @@ def provide_plan(key: str, kind: StepKind, hardware: Hardware, state: Persistent
         return
     if kind.touched and kind.state_version != state.version:
         kind.state_version = state.version
+        if state.buckets.were_replaced_in(kind.touched):
+            kind.record_again()
         kind.set_extra_bytes(state.bytes_beside(kind.touched_now(), hardware.device))
     if kind.phase == "recording":
         return
@@ -36,7 +39,7 @@ def provide_plan(key: str, kind: StepKind, hardware: Hardware, state: Persistent
     for _ in range(_MAX_REPLANS):
         if kind.program is None or kind.hardware_version != hardware.version:
             kind.hardware_version = hardware.version
-            spec = hardware.planning_spec(kind.saved_bytes)
+            spec = shared_spec(hardware.planning_spec(kind.saved_bytes), kind.graph, hardware.device)
             given = hardware.adapted(settings.plan) if settings.plan is not None else None
             kind.replan(spec, hardware.budget_bytes, settings.policy, settings.keep, given)
         assert kind.program is not None
@@ -50,5 +53,10 @@ def learn_from(run: StepRun, hardware: Hardware) -> None:
         return
     hardware.observe(run.lane_times)
     if run.seconds is not None:
-        is_link_slower = hardware.is_slower_than(run.kind.spec)
-        run.kind.compare(run.seconds, run.stall_seconds, is_link_slower=is_link_slower)
+        spec = run.kind.spec
+        run.kind.compare(
+            run.seconds,
+            run.stall_seconds,
+            is_link_slower=hardware.is_slower_than(spec),
+            is_link_faster=hardware.is_faster_than(spec),
+        )

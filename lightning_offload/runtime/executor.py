@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
 from lightning_offload.runtime.cursor import ProgramCursor
+from lightning_offload.runtime.following import Following
 from lightning_offload.runtime.program import OpStep, Program
 from lightning_offload.runtime.recording import Recording
 from lightning_offload.runtime.residence import Residence
@@ -30,12 +31,12 @@ from lightning_offload.runtime.step_mode import CHANGED_BY_MODES, leave_for_this
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.tiers import Tiers
-from lightning_offload.runtime.values import Call, Handle, Lease, Value, on_counter_of, witness_of
+from lightning_offload.runtime.values import Handle, Lease, Value, on_counter_of, witness_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.writes import Writes, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_plain
+from lightning_offload.tensors.op_facts import OpFacts, facts_of, is_plain
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class StepExecutor:
         self._blind: set[int] = set()
         self._lock = threading.RLock()
         self._table = ValueTable()
+        self._following = Following(device, self._table)
         self._recording = Recording(device, self._table)
         self._residence = Residence(device, tiers, self._table, self.decisions, observer)
         self._writes = Writes(self._table, self._residence, self._lock, observer, is_recomputing=self.is_recomputing)
@@ -127,9 +129,11 @@ class StepExecutor:
                 count_writes(facts, args, kwargs)
             for tensor, key in rewritten:
                 if tensor.untyped_storage()._cdata == key:
-                    self._follow_new(tensor, -1)
+                    self._following.new(tensor, -1)
             if step is None or step.register:
-                self._register(facts, args, kwargs, out, step, call)
+                how = self._following.op(facts, args, kwargs, out, step, call)
+                if how:
+                    self.deviate(how)
             return out
 
     def _next_step(self, facts: OpFacts) -> OpStep | None:
@@ -158,47 +162,6 @@ class StepExecutor:
         seconds = time.perf_counter() - start
         observer.on_op(facts, args, kwargs, out, seconds)
         return out
-
-    # ---- values
-
-    def _register(
-        self,
-        facts: OpFacts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        step: OpStep | None,
-        call: Call | None,
-    ) -> None:
-        """Follow the values that an op made: all under the floor policy, those of the plan otherwise."""
-        _, made, num_fresh = effects(facts, args, kwargs, out)
-        if step is None:
-            for tensor in made[:num_fresh]:
-                self._follow_new(tensor, -1)
-            return
-        made = [tensor for tensor in made if tensor.device == self._device]  # attention gives CPU seeds on CUDA
-        if len(made) != len(step.num_bytes):
-            self.deviate(f"{facts.name} made {len(made)} tensors in place of {len(step.num_bytes)}")
-            return
-        for position, index in step.register:
-            tensor = made[position]
-            num_bytes = tensor.untyped_storage().nbytes()
-            if num_bytes != step.num_bytes[position]:
-                self.deviate(f"{facts.name} made {num_bytes} bytes in place of {step.num_bytes[position]}")
-                return
-            value = self._follow_new(tensor, index)
-            if value is not None and call is not None:
-                value.call = call
-                call.results[position] = weakref.ref(value)
-
-    def _follow_new(self, tensor: Tensor, index: int) -> Value | None:
-        if tensor.device != self._device:
-            return None
-        storage = tensor.untyped_storage()
-        value = Value(index, storage.nbytes())
-        value.wrapper = weakref.ref(tensor)
-        self._table.follow(value, storage)
-        return value
 
     # ---- saved tensors
 

@@ -216,10 +216,6 @@ class HostPool:
             self._planned = self._map(_rounded(num_bytes, mmap.PAGESIZE))
         return self._planned is not None or not num_bytes
 
-    def reserve(self, num_bytes: int) -> Slab | None:
-        """Map a slab of at least ``num_bytes`` ahead of its use; None where that is refused."""
-        return self._map(_rounded(max(num_bytes, _MIN_SLAB_BYTES), mmap.PAGESIZE))
-
     def collect(self) -> None:
         """Take back the blocks dropped since the last call."""
         while self._returned:

@@ -21,7 +21,8 @@ from lightning_offload.runtime.lanes import Lanes, LaneTimes
 from lightning_offload.runtime.movers import CpuMover, Mover, memory_bytes
 from lightning_offload.runtime.pinning import NotPinned, pinning_for
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
-from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
+from lightning_offload.runtime.stream_lanes import StreamLanes
+from lightning_offload.runtime.stream_mover import StreamMover
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

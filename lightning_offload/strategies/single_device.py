@@ -1,72 +1,31 @@
-"""`OffloadStrategy`: Lightning's single-device strategy with a `MemoryPlugin` around every training step.
-
-Life of a fit: the constructor checks the keywords and builds the plugin; `setup`, once Lightning has put the
-model on its device, attaches the plugin and grafts the precision plugin
-(`lightning_offload.plugins.precision`); `teardown`, which Lightning also calls after an exception, takes both
-off. Validation, test and prediction attach nothing. Plans travel in the checkpoint under `CHECKPOINT_KEY`.
-
-Note [One strategy, two Lightnings]: `lightning.pytorch` and `pytorch_lightning` have unrelated base classes,
-so the strategy is a mixin, and `build_strategy` makes the class for a package. A Trainer first asks whether
-its strategy is an instance of *its* `Strategy`; our classes are registered there as virtual subclasses and
-say yes to both. The first thing it then assigns is the accelerator, and by that we see whose Trainer it is
-and take on the matching class.
-"""
+"""`OffloadStrategy`: Lightning's single-device strategy within a memory budget."""
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from typing_extensions import override
 
-from lightning_offload.errors import PlanError, UnsupportedError
-from lightning_offload.plugins.lightning_packages import import_from, loaded_packages, package_of, rank_zero
-from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.plugins.precision import OffloadPrecisionMixin, check_supported, graft, ungraft
-from lightning_offload.strategies.summary import PlanSummary
+from lightning_offload.errors import UnsupportedError
+from lightning_offload.strategies.building import accept_built_classes, build
+from lightning_offload.strategies.mixin import CHECKPOINT_KEY, OffloadMixin
 
 if TYPE_CHECKING:
-    from lightning.fabric.utilities.types import _PATH
-    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import SingleDeviceStrategy as _StrategyBase
-    from lightning.pytorch.utilities.types import STEP_OUTPUT
 else:
-    _StrategyBase = object  # the real base comes from the package in use, see build_strategy
+    _StrategyBase = object  # the real base comes from the package in use, see building
 
-CHECKPOINT_KEY = "lightning_offload"
-_DEVICE_TYPES = ("cpu", "cuda")
-_BUILT: list[type[OffloadStrategyMixin]] = []
+__all__ = ["CHECKPOINT_KEY", "OffloadStrategyMixin", "accept_built_classes", "build_strategy"]
 
 
-class OffloadStrategyMixin(_StrategyBase):
-    """Trains on one device within a memory budget, with results identical to the plain strategy's.
-
-    Args:
-        budget: Peak bytes of tensors alive on the device in a training step, persistent state included: a
-            number of bytes, a text such as "12GiB", a fraction of the device's memory in (0, 1], or None for
-            what is free.
-        policy: Name of the planning policy, "auto" for the planner's own choice.
-        tier: Where swapped tensors go: "host", "disk", or "auto" for the host, and the disk once that is full.
-        host_budget: Most host memory that swapped tensors may take, written as `budget` is.
-        spill_dir: Directory of the disk tier's file, which has no name there and goes with the process.
-        plan: Path of a plan to use instead of planning.
-        keep: Patterns of module names whose saved tensors stay on the device, such as "lm_head*".
-        enabled: False turns everything off, as the environment variable LIGHTNING_OFFLOAD=0 does.
-        verify: When recomputed tensors are compared with their originals: in the first step under a plan,
-            always or never.
-
-    Raises:
-        BudgetError: `budget` or `host_budget` cannot be read.
-        PolicyError: There is no such policy, tier or way to verify.
-        PlanError: `plan` is not a plan.
-        SpillError: `spill_dir` is not a directory that can be written to.
-    """
+class OffloadStrategyMixin(OffloadMixin, _StrategyBase):
+    """Trains on one device within a memory budget, with results identical to the plain strategy's."""
 
     strategy_name = "offload"
-    _package: str
+    public_name = "OffloadStrategy"
+    base_name = "SingleDeviceStrategy"
 
     def __init__(
         self,
@@ -81,57 +40,12 @@ class OffloadStrategyMixin(_StrategyBase):
         enabled: bool = True,
         verify: Literal["first", "always", "never"] = "first",
     ) -> None:
-        super().__init__(device="cpu")
+        # Spelt out, for LightningCLI: the base class would have it ask for a device, which the Trainer chooses.
+        super().__init__(
+            budget, policy=policy, tier=tier, host_budget=host_budget, spill_dir=spill_dir, plan=plan, keep=keep,
+            enabled=enabled, verify=verify, device="cpu",
+        )  # fmt: skip
         self._parallel_devices: list[torch.device] = []
-        self._restored_plans: dict[str, Any] | None = None
-        self._summary: PlanSummary | None = None
-        self._memory = MemoryPlugin(
-            budget,
-            policy=policy,
-            tier=tier,
-            host_budget=host_budget,
-            spill_dir=spill_dir,
-            plan=plan,
-            keep=keep,
-            enabled=enabled,
-            verify=verify,
-        )
-
-    @classmethod
-    def __subclasshook__(cls, candidate: type) -> bool:
-        """The classes of both packages are one strategy, see Note [One strategy, two Lightnings]."""
-        if "_package" in vars(cls) and issubclass(candidate, OffloadStrategyMixin):
-            return True
-        return NotImplemented  # type: ignore[no-any-return]  # Python's way to say: look yourself
-
-    @property
-    def memory(self) -> MemoryPlugin:
-        """The plugin that plans and runs the training steps."""
-        return self._memory
-
-    # --- what the Trainer assigns while it is built ---
-
-    @property
-    @override
-    def accelerator(self) -> Any:
-        return super().accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        package = package_of(accelerator)
-        if package is not None and package != self._package:
-            self._adapt(package)
-        self._assign_inherited("accelerator", accelerator)
-
-    @property
-    @override
-    def precision_plugin(self) -> Any:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Any) -> None:
-        check_supported(precision_plugin)
-        self._assign_inherited("precision_plugin", precision_plugin)
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -140,20 +54,15 @@ class OffloadStrategyMixin(_StrategyBase):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
-        devices = [torch.device(device) for device in devices]
         num_processes = max(len(devices), int(os.environ.get("WORLD_SIZE") or 1))
         if num_processes > 1:
             raise UnsupportedError(
-                f"OffloadStrategy trains on one device, but {num_processes} were asked for: pass devices=1 to"
-                " the Trainer and start one process"
+                f"OffloadStrategy trains on one device, but {num_processes} were asked for: use"
+                " DDPOffloadStrategy (strategy='ddp_offload') for them, or pass devices=1 to the Trainer and start"
+                " one process"
             )
-        if devices[0].type not in _DEVICE_TYPES:
-            raise UnsupportedError(
-                f"OffloadStrategy does not support the device {str(devices[0])!r} yet, only"
-                f" {' and '.join(_DEVICE_TYPES)}: pass accelerator='cpu' to the Trainer"
-            )
-        self._parallel_devices = devices
-        self._root_device = devices[0]
+        self._parallel_devices = self._check_devices(devices)
+        self._root_device = self._parallel_devices[0]
 
     @property
     def num_nodes(self) -> int:
@@ -164,121 +73,11 @@ class OffloadStrategyMixin(_StrategyBase):
     def num_nodes(self, num_nodes: int) -> None:
         if num_nodes > 1:
             raise UnsupportedError(
-                f"OffloadStrategy trains on one device, but num_nodes={num_nodes} was asked for: pass"
-                " num_nodes=1 to the Trainer"
+                f"OffloadStrategy trains on one device, but num_nodes={num_nodes} was asked for: use"
+                " DDPOffloadStrategy (strategy='ddp_offload'), or pass num_nodes=1 to the Trainer"
             )
 
-    def _assign_inherited(self, name: str, value: Any) -> None:
-        """Assigns to the property `name` of the base class."""
-        getattr(super(OffloadStrategyMixin, type(self)), name).fset(self, value)
 
-    def _adapt(self, package: str) -> None:
-        """Becomes the strategy of `package`, see Note [One strategy, two Lightnings]."""
-        if "_package" not in vars(type(self)):
-            raise UnsupportedError(
-                f"{type(self).__name__} is a subclass of the strategy for {self._package}, but the Trainer is"
-                f" {package}'s: import only one of the two packages, or import {package} first"
-            )
-        self.__class__ = build_strategy(package)
-        super().__init__(device="cpu")  # the new base's own fields; nothing was set by the user yet
-
-    # --- the run ---
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        """Sets the run up as usual and, for a fit, puts the training steps under the plugin."""
-        super().setup(trainer)
-        if trainer.state.fn != "fit" or not self._memory.enabled:
-            return
-        self._memory.attach(module=self.lightning_module, device=self.root_device)
-        self._load_restored_plans()
-        graft(self.precision_plugin, self._memory)
-        self._summary = PlanSummary(self._package, self._memory, trainer)
-        self._summary.announce()
-
-    @override
-    def teardown(self) -> None:
-        """Takes everything off, also after an exception, and then tears the run down as usual."""
-        self._summary = None
-        self._restored_plans = None
-        ungraft(self.precision_plugin)
-        try:
-            self._memory.detach()
-        finally:
-            super().teardown()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the step as usual, its batch noted for the choice of the plan."""
-        plugin = self.precision_plugin
-        if isinstance(plugin, OffloadPrecisionMixin):
-            # a dataloader_iter in place of a batch says nothing about the step
-            plugin.note_inputs(*(arg for arg in args[:1] if not isinstance(arg, Iterator)))
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Prints the plan before the first batch that runs under it in its final form."""
-        super().on_train_batch_start(batch, batch_idx)
-        self._print_plan()
-
-    @override
-    def on_train_end(self) -> None:
-        """Prints the plan if it became final in the last step."""
-        super().on_train_end()
-        self._print_plan()
-
-    def _print_plan(self) -> None:
-        if self._summary is not None and self._summary.print_when_planned():
-            self._summary = None
-
-    # --- checkpoints ---
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Adds the plans to a training checkpoint (not to one of weights alone) and saves it."""
-        if self._memory.enabled and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = self._memory.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint and keeps its plans, if it has any, for the fit that is about to begin."""
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._restored_plans = checkpoint.get(CHECKPOINT_KEY)
-        return checkpoint
-
-    def _load_restored_plans(self) -> None:
-        """Hands the checkpoint's plans to the plugin; plans that do not fit are replaced, not fatal."""
-        state, self._restored_plans = self._restored_plans, None
-        if state is None:
-            return
-        try:
-            self._memory.load_state_dict(state)
-        except PlanError as error:
-            rank_zero(self._package, "warn", f"The checkpoint's memory plan is not used, a new one is made: {error}")
-
-
-@functools.cache
 def build_strategy(package: str) -> type[OffloadStrategyMixin]:
     """Builds the class `OffloadStrategy` for the Lightning package `package`, importing it if need be."""
-    base = import_from(package, "strategies").SingleDeviceStrategy
-    namespace = {
-        # the public name, by which pickle and LightningCLI find the class
-        "__module__": "lightning_offload",
-        "__qualname__": "OffloadStrategy",
-        "__doc__": OffloadStrategyMixin.__doc__,
-        "_package": package,
-    }
-    built: type[OffloadStrategyMixin] = type(base)("OffloadStrategy", (OffloadStrategyMixin, base), namespace)
-    _BUILT.append(built)
-    for loaded in loaded_packages():
-        accept_built_classes(loaded)
-    return built
-
-
-def accept_built_classes(package: str) -> None:
-    """Lets the Trainer of `package` accept every strategy of ours, whichever package it was built for."""
-    strategy = import_from(package, "strategies").Strategy
-    for built in _BUILT:
-        strategy.register(built)
+    return build(OffloadStrategyMixin, package)

@@ -75,6 +75,7 @@ class PlanSummary:
 
     def __init__(self, package: str, memory: MemoryPlugin, trainer: Trainer) -> None:
         self._package = package
+        self._name = type(trainer.strategy).__name__
         self._memory = memory
         callbacks = import_from(package, "callbacks")
         installed: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by one of its connectors
@@ -89,8 +90,8 @@ class PlanSummary:
             rank_zero(
                 self._package,
                 "warn",
-                f"OffloadStrategy has no budget and the memory of the device '{device}' is not limited: every"
-                " tensor is kept. Pass a budget, such as OffloadStrategy(budget='4GiB').",
+                f"{self._name} has no budget and the memory of the device '{device}' is not limited: every tensor"
+                f" is kept. Pass a budget, such as {self._name}(budget='4GiB').",
             )
         elif self._visible:
             budget = format_bytes(budget_bytes)

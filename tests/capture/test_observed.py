@@ -1,8 +1,10 @@
-"""Rates follow what real steps show, downwards only."""
+"""Rates follow what real steps show: downwards at once, upwards when it is shown twice."""
 
 from __future__ import annotations
 
 import dataclasses
+
+import pytest
 
 from lightning_offload.capture.observed import MIN_BYTES, Observed, updated
 from tests.graph.building import DEVICE
@@ -33,9 +35,31 @@ def test_a_slower_link_is_lowered_half_of_the_way() -> None:
     )
 
 
-def test_a_faster_link_keeps_its_rate() -> None:
-    """A step cannot raise a rate: it may have been luck, and a plan that counts on too much stalls."""
-    assert updated(SPEC, Observed(out_bytes=10**9, out_seconds=1e-3, in_bytes=10**9, in_seconds=1e-3)) == SPEC
+def copying(gigabytes_per_second: float) -> Observed:
+    """A step in which all links copied at a rate."""
+    seconds = 1 / gigabytes_per_second
+    return Observed(
+        out_bytes=10**9, out_seconds=seconds, in_bytes=10**9, in_seconds=seconds,
+        disk_out_bytes=10**9, disk_out_seconds=seconds, disk_in_bytes=10**9, disk_in_seconds=seconds,
+    )  # fmt: skip
+
+
+def test_a_link_that_was_faster_once_keeps_its_rate() -> None:
+    """It may have been luck, and a plan that counts on too much stalls."""
+    assert updated(SPEC, copying(200)) == SPEC
+    assert updated(SPEC, copying(200), before=copying(4)) == SPEC
+    assert updated(SPEC, copying(200), before=Observed(out_bytes=MIN_BYTES - 1, out_seconds=1e-9)) == SPEC
+
+
+def test_a_link_that_is_faster_twice_is_raised() -> None:
+    """To the slower one of both observations; the disk's rates stay, its caches are fast for a while."""
+    raised = dataclasses.replace(SPEC, d2h_bytes_per_second=120e9, h2d_bytes_per_second=120e9)
+    for now, before in ((120, 200), (200, 120)):
+        found = updated(SPEC, copying(now), before=copying(before))
+        assert found.d2h_bytes_per_second == pytest.approx(raised.d2h_bytes_per_second)
+        assert found.h2d_bytes_per_second == pytest.approx(raised.h2d_bytes_per_second)
+        assert found.disk_write_bytes_per_second == SPEC.disk_write_bytes_per_second
+        assert found.disk_read_bytes_per_second == SPEC.disk_read_bytes_per_second
 
 
 def test_little_traffic_says_nothing() -> None:

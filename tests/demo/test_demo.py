@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from examples.demo import __main__ as demo
 from examples.demo import training
@@ -46,7 +47,7 @@ def test_difference_fails_with_one_clear_error(
     assert json.loads((tmp_path / "summary.json").read_text())["identical"] is False
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("demo failed: training within the budget did not give the plain run's bits")
-    assert "first difference: weights: network.conv1.weight differs" in line
+    assert "first difference: weights: network.stem.0.weight differs" in line
 
 
 def test_failure_leaves_no_old_summary(
@@ -66,7 +67,7 @@ def test_failure_leaves_no_old_summary(
 
 def test_other_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The demo does not run on a network that is no ResNet-50."""
-    monkeypatch.setattr(demo, "count_parameters", lambda _: 7)
+    monkeypatch.setattr(demo, "resnet50", lambda: nn.Linear(6, 1))
     with pytest.raises(demo.DemoError, match="has 7 parameters, a ResNet-50 has 25,557,032"):
         demo.check_architecture()
 

@@ -24,7 +24,8 @@ from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.lanes import Lanes, LaneTimes
 from lightning_offload.runtime.movers import storage_bytes
 from lightning_offload.runtime.residence import Residence
-from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
+from lightning_offload.runtime.stream_lanes import StreamLanes
+from lightning_offload.runtime.stream_mover import StreamMover
 from lightning_offload.runtime.switch import unseen
 from tests.runtime.fake_streams import FakeStreamMover
 

@@ -104,9 +104,9 @@ def test_host_with_little_memory(tier: str, tmp_path: Path, caplog: pytest.LogCa
     def on(job: Job) -> None:
         if job.index == 2:  # links are known
             if tier == "auto":
-                memory._hardware.tiers.disk_lanes.prepare()  # the little that copies to disk pass through
-            patch.setattr(memory._hardware.tiers.host, "_slabs", [])
-            memory._hardware.tiers.host._planned = None
+                memory._steps.hardware.tiers.disk_lanes.prepare()  # the little that copies to disk pass through
+            patch.setattr(memory._steps.hardware.tiers.host, "_slabs", [])
+            memory._steps.hardware.tiers.host._planned = None
             patch.setattr(host_pool, "mmap", _NoMemory(limit=MIB))
 
     with pytest.MonkeyPatch.context() as patch:

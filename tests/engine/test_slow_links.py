@@ -98,7 +98,7 @@ class Subject:
         buffers = {key: tensor.clone() for key, tensor in model.named_buffers()}
         torch.manual_seed(6)
         graph = _with_set_times(record(lambda: loss(model).backward()))
-        gradients = _take_gradients(model)
+        gradients = take_gradients(model)
         model.load_state_dict(buffers, strict=False)
         return cls(model, loss, graph, gradients)
 
@@ -129,7 +129,7 @@ class Subject:
     def run(self, plan: MemoryPlan, device: DeviceSpec, slowness: Callable[[], float] = lambda: 1.0) -> Ran:
         """Run the step under a plan, over links that take so many times what the device's take."""
         clock, live = VirtualClock(self.graph), LiveBytes(CPU)
-        tiers = _clocked_tiers(clock, device, slowness)
+        tiers = clocked_tiers(clock, device, slowness)
         executor = StepExecutor(
             device=CPU, tiers=tiers, program=compile_plan(self.graph, plan),
             observer=observe_all((clock, live)), verifier=None,
@@ -147,11 +147,13 @@ class Subject:
             stall_seconds=executor.stall_seconds,
             replay_seconds=clock.replay_seconds,
             peak_bytes=live.peak_bytes + sum(live.persistent_storages().values()),
-            gradients=_take_gradients(self.model),
+            gradients=take_gradients(self.model),
         )
 
 
-def _clocked_tiers(clock: VirtualClock, device: DeviceSpec, slowness: Callable[[], float]) -> Tiers:
+def clocked_tiers(clock: VirtualClock, device: DeviceSpec, slowness: Callable[[], float]) -> Tiers:
+    """Tiers whose copies take virtual time, so many times what the device's links say."""
+
     def takes(bytes_per_second: float) -> Callable[[int], float]:
         return lambda num_bytes: slowness() * num_bytes / bytes_per_second
 
@@ -166,7 +168,8 @@ def _clocked_tiers(clock: VirtualClock, device: DeviceSpec, slowness: Callable[[
     return Tiers(lanes, HostPool(), clocked, DiskPool())
 
 
-def _take_gradients(model: nn.Module) -> list[Tensor]:
+def take_gradients(model: nn.Module) -> list[Tensor]:
+    """The gradients, which the model then has no more."""
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     model.zero_grad(set_to_none=True)
     return gradients

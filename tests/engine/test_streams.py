@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime.stream_lanes import StreamCopy
+from lightning_offload.runtime.stream_mover import StreamCopy
 from tests.engine.faults import without_gc
 from tests.engine.harness import Outcome, Wrap, assert_same, differences, run
 from tests.engine.live_tracker import LiveStorageTracker
@@ -110,8 +110,8 @@ def test_outputs_never_backpropagated_leave_nothing(policy: str) -> None:
                     loss.backward()
                     model.zero_grad()
             del loss, batch
-            assert memory._hardware is not None
-            memory._hardware.tiers.drain()
+            assert memory._steps.hardware is not None
+            memory._steps.hardware.tiers.drain()
             assert tracker.live_bytes == persistent, step
 
 

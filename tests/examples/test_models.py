@@ -72,6 +72,14 @@ def test_depth_of_a_residual_network(blocks: tuple[int, int, int, int]) -> None:
     assert len(weighted) == 3 * sum(blocks) + 2
 
 
+def test_narrow_residual_network() -> None:
+    """Another width and number of stages: the stem divides by four, each stage but the first by two."""
+    network = models.ResNet((1, 2), num_classes=10, width=4)
+    images = torch.randn(3, 3, 32, 32)
+    assert network(images).shape == (3, 10)
+    assert network.stages(network.stem(images)).shape == (3, 4 * 2 * 4, 4, 4)
+
+
 @pytest.mark.parametrize("pre_activation", [False, True])
 def test_depth_of_a_cifar_network(pre_activation: bool) -> None:
     """A network of depth 6 n + 2 has as many layers with weights, in both orders of activation."""

@@ -227,21 +227,22 @@ def _describe(expected: Trace, actual: Trace, i: int) -> str:
 def _note_pools(memory: MemoryPlugin) -> list[HostPool]:
     """The host pools that the plugin uses from now on; detaching makes it forget them."""
     pools: list[HostPool] = []
-    hardware_for = memory._hardware_for
+    steps = memory._steps
+    hardware_for = steps.hardware_for
 
     def noting(inputs: Any) -> Hardware:
         hardware = hardware_for(inputs)
         pools.append(hardware.tiers.host)
         return hardware
 
-    memory._hardware_for = noting  # type: ignore[method-assign]
+    steps.hardware_for = noting  # type: ignore[method-assign]
     return pools
 
 
 def _check_left(memory: MemoryPlugin, pools: list[HostPool]) -> None:
     torch.ones(1, requires_grad=True).sum().backward()  # autograd holds on to a backward that failed until the next
     gc.collect()
-    assert not list(memory._executors), "an executor stays behind"
+    assert not list(memory._steps.executors), "an executor stays behind"
     for pool in pools:
         pool.collect()
         assert pool.used_bytes == 0, f"{pool.used_bytes} bytes of host memory stay behind"

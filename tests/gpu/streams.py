@@ -23,7 +23,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.movers import CpuMover
 from lightning_offload.runtime.residence import Residence
-from lightning_offload.runtime.stream_lanes import StreamMover
+from lightning_offload.runtime.stream_mover import StreamMover
 from tests.gpu.device import DEVICE, IS_CUDA
 
 Lane = Literal["out", "in", "compute"]
@@ -35,8 +35,8 @@ _POISON = 0xFF  # NaN in every floating-point type, -1 in every integer type
 
 def pool_of(memory: MemoryPlugin) -> HostPool:
     """The host memory of an attached plugin."""
-    assert memory._hardware is not None
-    return memory._hardware.tiers.host
+    assert memory._steps.hardware is not None
+    return memory._steps.hardware.tiers.host
 
 
 @contextlib.contextmanager

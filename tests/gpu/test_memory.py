@@ -87,7 +87,7 @@ def watch(case: Case, memory: MemoryPlugin | None, *, steps: int) -> Seen:
         seen.host_bytes.append(pool.slab_bytes)
         seen.pinned_bytes.append(pool.pinned_bytes)
         seen.num_slabs.append(len(pool._slabs))
-        seen.plans.append(memory._ledger.kind.plan)
+        seen.plans.append(memory._steps.ledger.kind.plan)
 
     def train() -> None:
         run(

@@ -185,3 +185,24 @@ def test_persistent_bytes_count_what_was_there_before() -> None:
     graph = dataclasses.replace(chain(40, weight_bytes=100), extra_bytes=7)
     assert graph.persistent_bytes == 107
     assert graph.seconds == 2.0
+
+
+def test_storages_of_the_modules_that_match() -> None:
+    """Patterns are those of file names, with the case that they have; one that matches nothing finds nothing."""
+    b = GraphBuilder()
+    value = b.given(1)
+    saves = []
+    for module in ("stem", "body.0.conv", "body.1.conv", "Body"):
+        (value,) = b.op((value,), (10,), module=module)
+        saves.append(b.pack(value, module=module))
+    b.backward()
+    for save in reversed(saves):
+        b.unpack(save)
+        b.release(save)
+    graph = b.build()
+    stem, first, second, other = (graph.values[save.value].storage for save in graph.saves)
+    assert graph.storages_saved_in(["body.*"]) == {first, second}
+    assert graph.storages_saved_in(pattern for pattern in ("stem", "*.1.*")) == {stem, second}
+    assert graph.storages_saved_in(["B*"]) == {other}
+    assert graph.storages_saved_in(["*"]) == {stem, first, second, other}
+    assert graph.storages_saved_in(["conv"]) == graph.storages_saved_in([]) == frozenset()

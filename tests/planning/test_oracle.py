@@ -161,9 +161,7 @@ SMALL = {
 def test_search_is_close_to_the_best_choice(device: DeviceSpec) -> None:
     """With slow links as with quick ones the plan takes hardly longer than the best choice that there is."""
     ratios = {
-        f"{name} at {height}": _ratio(graph, device, height)
-        for name, graph in SMALL.items()
-        for height in (0.0, 0.4)
+        f"{name} at {height}": _ratio(graph, device, height) for name, graph in SMALL.items() for height in (0.0, 0.4)
     }
     worse = {name: ratio for name, ratio in ratios.items() if ratio > 1 + 1e-9}
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.runtime import recording, replay
 from lightning_offload.runtime.copies import Block, Copy
-from lightning_offload.runtime.lanes import Lanes
+from lightning_offload.runtime.lanes import Lanes, LaneTimes
 from lightning_offload.runtime.values import Call
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts
@@ -42,6 +42,10 @@ class VirtualClock(StepObserver):
         self._ops = graph.ops
         self._recorded: weakref.WeakKeyDictionary[Call, float] = weakref.WeakKeyDictionary()
         self._listeners: list[Callable[[], None]] = []
+
+    def restart(self) -> None:
+        """Another step begins; time goes on."""
+        self.num_ops = 0
 
     def when_moved(self, listener: Callable[[], None]) -> None:
         """Call this whenever time has gone on."""
@@ -121,10 +125,15 @@ class _Direction:
         self._clock = clock
         self._seconds_of = seconds_of
         self._free = 0.0
+        self.num_bytes = 0
+        self.seconds = 0.0
         self._under_way: deque[ClockedCopy] = deque()
 
     def submit(self, num_bytes: int, move: Callable[[], None]) -> ClockedCopy:
-        self._free = max(self._free, self._clock.now) + self._seconds_of(num_bytes)
+        seconds = self._seconds_of(num_bytes)
+        self._free = max(self._free, self._clock.now) + seconds
+        self.num_bytes += num_bytes
+        self.seconds += seconds
         copy = ClockedCopy(self._clock, self._free, move)
         self._under_way.append(copy)
         return copy
@@ -136,6 +145,11 @@ class _Direction:
     def drain(self) -> None:
         while self._under_way:
             self._under_way.popleft().finish()
+
+    def take(self) -> tuple[int, float]:
+        taken = self.num_bytes, self.seconds
+        self.num_bytes, self.seconds = 0, 0.0
+        return taken
 
 
 class ClockedLanes(Lanes):
@@ -169,3 +183,8 @@ class ClockedLanes(Lanes):
     def drain(self) -> None:
         self._out.drain()
         self._in.drain()
+
+    @override
+    def take_times(self) -> LaneTimes:
+        (out_bytes, out_seconds), (in_bytes, in_seconds) = self._out.take(), self._in.take()
+        return LaneTimes(out_bytes=out_bytes, out_seconds=out_seconds, in_bytes=in_bytes, in_seconds=in_seconds)

@@ -177,16 +177,6 @@ def test_blocks_may_be_dropped_by_any_thread(num_threads: int) -> None:
     assert all(b - a >= 4096 for a, b in itertools.pairwise(addresses))
 
 
-def test_reserved_memory_is_used_first() -> None:
-    """What was mapped ahead serves the next blocks without mapping more."""
-    pool = HostPool()
-    pool.reserve(10 * MIB)
-    assert pool.used_bytes == 0
-    block = pool.allocate(9 * MIB)
-    assert block is not None
-    assert pool.slab_bytes == 10 * MIB
-
-
 def test_planned_blocks_lie_where_the_plan_puts_them() -> None:
     """The planned slab has the plan's size to the page; offsets are taken where they are free, and are only hints."""
     pool = HostPool()

@@ -12,7 +12,8 @@ import torch
 
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.movers import memory_bytes, storage_bytes
-from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes
+from lightning_offload.runtime.stream_lanes import StreamLanes
+from lightning_offload.runtime.stream_mover import StreamCopy
 from tests.runtime.fake_streams import FakeStream, FakeStreamMover
 
 

@@ -13,7 +13,7 @@ from tests.engine.probing import levels, plain_outcome
 from tests.zoo.cases import BY_NAME
 
 PUBLISHED = [name for name in POLICIES if name not in ("auto", "keep-all", "all-swap", "all-recompute")]
-CASES = ("resnet-basic", "gpt2-eager", "lstm")
+CASES = ("resnet-basic", "vgg-batchnorm", "densenet", "gpt2-eager", "t5", "lstm", "seq2seq")
 HEIGHT = 0.5
 
 

@@ -1,0 +1,240 @@
+"""Serves a model's steps: attaches to it, and has each step recorded, planned, executed and learned from.
+
+One step is open at a time, in one thread of training: from its forward, through its backward, which may come after
+the scope was closed, until the next one begins. Whoever wants a step's figures finishes it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_offload.plugins.devices import find_device, supported
+from lightning_offload.plugins.hardware import Hardware
+from lightning_offload.plugins.ledger import Ledger
+from lightning_offload.plugins.out_of_memory import out_of_memory
+from lightning_offload.plugins.persistent import PersistentState
+from lightning_offload.plugins.provision import learn_from, provide_plan
+from lightning_offload.plugins.run import StepRun, start_run
+from lightning_offload.plugins.settings import Settings, budget_bytes_on
+from lightning_offload.plugins.signature import step_signature
+from lightning_offload.runtime.mode import Executor, executing
+from lightning_offload.runtime.step_mode import mode_off, watch_backward
+
+
+class Steps:
+    """See the module's docstring.
+
+    Args:
+        settings: What the user asked for.
+        module: The model, where it is known.
+        device: The compute device, where it is known.
+
+    Attributes:
+        settings: Likewise.
+        device: Likewise; found from the model or the inputs of the first step otherwise.
+        hardware: The device with its lower tiers; None before the first step, and while detached.
+        state: What is on the device beside the steps.
+        ledger: The kinds of step met so far.
+        executors: Those that still hold something.
+        optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
+    """
+
+    def __init__(self, settings: Settings, module: torch.nn.Module | None, device: torch.device | None) -> None:
+        self.settings = settings
+        self.device = device
+        self.hardware: Hardware | None = None
+        self.state = PersistentState(self._before_optimizer_step)
+        self.ledger = Ledger()
+        self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+        self.optimizer_ran_inside = False
+        self._module = weakref.ref(module) if module is not None else None
+        self._run: StepRun | None = None
+        self._is_attached = False
+        self._is_open = False
+        self._thread = 0
+        self._end_watch: Callable[[], None] = _nothing
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The model, while it lives."""
+        return self._module() if self._module is not None else None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None without one, or before the device is known that a fraction is of."""
+        if self.device is None and (self.settings.budget is None or isinstance(self.settings.budget, float)):
+            return None
+        if self.hardware is not None:
+            return self.hardware.budget_bytes
+        return budget_bytes_on(self.settings, self.device or torch.device("cpu"))
+
+    # ---- attaching
+
+    def attach(self, module: torch.nn.Module | None, device: torch.device | None) -> None:
+        """Begin to serve a model; idempotent."""
+        if module is not None:
+            self._module = weakref.ref(module)
+        if device is not None:
+            self.device = device
+        if self.settings.enabled:
+            self.state.attach(self.module)
+            if not self._is_attached:
+                self._end_watch = watch_backward(self._around_backward)
+            self._is_attached = True
+
+    def detach(self) -> None:
+        """Take every hook off and end every thread; idempotent."""
+        self.finish()
+        self.state.detach()
+        self._end_watch()
+        if self.hardware is not None:
+            self.ledger.tier_use = self.hardware.use()
+            self.hardware.tiers.close()
+            self.hardware = None
+        self._is_attached = False
+
+    # ---- scopes
+
+    @contextlib.contextmanager
+    def step(self, inputs: Any) -> Iterator[None]:
+        """Around one forward and its backward, or around forward alone.
+
+        Args:
+            inputs: What the step is given; shapes and dtypes of the tensors in it choose the cached plan.
+
+        Raises:
+            BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
+        """
+        if not self._is_attached or _thread.num_open or not torch.is_grad_enabled():
+            yield
+            return
+        self.finish()
+        run = self._begin(inputs)
+        del inputs  # the caller's to free
+        if run is None:
+            yield
+            return
+        with self._opened(run, hooks=True):
+            yield
+
+    @contextlib.contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Around a backward of the step opened last, so that its ops and its peak are measured."""
+        run = self._run
+        if run is None or self._is_open:
+            yield
+            return
+        with self._opened(run, hooks=False):
+            yield
+
+    @contextlib.contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """Around every backward of the process: those of the open or pending step are watched where they must be."""
+        run = self._run
+        is_nested = torch._C._current_graph_task_id() != -1
+        if run is None or is_nested or threading.get_ident() != self._thread or run.executor.is_spent:
+            yield  # another's
+            return
+        run.executor.backward_begins()
+        if not self._is_open:
+            with self._opened(run, hooks=False):
+                yield
+        elif run.executor.watches_backward:
+            yield
+        else:
+            with mode_off():
+                yield
+
+    @contextlib.contextmanager
+    def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
+        self._is_open = True
+        _thread.num_open += 1
+        self._thread = threading.get_ident()
+        try:
+            with run.timed(self.state.bytes_beside), executing(run.executor, hooks=hooks):
+                yield
+        except BaseException as error:
+            self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside
+            if self.hardware is not None:
+                with contextlib.suppress(Exception):  # the step's own error is the one to tell
+                    self.hardware.tiers.drain()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise out_of_memory(error, run.device, run.kind, self.budget_bytes) from None
+            raise
+        finally:
+            self._is_open = False
+            _thread.num_open -= 1
+            run.tiers.tidy()
+
+    # ---- a step's begin and end
+
+    def _begin(self, inputs: Any) -> StepRun | None:
+        """Choose what the coming step does; None to leave it alone."""
+        hardware = self.hardware_for(inputs)
+        kind = self.ledger.choose(step_signature(inputs))
+        gradients = self.state.gradients()
+        kind.note_gradients(sum(gradients.values()), 0)
+        provide_plan(self.ledger.key, kind, hardware, self.state, self.settings)
+        self.ledger.begin_step()
+        if kind.runs_plainly(hardware.budget_bytes):
+            return None
+        peaks = self.ledger.peaks
+        run = start_run(kind, hardware.tiers, hardware.device, self.module, self.settings.verify, peaks)
+        peaks.begin_step(hardware.device, is_watched=run.is_watched)
+        run.state_version = self.state.version
+        run.watch_gradients(gradients, self.state.gradients)
+        self.executors.add(run.executor)
+        self._run = run
+        return run
+
+    def hardware_for(self, inputs: Any) -> Hardware:
+        """The hardware that a step with these inputs runs on."""
+        if self.device is None:
+            self.device = supported(find_device(self.module, inputs))
+        if self.hardware is None:
+            self.hardware = Hardware(self.device, self.settings)
+        return self.hardware
+
+    def finish(self) -> None:
+        """Take over what the last step showed, once its backward has run."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if run.recorder is not None:
+            self.state.learn_leaves(run.recorder.leaves)
+        run.finish(self.state)
+        self.ledger.end_step(run)
+        if self.hardware is not None:
+            learn_from(run, self.hardware)
+
+    def finish_if_read(self) -> None:
+        """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""
+        if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
+            self.finish()
+
+    def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
+        if self._is_open and self._run is not None:
+            self._run.optimizer_ran_inside = True
+        for executor in list(self.executors):
+            if executor.is_recomputing:
+                executor.settle_readers_of(parameters)
+
+
+class _Thread(threading.local):
+    """Steps open in a thread; inside one, another is a no-op, whoever's it is: the outermost plugin serves."""
+
+    num_open = 0
+
+
+_thread = _Thread()
+
+
+def _nothing() -> None:
+    """There is no watch to end."""

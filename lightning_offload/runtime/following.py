@@ -1,0 +1,86 @@
+"""Follows the values that ops make: all of them under the floor policy, those of the plan otherwise."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_offload.runtime.program import OpStep
+from lightning_offload.runtime.table import ValueTable
+from lightning_offload.runtime.values import Call, Value
+from lightning_offload.tensors.op_facts import OpFacts, effects
+
+
+class Following:
+    """See the module's docstring.
+
+    Args:
+        device: Values elsewhere are of no interest.
+        table: Where they are entered.
+    """
+
+    def __init__(self, device: torch.device, table: ValueTable) -> None:
+        self._device = device
+        self._table = table
+
+    def op(
+        self,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        step: OpStep | None,
+        call: Call | None,
+    ) -> str:
+        """Follow the values that an op made.
+
+        Args:
+            facts: The op.
+            args: What it was called with.
+            kwargs: Likewise.
+            out: What it returned.
+            step: The program's entry for it; None under the floor policy.
+            call: Its recording, if its results may have to be made again.
+
+        Returns:
+            How it did not do what the program counts on; "" if it did.
+        """
+        _, made, num_fresh = effects(facts, args, kwargs, out)
+        if step is None:
+            for tensor in made[:num_fresh]:
+                self.new(tensor, -1)
+            return ""
+        made = [tensor for tensor in made if tensor.device == self._device]  # attention gives CPU seeds on CUDA
+        if len(made) != len(step.num_bytes):
+            return f"{facts.name} made {len(made)} tensors in place of {len(step.num_bytes)}"
+        for position, index in step.register:
+            tensor = made[position]
+            num_bytes = tensor.untyped_storage().nbytes()
+            if num_bytes != step.num_bytes[position]:
+                return f"{facts.name} made {num_bytes} bytes in place of {step.num_bytes[position]}"
+            value = self.new(tensor, index)
+            if value is not None and call is not None:
+                value.call = call
+                call.results[position] = weakref.ref(value)
+        return ""
+
+    def new(self, tensor: Tensor, index: int) -> Value | None:
+        """Follow the value that a tensor holds.
+
+        Args:
+            tensor: The tensor.
+            index: The value's storage in the plan; -1 if the plan has none.
+
+        Returns:
+            The value; None on another device.
+        """
+        if tensor.device != self._device:
+            return None
+        storage = tensor.untyped_storage()
+        value = Value(index, storage.nbytes())
+        value.wrapper = weakref.ref(tensor)
+        self._table.follow(value, storage)
+        return value

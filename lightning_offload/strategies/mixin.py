@@ -1,0 +1,250 @@
+"""What our strategies share: a `MemoryPlugin` around every training step of one of Lightning's strategies.
+
+Life of a fit: the constructor checks the keywords and builds the plugin; `setup`, once Lightning has put the
+model on its device, attaches the plugin and grafts the precision plugin
+(`lightning_offload.plugins.precision`); `teardown`, which Lightning also calls after an exception, takes both
+off. Validation, test and prediction attach nothing. Plans travel in the checkpoint under `CHECKPOINT_KEY`.
+
+Note [One strategy, two Lightnings]: `lightning.pytorch` and `pytorch_lightning` have unrelated base classes,
+so each strategy is a mixin, and `lightning_offload.strategies.building` makes the class for a package. A
+Trainer first asks whether its strategy is an instance of *its* `Strategy`; our classes are registered there as
+virtual subclasses and say yes to both. The first thing it then assigns is the accelerator, and by that we see
+whose Trainer it is and take on the matching class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from typing_extensions import override
+
+from lightning_offload.errors import PlanError, UnsupportedError
+from lightning_offload.plugins.lightning_packages import package_of, rank_zero
+from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.plugins.precision import OffloadPrecisionMixin, check_supported, graft, ungraft
+from lightning_offload.strategies.building import build, revive
+from lightning_offload.strategies.summary import PlanSummary
+
+if TYPE_CHECKING:
+    from lightning.fabric.utilities.types import _PATH
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import Strategy as _StrategyBase
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
+else:
+    _StrategyBase = object  # the real base comes from the package in use, see building
+
+CHECKPOINT_KEY = "lightning_offload"
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+class OffloadMixin(_StrategyBase):
+    """Trains within a memory budget, with results identical to the plain strategy's.
+
+    Args:
+        budget: Peak bytes of tensors alive on the device in a training step, persistent state included: a
+            number of bytes, a text such as "12GiB", a fraction of the device's memory in (0, 1], or None for
+            what is free.
+        policy: Name of the planning policy, "auto" for the planner's own choice.
+        tier: Where swapped tensors go: "host", "disk", or "auto" for the host, and the disk once that is full.
+        host_budget: Most host memory that swapped tensors may take, written as `budget` is.
+        spill_dir: Directory of the disk tier's file, which has no name there and goes with the process.
+        plan: Path of a plan to use instead of planning.
+        keep: Patterns of module names whose saved tensors stay on the device, such as "lm_head*".
+        enabled: False turns everything off, as the environment variable LIGHTNING_OFFLOAD=0 does.
+        verify: When recomputed tensors are compared with their originals: in the first step under a plan,
+            always or never.
+        kwargs: Keywords of the Lightning strategy.
+
+    Raises:
+        BudgetError: `budget` or `host_budget` cannot be read.
+        PolicyError: There is no such policy, tier or way to verify.
+        PlanError: `plan` is not a plan.
+        SpillError: `spill_dir` is not a directory that can be written to.
+    """
+
+    public_name: ClassVar[str]
+    base_name: ClassVar[str]
+    _package: str
+
+    def __init__(
+        self,
+        budget: int | float | str | None = None,
+        *,
+        policy: str = "auto",
+        tier: Literal["auto", "host", "disk"] = "auto",
+        host_budget: int | float | str | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
+        plan: str | os.PathLike[str] | None = None,
+        keep: Sequence[str] = (),
+        enabled: bool = True,
+        verify: Literal["first", "always", "never"] = "first",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._base_keywords = kwargs
+        self._restored_plans: dict[str, Any] | None = None
+        self._summary: PlanSummary | None = None
+        self._keywords: dict[str, Any] = {
+            "budget": budget, "policy": policy, "tier": tier, "host_budget": host_budget, "spill_dir": spill_dir,
+            "plan": plan, "keep": keep, "enabled": enabled, "verify": verify,
+        }  # fmt: skip
+        self._memory = MemoryPlugin(**self._keywords)
+
+    @classmethod
+    def __subclasshook__(cls, candidate: type) -> bool:
+        """The classes of both packages are one strategy, see Note [One strategy, two Lightnings]."""
+        if "_package" in vars(cls) and issubclass(candidate, cls.__mro__[1]):
+            return True
+        return NotImplemented  # type: ignore[no-any-return]  # Python's way to say: look yourself
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the strategy without its plugin, as launchers do that spawn processes: each makes its own."""
+        if "_package" not in vars(type(self)):
+            return super().__reduce_ex__(protocol)
+        return revive, (type(self).__mro__[1], self._package), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_memory", "_summary")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._summary = None
+        self._memory = MemoryPlugin(**self._keywords)
+
+    @property
+    def memory(self) -> MemoryPlugin:
+        """The plugin that plans and runs the training steps of this process."""
+        return self._memory
+
+    # --- what the Trainer assigns while it is built ---
+
+    @property
+    @override
+    def accelerator(self) -> Any:
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        package = package_of(accelerator)
+        if package is not None and package != self._package:
+            self._adapt(package)
+        self._assign_inherited("accelerator", accelerator)
+
+    @property
+    @override
+    def precision_plugin(self) -> Any:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Any) -> None:
+        check_supported(precision_plugin)
+        self._assign_inherited("precision_plugin", precision_plugin)
+
+    def _assign_inherited(self, name: str, value: Any) -> None:
+        """Assigns to the property `name` of the base class."""
+        getattr(super(OffloadMixin, type(self)), name).fset(self, value)
+
+    def _adapt(self, package: str) -> None:
+        """Becomes the strategy of `package`, see Note [One strategy, two Lightnings]."""
+        if "_package" not in vars(type(self)):
+            raise UnsupportedError(
+                f"{type(self).__name__} is a subclass of the strategy for {self._package}, but the Trainer is"
+                f" {package}'s: import only one of the two packages, or import {package} first"
+            )
+        self.__class__ = build(type(self).__mro__[1], package)
+        super().__init__(**self._base_keywords)  # the new base's own fields; nothing else was set yet
+
+    @staticmethod
+    def _check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+        """Raises `UnsupportedError` for devices that the plugin does not know."""
+        for device in map(torch.device, devices):
+            if device.type not in _DEVICE_TYPES:
+                raise UnsupportedError(
+                    f"lightning-offload does not support the device {str(device)!r} yet, only"
+                    f" {' and '.join(_DEVICE_TYPES)}: pass accelerator='cpu' to the Trainer"
+                )
+        return [torch.device(device) for device in devices]
+
+    # --- the run ---
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Sets the run up as usual and, for a fit, puts the training steps under the plugin."""
+        super().setup(trainer)
+        if trainer.state.fn != "fit" or not self._memory.enabled:
+            return
+        self._memory.attach(module=self.lightning_module, device=self.root_device)
+        self._load_restored_plans()
+        graft(self.precision_plugin, self._memory)
+        self._summary = PlanSummary(self._package, self._memory, trainer)
+        self._summary.announce()
+
+    @override
+    def teardown(self) -> None:
+        """Takes everything off, also after an exception, and then tears the run down as usual."""
+        self._summary = None
+        self._restored_plans = None
+        ungraft(self.precision_plugin)
+        try:
+            self._memory.detach()
+        finally:
+            super().teardown()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the step as usual, its batch noted for the choice of the plan."""
+        plugin = self.precision_plugin
+        if isinstance(plugin, OffloadPrecisionMixin):
+            # a dataloader_iter in place of a batch says nothing about the step
+            batch = [arg for arg in args[:1] if not isinstance(arg, Iterator)]
+            plugin.note_inputs(*batch, *self._before_step())
+        return super().training_step(*args, **kwargs)
+
+    def _before_step(self) -> Sequence[object]:
+        """Does what must precede a step; returns what tells its kind beside the batch."""
+        return ()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Prints the plan before the first batch that runs under it in its final form."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._print_plan()
+
+    @override
+    def on_train_end(self) -> None:
+        """Prints the plan if it became final in the last step."""
+        super().on_train_end()
+        self._print_plan()
+
+    def _print_plan(self) -> None:
+        if self._summary is not None and self._summary.print_when_planned():
+            self._summary = None
+
+    # --- checkpoints ---
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Adds the plans to a training checkpoint (not to one of weights alone) and saves it."""
+        if self._memory.enabled and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self._memory.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Loads a checkpoint and keeps its plans, if it has any, for the fit that is about to begin."""
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._restored_plans = checkpoint.get(CHECKPOINT_KEY)
+        return checkpoint
+
+    def _load_restored_plans(self) -> None:
+        """Hands the checkpoint's plans to the plugin; plans that do not fit are replaced, not fatal."""
+        state, self._restored_plans = self._restored_plans, None
+        if state is None:
+            return
+        try:
+            self._memory.load_state_dict(state)
+        except PlanError as error:
+            rank_zero(self._package, "warn", f"The checkpoint's memory plan is not used, a new one is made: {error}")
