@@ -39,6 +39,7 @@ def build_app() -> typer.Typer:
     app.command("plan", epilog=_EPILOG)(_plan)
     app.command("max-batch", epilog=_EPILOG)(_max_batch)
     app.command("compare", epilog=_EPILOG)(_compare)
+    app.command("scale", epilog=_EPILOG)(_scale)
     app.command("explain", epilog=_EPILOG)(_explain)
     app.command("devices", epilog=_EPILOG)(_devices)
     app.command("bench-links", epilog=_EPILOG)(_bench_links)
@@ -146,6 +147,73 @@ def _compare(
         host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, keep=tuple(keep or ()),
     )  # fmt: skip
     compare(options, as_json=as_json)
+
+
+def _scale(
+    target: TargetArgument,
+    inputs: InputOption = None,
+    input_dtype: InputDtypeOption = None,
+    batch_size: BatchSizeOption = 64,
+    budget: BudgetOption = None,
+    host_budget: HostBudgetOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "float32",
+    optimizer: OptimizerOption = "momentum",
+    policy: PolicyOption = "auto",
+    keep: KeepOption = None,
+    devices: Annotated[
+        str, typer.Option(metavar="N,N,...", help="How many devices train, ascending; dots go on by the same ratio.")
+    ] = "1,2,4,...,1024",
+    intra: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINK",
+            help="Between devices of a node: nvlink2 to nvlink5, pcie3 to pcie5, or a rate such as 25GB/s. "
+            "[default: what the device's machines have]",
+        ),
+    ] = None,
+    inter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINK",
+            help="Between nodes, of one network card: edr100, hdr200, ndr400, 10gbe, 25gbe, 100gbe, or a rate. "
+            "[default: likewise]",
+        ),
+    ] = None,
+    per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,
+    nics: Annotated[
+        int | None, typer.Option(metavar="N", help="Network cards of a node. [default: one a device]")
+    ] = None,
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How gradients are exchanged: ring, tree, auto (the cheaper), binary-tree (Caffe's), server.",
+        ),
+    ] = "auto",
+    accumulate: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one update.")] = 1,
+    bucket_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="DDP's bucket_cap_mb. [default: 25MiB, the first one 1MiB]")
+    ] = None,
+    no_overlap: Annotated[
+        bool, typer.Option("--no-overlap", help="Exchange all gradients at once after backward.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate data-parallel training on many devices, gradients exchanged as DistributedDataParallel does."""
+    from lightning_offload.cli.scale import ScaleOptions, scale_step
+    from lightning_offload.cli.setting import Options
+
+    options = Options(
+        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
+        host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, policy=policy,
+        keep=tuple(keep or ()),
+    )  # fmt: skip
+    wanted = ScaleOptions(
+        devices=devices, intra=intra, inter=inter, per_node=per_node, nics=nics, algorithm=algorithm,
+        accumulate=accumulate, bucket_size=bucket_size, overlap=not no_overlap,
+    )  # fmt: skip
+    scale_step(options, wanted, as_json=as_json)
 
 
 def _explain(

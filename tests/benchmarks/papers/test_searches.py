@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.papers import cluster, searches
+from benchmarks.papers import searches
 
 
 @given(st.integers(1, 900), st.integers(1, 50), st.integers(0, 1000), st.integers(-3, 3))
@@ -48,12 +48,3 @@ def test_kinks_cost_no_more_than_bisection(kink: int) -> None:
 def test_secant_says_zero_where_nothing_fits() -> None:
     """The lower end must fit."""
     assert searches.secant(lambda n: n, 3, low=4, high=9) == 0
-
-
-def test_cluster_speeds_up_by_what_the_exchange_leaves() -> None:
-    """Eight devices are eight times as fast without an exchange; one device has none to make."""
-    assert cluster.speed_up(2.0, 0.0, 8) == 8
-    assert cluster.speed_up(2.0, 2.0, 8) == 4
-    assert cluster.ring_seconds(100, 1, 10.0) == 0
-    assert cluster.ring_seconds(100, 4, 10.0) == pytest.approx(15)
-    assert cluster.server_seconds(100, 4, 10.0) == pytest.approx(80)

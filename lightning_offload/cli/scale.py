@@ -1,0 +1,274 @@
+"""``scale``: what many devices make of a planned step, by a simulated exchange of gradients; nothing is measured.
+
+One device's step is planned with the memory of DistributedDataParallel's buckets counted, since that is how it runs on
+several. Like ``max-batch``, a step does not take less than the host needs to launch its ops, 5 us each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_offload.cli.figures import overhead, predictions
+from lightning_offload.cli.output import console, percent, progress, say, size, two_columns, write_json
+from lightning_offload.cli.plan import planned, state_of
+from lightning_offload.cli.setting import Checked, Options, check_options
+from lightning_offload.errors import BudgetError, UnsupportedError
+from lightning_offload.graph.interconnects import Interconnect, interconnect, usual_interconnects
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.planning.cluster import Cluster, ClusterStep, StepProfile, profile_step, scaling
+from lightning_offload.planning.collectives import Choice, check_algorithm
+from lightning_offload.planning.gradients import BUCKET_BYTES, gradients_of
+from lightning_offload.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from lightning_offload.cli.workload import Captured
+
+_LAUNCH_SECONDS = 5e-6
+_MAX_DEVICES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleOptions:
+    """What ``scale`` was given beside the planning options; cf. the options' help."""
+
+    devices: str = "1,2,4,...,1024"
+    intra: str | None = None
+    inter: str | None = None
+    per_node: int = 8
+    nics: int | None = None
+    algorithm: str = "auto"
+    accumulate: int = 1
+    bucket_size: str | None = None
+    overlap: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The same, understood."""
+
+    devices: tuple[int, ...]
+    cluster: Cluster
+    algorithm: Choice
+    accumulation: int
+    bucket_bytes: int | None
+    overlap: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What there is to show."""
+
+    plan: MemoryPlan
+    profile: StepProfile
+    rows: tuple[ClusterStep, ...]
+
+
+def scale_step(options: Options, wanted: ScaleOptions, *, as_json: bool) -> None:
+    """Plan a step, simulate it on clusters, and print what that gives.
+
+    Args:
+        options: What to plan for one device.
+        wanted: The clusters.
+        as_json: Whether to print JSON in place of tables.
+
+    Raises:
+        BudgetInfeasibleError: No plan meets the budget.
+        OffloadError: An option is wrong.
+    """
+    _check(wanted)
+    checked = check_options(options)
+    asked = _understand(wanted, checked.device.name)
+    with progress(f"capturing a step of {options.target}") as tell:
+        captured = checked.workload.capture(options.batch_size, checked.device)
+        gradient_bytes = sum(gradient.num_bytes for gradient in gradients_of(captured.graph))
+        graph = dataclasses.replace(captured.graph, extra_bytes=captured.graph.extra_bytes + gradient_bytes)
+        captured = dataclasses.replace(captured, graph=graph)
+        tell(f"planning {len(graph.ops)} ops")
+        plan = planned(checked, graph)
+        profile = profile_step(
+            graph, plan, checked.device, batch_size=options.batch_size, bucket_bytes=asked.bucket_bytes
+        )
+        profile = profile.lasting(max(profile.step_seconds, _LAUNCH_SECONDS * len(graph.ops)))
+        rows = scaling(
+            profile, asked.cluster, asked.devices, accumulation=asked.accumulation, algorithm=asked.algorithm,
+            overlap=asked.overlap,
+        )  # fmt: skip
+    found = _Found(plan=plan, profile=profile, rows=rows)
+    if as_json:
+        write_json(_payload(checked, captured, asked, found))
+    else:
+        _print(checked, asked, found)
+
+
+def parse_devices(text: str) -> tuple[int, ...]:
+    """Numbers of devices: "1,8,32", or "1,2,4,...,1024", where the last two before the dots set the ratio.
+
+    Raises:
+        UnsupportedError: Not such a list, not in ascending order, or the dots never come to the last one.
+    """
+    wrong = UnsupportedError(f"--devices {text!r} is no list of numbers: write 1,8,64 or 1,2,4,...,1024, ascending")
+    numbers: list[int] = []
+    parts = [part.strip() for part in text.split(",")]
+    is_going_on = False
+    for part in parts:
+        if part == "..." and len(numbers) >= 2 and not is_going_on:
+            is_going_on = True
+            continue
+        if not part.isdecimal() or not 1 <= int(part) <= _MAX_DEVICES or (numbers and int(part) <= numbers[-1]):
+            raise wrong
+        if is_going_on:
+            numbers += _between(numbers[-2], numbers[-1], int(part), text)
+            is_going_on = False
+        numbers.append(int(part))
+    if is_going_on:
+        raise wrong
+    return tuple(numbers)
+
+
+def _between(one: int, two: int, last: int, text: str) -> list[int]:
+    ratio, rest = divmod(two, one)
+    found = []
+    while not rest and (two := two * ratio) < last:
+        found.append(two)
+    if rest or two != last:
+        raise UnsupportedError(f"--devices {text!r}: the dots do not lead to {last}: each number is a multiple of the "
+                               "one before, and the last one follows too")  # fmt: skip
+    return found
+
+
+def _check(wanted: ScaleOptions) -> None:
+    """Check what is cheap to check, before the model is imported."""
+    for option, number in (
+        ("--per-node", wanted.per_node),
+        ("--nics", wanted.nics),
+        ("--accumulate", wanted.accumulate),
+    ):
+        if number is not None and number < 1:
+            raise UnsupportedError(f"{option} {number} is not positive: give 1 or more")
+    for link in (wanted.intra, wanted.inter):
+        if link is not None:
+            interconnect(link)
+    parse_devices(wanted.devices)
+    check_algorithm(wanted.algorithm)
+    _bucket_bytes(wanted.bucket_size)
+
+
+def _understand(wanted: ScaleOptions, device: str) -> _Asked:
+    usual_intra, usual_inter = usual_interconnects(device)
+    return _Asked(
+        devices=parse_devices(wanted.devices),
+        cluster=Cluster(
+            intra=interconnect(wanted.intra) if wanted.intra is not None else usual_intra,
+            inter=interconnect(wanted.inter) if wanted.inter is not None else usual_inter,
+            devices_per_node=wanted.per_node,
+            nics_per_node=wanted.nics,
+        ),
+        algorithm=check_algorithm(wanted.algorithm),
+        accumulation=wanted.accumulate,
+        bucket_bytes=_bucket_bytes(wanted.bucket_size),
+        overlap=wanted.overlap,
+    )
+
+
+def _bucket_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        num_bytes = parse_bytes(text)
+    except BudgetError as error:
+        raise BudgetError(f"--bucket-size: {error}") from None
+    if not num_bytes:
+        raise BudgetError(f"--bucket-size {text!r} holds nothing: give a size such as 25MiB")
+    return num_bytes
+
+
+def _payload(checked: Checked, captured: Captured, asked: _Asked, found: _Found) -> dict[str, Any]:
+    payload: dict[str, Any] = {"simulated": True} | checked.header | predictions(found.plan) | state_of(captured)
+    return payload | {
+        "step_seconds": found.profile.step_seconds,
+        "gradient_bytes": found.profile.gradient_bytes,
+        "bucket_cap_bytes": asked.bucket_bytes or BUCKET_BYTES,
+        "num_buckets": len(found.profile.buckets),
+        "intra": _link_entry(asked.cluster.intra),
+        "inter": _link_entry(asked.cluster.inter),
+        "devices_per_node": asked.cluster.devices_per_node,
+        "nics_per_node": asked.cluster.nics_per_node or asked.cluster.devices_per_node,
+        "algorithm": asked.algorithm,
+        "accumulation": asked.accumulation,
+        "overlap": asked.overlap,
+        "scaling": [dataclasses.asdict(row) | {"algorithms": list(row.algorithms)} for row in found.rows],
+    }
+
+
+def _link_entry(link: Interconnect) -> dict[str, Any]:
+    entry = dataclasses.asdict(link)
+    entry["sources"] = [entry.pop("source"), entry.pop("latency_source")]
+    return entry
+
+
+def _print(checked: Checked, asked: _Asked, found: _Found) -> None:
+    from rich.table import Table
+
+    options = checked.options
+    title = (
+        f"{options.target}, batch {options.batch_size} a device, {options.dtype} on {checked.device.name}: simulated"
+    )
+    say(title, style="bold")
+    console().print(two_columns(_about(asked, found)))
+    table = Table()
+    for name in ("devices", "batch", "samples/s", "efficiency", "exchange", "exposed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(
+            f"{row.num_devices:,}",
+            f"{row.effective_batch:,}",
+            f"{row.samples_per_second:,.1f}",
+            f"{100 * row.efficiency:.2f}%",
+            _time(row.exchange_seconds),
+            _time(row.exposed_seconds),
+        )
+    console().print(table)
+    say(_how(asked, found.rows))
+    say("Simulated: equal devices without stragglers, and data that keeps up. Efficiency is against as many alone.")
+
+
+def _about(asked: _Asked, found: _Found) -> list[tuple[str, str]]:
+    plan, profile, cluster = found.plan, found.profile, asked.cluster
+    devices = _count(cluster.devices_per_node, "device")
+    cards = _count(cluster.nics_per_node or cluster.devices_per_node, "card")
+    rows = [
+        ("one device", f"{format_seconds(profile.step_seconds)} a step ({percent(overhead(plan))} for the budget)"),
+        ("peak", f"{format_bytes(plan.predicted_peak_bytes)} of {size(plan.budget_bytes)}, with DDP's buckets"),
+        ("gradients", f"{format_bytes(profile.gradient_bytes)} in {_count(len(profile.buckets), 'bucket')}"),
+        ("within a node", f"{cluster.intra.title}, {_rate(cluster.intra)} a device, {devices}"),
+        ("between nodes", f"{cluster.inter.title}, {_rate(cluster.inter)} a card, {cards} a node"),
+    ]
+    if asked.accumulation > 1:
+        rows.append(("update", f"after {asked.accumulation} micro-batches"))
+    if profile.copies and (cluster.intra.uses_host_link or cluster.inter.uses_host_link):
+        rows.append(("contention", "the exchange waits for swaps where both go over the host's link"))
+    return rows
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num} {what}{'' if num == 1 else 's'}"
+
+
+def _rate(link: Interconnect) -> str:
+    return f"{link.bytes_per_second / 1e9:.1f} GB/s"
+
+
+def _how(asked: _Asked, rows: Sequence[ClusterStep]) -> str:
+    parts = []
+    for names, group in itertools.groupby(rows, key=lambda row: row.algorithms):
+        if names:
+            parts.append(f"{' and '.join(names)} from {next(group).num_devices:,} devices")
+    how = ", ".join(parts) or "nothing to exchange on one device"
+    return f"Exchange: {how}; {'overlapping backward' if asked.overlap else 'after backward, all at once'}."
+
+
+def _time(seconds: float) -> str:
+    return format_seconds(seconds) if seconds else "-"
