@@ -1,0 +1,241 @@
+"""How the ranks of a job agree while they tune: small values, at the tuner's own points, on a channel of its own.
+
+Protocol: every method but `num_ranks` and `rank` is collective: all ranks call it, in the same order, and all leave
+it with the same value. Between two calls ranks may do different work, and one may run out of device memory. So the
+channel is a gloo group apart from the model's: values travel through host memory, no device allocation can fail, and
+a collective that a failed step left half done in the model's group is not paired with one of these.
+
+A rank that never comes ends the wait of the others after a time-out, with an error that says so.
+
+This module imports torch only when a :class:`ProcessGroup` is used.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from typing_extensions import override
+
+from lightning_offload.errors import OffloadError, TuningError
+from lightning_offload.tuning.trial import Trial
+
+__all__ = ["Agreement", "Alone", "ProcessGroup", "agreed"]
+
+T = TypeVar("T")
+
+TIMEOUT_SECONDS = 1800.0
+"""How long a rank waits for the others: the slowest one may have a trial of minutes to finish."""
+
+
+class Agreement(abc.ABC):
+    """The ranks that tune together."""
+
+    @property
+    @abc.abstractmethod
+    def num_ranks(self) -> int:
+        """How many there are."""
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """Which one this is, from 0."""
+
+    @abc.abstractmethod
+    def gather(self, value: T) -> tuple[T, ...]:
+        """Return the values of all ranks, in the order of ranks; they must be picklable."""
+
+    @abc.abstractmethod
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0; it must be picklable."""
+
+    def smallest(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return the smallest over the ranks, of each of several values."""
+        return tuple(min(column) for column in self._columns(values))
+
+    def largest(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Return the largest over the ranks, of each of several values."""
+        return tuple(max(column) for column in self._columns(values))
+
+    def is_true_on_all(self, flag: bool) -> bool:
+        """Return whether a flag is set on every rank."""
+        return all(self.gather(bool(flag)))
+
+    def decided(self, decide: Callable[[], T]) -> T:
+        """Let rank 0 decide, and return what it decided; its error, if it fails, is raised on every rank.
+
+        Args:
+            decide: Called on rank 0 only; what it returns must be picklable.
+
+        Raises:
+            OffloadError: As raised on rank 0. Whatever else was raised there is a TuningError on the others.
+        """
+        failure: Exception | None = None
+        outcome: tuple[T | None, OffloadError | None] = (None, None)
+        if self.rank == 0:
+            try:
+                outcome = (decide(), None)
+            except Exception as error:
+                failure = error
+                told = TuningError(f"rank 0 could not go on tuning: {type(error).__name__}: {error}")
+                outcome = (None, error if isinstance(error, OffloadError) else told)
+        value, told_failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        if told_failure is not None:
+            raise told_failure
+        return value  # type: ignore[return-value]  # None only where T allows it
+
+    def _columns(self, values: Sequence[float]) -> Iterator[tuple[float, ...]]:
+        rows = self.gather(tuple(float(value) for value in values))
+        if len({len(row) for row in rows}) > 1:
+            raise TuningError(f"ranks compare {[len(row) for row in rows]} values: give the same number on each rank")
+        return zip(*rows, strict=True)
+
+
+class Alone(Agreement):
+    """One process: it agrees with itself."""
+
+    @property
+    @override
+    def num_ranks(self) -> int:
+        return 1
+
+    @property
+    @override
+    def rank(self) -> int:
+        return 0
+
+    @override
+    def gather(self, value: T) -> tuple[T, ...]:
+        return (value,)
+
+    @override
+    def broadcast(self, value: T) -> T:
+        return value
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessGroup(Agreement):
+    """All ranks of torch.distributed, over a gloo group that is made when it is first used.
+
+    Making it is collective too, so the first use must be by all ranks. Close it when tuning is done, or use it as a
+    context manager.
+
+    Args:
+        timeout_seconds: How long a rank waits for the others before it gives up.
+    """
+
+    timeout_seconds: float = TIMEOUT_SECONDS
+    _group: Any = None
+
+    @property
+    @override
+    def num_ranks(self) -> int:
+        return int(_distributed().get_world_size())
+
+    @property
+    @override
+    def rank(self) -> int:
+        return int(_distributed().get_rank())
+
+    @override
+    def gather(self, value: T) -> tuple[T, ...]:
+        values: list[Any] = [None] * self.num_ranks
+        with self._waiting() as group:
+            _distributed().all_gather_object(values, value, group=group)
+        return tuple(values)
+
+    @override
+    def broadcast(self, value: T) -> T:
+        values = [value]
+        with self._waiting() as group:
+            _distributed().broadcast_object_list(values, src=0, group=group)
+        return values[0]
+
+    def close(self) -> None:
+        """Give the group back; it is made again if it is needed again."""
+        group, self._group = self._group, None
+        if group is not None and _distributed().is_initialized():
+            _distributed().destroy_process_group(group)
+
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[Any]:
+        """Give the group; say in one line what a failed wait means."""
+        distributed = _distributed()
+        try:
+            if self._group is None:
+                timeout = timedelta(seconds=self.timeout_seconds)
+                self._group = distributed.new_group(backend="gloo", timeout=timeout)
+            yield self._group
+        except RuntimeError as error:
+            raise TuningError(
+                f"rank {distributed.get_rank()} waited for the other ranks to agree on a trial and failed, after at "
+                f"most {self.timeout_seconds:g} s: see what ended them, or raise timeout_seconds"
+            ) from error
+
+
+def _distributed() -> Any:
+    """Return torch.distributed, which must be initialized."""
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise TuningError(
+            "torch.distributed is not initialized, so there are no ranks that could agree: "
+            "call init_process_group first, or use Alone()"
+        )
+    return distributed
+
+
+def agreed(trial: Trial, agreement: Agreement) -> Trial:
+    """Make one trial of all ranks' trials; collective, and the same on every rank.
+
+    It is ok where it is on all ranks. Throughput and step times are the slowest rank's, throughput times the number of
+    ranks, since the others wait for it; the peak is the largest.
+
+    Args:
+        trial: As this rank ran it, with its own throughput.
+        agreement: Of the ranks that ran it.
+
+    Returns:
+        The trial of the job, with the reason of the first rank that failed.
+
+    Raises:
+        TuningError: Ranks tried different sizes.
+    """
+    trials = agreement.gather(trial)
+    sizes = [each.batch_size for each in trials]
+    if len(set(sizes)) > 1:
+        raise TuningError(f"ranks tried different batch sizes, {sizes}: run the same size on each rank")
+    shared = replace(
+        trial,
+        peak_bytes=_largest([each.peak_bytes for each in trials]),
+        predicted_peak_bytes=_largest([each.predicted_peak_bytes for each in trials]),
+        predicted_samples_per_second=_smallest([each.predicted_samples_per_second for each in trials]),
+    )
+    failed = [(rank, each) for rank, each in enumerate(trials) if not each.is_ok]
+    if failed:
+        rank, first = failed[0]
+        reason = first.reason if len(trials) == 1 else f"rank {rank}: {first.reason or 'no reason given'}"
+        return replace(shared, is_ok=False, samples_per_second=None, step_seconds=(), reason=reason)
+    slowest = min(trials, key=lambda each: each.samples_per_second or 0.0)
+    speed = (slowest.samples_per_second or 0.0) * len(trials)
+    return replace(shared, samples_per_second=speed, step_seconds=slowest.step_seconds, reason="")
+
+
+def _largest(values: Sequence[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _smallest(values: Sequence[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)

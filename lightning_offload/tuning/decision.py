@@ -1,0 +1,198 @@
+"""What to try next, decided from the trials so far alone.
+
+Without a prediction the search first *grows*: it doubles until a size does not fit, or two doublings in a row gain less
+than the tolerance each. With one it starts at the predicted edge, or at the predicted answer where throughput is flat
+from far below the edge. From then on the trial is taken that tells most (:mod:`~.choice`), until a size is
+probably right.
+
+A pure function of the trials: run again on the same ones it says the same, so a search can be replayed and explained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from lightning_offload.tuning.choice import Beliefs, expected_confidence
+from lightning_offload.tuning.curve import Points, draw_curves
+from lightning_offload.tuning.edge import draw_edges
+from lightning_offload.tuning.estimates import Estimate, pool, repeat_deviation, trial_error
+from lightning_offload.tuning.forecast import Forecast
+from lightning_offload.tuning.shapes import possible_shapes
+from lightning_offload.tuning.sizes import between, grid, round_down
+from lightning_offload.tuning.trial import Trial
+
+__all__ = ["Decision", "Space", "decide"]
+
+_CONFIDENT = 0.97
+_NUM_PROMISING = 14  # sizes among which the next trial is chosen
+_SLOW = 0.3  # of the best throughput: below the last such size nothing is modelled
+_FAR_BELOW = 4  # how much smaller than the edge a predicted answer is where the edge does not matter
+_SHRINK, _SHRINK_PREDICTED = 0.5, 0.7  # after a failure; doubled in effect after each further one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What is searched.
+
+    Args:
+        low: The smallest size allowed.
+        high: The largest size allowed, None for no limit.
+        start: Where growth starts.
+        tolerance: What the answer may fall short of the best, as a fraction.
+        forecast: Usable predictions, or None.
+    """
+
+    low: int
+    high: int | None
+    start: int
+    tolerance: float
+    forecast: Forecast | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What to do.
+
+    Args:
+        best: The size that is most probably right of those that ran; None while none did.
+        confidence: The probability that it is.
+        next_size: The size to try next; None where nothing needs to be tried.
+    """
+
+    best: int | None
+    confidence: float
+    next_size: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """The trials so far, put in order.
+
+    Args:
+        fits: Sizes that ran, ascending.
+        fails: The smallest size that did not, or None.
+        num_failed: Trials that did not run.
+        estimates: Throughput of those that ran.
+        error: Expected standard error of one more trial, as a fraction.
+    """
+
+    fits: tuple[int, ...]
+    fails: int | None
+    num_failed: int
+    estimates: dict[int, Estimate]
+    error: float
+
+    @classmethod
+    def of(cls, trials: Sequence[Trial]) -> _Known:
+        estimates = pool(trials)
+        failed = [trial.batch_size for trial in trials if not trial.is_ok]
+        num_repeats = [max(1, len(trial.step_seconds)) for trial in trials if trial.is_ok]
+        return cls(
+            fits=tuple(estimates),
+            fails=min(failed, default=None),
+            num_failed=len(failed),
+            estimates=estimates,
+            error=trial_error(int(median(num_repeats)) if num_repeats else 1, repeat_deviation(trials)),
+        )
+
+
+def decide(space: Space, trials: Sequence[Trial], *, may_grow: bool = True) -> Decision:
+    """Decide what to try next, and what to choose if nothing more can be tried.
+
+    Args:
+        space: What is searched.
+        trials: All trials so far.
+        may_grow: Without it the best of what ran is chosen even where the search would still double; while it
+            doubles there is no best.
+    """
+    known = _Known.of(trials)
+    if not known.fits:
+        return Decision(best=None, confidence=0.0, next_size=_first(space, known))
+    grown = _grow(space, known) if may_grow and space.forecast is None else None
+    return _refine(space, known) if grown is None else Decision(best=None, confidence=0.0, next_size=grown)
+
+
+def _first(space: Space, known: _Known) -> int | None:
+    """Choose a size while none has run yet; None where not even the smallest does."""
+    if known.fails == space.low:
+        return None
+    forecast = space.forecast
+    if known.fails is not None:
+        shrink = _SHRINK if forecast is None else _SHRINK_PREDICTED
+        return max(space.low, round_down(max(1, int(known.fails * shrink**known.num_failed))))
+    if forecast is None:
+        return space.start
+    if forecast.answer * _FAR_BELOW < forecast.edge:
+        return forecast.answer
+    return max(space.low, round_down(forecast.edge))
+
+
+def _grow(space: Space, known: _Known) -> int | None:
+    """Double the largest size, until it does not fit, is the largest allowed, or two doublings gain too little."""
+    largest = known.fits[-1]
+    if known.fails is not None or largest == space.high or known.num_failed:
+        return None
+    if len(known.fits) >= 3:
+        first, second, third = (known.estimates[size].samples_per_second for size in known.fits[-3:])
+        enough = 1 + space.tolerance
+        if second < first * enough and third < second * enough:
+            return None
+    return 2 * largest if space.high is None else min(2 * largest, space.high)
+
+
+def _refine(space: Space, known: _Known) -> Decision:
+    sizes, beliefs = _beliefs(space, known)
+    ran = [index for index, size in enumerate(sizes) if size in known.estimates]
+    confidence = beliefs.confidence()
+    best = max(ran, key=lambda index: (confidence[index], -index))
+    if confidence[best] >= _CONFIDENT:
+        return Decision(best=sizes[best], confidence=float(confidence[best]), next_size=None)
+    values = {
+        index: expected_confidence(beliefs, ran, index, known.error) for index in beliefs.promising(_NUM_PROMISING, ran)
+    }
+    following = max(values, key=lambda index: (round(values[index], 3), -index))
+    return Decision(best=sizes[best], confidence=float(confidence[best]), next_size=sizes[following])
+
+
+def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs]:
+    """Draw curves and edges over the sizes that matter, and find what is right on each."""
+    forecast, largest = space.forecast, known.fits[-1]
+    top = _top(space, known)
+    bottom = _bottom(space, known)
+    others = {*known.fits, *(between(largest, known.fails) if known.fails is not None else ())}
+    others |= {forecast.edge, forecast.answer} if forecast is not None else set()
+    sizes = grid(bottom, top, others)
+    array = np.array(sizes, dtype=np.float64)
+    measured = [estimate for size, estimate in known.estimates.items() if size >= bottom]
+    shapes = possible_shapes(array, largest, forecast.log_speeds if forecast is not None else None)
+    points = Points(
+        index=np.array([sizes.index(estimate.batch_size) for estimate in measured], dtype=np.intp),
+        log_speed=np.log([estimate.samples_per_second for estimate in measured]),
+        variance=np.array([estimate.relative_error**2 for estimate in measured]),
+    )
+    curves = draw_curves(array, shapes.log_speeds, shapes.log_weights, points)
+    edge = forecast.edge if forecast is not None and forecast.is_edge_known else None
+    edges = draw_edges(largest, top, is_open=known.fails is None, predicted=edge)
+    return sizes, Beliefs.of(array, curves, edges, space.tolerance)
+
+
+def _top(space: Space, known: _Known) -> int:
+    """Return the largest size that comes into question."""
+    if known.fails is not None:
+        return known.fails - 1
+    reach = 2 * max(known.fits[-1], space.forecast.edge if space.forecast is not None else 0)
+    return reach if space.high is None else min(reach, space.high)
+
+
+def _bottom(space: Space, known: _Known) -> int:
+    """Return the smallest size that comes into question: one so slow that no smaller one can be the answer.
+
+    That the model fits there as well would only be bought with a worse fit where it matters.
+    """
+    speeds = {size: estimate.samples_per_second for size, estimate in known.estimates.items()}
+    fastest = max(speeds, key=lambda size: speeds[size])
+    return max((n for n in speeds if n < fastest and speeds[n] < _SLOW * speeds[fastest]), default=space.low)

@@ -1,0 +1,191 @@
+"""How bytes and seconds of a step depend on its batch size.
+
+Sizes of tensors are polynomials of the batch size ``n`` with whole numbers: nearly all are ``a + b*n``, those of
+contrastive losses, which compare each sample with each other one, grow with ``n**2``. So they are fitted exactly, as
+fractions, and rounded upwards. Two sizes cannot tell a line that is negative at 0 from a parabola through 0; the
+parabola is taken, which is the larger one beyond both sizes.
+
+What is measured (workspaces, durations) is not exact. A workspace gets a line that no measurement lies above;
+durations get the non-negative least squares of ``a + b*n``, where ``a`` is what launching costs. Ops that touch
+storages of ``n**2`` bytes get ``a + b*x`` instead, where ``x`` are the bytes that they touch, known at any size.
+
+Shortfalls: sizes that are neither (cubes, padding to tiles) get a line that covers what was seen, and may be wrong
+elsewhere; a duration that bends (small kernels do not fill a device) is only right near the sizes that were seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from math import ceil, lcm
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class ByteLaw(NamedTuple):
+    """``(constant + linear*n + square*n**2) / divisor`` bytes, rounded up and not below 0."""
+
+    constant: int
+    linear: int = 0
+    square: int = 0
+    divisor: int = 1
+
+    def at(self, batch_size: int) -> int:
+        """Bytes at a batch size."""
+        numerator = self.constant + batch_size * (self.linear + batch_size * self.square)
+        return max(0, -(-numerator // self.divisor))
+
+
+FitBytes = Callable[[Sequence[int], Sequence[int]], ByteLaw]
+"""Finds the law of bytes seen at some batch sizes, which ascend; there are at least two."""
+
+
+def exact_bytes(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw:
+    """The law of a tensor's size; where nothing simple is exact, a line that covers what was seen."""
+    if seen[0] == seen[-1] == max(seen):
+        return ByteLaw(max(seen))
+    for law in (_line(sizes, seen), _parabola(sizes, seen)):
+        if law is not None:
+            return law
+    return covering_line(sizes, seen)
+
+
+def covering_line(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw:
+    """A line that rises and is not negative at 0, close to what was measured and not below any of it."""
+    slope = max(Fraction(0), _slope(sizes, seen))
+    start = max(y - slope * n for n, y in zip(sizes, seen, strict=True))
+    if start < 0:
+        start, slope = Fraction(0), max(Fraction(y, n) for n, y in zip(sizes, seen, strict=True))
+    return _law(start, slope, Fraction(0))
+
+
+def given_bytes(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw:
+    """The law of bytes that depend on more than the batch: constant, unless three sizes or more make a line."""
+    line = _line(sizes, seen) if len(sizes) > 2 else None
+    return line if line is not None and line.linear > 0 else ByteLaw(max(seen))
+
+
+def is_exact(law: ByteLaw, sizes: Sequence[int], seen: Sequence[int]) -> bool:
+    """Whether a law gives just what was seen."""
+    return all(law.at(n) == y for n, y in zip(sizes, seen, strict=True))
+
+
+def _line(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw | None:
+    """The line through all that was seen, if there is one and it rises; with two sizes, not below 0 at 0."""
+    slope = Fraction(seen[-1] - seen[0], sizes[-1] - sizes[0])
+    start = seen[0] - slope * sizes[0]
+    if slope < 0 or (len(sizes) == 2 and start < 0):
+        return None
+    if any(start + slope * n != y for n, y in zip(sizes, seen, strict=True)):
+        return None
+    return _law(start, slope, Fraction(0))
+
+
+def _parabola(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw | None:
+    """The rising parabola through all that was seen, if there is one with more to say for it than three points."""
+    if len(sizes) == 2:
+        start, linear, square = Fraction(0), *_through_zero(sizes, seen)
+    else:
+        middle = len(sizes) // 2
+        picked = [(sizes[i], seen[i]) for i in (0, middle, len(sizes) - 1)]
+        start, linear, square = _through(*picked)
+    is_supported = start == 0 or len(sizes) > 3 or min(start, linear) >= 0
+    is_rising = square > 0 and linear + 2 * square * sizes[0] >= 0
+    if not is_supported or not is_rising:
+        return None
+    law = _law(start, linear, square)
+    return law if is_exact(law, sizes, seen) else None
+
+
+def _through_zero(sizes: Sequence[int], seen: Sequence[int]) -> tuple[Fraction, Fraction]:
+    first, last = Fraction(seen[0], sizes[0]), Fraction(seen[-1], sizes[-1])
+    square = (last - first) / (sizes[-1] - sizes[0])
+    return first - square * sizes[0], square
+
+
+def _through(*points: tuple[int, int]) -> tuple[Fraction, Fraction, Fraction]:
+    """Coefficients of the parabola through three points, by divided differences."""
+    (n0, y0), (n1, y1), (n2, y2) = points
+    first, second = Fraction(y1 - y0, n1 - n0), Fraction(y2 - y1, n2 - n1)
+    square = (second - first) / (n2 - n0)
+    linear = first - square * (n0 + n1)
+    return y0 - n0 * (linear + square * n0), linear, square
+
+
+def _slope(sizes: Sequence[int], seen: Sequence[int]) -> Fraction:
+    """Slope of the least-squares line."""
+    count, mean = len(sizes), Fraction(sum(sizes), len(sizes))
+    spread = sum((n - mean) ** 2 for n in sizes)
+    return (
+        sum(((n - mean) * (y - Fraction(sum(seen), count)) for n, y in zip(sizes, seen, strict=True)), Fraction())
+        / spread
+    )
+
+
+def _law(start: Fraction, linear: Fraction, square: Fraction) -> ByteLaw:
+    divisor = lcm(start.denominator, linear.denominator, square.denominator)
+    return ByteLaw(ceil(start * divisor), int(linear * divisor), int(square * divisor), divisor)
+
+
+class SecondLaws(NamedTuple):
+    """By op: ``constant + rise * x`` seconds, with ``x`` the batch size or what else the op grows with."""
+
+    constant: Floats
+    rise: Floats
+
+    def at(self, x: Floats) -> Floats:
+        """Seconds of each op, given its ``x``."""
+        return self.constant + self.rise * x
+
+
+def fit_seconds(x: Floats, seen: Floats, is_plain: npt.NDArray[np.bool_]) -> SecondLaws:
+    """Fit the durations of all ops.
+
+    No op takes longer on a smaller batch, and clocks err upwards (the first step at all is a cold one), so where one
+    seems to, what it took on the larger batch counts.
+
+    Where the constraint that nothing is negative has changed some of them, all that grow with the batch size are
+    scaled so that their sums keep to the least squares of what was seen in all: noise would otherwise make the sum too
+    large, since it is cut on one side only.
+
+    Args:
+        x: What an op grows with, by size, ascending, and op; not the same at all sizes. There are at least two sizes.
+        seen: Seconds, likewise.
+        is_plain: By op: whether it grows with the batch size.
+    """
+    constant, rise = _non_negative_lines(x, _without_falls(seen))
+    plain = np.flatnonzero(is_plain)
+    if len(plain):
+        total = _without_falls(seen[:, plain].sum(axis=1, keepdims=True))
+        start, slope = _non_negative_lines(x[:, plain[:1]], total)
+        constant[plain] = _scaled(constant[plain], float(start[0]))
+        rise[plain] = _scaled(rise[plain], float(slope[0]))
+    return SecondLaws(constant, rise)
+
+
+def _without_falls(seen: Floats) -> Floats:
+    """By column: the largest values that are not above what was seen and never fall."""
+    result: Floats = np.minimum.accumulate(seen[::-1])[::-1]
+    return result
+
+
+def _non_negative_lines(x: Floats, seen: Floats) -> tuple[Floats, Floats]:
+    """By column that never falls: start and slope of least squares that are not negative; the slope never is."""
+    mean, centred = seen.mean(axis=0), x - x.mean(axis=0)
+    slope = np.maximum((centred * seen).sum(axis=0) / (centred**2).sum(axis=0), 0.0)
+    start = mean - slope * x.mean(axis=0)
+    through_zero = (x * seen).sum(axis=0) / (x**2).sum(axis=0)
+    return np.maximum(start, 0.0), np.where(start < 0, through_zero, slope)
+
+
+def _scaled(parts: Floats, total: float) -> Floats:
+    """The parts, scaled to a sum; as they are where that is their sum already, or where there is nothing to scale."""
+    have = float(parts.sum())
+    if have <= 0 or abs(have - total) <= 1e-9 * have:
+        return parts
+    result: Floats = parts * (total / have)
+    return result

@@ -1,0 +1,283 @@
+"""The search for the efficiency-optimal batch size: the smallest whose throughput is about the best under the budget.
+
+Larger batches use a device better up to a point; beyond it they only cost memory, and statistical efficiency. So the
+size looked for is neither the largest that fits nor the fastest to within noise, but the smallest within `tolerance`
+of the fastest under the budget.
+
+Trials are few and noisy: a median of four repeats that scatter by 5% is off by 3%, as much as the usual tolerance. So
+no two trials are compared directly. All of them, repeats of one size pooled, give a distribution over throughput
+curves (:mod:`~.curve`) and over where the budget ends (:mod:`~.edge`), and from these comes how probable it is that
+each size is right. "Undecided, measure again" and "bisect the edge" are trials like any other, taken where they tell
+most (:mod:`~.decision`, :mod:`~.choice`); the edge is not looked for where throughput is flat far below it. A
+performance model's prediction is one of the shapes a curve may have: trials recalibrate it by a smooth factor, and it
+is dropped where they contradict it.
+
+Ranks: what `run` returns must be the same on every rank (:func:`~.agreement.agreed`). Rank 0 decides, so that neither
+its clock nor the last bit of a float can lead ranks apart; where deciding fails there, every rank raises.
+
+Sources: AccUDNN (arXiv 1901.06773) tunes for the efficiency-optimal minibatch of a memory-optimised model; how it
+searches is not public, and this is not its method. AdaptDL and Pollux (OSDI'21) maximise *goodput*, throughput times
+statistical efficiency, and change the size while training; here the size is fixed before it, learning rate and
+statistical efficiency being the caller's.
+
+Shortfalls: without a prediction a curve that rises again after two flat doublings is not followed, and a sharp dip or
+peak between measured sizes may be missed. It is taken that whatever is smaller than a size that fits, fits too. One
+trial's cost is not weighed against another's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from lightning_offload.errors import TuningError
+from lightning_offload.tuning.agreement import Agreement, Alone
+from lightning_offload.tuning.decision import Decision, Space, decide
+from lightning_offload.tuning.estimates import Estimate, pool
+from lightning_offload.tuning.forecast import Forecast
+from lightning_offload.tuning.trial import Predict, Prediction, Run, Trial
+
+__all__ = ["EndedBy", "SearchResult", "find_batch_size"]
+
+_MAX_TRIALS = 24
+_MAX_TRIALS_PREDICTED = 12
+
+EndedBy: TypeAlias = Literal["confidence", "trials", "seconds"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """What the search found.
+
+    Args:
+        batch_size: The size chosen; it ran.
+        confidence: How probably it is right, given the trials, from 0 to 1.
+        trials: All trials in order, with what was predicted for each.
+        estimates: Throughput of each size that ran, repeats of all its trials pooled, by size.
+        largest: The largest size that was found to fit; there may be larger ones that were not needed.
+        smallest_failing: The smallest size that was found not to fit, None if all did.
+        ended_by: Why the search ended: it was sure enough, or trials or seconds ran out.
+    """
+
+    batch_size: int
+    confidence: float
+    trials: tuple[Trial, ...]
+    estimates: tuple[Estimate, ...]
+    largest: int
+    smallest_failing: int | None
+    ended_by: EndedBy
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether trials or seconds ran out before the search was sure."""
+        return self.ended_by != "confidence"
+
+
+def find_batch_size(
+    run: Run,
+    *,
+    min_size: int = 1,
+    max_size: int | None = None,
+    init_size: int | None = None,
+    tolerance: float = 0.03,
+    predict: Predict | None = None,
+    max_trials: int | None = None,
+    max_seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    agreement: Agreement | None = None,
+) -> SearchResult:
+    """Find the smallest batch size whose throughput is within a tolerance of the best under the budget.
+
+    Args:
+        run: Runs a trial of a size; the same on every rank. It may be called with a size again.
+        min_size: The smallest size allowed.
+        max_size: The largest size allowed; None for no limit.
+        init_size: Where to start without a usable prediction; `min_size` unless given.
+        tolerance: What throughput may fall short of the best, as a fraction.
+        predict: Predicts throughput and whether a size fits, for any size; called on rank 0 only.
+        max_trials: Calls of `run`; 12 with a usable prediction and 24 without, unless given.
+        max_seconds: No trial is begun that would probably end later, except the first.
+        clock: Seconds, from any start.
+        agreement: Of the ranks that search together, the same that `run` uses; None for one process.
+
+    Returns:
+        The size and how it was found.
+
+    Raises:
+        TuningError: An argument leaves nothing to search, or no size was found to fit.
+    """
+    _check(min_size, max_size, init_size, tolerance, max_trials, max_seconds)
+    agreement = agreement if agreement is not None else Alone()
+    search = _Search(
+        min_size=min_size,
+        max_size=max_size,
+        start=_start(min_size, max_size, init_size),
+        tolerance=tolerance,
+        predict=predict,
+        max_trials=max_trials,
+        max_seconds=max_seconds,
+        clock=clock,
+    )
+    while True:
+        order = agreement.decided(search.order)
+        if order.ended_by is not None:
+            return search.result(order)
+        search.obey(order, run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """What rank 0 tells all ranks.
+
+    Args:
+        decision: The choice so far and the size to try.
+        ended_by: Why the search has ended; None while it goes on.
+        prediction: Of the size to try.
+    """
+
+    decision: Decision
+    ended_by: EndedBy | None
+    prediction: Prediction | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """One search: its limits, and the trials so far, which are the same on all ranks."""
+
+    min_size: int
+    max_size: int | None
+    start: int
+    tolerance: float
+    predict: Predict | None
+    max_trials: int | None
+    max_seconds: float | None
+    clock: Callable[[], float]
+    trials: list[Trial] = field(default_factory=list)
+    _space: Space | None = None
+    _began: float = 0.0
+    _durations: dict[int, float] = field(default_factory=dict)
+
+    def order(self) -> _Order:
+        """Decide what all ranks do next; called on rank 0 only."""
+        if self._space is None:
+            self._began = self.clock()
+            self._space = self._asked()
+        decision = decide(self._space, self.trials)
+        size = decision.next_size
+        if size is None:
+            return _Order(decision=decision, ended_by="confidence", prediction=None)
+        ended_by = self._ended_by(self._space, size)
+        if ended_by is not None:
+            decision = decide(self._space, self.trials, may_grow=False)
+            return _Order(decision=decision, ended_by=ended_by, prediction=None)
+        prediction = self.predict(size) if self.predict is not None else None
+        return _Order(decision=decision, ended_by=None, prediction=prediction)
+
+    def obey(self, order: _Order, run: Run) -> None:
+        """Run the trial that was ordered; called on every rank."""
+        size = order.decision.next_size
+        assert size is not None  # the search has not ended
+        began = self.clock()
+        trial = run(size)
+        self._durations[size] = self.clock() - began
+        if trial.batch_size != size:
+            raise TuningError(f"run({size}) returned a trial of batch size {trial.batch_size}: return that of {size}")
+        self.trials.append(_with_prediction(trial, order.prediction))
+
+    def result(self, order: _Order) -> SearchResult:
+        """Sum up; called on every rank.
+
+        Raises:
+            TuningError: No size was found to fit.
+        """
+        best, ended_by = order.decision.best, order.ended_by
+        if best is None or ended_by is None:
+            raise _no_size_fits(self.trials, self.min_size, ended_by)
+        return SearchResult(
+            batch_size=best,
+            confidence=order.decision.confidence,
+            trials=tuple(self.trials),
+            estimates=tuple(pool(self.trials).values()),
+            largest=max(trial.batch_size for trial in self.trials if trial.is_ok),
+            smallest_failing=min((trial.batch_size for trial in self.trials if not trial.is_ok), default=None),
+            ended_by=ended_by,
+        )
+
+    def _asked(self) -> Space:
+        """Ask the performance model, if there is one."""
+        forecast = Forecast.of(self.predict, low=self.min_size, high=self.max_size, tolerance=self.tolerance)
+        return Space(
+            low=self.min_size, high=self.max_size, start=self.start, tolerance=self.tolerance, forecast=forecast
+        )
+
+    def _ended_by(self, space: Space, size: int) -> EndedBy | None:
+        """Say what forbids one more trial, of this size, if anything does."""
+        usual = _MAX_TRIALS if space.forecast is None else _MAX_TRIALS_PREDICTED
+        if len(self.trials) >= (self.max_trials or usual):
+            return "trials"
+        if self.max_seconds is None or not self._durations:
+            return None
+        # the time it takes, by the nearest size that ran
+        ran = {trial.batch_size for trial in self.trials if trial.is_ok} or self._durations.keys()
+        nearest = min(ran, key=lambda tried: abs(math.log(tried / size)))
+        expected = self._durations[nearest] * max(1.0, size / nearest)
+        return "seconds" if self.clock() - self._began + expected > self.max_seconds else None
+
+
+def _with_prediction(trial: Trial, prediction: Prediction | None) -> Trial:
+    """Note what was predicted, where the trial does not say so itself."""
+    if prediction is None:
+        return trial
+    speed, peak = trial.predicted_samples_per_second, trial.predicted_peak_bytes
+    return replace(
+        trial,
+        predicted_samples_per_second=prediction.samples_per_second if speed is None else speed,
+        predicted_peak_bytes=prediction.peak_bytes if peak is None else peak,
+    )
+
+
+def _no_size_fits(trials: Sequence[Trial], min_size: int, ended_by: EndedBy | None) -> TuningError:
+    smallest = min(trials, key=lambda trial: trial.batch_size)
+    reason = smallest.reason or "no reason was given"
+    if smallest.batch_size <= min_size:
+        return TuningError(
+            f"no batch size fits: the smallest allowed, min_size={min_size}, failed ({reason}); "
+            "raise the budget, or make the model or its input smaller"
+        )
+    return TuningError(
+        f"no batch size was found to fit from min_size={min_size} on before {ended_by} ran out: the smallest of "
+        f"{len(trials)} trials, {smallest.batch_size}, failed ({reason}); start with a smaller init_size"
+    )
+
+
+def _start(min_size: int, max_size: int | None, init_size: int | None) -> int:
+    """Return where to start, within the limits."""
+    start = max(min_size, init_size if init_size is not None else min_size)
+    return start if max_size is None else min(start, max_size)
+
+
+def _check(
+    min_size: int,
+    max_size: int | None,
+    init_size: int | None,
+    tolerance: float,
+    max_trials: int | None,
+    max_seconds: float | None,
+) -> None:
+    """Refuse arguments that leave nothing to search."""
+    for name, size in (("min_size", min_size), ("max_size", max_size), ("init_size", init_size)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise TuningError(f"{name}={size!r} is not a batch size: give a whole number of 1 or more")
+    if max_size is not None and min_size > max_size:
+        raise TuningError(
+            f"min_size={min_size} is above max_size={max_size}: no batch size lies between; lower min_size"
+        )
+    if not 0 < tolerance < 1:
+        raise TuningError(f"tolerance={tolerance!r} is not a fraction: give one between 0 and 1, such as 0.03")
+    if max_trials is not None and max_trials < 1:
+        raise TuningError(f"max_trials={max_trials} allows no trial: give 1 or more, or None for the usual number")
+    if max_seconds is not None and not max_seconds > 0:
+        raise TuningError(f"max_seconds={max_seconds!r} allows no trial: give a positive number, or None for no limit")

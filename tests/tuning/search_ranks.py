@@ -1,0 +1,102 @@
+"""One rank of a search: `search_ranks.py RANK NUM_RANKS STORE SCENARIO`; prints what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from lightning_offload.errors import TuningError
+from lightning_offload.tuning.agreement import ProcessGroup, agreed
+from lightning_offload.tuning.search import find_batch_size
+from lightning_offload.tuning.trial import Prediction, Trial
+from tests.tuning.curves import FakeMachine, saturating
+
+EDGES = (3000, 300)
+"""Largest size that fits on each rank: the second runs out of memory first."""
+
+
+def run_one(machine: FakeMachine, size: int) -> Trial:
+    """What an adapter does: memory runs out as an exception, on this rank alone."""
+    try:
+        if size > machine.edge:
+            raise torch.OutOfMemoryError(f"CUDA out of memory at {size}")
+        return machine.run(size)
+    except torch.OutOfMemoryError as error:
+        return Trial(batch_size=size, is_ok=False, reason=str(error))
+
+
+def search(group: ProcessGroup, rank: int) -> object:
+    """Ranks differ in speed, noise and memory, and in what their clock and their model say."""
+    machine = FakeMachine(curve=saturating(2000, top=1000.0 - 200 * rank), edge=EDGES[rank], seed=rank)
+
+    def predict(size: int) -> Prediction:
+        assert rank == 0, "only rank 0 decides"
+        return Prediction(batch_size=size, is_feasible=size <= 2000, samples_per_second=saturating(1000)(size))
+
+    found = find_batch_size(
+        lambda size: agreed(run_one(machine, size), group),
+        max_size=4096,
+        predict=predict,
+        max_seconds=1e6 if rank == 0 else 1e-6,
+        clock=machine.clock,
+        agreement=group,
+    )
+    speeds = [trial.samples_per_second for trial in found.trials]
+    reasons = [trial.reason for trial in found.trials if not trial.is_ok]
+    sizes = [trial.batch_size for trial in found.trials]
+    return {"size": found.batch_size, "sizes": sizes, "speeds": speeds, "reasons": reasons, "largest": found.largest}
+
+
+def values(group: ProcessGroup, rank: int) -> object:
+    return {
+        "smallest": group.smallest([rank, 1 - rank, 5]),
+        "largest": group.largest([rank, 1 - rank, 5]),
+        "all": [group.is_true_on_all(rank == 0), group.is_true_on_all(True)],
+        "first": group.broadcast({"from": rank}),
+        "gathered": group.gather(f"rank {rank}"),
+        "num_ranks": group.num_ranks,
+    }
+
+
+def failing_model(group: ProcessGroup, rank: int) -> object:
+    def predict(size: int) -> Prediction:
+        raise KeyError("no such op")
+
+    try:
+        find_batch_size(lambda size: Trial.from_steps(size, (1.0,)), predict=predict, agreement=group)
+    except (TuningError, KeyError) as error:
+        return [type(error).__name__, str(error)]
+    return "no error"
+
+
+def lost_rank(group: ProcessGroup, rank: int) -> object:
+    """Rank 1 never comes to the second agreement."""
+    group.gather(0)
+    if rank == 1:
+        return "left"
+    try:
+        group.gather(1)
+    except TuningError as error:
+        return str(error)
+    return "no error"
+
+
+def main() -> None:
+    rank, num_ranks, store, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+    )
+    scenarios = {"search": search, "values": values, "failing_model": failing_model, "lost_rank": lost_rank}
+    with ProcessGroup(timeout_seconds=3 if scenario == "lost_rank" else 60) as group:
+        found = scenarios[scenario](group, rank)
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Ranks leave with the same values, whatever happens on one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_offload.errors import BudgetError, TuningError
+from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup, agreed
+from lightning_offload.tuning.trial import Trial
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 120
+
+
+def run_ranks(scenario: str, tmp_path: Path, num_ranks: int = 2) -> list[Any]:
+    """Run a scenario in processes of their own, and return what each rank found."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = [sys.executable, str(Path(__file__).with_name("search_ranks.py"))]
+    ranks = [
+        subprocess.Popen(
+            [*script, str(rank), str(num_ranks), str(tmp_path / "store"), scenario],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=TIMEOUT) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "".join(errors for _, errors in outputs)
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def test_two_ranks_agree_on_a_size_though_one_runs_out_of_memory(tmp_path: Path) -> None:
+    """One rank's OutOfMemoryError ends no rank: both try the same sizes and leave with the same one, which fits."""
+    first, second = run_ranks("search", tmp_path)
+    assert first == second
+    assert 0.94 * 300 <= first["size"] <= first["largest"] <= 300
+    assert len(first["sizes"]) <= 12
+    assert first["reasons"]
+    assert all(reason.startswith("rank 1: CUDA out of memory at") for reason in first["reasons"])
+
+
+def test_two_ranks_agree_on_values(tmp_path: Path) -> None:
+    """Smallest, largest, flags, broadcast and gathered values are the same on both ranks."""
+    first, second = run_ranks("values", tmp_path)
+    assert first == second
+    assert first == {
+        "smallest": [0, 0, 5],
+        "largest": [1, 1, 5],
+        "all": [False, True],
+        "first": {"from": 0},
+        "gathered": ["rank 0", "rank 1"],
+        "num_ranks": 2,
+    }
+
+
+def test_a_model_that_fails_on_rank_0_fails_on_all(tmp_path: Path) -> None:
+    """No rank waits for a decision that never comes: rank 0 raises its error, the others say what it was."""
+    first, second = run_ranks("failing_model", tmp_path)
+    assert first == ["KeyError", "'no such op'"]
+    assert second == ["TuningError", "rank 0 could not go on tuning: KeyError: 'no such op'"]
+
+
+def test_a_rank_that_never_comes(tmp_path: Path) -> None:
+    """The wait ends after the time-out, in one line that says who waited and for how long."""
+    first, second = run_ranks("lost_rank", tmp_path)
+    assert second == "left"
+    assert first.startswith("rank 0 waited for the other ranks to agree on a trial and failed, after at most 3 s")
+
+
+def test_alone() -> None:
+    """One process agrees with itself."""
+    alone = Alone()
+    assert (alone.rank, alone.num_ranks) == (0, 1)
+    assert alone.smallest([2, 1]) == alone.largest([2, 1]) == (2, 1)
+    assert alone.is_true_on_all(True)
+    assert not alone.is_true_on_all(False)
+    assert alone.broadcast("x") == "x"
+    assert alone.decided(lambda: 3) == 3
+    with pytest.raises(BudgetError, match="as it was"):
+        alone.decided(_refuse)
+
+
+def _refuse() -> None:
+    raise BudgetError("as it was")
+
+
+def test_without_torch_distributed() -> None:
+    """A group of ranks without torch.distributed is one clear error."""
+    with pytest.raises(TuningError, match="call init_process_group first"):
+        ProcessGroup().gather(1)
+
+
+def test_importing_the_search_needs_no_torch() -> None:
+    """The search and the agreement can be imported where torch is not loaded."""
+    code = (
+        "import sys, lightning_offload.tuning.search, lightning_offload.tuning.agreement; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+class Recorded(Agreement):
+    """Plays one rank of several: the others' trials are given."""
+
+    def __init__(self, *others: Any) -> None:
+        self.others = others
+
+    num_ranks = property(lambda self: 1 + len(self.others))  # type: ignore[assignment]
+    rank = property(lambda self: 0)  # type: ignore[assignment]
+
+    def gather(self, value: Any) -> tuple[Any, ...]:
+        return (value, *self.others)
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+def test_the_slowest_rank_sets_the_pace() -> None:
+    """Throughput is the slowest rank's times the ranks, with its steps; the peak is the largest."""
+    fast = Trial.from_steps(8, (1.0, 1.0), peak_bytes=5)
+    slow = Trial.from_steps(8, (2.0, 2.0, 2.0), peak_bytes=3)
+    for mine, other in ((fast, slow), (slow, fast)):
+        assert agreed(mine, Recorded(other)) == Trial(
+            batch_size=8, is_ok=True, samples_per_second=8.0, peak_bytes=5, step_seconds=(2.0, 2.0, 2.0)
+        )
+
+
+def test_one_failure_fails_all() -> None:
+    """A trial is ok only where it is on all ranks; the first rank that failed gives the reason."""
+    fine = Trial.from_steps(8, (1.0,), peak_bytes=5)
+    failed = Trial(batch_size=8, is_ok=False, peak_bytes=9, reason="out of memory")
+    expected = Trial(batch_size=8, is_ok=False, peak_bytes=9, reason="rank 1: out of memory")
+    assert agreed(fine, Recorded(failed, failed)) == expected
+    assert agreed(failed, Alone()) == failed
+
+
+def test_predictions_are_the_worst_of_the_ranks() -> None:
+    """What was predicted is the slowest and the largest; a rank without a prediction does not count."""
+    one = Trial(batch_size=8, is_ok=True, samples_per_second=1.0, predicted_samples_per_second=3.0)
+    two = Trial(batch_size=8, is_ok=True, samples_per_second=1.0, predicted_peak_bytes=7)
+    shared = agreed(one, Recorded(two))
+    assert (shared.predicted_samples_per_second, shared.predicted_peak_bytes) == (3.0, 7)
+
+
+def test_ranks_that_tried_different_sizes() -> None:
+    """Trials of different sizes are not one trial."""
+    with pytest.raises(TuningError, match=r"different batch sizes, \[8, 4\]"):
+        agreed(Trial.from_steps(8, (1.0,)), Recorded(Trial.from_steps(4, (1.0,))))
+
+
+def test_values_of_different_length() -> None:
+    """Comparing more values on one rank than on another is refused."""
+    with pytest.raises(TuningError, match=r"\[1, 2\] values"):
+        Recorded((1.0, 2.0)).smallest([1.0])

@@ -1,0 +1,74 @@
+"""Draws of the curve and of the edge say what the trials say, and no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lightning_offload.tuning.curve import NUM_DRAWS, Array, Points, draw_curves
+from lightning_offload.tuning.edge import draw_edges
+from lightning_offload.tuning.shapes import possible_shapes
+from tests.tuning.curves import Curve, peaked, saturating, stepped
+
+SIZES = np.array([2.0**power for power in range(1, 11)])
+
+
+def draws(curve: Curve, measured: list[int], error: float = 0.01) -> Array:
+    shapes = possible_shapes(SIZES, max(measured))
+    index = np.array([int(np.flatnonzero(size == SIZES)[0]) for size in measured], dtype=np.intp)
+    log_speed = np.log([curve(size) for size in measured])
+    points = Points(index=index, log_speed=log_speed, variance=np.full(len(measured), error**2))
+    return draw_curves(SIZES, shapes.log_speeds, shapes.log_weights, points)
+
+
+@pytest.mark.parametrize("curve", [saturating(30), peaked(30, 100, 1.0), stepped(30, 16)])
+def test_draws_pass_through_what_was_measured(curve: Curve) -> None:
+    """At measured sizes the draws lie about the truth, as close as the trials' error."""
+    measured = [4, 16, 64, 256, 1024]
+    found = draws(curve, measured)
+    for size in measured:
+        column = found[:, np.flatnonzero(size == SIZES)[0]]
+        assert abs(column.mean() - np.log(curve(size))) < 0.012
+        assert column.std() < 0.012
+
+
+def test_draws_are_wide_where_nothing_was_measured() -> None:
+    """Far from all trials the draws differ much more than at them; between two trials they differ little more."""
+    spread = draws(saturating(30), [4, 16]).std(axis=0)
+    at, beyond = spread[np.flatnonzero(SIZES == 16)[0]], spread[-1]
+    assert beyond > 10 * at
+
+
+def test_trials_of_a_plain_curve_help_one_another() -> None:
+    """Eight trials of a curve that has one of the shapes tell each size better than its own trial."""
+    found = draws(saturating(30), [int(size) for size in SIZES[:8]], error=0.03)
+    assert found[:, 4:8].std(axis=0).max() < 0.02
+
+
+def test_the_same_points_give_the_same_draws() -> None:
+    """Draws use fixed random numbers."""
+    assert np.array_equal(draws(saturating(30), [4, 64]), draws(saturating(30), [4, 64]))
+
+
+def test_a_prediction_has_half_of_the_weight() -> None:
+    """Over all shapes the weights of those from a prediction add up to about as much as the rest."""
+    without = np.exp(possible_shapes(SIZES, 64).log_weights).sum()
+    both = np.exp(possible_shapes(SIZES, 64, predicted=lambda sizes: np.zeros_like(sizes)).log_weights).sum()
+    assert both - without == pytest.approx(1.0)
+    assert without == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize("predicted", [None, 50, 150, 10_000])
+def test_edges_lie_where_they_can(predicted: int | None) -> None:
+    """Every draw is from the largest that fits to the largest that may; both ends are possible."""
+    edges = draw_edges(100, 200, is_open=False, predicted=predicted)
+    assert len(edges) == NUM_DRAWS
+    assert edges.min() >= 100
+    assert edges.max() <= 200
+    assert edges.max() > 190
+
+
+def test_an_edge_that_was_never_met() -> None:
+    """Where nothing failed and nothing is predicted most draws see no edge; a predicted one draws them near."""
+    assert np.median(draw_edges(100, 1000, is_open=True, predicted=None)) == 1000
+    assert 250 < np.median(draw_edges(100, 1000, is_open=True, predicted=300)) < 350

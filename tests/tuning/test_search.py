@@ -1,0 +1,231 @@
+"""The search picks a right size on known curves, within its trials, and refuses what it cannot search."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from lightning_offload.errors import OffloadError, TuningError
+from lightning_offload.tuning.search import SearchResult, find_batch_size
+from lightning_offload.tuning.trial import Prediction, Trial
+from tests.tuning.curves import Case, FakeMachine, draw_case, kinked, peaked, right_sizes, saturating, stepped
+
+NUM_SEEDS = 100
+
+
+def search(case: Case, seed: int, *, is_predicted: bool, **limits: Any) -> tuple[SearchResult, FakeMachine]:
+    machine = FakeMachine(curve=case.curve, edge=case.edge, seed=seed)
+    predict = case.predict if is_predicted else None
+    found = find_batch_size(machine.run, max_size=case.max_size, predict=predict, clock=machine.clock, **limits)
+    return found, machine
+
+
+def wrong_seeds(shape: str, *, is_predicted: bool, is_blind: bool = False, count: int = NUM_SEEDS) -> list[int]:
+    """Search many drawn machines, each within its trials; list those where the size is not a right one."""
+    wrong = []
+    for seed in range(count):
+        case = draw_case(shape, seed, is_blind=is_blind)
+        found, machine = search(case, seed, is_predicted=is_predicted)
+        assert [trial.batch_size for trial in found.trials] == machine.sizes
+        assert len(machine.sizes) <= (12 if is_predicted else 24)
+        if found.batch_size not in right_sizes(case.curve, min(case.edge, case.max_size)):
+            wrong.append(seed)
+    return wrong
+
+
+@pytest.mark.parametrize("is_predicted", [False, True], ids=["measured", "predicted"])
+@pytest.mark.parametrize("shape", ["saturating", "peaked", "stepped"])
+def test_picks_a_right_size(shape: str, is_predicted: bool) -> None:
+    """In at least 95 of 100 runs that scatter by 5%; of sizes up to 4096, with 24 trials, or 12 and a prediction."""
+    assert len(wrong_seeds(shape, is_predicted=is_predicted)) <= 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_predicted", "is_blind", "most"),
+    [
+        ("kinked", False, False, 5),
+        ("saturating", True, True, 5),
+        ("peaked", True, True, 5),
+        ("two_humps", False, False, 10),
+    ],
+)
+def test_harder_shapes(shape: str, is_predicted: bool, is_blind: bool, most: int) -> None:
+    """Sharp knees, predictions that miss the shape, and dips with sharp edges are right nearly as often."""
+    assert len(wrong_seeds(shape, is_predicted=is_predicted, is_blind=is_blind, count=40)) <= most
+
+
+def exact(curve: Any, edge: int, **arguments: Any) -> tuple[SearchResult, FakeMachine]:
+    machine = FakeMachine(curve=curve, edge=edge, noise=0.0)
+    return find_batch_size(machine.run, **arguments), machine
+
+
+@pytest.mark.parametrize("curve", [saturating(20), kinked(50), peaked(20, 200, 2.0), stepped(20, 32)])
+@pytest.mark.parametrize("edge", [90, 1000])
+def test_without_noise(curve: Any, edge: int) -> None:
+    """Where nothing scatters the size is always right, and the search says why it ended."""
+    found, _ = exact(curve, edge, max_size=4096)
+    assert found.batch_size in right_sizes(curve, edge)
+    assert found.ended_by == "confidence"
+    assert found.confidence > 0.95
+
+
+def test_no_trials_for_an_edge_that_does_not_matter() -> None:
+    """Where throughput is flat far below the edge, no trial comes near it, and none fails."""
+    found, machine = exact(saturating(4), 100_000, max_size=10**6)
+    assert max(machine.sizes) <= 1024
+    assert (found.smallest_failing, found.largest) == (None, max(machine.sizes))
+
+
+def test_the_edge_is_found_where_throughput_rises_to_it() -> None:
+    """Where the largest size is the best, it is found to within what the answer needs."""
+    found, machine = exact(saturating(10_000), 777, max_size=4096)
+    assert found.batch_size >= 0.95 * 777
+    assert found.largest <= 777 < (found.smallest_failing or 0)
+    assert len(machine.sizes) <= 24
+
+
+def test_an_unlimited_search_ends() -> None:
+    """Without a largest size, and with memory without end, it stops where doubling gains nothing."""
+    found, machine = exact(saturating(100), 10**12)
+    assert found.batch_size in right_sizes(saturating(100), max(machine.sizes))
+    assert max(machine.sizes) < 100_000
+
+
+def test_first_trial_is_at_the_predicted_edge() -> None:
+    """With a prediction the search starts at a round size just below the predicted edge, or at a far lower answer."""
+
+    def first(k: float) -> int:
+        def predict(size: int) -> Prediction:
+            return Prediction(batch_size=size, is_feasible=size <= 1000, samples_per_second=saturating(k)(size))
+
+        return exact(saturating(k), 1000, max_size=4096, predict=predict)[1].sizes[0]
+
+    assert first(1000) == 896
+    assert first(1) == 32
+
+
+def test_a_wrong_prediction_is_dropped() -> None:
+    """A prediction that claims the opposite of what is measured does not mislead."""
+
+    def predict(size: int) -> Prediction:
+        return Prediction(batch_size=size, is_feasible=True, samples_per_second=1e3 / size)
+
+    found, _ = exact(saturating(100), 700, max_size=4096, predict=predict)
+    assert found.batch_size in right_sizes(saturating(100), 700)
+
+
+def test_a_predicted_edge_far_too_high() -> None:
+    """Where all that was predicted to fit fails, sizes shrink until one fits."""
+
+    def predict(size: int) -> Prediction:
+        return Prediction(batch_size=size, is_feasible=True, samples_per_second=saturating(1000)(size))
+
+    found, machine = exact(saturating(1000), 60, max_size=4096, predict=predict)
+    assert found.batch_size in right_sizes(saturating(1000), 60)
+    assert len(machine.sizes) <= 12
+
+
+def test_predictions_stand_beside_measurements() -> None:
+    """Each trial carries what was predicted for it, unless `run` filled that in; failed ones too."""
+    case = draw_case("saturating", 3)
+    found, _ = search(case, 3, is_predicted=True)
+    assert found.trials
+    for trial in found.trials:
+        prediction = case.predict(trial.batch_size)
+        assert trial.predicted_samples_per_second == prediction.samples_per_second
+        assert trial.predicted_peak_bytes == prediction.peak_bytes
+
+
+def test_same_trials_same_search() -> None:
+    """Nothing but what `run` returns decides: a second search takes the same path."""
+    case = draw_case("two_humps", 7)
+    first, second = (search(case, 7, is_predicted=False)[0] for _ in range(2))
+    assert first == second
+
+
+def test_max_trials() -> None:
+    """The limit counts every call of `run`, and the best that is known is returned."""
+    for limit in (1, 2, 5, 9):
+        found, machine = search(draw_case("peaked", 1), 1, is_predicted=False, max_trials=limit)
+        assert len(machine.sizes) == limit
+        assert (found.ended_by, found.is_exhausted) == ("trials", True)
+        assert found.batch_size in machine.sizes
+
+
+def test_max_seconds() -> None:
+    """It ends in time with the best known: no trial is begun that would end later; the first always runs."""
+    machine = FakeMachine(curve=saturating(1000), edge=4096)
+    found = find_batch_size(machine.run, max_size=4096, max_seconds=40.0, clock=machine.clock)
+    assert machine.now <= 40.0
+    assert (found.ended_by, found.is_exhausted) == ("seconds", True)
+    assert found.batch_size in machine.sizes
+    late = FakeMachine(curve=saturating(1000), edge=4096)
+    assert len(find_batch_size(late.run, max_seconds=1e-9, clock=late.clock).trials) == 1
+
+
+@pytest.mark.parametrize("size", [1, 17])
+def test_one_size_alone(size: int) -> None:
+    """Where only one size is allowed it is tried once and chosen."""
+    found, machine = exact(saturating(10), 4096, min_size=size, max_size=size)
+    assert (found.batch_size, machine.sizes, found.ended_by) == (size, [size], "confidence")
+
+
+def test_all_sizes_stay_within_the_limits() -> None:
+    """No trial is outside min_size and max_size, wherever it starts."""
+    for init_size in (None, 1, 50, 5000):
+        found, machine = exact(saturating(30), 4096, min_size=24, max_size=100, init_size=init_size)
+        assert all(24 <= size <= 100 for size in machine.sizes)
+        assert found.batch_size in right_sizes(saturating(30), 100, smallest=24)
+
+
+def test_starts_at_init_size_and_shrinks_if_it_does_not_fit() -> None:
+    """Growth starts at init_size; where that fails sizes shrink until one fits."""
+    found, machine = exact(saturating(5), 40, init_size=512, max_size=4096)
+    assert machine.sizes[0] == 512
+    assert found.batch_size in right_sizes(saturating(5), 40)
+
+
+def test_no_size_fits() -> None:
+    """The error echoes the smallest size and why it failed."""
+    with pytest.raises(TuningError, match=r"min_size=4, failed \(out of memory at 4\)"):
+        exact(saturating(5), 3, min_size=4, max_size=64, init_size=64)
+
+
+def test_no_size_fits_within_the_trials() -> None:
+    """Where trials run out before anything fitted, the error says so and names the smallest that was tried."""
+    with pytest.raises(TuningError, match=r"before trials ran out: the smallest of 1 trials, 512, failed \(out of"):
+        exact(saturating(5), 3, init_size=512, max_trials=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_size": 8, "max_size": 4}, "min_size=8 is above max_size=4"),
+        ({"min_size": 0}, "min_size=0 is not a batch size"),
+        ({"max_size": -1}, "max_size=-1 is not a batch size"),
+        ({"init_size": 2.5}, "init_size=2.5 is not a batch size"),
+        ({"min_size": True}, "min_size=True is not a batch size"),
+        ({"tolerance": 0}, "tolerance=0 is not a fraction"),
+        ({"tolerance": 1.0}, "tolerance=1.0 is not a fraction"),
+        ({"tolerance": math.nan}, "tolerance=nan is not a fraction"),
+        ({"max_trials": 0}, "max_trials=0 allows no trial"),
+        ({"max_seconds": 0.0}, "max_seconds=0.0 allows no trial"),
+    ],
+)
+def test_arguments_that_leave_nothing_to_search(arguments: dict[str, Any], message: str) -> None:
+    """They are refused in one line that echoes the value, before any trial."""
+    machine = FakeMachine(curve=saturating(1), edge=10)
+    with pytest.raises(TuningError, match="^" + re.escape(message)) as caught:
+        find_batch_size(machine.run, **arguments)
+    assert isinstance(caught.value, OffloadError)
+    assert "\n" not in str(caught.value)
+    assert machine.sizes == []
+
+
+def test_a_trial_of_another_size() -> None:
+    """A `run` that returns the trial of another size is refused, not searched with."""
+    with pytest.raises(TuningError, match=r"run\(1\) returned a trial of batch size 2"):
+        find_batch_size(lambda size: Trial.from_steps(size + 1, (1.0,)), max_size=8)
