@@ -1,19 +1,25 @@
-"""Lightning callbacks. `OffloadMonitor` is the class for the Lightning package in use."""
+"""Lightning callbacks; each name is the class for the Lightning package in use."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_offload.callbacks.batch_size_finder import EfficientBatchSizeFinderMixin as EfficientBatchSizeFinder
     from lightning_offload.callbacks.monitor import OffloadMonitorMixin as OffloadMonitor
 
-__all__ = ["OffloadMonitor"]
+__all__ = ["EfficientBatchSizeFinder", "OffloadMonitor"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "OffloadMonitor":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_offload.callbacks.monitor import build_monitor
     from lightning_offload.plugins.lightning_packages import current_package
 
-    return build_monitor(current_package())
+    if name == "OffloadMonitor":
+        from lightning_offload.callbacks.monitor import build_monitor
+
+        return build_monitor(current_package())
+    if name == "EfficientBatchSizeFinder":
+        from lightning_offload.callbacks.batch_size_finder import build_finder
+
+        return build_finder(current_package())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

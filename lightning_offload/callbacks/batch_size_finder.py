@@ -1,0 +1,296 @@
+"""`EfficientBatchSizeFinder`: the smallest batch size that is about as fast as any, with its learning rate.
+
+Order of a fit: Lightning calls `setup`, restores this callback's state if there is a checkpoint of a tuned run, lets
+the strategy make the optimizers and then calls `on_fit_start`, where the tuning happens, before the states of
+optimizers and loops are restored. `setup` puts a watch on the strategy's `setup_optimizers`, to note the state that
+training is to begin from; a run that is resumed has its size and rate set there, and is not tuned again.
+
+The class is built per Lightning package, as `OffloadMonitor` is, on that package's `BatchSizeFinder`: callbacks of this
+kind are called before all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from typing_extensions import override
+
+from lightning_offload.callbacks.tuning.options import Options, misconfiguration
+from lightning_offload.callbacks.tuning.rates import scale_groups
+from lightning_offload.callbacks.tuning.result import TuningResult
+from lightning_offload.callbacks.tuning.session import Session
+from lightning_offload.callbacks.tuning.table import summary, trials_table
+from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
+from lightning_offload.errors import TuningError
+from lightning_offload.plugins.lightning_packages import current_package, import_from, package_of, rank_zero
+from lightning_offload.tuning.learning_rate import Warmup
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.callbacks import BatchSizeFinder as _FinderBase
+else:
+    _FinderBase = object  # the real base comes from the package in use, see build_finder
+
+_UNSUPPORTED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
+
+
+class EfficientBatchSizeFinderMixin(_FinderBase):
+    """Finds the efficiency-optimal batch size when a fit begins, sets it with its learning rate, and trains on with it.
+
+    Real training steps are timed at a few sizes, chosen by a performance model of the step; the smallest size is taken
+    whose throughput is within `tolerance` of the best that fits. Under an offload strategy, steps run under its memory
+    plan. Afterwards everything is as if the fit had been started with the found values. `result` tells all.
+
+    Args:
+        batch_arg_name: Name of the batch size in the model, its data, or their hparams; dots lead into nested ones.
+        lr_arg_name: Name of the learning rate, likewise; None to scale the optimizer's groups as they are.
+        init_val: Batch size to begin with; by default the configured one.
+        min_val: Smallest batch size that may be chosen.
+        max_val: Largest one; by default what a rank has samples for.
+        steps_per_trial: Steps that are timed in a trial.
+        warmup_steps: Steps before them that are not.
+        tolerance: How far below the best throughput the chosen size may be, as a fraction of it.
+        lr_scaling: How the learning rate follows the effective batch (size x ranks x accumulation).
+        base_batch_size: Effective batch that the configured rate is for; by default the configured one.
+        make_batch: Makes a batch of a size on the host, for batches whose samples cannot be repeated.
+        max_seconds: Time after which no further trial begins.
+        lr_warmup_epochs: Epochs over which the rate is raised from the configured to the found one.
+        plot_dir: Folder for `batch_size.html` and `batch_size.png`, throughput and peak against batch size.
+        provoke_oom: Whether a trial may run out of memory. By default it may, unless ranks talk to one another within
+            a step (SyncBatchNorm, sharding, own collectives); then sizes that may not fit are predicted.
+
+    Raises:
+        TuningError: A keyword is not possible. Also, when the fit begins and before training: there is no such
+            attribute, no optimizer, no length where one is needed, or no size that fits.
+    """
+
+    result: TuningResult | None
+
+    def __init__(
+        self,
+        batch_arg_name: str = "batch_size",
+        lr_arg_name: str | None = "lr",
+        init_val: int | None = None,
+        min_val: int = 1,
+        max_val: int | None = None,
+        steps_per_trial: int = 5,
+        warmup_steps: int = 2,
+        tolerance: float = 0.03,
+        lr_scaling: Literal["linear", "sqrt", "none"] = "linear",
+        base_batch_size: int | None = None,
+        make_batch: Callable[[int], Any] | None = None,
+        max_seconds: float | None = None,
+        lr_warmup_epochs: int = 0,
+        plot_dir: str | os.PathLike[str] | None = None,
+        provoke_oom: bool | None = None,
+    ) -> None:
+        super().__init__(batch_arg_name=batch_arg_name, steps_per_trial=steps_per_trial)
+        self._options = Options(
+            batch_arg_name=batch_arg_name, lr_arg_name=lr_arg_name, init_val=init_val, min_val=min_val, max_val=max_val,
+            steps_per_trial=steps_per_trial, warmup_steps=warmup_steps, tolerance=tolerance, lr_scaling=lr_scaling,
+            base_batch_size=base_batch_size, make_batch=make_batch, max_seconds=max_seconds,
+            lr_warmup_epochs=lr_warmup_epochs, provoke_oom=provoke_oom,
+        )  # fmt: skip
+        self._plot_dir = plot_dir
+        self._clock: Callable[[], float] = time.perf_counter
+        self.result = None
+        self._tuned: weakref.ref[Any] | None = None
+        self._is_restored = False
+        self._session: Session | None = None
+        self._warmup: Warmup | None = None
+        self._warmup_state: Any = None
+
+    # ---- the fit
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
+        """Checks what can be checked, and watches for the optimizers to be made."""
+        if stage != "fit" or self._is_skipped(trainer):
+            return
+        for cls in type(trainer.strategy).__mro__:
+            if cls.__name__ in _UNSUPPORTED:
+                raise misconfiguration(trainer, f"EfficientBatchSizeFinder does not support {cls.__name__}: use DDP")
+        self._session = None
+        original = trainer.strategy.setup_optimizers
+
+        def setup_optimizers(trainer: Trainer) -> None:
+            vars(trainer.strategy).pop("setup_optimizers", None)  # once
+            self._before_optimizers(trainer, pl_module)
+            original(trainer)
+            if self.result is not None and self._session is None:
+                strategy: Any = trainer.strategy
+                schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+                scale_groups(strategy.optimizers, schedulers, self.result.scaled_groups, self.result.lr_factor)
+
+        trainer.strategy.setup_optimizers = setup_optimizers  # type: ignore[method-assign]
+
+    def _is_skipped(self, trainer: Trainer) -> bool:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of its connectors
+            package = package_of(trainer) or current_package()
+            rank_zero(package, "info", "EfficientBatchSizeFinder is skipped: fast_dev_run is on")
+            return True
+        return False
+
+    def _before_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
+        package = package_of(trainer) or current_package()
+        try:
+            targets = find_targets(trainer, module, package, self._options)
+        except TuningError as error:
+            raise misconfiguration(trainer, str(error)) from None
+        if self.result is not None and (self._is_restored or self._has_tuned(module)):
+            warn_of_other_batch(trainer, package, self.result)
+            targets.apply(trainer, self.result.batch_size, self.result.lr)
+            self._tuned, self._is_restored = weakref.ref(module), False
+            return
+        is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        self._session = Session(self._options, targets, trainer, module, clock=self._clock, is_visible=is_visible)
+
+    def _has_tuned(self, module: Any) -> bool:
+        return self._tuned is not None and self._tuned() is module
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tunes, unless the state of a tuned run was restored."""
+        self.scale_batch_size(trainer, pl_module)
+
+    @override
+    def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Runs the tuning that `setup` has prepared; does nothing where there is none to run."""
+        session, self._session = self._session, None
+        if session is not None:
+            try:
+                self.result = session.run()
+            except TuningError as error:
+                raise misconfiguration(trainer, str(error)) from error.__cause__
+            self.optimal_batch_size = self.result.batch_size
+            self._tuned, self._is_restored = weakref.ref(pl_module), False
+            self._show(trainer)
+        if self._early_exit:
+            package = package_of(trainer) or current_package()
+            raise import_from(package, "utilities.exceptions")._TunerExitException
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins, or goes on with, the warm-up of the learning rate."""
+        result = self.result
+        if result is None or not self._options.lr_warmup_epochs or result.lr_factor <= 1:
+            return
+        per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        self._warmup = Warmup(self._options.lr_warmup_epochs * per_epoch, result.lr_factor)
+        if self._warmup_state is not None:
+            self._warmup.load_state_dict(self._warmup_state)
+        self._warmup.attach(trainer.optimizers)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Takes all hooks off."""
+        vars(trainer.strategy).pop("setup_optimizers", None)
+        self._session = None
+        if self._warmup is not None:
+            self._warmup_state = self._warmup.state_dict()
+            self._warmup.remove()
+            self._warmup = None
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Takes all hooks off."""
+        self.teardown(trainer, pl_module, "fit")
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluation is not tuned."""
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluation is not tuned."""
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prediction is not tuned."""
+
+    # ---- before a fit
+
+    def tune(
+        self,
+        trainer: Trainer,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        train_dataloaders: Any = None,
+    ) -> TuningResult:
+        """Finds the batch size without training: the model and its data have the found values afterwards.
+
+        A later `fit` of the same model with this callback keeps the result and does not tune again; dataloaders that
+        are passed to it are given the size there.
+
+        Args:
+            trainer: As it will be used for the fit.
+            model: The model.
+            datamodule: Its data, or `None`.
+            train_dataloaders: In its place, what would be passed to `fit`.
+
+        Raises:
+            TuningError: As for the finder itself.
+        """
+        from lightning_offload.callbacks.tuning.standalone import tuned_alone
+
+        self.result = self._tuned = None
+        tuned_alone(self, trainer, model, datamodule=datamodule, train_dataloaders=train_dataloaders)
+        if self.result is None:
+            raise misconfiguration(trainer, "nothing was tuned: fast_dev_run is on, or the run was interrupted")
+        return self.result
+
+    # ---- checkpoints
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The result, and how far the warm-up is."""
+        if self.result is None:
+            return {}
+        warmup = self._warmup.state_dict() if self._warmup is not None else self._warmup_state
+        return {"result": self.result.state_dict(), "warmup": dict(warmup) if warmup is not None else None}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a result over: the fit that begins is not tuned, and nothing is scaled again."""
+        if not state_dict:
+            return
+        self.result = TuningResult.from_state_dict(state_dict["result"])
+        self.optimal_batch_size = self.result.batch_size
+        self._warmup_state = state_dict.get("warmup")
+        self._is_restored = True
+
+    # ---- showing
+
+    def _show(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero or self.result is None:
+            return
+        from rich import get_console
+
+        get_console().print(trials_table(self.result))
+        rank_zero(package_of(trainer) or current_package(), "info", f"Continuing with {summary(self.result)}")
+        if self._plot_dir is not None:
+            from lightning_offload.callbacks.tuning.plotting import save_plots
+
+            save_plots(self.result, self._plot_dir, package_of(trainer) or current_package())
+
+
+@functools.cache
+def build_finder(package: str) -> type[EfficientBatchSizeFinderMixin]:
+    """Builds the class `EfficientBatchSizeFinder` for the Lightning package `package`, importing it if need be."""
+    base = import_from(package, "callbacks").BatchSizeFinder
+    namespace = {
+        # the public name, by which pickle and LightningCLI find the class
+        "__module__": "lightning_offload",
+        "__qualname__": "EfficientBatchSizeFinder",
+        "__doc__": EfficientBatchSizeFinderMixin.__doc__,
+    }
+    built: type[EfficientBatchSizeFinderMixin] = type(base)(
+        "EfficientBatchSizeFinder", (EfficientBatchSizeFinderMixin, base), namespace
+    )
+    return built

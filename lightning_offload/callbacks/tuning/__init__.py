@@ -1,0 +1,1 @@
+"""The parts of `EfficientBatchSizeFinder`: what it reads, tries, restores, sets and shows."""

@@ -1,0 +1,74 @@
+"""The keywords of a finder, checked; and errors that are Lightning's own kind too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_offload.errors import TuningError
+from lightning_offload.plugins.lightning_packages import current_package, import_from, package_of
+from lightning_offload.tuning.learning_rate import check_rule
+
+__all__ = ["Options", "misconfiguration"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user asked for; see `EfficientBatchSizeFinder`.
+
+    Raises:
+        TuningError: A value is not possible.
+    """
+
+    batch_arg_name: str
+    lr_arg_name: str | None
+    init_val: int | None
+    min_val: int
+    max_val: int | None
+    steps_per_trial: int
+    warmup_steps: int
+    tolerance: float
+    lr_scaling: str
+    base_batch_size: int | None
+    make_batch: Callable[[int], Any] | None
+    max_seconds: float | None
+    lr_warmup_epochs: int
+    provoke_oom: bool | None
+
+    def __post_init__(self) -> None:
+        check_rule(self.lr_scaling)
+        for name in ("init_val", "min_val", "max_val", "steps_per_trial", "base_batch_size"):
+            _check_count(name, getattr(self, name), least=1, is_optional=name not in ("min_val", "steps_per_trial"))
+        for name in ("warmup_steps", "lr_warmup_epochs"):
+            _check_count(name, getattr(self, name), least=0, is_optional=False)
+        if not 0 < self.tolerance < 1:
+            raise TuningError(
+                f"tolerance={self.tolerance!r} is not possible: give a fraction between 0 and 1, such as 0.03"
+            )
+        if self.max_seconds is not None and not self.max_seconds > 0:
+            raise TuningError(f"max_seconds={self.max_seconds!r} is not possible: give a positive number, or None")
+        if self.max_val is not None and self.min_val > self.max_val:
+            raise TuningError(f"min_val={self.min_val} is above max_val={self.max_val}: exchange them")
+        if self.make_batch is not None and not callable(self.make_batch):
+            raise TuningError(f"make_batch={self.make_batch!r} is no function: give one that makes a batch of a size")
+
+
+def _check_count(name: str, value: Any, *, least: int, is_optional: bool) -> None:
+    if value is None and is_optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise TuningError(f"{name}={value!r} is not possible: give an int of at least {least}")
+
+
+def misconfiguration(trainer: Any, message: str) -> Exception:
+    """A `TuningError` that is the `MisconfigurationException` of the Trainer's Lightning package too."""
+    error: Exception = _misconfiguration_class(package_of(trainer) or current_package())(message)
+    return error
+
+
+@functools.cache
+def _misconfiguration_class(package: str) -> Any:
+    base = import_from(package, "utilities.exceptions").MisconfigurationException
+    return type("TuningError", (TuningError, base), {"__module__": "lightning_offload.errors"})

@@ -1,0 +1,290 @@
+"""One tuning of one fit: checks, records, searches, restores, and sets what was found.
+
+A session begins right before Lightning makes the optimizers, where it notes the state that training is to begin from,
+and runs when they are made and the model is on its device. At the end the state is put back, the values are set, and
+the optimizers are made once more, under the random state and on the dataloaders that an untuned run would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_offload.callbacks.tuning.batches import loaders_in
+from lightning_offload.callbacks.tuning.options import Options
+from lightning_offload.callbacks.tuning.predictions import Predictions, fit_predictor, pace_of
+from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
+from lightning_offload.callbacks.tuning.recording import Recorded
+from lightning_offload.callbacks.tuning.result import TuningResult
+from lightning_offload.callbacks.tuning.safety import is_safe, reason_not_to_run_out
+from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
+from lightning_offload.callbacks.tuning.snapshot import Memento, RandomStates
+from lightning_offload.callbacks.tuning.table import SearchProgress
+from lightning_offload.callbacks.tuning.targets import Targets
+from lightning_offload.callbacks.tuning.trials import Start, TrialRunner
+from lightning_offload.errors import TuningError
+from lightning_offload.plugins.lightning_packages import rank_zero
+from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup
+from lightning_offload.tuning.learning_rate import (
+    effective_batch,
+    learning_rate_factor,
+    rule_warning,
+    scaled_learning_rates,
+)
+from lightning_offload.tuning.search import SearchResult, find_batch_size
+from lightning_offload.tuning.trial import Trial
+
+__all__ = ["Session"]
+
+_TRAINER_STATE = ("val_check_batch", "should_stop", "_train_start_time", "_last_val_time")
+_MAX_TRIALS, _MAX_TRIALS_PREDICTED = 24, 12
+_NUM_RECORDED = 3
+_SMALLEST_RECORDED = 2  # libraries take shortcuts for a single sample
+
+
+class Session:
+    """See the module's docstring.
+
+    Args:
+        options: What the user asked for.
+        targets: What is to be set.
+        trainer: At the start of a fit.
+        module: The model.
+        clock: Tells seconds.
+        is_visible: Whether this rank shows progress.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        targets: Targets,
+        trainer: Any,
+        module: Any,
+        *,
+        clock: Callable[[], float],
+        is_visible: bool,
+    ) -> None:
+        self._options, self._targets = options, targets
+        self._trainer, self._module = trainer, module
+        self._clock, self._is_visible = clock, is_visible
+        self._agreement: Agreement = Alone()
+        self._decline = ""
+        self._known_size = targets.base_size
+        self._trials: list[Trial] = []
+        roots = [module, trainer.fit_loop, *([trainer.datamodule] if trainer.datamodule is not None else [])]
+        roots += loaders_in(targets.loaders) if targets.loaders is not None else []
+        self._start = Start(memento=Memento(roots), random_states=RandomStates.now())
+        self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
+
+    def run(self) -> TuningResult:
+        """Tune; whatever happens, the state is as it was, and the model is set as found or as it was.
+
+        Raises:
+            TuningError: There is nothing to tune, or no size fits.
+        """
+        result: TuningResult | None = None
+        before = base_rates(self._trainer.optimizers)
+        try:
+            with self._agreeing():
+                result = self._tuned()
+        finally:
+            # after an error too: what a user does next begins from a model that was not trained
+            self._restore()
+            self._targets.apply(
+                self._trainer,
+                result.batch_size if result is not None else self._targets.base_size,
+                result.lr if result is not None else self._targets.base_rate,
+            )
+        return dataclasses.replace(result, scaled_groups=self._make_optimizers(before, result.lr_factor))
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        if self._trainer.world_size == 1:
+            yield
+            return
+        with ProcessGroup() as self._agreement:
+            yield
+
+    # ---- searching
+
+    def _tuned(self) -> TuningResult:
+        options = self._options
+        self._check_optimizers()
+        sampler = Sampler(options, self._targets, self._trainer)
+        bounds = sampler.bounds(self._module, self._agreement)
+        runner = TrialRunner(
+            self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
+            set_batch_size=self._targets.set_batch_size, agreement=self._agreement,
+            steps_per_trial=options.steps_per_trial, warmup_steps=options.warmup_steps, clock=self._clock,
+        )  # fmt: skip
+        try:
+            predictions = self._predictions(runner, bounds)
+            found = self._search(runner, predictions, bounds)
+            return self._result(found, predictions, runner.recorder.budget_bytes, bounds)
+        finally:
+            runner.restore()
+            runner.recorder.forget()
+
+    def _check_optimizers(self) -> None:
+        optimizers = self._trainer.optimizers
+        if not optimizers or any(type(optimizer).__name__ == "_MockOptimizer" for optimizer in optimizers):
+            raise TuningError(
+                f"{type(self._module).__name__}.configure_optimizers() returned no optimizer: a batch size is tuned for"
+                " training, return one"
+            )
+
+    def _predictions(self, runner: TrialRunner, bounds: Bounds) -> Predictions:
+        """Record a few sizes and fit the performance model to them."""
+        provoke = self._options.provoke_oom
+        self._decline = reason_not_to_run_out(self._trainer, self._module, provoke)
+        smallest, largest, first = bounds
+        recorded: dict[int, Recorded] = {}
+        for size in dict.fromkeys((first, 2 * first, first // 2, 4 * first)):
+            if not max(_SMALLEST_RECORDED, smallest) <= size <= largest or len(recorded) == _NUM_RECORDED:
+                continue
+            if self._decline and size > self._known_size:
+                continue  # only what the user runs anyway, and less
+            found = runner.record(size)
+            if found is None:
+                continue
+            recorded[size] = found
+            self._known_size = max(self._known_size, size)
+            if provoke is None and not self._agreement.is_true_on_all(not found.has_collectives):
+                self._decline = "training_step has collectives of its own"
+        num_ranks, recorder = self._agreement.num_ranks, runner.recorder
+        predictor = fit_predictor(
+            recorded, budget_bytes=recorder.budget_bytes, policy=recorder.policy, num_ranks=num_ranks
+        )
+        return Predictions(predictor, self._agreement, pace_of(predictor, recorded, num_ranks))
+
+    def _search(self, runner: TrialRunner, predictions: Predictions, bounds: Bounds) -> SearchResult:
+        most = _MAX_TRIALS_PREDICTED if predictions.is_usable else _MAX_TRIALS
+        progress = SearchProgress(self._is_visible, most)
+        smallest, largest, first = bounds
+
+        def run(batch_size: int) -> Trial:
+            progress.trying(batch_size)
+            if self._decline and not self._is_safe(batch_size, runner, predictions):
+                trial = Trial(batch_size=batch_size, is_ok=False, reason="predicted not to fit, not tried")
+            else:
+                trial = runner(batch_size)
+            self._trials.append(trial)
+            progress.tried()
+            return trial
+
+        with progress.shown():
+            return find_batch_size(
+                run,
+                min_size=smallest,
+                max_size=largest,
+                init_size=first,
+                tolerance=self._options.tolerance,
+                predict=predictions.local if predictions.is_usable else None,
+                max_seconds=self._options.max_seconds,
+                clock=self._clock,
+                agreement=self._agreement,
+            )
+
+    def _is_safe(self, batch_size: int, runner: TrialRunner, predictions: Predictions) -> bool:
+        safe = is_safe(
+            batch_size,
+            known_size=self._known_size,
+            predict=predictions,
+            trials=self._trials,
+            budget_bytes=runner.recorder.budget_bytes,
+            num_ranks=self._agreement.num_ranks,
+        )
+        return self._agreement.is_true_on_all(safe)
+
+    # ---- what is found
+
+    def _result(
+        self, found: SearchResult, predictions: Predictions, budget_bytes: int | None, bounds: Bounds
+    ) -> TuningResult:
+        factor, rate, base = self._learning_rate(found.batch_size)
+        # without a limit of memory everything fits, and there is no largest size worth a name
+        is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
+        predicted = predictions.largest(*bounds[:2]) if is_limited else None
+        is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
+        return TuningResult(
+            batch_size=found.batch_size,
+            lr=rate,
+            base_batch_size=base,
+            effective_batch_size=self._effective(found.batch_size),
+            lr_factor=factor,
+            trials=found.trials,
+            predictions=predictions.made(),
+            largest_size=predicted if is_predicted else found.largest,
+            largest_plain_size=predictions.largest_plain(*bounds[:2]) if is_limited else None,
+            is_largest_predicted=is_predicted,
+            confidence=found.confidence,
+            budget_bytes=budget_bytes,
+            note=self._note(found),
+        )
+
+    def _note(self, found: SearchResult) -> str:
+        notes = []
+        if self._decline:
+            notes.append(f"Sizes that may not fit were predicted, not tried: {self._decline}.")
+        if found.is_exhausted:
+            notes.append(f"The search ran out of {found.ended_by} before it was sure ({found.confidence:.0%}).")
+        return " ".join(notes)
+
+    def _effective(self, batch_size: int) -> int:
+        return effective_batch(batch_size, self._trainer.world_size, self._trainer.accumulate_grad_batches)
+
+    def _learning_rate(self, batch_size: int) -> tuple[float, float, int]:
+        """The factor, the rate, and the effective batch that the configured rate was for."""
+        options, targets = self._options, self._targets
+        base = options.base_batch_size or self._effective(targets.base_size)
+        rule = options.lr_scaling
+        if rule != "none" and self._is_resumed():
+            rule = "none"
+            rank_zero(
+                targets.package,
+                "warn",
+                "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go"
+                " on with theirs. Start from weights alone to have it scaled.",
+            )
+        new = {"effective_batch": self._effective(batch_size), "base_batch": base}
+        factor = learning_rate_factor(rule=rule, **new)
+        warning = rule_warning(self._trainer.optimizers, rule=rule, factor=factor)
+        if warning is not None:
+            rank_zero(targets.package, "warn", warning)
+        rate = targets.base_rate if targets.base_rate is not None else first_rate(self._trainer.optimizers)
+        if rule != "none":
+            (rate,) = scaled_learning_rates([rate], rule=rule, **new)
+        return factor, rate, base
+
+    def _is_resumed(self) -> bool:
+        """Whether the fit goes on from a checkpoint with optimizers."""
+        return bool(self._trainer._checkpoint_connector._loaded_checkpoint.get("optimizer_states"))
+
+    # ---- putting back
+
+    def _restore(self) -> None:
+        end_workers(self._trainer.fit_loop)
+        self._start.restore()
+        for name, value in self._trainer_state.items():
+            setattr(self._trainer, name, value)
+        self._trainer.fit_loop._combined_loader = None
+
+    def _make_optimizers(self, before: list[list[float]], factor: float) -> tuple[Place, ...]:
+        """Make the optimizers anew, in the state that an untuned run makes them in; tell which groups were scaled."""
+        strategy = self._trainer.strategy
+        if isinstance(strategy.model, DistributedDataParallel) and hasattr(strategy, "configure_ddp"):
+            # its reducer has seen backwards that are not to count
+            strategy.model = strategy.lightning_module
+            gc.collect()
+            strategy.configure_ddp()
+        self._start.random_states.restore()
+        strategy.setup_optimizers(self._trainer)
+        schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+        places = stragglers(strategy.optimizers, before, factor)
+        scale_groups(strategy.optimizers, schedulers, places, factor)
+        return places

@@ -1,0 +1,145 @@
+"""What a tuning changes: the batch size and the learning rate, wherever this run keeps them.
+
+A batch size is an attribute of the model or its data, or that of the dataloaders that were passed to `fit()`, which are
+then made again. Everything a user may have got wrong about them is found here, before anything is run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_offload.callbacks.tuning.attributes import Attribute, find_attribute
+from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, resized
+from lightning_offload.callbacks.tuning.options import Options
+from lightning_offload.callbacks.tuning.result import TuningResult
+from lightning_offload.errors import TuningError
+from lightning_offload.plugins.lightning_packages import rank_zero
+
+__all__ = ["Targets", "find_targets", "warn_of_other_batch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Where the values are.
+
+    Attributes:
+        package: The Lightning package in use.
+        size: The attribute with the batch size; None where loaders were passed and the model has none.
+        rate: The attribute with the learning rate; None where the groups are scaled as they are.
+        loaders: Those passed to `fit()`; None where the model or its data make them.
+        base_size: Batch size as the user configured it.
+        base_rate: Learning rate as the user configured it; None without an attribute.
+    """
+
+    package: str
+    size: Attribute | None
+    rate: Attribute | None
+    loaders: Any | None
+    base_size: int
+    base_rate: float | None
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Set a size where the model or its data keep it; loaders are left alone."""
+        if self.size is not None:
+            self.size.set(batch_size)
+
+    def apply(self, trainer: Any, batch_size: int, rate: float | None) -> None:
+        """Set a size and a rate for the coming fit."""
+        self.set_batch_size(batch_size)
+        if self.rate is not None and rate is not None:
+            self.rate.set(rate)
+        source = trainer.fit_loop._data_source
+        if self.loaders is not None and batch_size != self.base_size:
+            source.instance = map_loaders(self.loaders, lambda loader: resized(loader, batch_size, self.package))
+
+
+def find_targets(trainer: Any, module: Any, package: str, options: Options) -> Targets:
+    """Find what is to be tuned in a run.
+
+    Raises:
+        TuningError: There is no such attribute, or its value is no batch size or learning rate.
+    """
+    batch_arg_name, lr_arg_name = options.batch_arg_name, options.lr_arg_name
+    source = trainer.fit_loop._data_source
+    size = find_attribute(batch_arg_name, module, trainer.datamodule)
+    loaders = None if source.is_module() else source.instance
+    if loaders is not None:
+        base_size = _size_of_loaders(loaders, package)
+    elif size is None:
+        raise TuningError(
+            f"`{batch_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set"
+            " batch_arg_name= to the name of the batch size that train_dataloader() uses, or pass a DataLoader to fit()"
+        )
+    else:
+        base_size = _checked_size(batch_arg_name, size.get())
+    rate = None
+    if lr_arg_name is not None:
+        rate = find_attribute(lr_arg_name, module, trainer.datamodule)
+        if rate is None and options.lr_scaling != "none":
+            raise TuningError(
+                f"`{lr_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set lr_arg_name="
+                "to the name of the learning rate, lr_arg_name=None to scale the optimizer's groups as they are, or"
+                " lr_scaling='none' to leave the rate alone"
+            )
+    return Targets(
+        package=package,
+        size=size,
+        rate=rate,
+        loaders=loaders,
+        base_size=base_size,
+        base_rate=None if rate is None else _checked_rate(rate),
+    )
+
+
+def _names(module: Any, trainer: Any) -> str:
+    names = [type(owner).__name__ for owner in (module, trainer.datamodule) if owner is not None]
+    return " and ".join(names)
+
+
+def _checked_size(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TuningError(f"`{name}` is {value!r}, a {type(value).__name__}: a batch size is an int of at least 1")
+    return value
+
+
+def _checked_rate(rate: Attribute) -> float:
+    value = rate.get()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise TuningError(
+            f"`{rate.name}` is {value!r}, a {type(value).__name__}: a learning rate is a number that is not negative;"
+            " set lr_arg_name=None to scale the optimizer's groups as they are"
+        )
+    return float(value)
+
+
+def _size_of_loaders(loaders: Any, package: str) -> int:
+    found = loaders_in(loaders)
+    if not found:
+        raise TuningError(
+            f"the batch size of a {type(loaders).__name__} cannot be changed: pass a torch DataLoader to fit(), or"
+            " build the loader in train_dataloader() from an attribute"
+        )
+    sizes = [
+        loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+        for loader in found
+    ]
+    if len(set(sizes)) > 1:
+        raise TuningError(f"the dataloaders have different batch sizes ({sizes}): tune one of them at a time")
+    if not isinstance(sizes[0], int):
+        resized(found[0], 1, package)  # raises, and says why
+        raise TuningError("the dataloader has no batch_size: its data set or batch sampler makes the batches")
+    resized(found[0], sizes[0], package)  # so that a loader that cannot be made again is an error now
+    return sizes[0]
+
+
+def warn_of_other_batch(trainer: Any, package: str, result: TuningResult) -> None:
+    """Warn where a result is carried over to a run whose effective batch is another one."""
+    effective = result.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    if effective != result.effective_batch_size:
+        rank_zero(
+            package,
+            "warn",
+            f"the batch size {result.batch_size} was tuned for an effective batch of {result.effective_batch_size},"
+            f" which is now {effective} (other ranks or accumulation): the learning rate is not scaled again",
+        )

@@ -1,0 +1,308 @@
+"""Throughput and peak against batch size, as an HTML page and as a PNG, with the sizes that matter marked.
+
+The page is made as that of a plan is, from the same parts; its two plots share their axis and zoom together.
+matplotlib, which draws the PNG, is imported when one is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_offload import __version__
+from lightning_offload.errors import ReportFileError, UnsupportedError
+from lightning_offload.report.files import check_path, write_text
+from lightning_offload.report.page import _fill, _json, _part, _plotly_script, _section
+from lightning_offload.report.scale import Unit, bytes_unit, escape
+from lightning_offload.report.timeline_plots import MARGIN_LEFT, Plot
+from lightning_offload.units import format_bytes
+
+__all__ = ["Mark", "TuningCurve", "TuningPoint", "save_tuning_html", "save_tuning_png", "tuning_plots"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningPoint:
+    """A batch size, and what was measured or predicted of it; None where it was not.
+
+    Attributes:
+        batch_size: Samples of one step on one rank.
+        is_predicted: Whether the figures are predicted.
+        samples_per_second: Of all ranks together.
+        peak_bytes: On one rank.
+        is_feasible: Whether it fits.
+    """
+
+    batch_size: int
+    is_predicted: bool
+    samples_per_second: float | None
+    peak_bytes: int | None
+    is_feasible: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningCurve:
+    """What a plot of a tuning shows.
+
+    Attributes:
+        points: Measured and predicted sizes, in any order.
+        chosen: The chosen size.
+        largest: The largest size that fits with the memory plan, or as the run is where there is none.
+        largest_plain: The largest that fits without one; None where that is not known.
+        budget_bytes: The budget, None for no limit.
+        lead: What was chosen, in a sentence.
+    """
+
+    points: tuple[TuningPoint, ...]
+    chosen: int
+    largest: int | None
+    largest_plain: int | None
+    budget_bytes: int | None
+    lead: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A batch size that is marked in both plots.
+
+    Attributes:
+        batch_size: Where.
+        text: What it is.
+        color: Name of its colour on the page.
+        png_color: Its colour in the PNG.
+        dash: How its line is drawn.
+    """
+
+    batch_size: int
+    text: str
+    color: str
+    png_color: str
+    dash: str
+
+
+def marks_of(curve: TuningCurve) -> list[Mark]:
+    """The sizes to mark: the chosen one, and the largest that fit."""
+    found = [Mark(batch_size=curve.chosen, text="chosen", color="accent", png_color="#1d5fa8", dash="solid")]
+    if curve.largest is not None:
+        text = "largest with plan" if curve.largest_plain is not None else "largest that fits"
+        mark = Mark(batch_size=curve.largest, text=text, color="stall", png_color="#c8321f", dash="dash")
+        found.append(mark)
+    if curve.largest_plain is not None:
+        plain = {"text": "largest without plan", "color": "plain", "png_color": "#7a8695", "dash": "dot"}
+        found.append(Mark(batch_size=curve.largest_plain, **plain))
+    return found
+
+
+def save_tuning_html(path: str | os.PathLike[str], curve: TuningCurve) -> None:
+    """Write a page that needs nothing but a browser.
+
+    Args:
+        path: The file, ``.html``.
+        curve: What to show.
+
+    Raises:
+        ReportFileError: There is no writing to the path; nothing is left there.
+        UnsupportedError: plotly is not installed.
+    """
+    target = check_path(path, (".html", ".htm"))
+    script = _plotly_script()
+    plots = tuning_plots(curve)
+    title = f"Batch size {curve.chosen}"
+    page = _fill(
+        _part("page.html").replace("memory plan", "batch size"),
+        {
+            "version": escape(__version__),
+            "title": title,
+            "heading": title,
+            "lead": escape(curve.lead),
+            "css": _part("page.css"),
+            "js": _part("page.js"),
+            "plotly": script,
+            "plots": _json(plots),
+            "body": _body(curve, plots),
+            "footer": escape(
+                f"Measured on this device and predicted from a few recorded steps, lightning-offload {__version__}."
+            ),
+        },
+    )
+    write_text(target, page)
+
+
+def _body(curve: TuningCurve, plots: dict[str, Plot]) -> str:
+    # the names are those of the plots that the page's script zooms together
+    return "\n".join(
+        (
+            _section(
+                "Throughput",
+                "Samples per second of all ranks against the batch size of one. Dots are measured, the line predicted.",
+                _place("lanes", "Throughput against batch size", plots),
+            ),
+            _section(
+                "Peak memory",
+                "Peak device memory of a training step against its batch size, under the same conditions.",
+                _place("memory", "Peak memory against batch size", plots),
+                _table(curve),
+            ),
+        )
+    )
+
+
+def _place(name: str, label: str, plots: dict[str, Plot]) -> str:
+    height = plots[name]["layout"]["height"]
+    return (
+        f'<div class="plot" id="plot-{name}" role="img" aria-label="{escape(label)}" style="height:{height}px"></div>'
+    )
+
+
+def _table(curve: TuningCurve) -> str:
+    rows = "".join(
+        f"<tr><td>{p.batch_size}</td><td>{_speed(p.samples_per_second)}</td><td>{_bytes(p.peak_bytes)}</td>"
+        f"<td>{'yes' if p.is_feasible else 'no'}</td></tr>"
+        for p in _sorted(curve.points, is_predicted=False)
+    )
+    head = "<tr><th>batch size</th><th>samples/s</th><th>peak</th><th>fits</th></tr>"
+    return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+
+def tuning_plots(curve: TuningCurve) -> dict[str, Plot]:
+    """The two plots, as plotly.js reads them: throughput under the name "lanes", peaks under "memory"."""
+    largest = max([p.peak_bytes or 0 for p in curve.points] + [curve.budget_bytes or 0])
+    unit = bytes_unit(largest)
+    speed = [
+        _trace(curve, is_predicted=True, value="samples_per_second", size=1.0, suffix="samples/s"),
+        _trace(curve, is_predicted=False, value="samples_per_second", size=1.0, suffix="samples/s"),
+    ]
+    peak = [
+        _trace(curve, is_predicted=True, value="peak_bytes", size=unit.size, suffix=unit.name),
+        _trace(curve, is_predicted=False, value="peak_bytes", size=unit.size, suffix=unit.name),
+    ]
+    return {
+        "lanes": {"data": speed, "layout": _layout(curve, "samples per second")},
+        "memory": {"data": peak, "layout": _layout(curve, f"peak ({unit.name})", budget=unit)},
+    }
+
+
+def _trace(curve: TuningCurve, *, is_predicted: bool, value: str, size: float, suffix: str) -> dict[str, Any]:
+    points = _sorted(curve.points, is_predicted=is_predicted)
+    points = [p for p in points if getattr(p, value) is not None]
+    name = "predicted" if is_predicted else "measured"
+    return {
+        "type": "scatter",
+        "mode": "lines" if is_predicted else "markers",
+        "name": name,
+        "x": [p.batch_size for p in points],
+        "y": [round(getattr(p, value) / size, 6) for p in points],
+        "line": {"color": "var(--predicted)", "width": 2},
+        "marker": {
+            "color": ["var(--measured)" if p.is_feasible else "var(--stall)" for p in points],
+            "symbol": ["circle" if p.is_feasible else "x" for p in points],
+            "size": 9,
+        },
+        "hovertemplate": f"batch size %{{x}}, {name}: <b>%{{y:.4~g}} {suffix}</b><extra></extra>",
+    }
+
+
+def _layout(curve: TuningCurve, title: str, budget: Unit | None = None) -> dict[str, Any]:
+    marks = marks_of(curve)
+    sizes = [p.batch_size for p in curve.points] + [mark.batch_size for mark in marks]
+    low, high = min(sizes), max(sizes)
+    shapes = [
+        {"type": "line", "x0": mark.batch_size, "x1": mark.batch_size, "yref": "paper", "y0": 0, "y1": 1,
+         "line": {"color": f"var(--{mark.color})", "width": 1.5, "dash": mark.dash}}
+        for mark in marks
+    ]  # fmt: skip
+    notes = [
+        {"x": math.log10(mark.batch_size), "y": 1 - 0.07 * row, "yref": "paper", "yanchor": "top", "showarrow": False,
+         "xanchor": "right" if mark.batch_size > math.sqrt(low * high) else "left",
+         "text": f" {mark.text}: {mark.batch_size} ", "font": {"size": 12, "color": f"var(--{mark.color})"}}
+        for row, mark in enumerate(marks)
+    ]  # fmt: skip
+    if budget is not None and curve.budget_bytes is not None:
+        y = curve.budget_bytes / budget.size
+        shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
+                       "line": {"color": "var(--budget)", "width": 1}})  # fmt: skip
+        notes.append({"xref": "paper", "x": 0, "y": y, "xanchor": "left", "yanchor": "bottom", "showarrow": False,
+                      "text": f"budget {format_bytes(curve.budget_bytes)}", "font": {"size": 12}})  # fmt: skip
+    margin = 0.04 * max(0.3, math.log10(high / low))
+    return {
+        "height": 340,
+        "hovermode": "closest",
+        "margin": {"l": MARGIN_LEFT, "r": 24, "t": 36, "b": 46},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "shapes": shapes,
+        "annotations": notes,
+        "xaxis": {"title": {"text": "batch size of one rank"}, "type": "log", "tickvals": _ticks(low, high),
+                  "ticktext": [str(tick) for tick in _ticks(low, high)],
+                  "range": [math.log10(low) - margin, math.log10(high) + margin]},
+        "yaxis": {"title": {"text": title}, "rangemode": "tozero", "fixedrange": True},
+    }  # fmt: skip
+
+
+def _ticks(low: int, high: int) -> list[int]:
+    """Powers of two, at most about a dozen of them."""
+    powers = range(low.bit_length() - 1, high.bit_length() + 1)
+    return [1 << power for power in powers[:: 1 + len(powers) // 12]]
+
+
+def _sorted(points: Sequence[TuningPoint], *, is_predicted: bool) -> list[TuningPoint]:
+    return sorted((p for p in points if p.is_predicted == is_predicted), key=lambda p: p.batch_size)
+
+
+def _speed(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f}"
+
+
+def _bytes(value: int | None) -> str:
+    return "" if value is None else escape(format_bytes(value))
+
+
+def save_tuning_png(path: str | os.PathLike[str], curve: TuningCurve) -> None:
+    """Draw both plots into one picture.
+
+    Args:
+        path: The file, ``.png``.
+        curve: What to show.
+
+    Raises:
+        ReportFileError: There is no writing to the path.
+        UnsupportedError: matplotlib is not installed.
+    """
+    target = check_path(path, (".png",))
+    try:
+        # its Agg canvas is a figure's own, so no window system is asked
+        figure_module = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise UnsupportedError("a PNG of the trials needs matplotlib: pip install matplotlib") from error
+    figure = figure_module.Figure(figsize=(8, 7), layout="constrained")
+    unit = bytes_unit(max([p.peak_bytes or 0 for p in curve.points] + [curve.budget_bytes or 0]))
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _draw(upper, curve, "samples_per_second", 1.0, "samples per second")
+    _draw(lower, curve, "peak_bytes", unit.size, f"peak ({unit.name})")
+    if curve.budget_bytes is not None:
+        lower.axhline(curve.budget_bytes / unit.size, color="black", linewidth=1, label="budget")
+    lower.set_xlabel("batch size of one rank")
+    upper.legend(loc="best", fontsize="small")
+    try:
+        figure.savefig(target, dpi=144)
+    except OSError as error:
+        raise ReportFileError(
+            f"{str(target)!r} cannot be written ({error}): free space there or name another"
+        ) from error
+
+
+def _draw(axes: Any, curve: TuningCurve, value: str, size: float, label: str) -> None:
+    for is_predicted, style in ((True, {"color": "#9fb6d0"}), (False, {"color": "#2f73b7", "marker": "o", "ls": ""})):
+        points = [p for p in _sorted(curve.points, is_predicted=is_predicted) if getattr(p, value) is not None]
+        name = "predicted" if is_predicted else "measured"
+        axes.plot([p.batch_size for p in points], [getattr(p, value) / size for p in points], label=name, **style)
+    for mark in marks_of(curve):
+        dash = {"solid": "-", "dash": "--", "dot": ":"}[mark.dash]
+        axes.axvline(mark.batch_size, color=mark.png_color, linestyle=dash, label=f"{mark.text}: {mark.batch_size}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(label)
+    axes.grid(visible=True, alpha=0.3)

@@ -1,0 +1,119 @@
+"""One rank of a tuning under torchrun; run by `test_ddp`, which reads what each rank has written.
+
+Arguments: the folder to write to. Every case is a fit in the same two processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+import lightning_offload as lo
+from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted
+
+EDGE = 12
+
+
+class Tight(Net):
+    """Runs out of memory above a size, on rank one alone, in backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and len(batch[0]) > EDGE:
+            loss.register_hook(_run_out)
+        return loss
+
+
+def _run_out(grad: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("injected")
+
+
+class Broken(Net):
+    """Fails above a size, on rank one alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_rank == 1 and len(batch[0]) > EDGE:
+            raise KeyError("mine")
+        return super().training_step(batch, batch_idx)
+
+
+class Talking(Net):
+    """Has a collective of its own in the step: a rank that ran out of memory would leave the other waiting."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.0 * self.all_gather(loss.detach()).sum()
+
+
+def make_trainer(folder: Path, **kwargs: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=folder,
+        **{"strategy": "ddp", **kwargs},
+    )  # fmt: skip
+
+
+def same(folder: Path, settings: Any, net: type[Net] = Net, **wanted: Any) -> dict[str, Any]:
+    """Tune and train, then train untuned, and compare everything on this rank."""
+    clock = Clock()
+    finder = finder_of(clock, **wanted)
+    tuned = fitted(make_trainer(folder, callbacks=[finder], **settings()), net(clock=clock))
+    result = finder.result
+    plain = fitted(make_trainer(folder, **settings()), net(batch_size=result.batch_size, lr=result.lr))
+    assert_same(tuned, plain)
+    found = {"batch_size": result.batch_size, "lr": result.lr, "note": result.note, "steps": tuned["steps"][0]}
+    return {**found, "trials": [dataclasses.asdict(trial) for trial in result.trials]}
+
+
+def broken(folder: Path) -> dict[str, Any]:
+    """An error of one rank is an error of all, and nobody waits."""
+    clock = Clock()
+    try:
+        fitted(make_trainer(folder, callbacks=[finder_of(clock)]), Broken(clock=clock))
+    except (KeyError, lo.TuningError) as error:
+        return {"type": type(error).__name__, "text": str(error)}
+    return {}
+
+
+CASES = {
+    "plain": lambda folder: same(folder, dict),
+    "bf16-accumulated": lambda folder: same(folder, lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 4}),
+    "static-graph": lambda folder: same(folder, lambda: {"strategy": DDPStrategy(static_graph=True)}),
+    "bucket-view": lambda folder: same(
+        folder, lambda: {"strategy": DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True)}
+    ),
+    "offload": lambda folder: same(folder, lambda: {"strategy": lo.DDPOffloadStrategy(budget="2MiB")}),
+    "out-of-memory": lambda folder: same(folder, dict, Tight, max_val=24),
+    "not-provoked": lambda folder: same(folder, dict, provoke_oom=False),
+    "collectives": lambda folder: same(folder, dict, Talking),
+    "broken": broken,
+}
+
+
+def main(folder: Path) -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    rank = 0
+    for name, case in CASES.items():
+        try:
+            found[name] = case(folder)
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+        rank = torch.distributed.get_rank()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

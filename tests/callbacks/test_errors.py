@@ -1,0 +1,175 @@
+"""Bad input is one clear error before training starts, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+import lightning_offload as lo
+from lightning_offload.errors import TuningError
+from tests.callbacks.conftest import MakeTrainer
+from tests.callbacks.training import Clock, Net, finder_of, samples
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(samples())
+
+
+class Streaming(Net):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Stream(), self.batch_size)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+class Untrained(Net):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Stubborn(Net):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(), 8)
+
+
+class Ragged(Net):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(), self.batch_size, collate_fn=lambda rows: "no tensor")
+
+
+def raised(trainer: Any, net: Any, *args: Any) -> str:
+    """Fit, expect one error that is ours and Lightning's, and find the model untouched."""
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    size, rate, rng = vars(net).get("batch_size"), net.lr, torch.get_rng_state()
+    with pytest.raises(TuningError) as caught:
+        trainer.fit(net, *args)
+    assert isinstance(caught.value, MisconfigurationException)
+    assert net.losses == []
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert (vars(net).get("batch_size"), net.lr) == (size, rate)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert "setup_optimizers" not in vars(trainer.strategy)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("net", "keywords", "text"),
+    [
+        (Net, {"batch_arg_name": "bs"}, "`bs` is no attribute of Net"),
+        (Net, {"lr_arg_name": "rate"}, "`rate` is no attribute of Net"),
+        (Net, {"batch_arg_name": "scheduler"}, "`scheduler` is 'step', a str"),
+        (Net, {"lr_arg_name": "scheduler"}, "`scheduler` is 'step', a str"),
+        (Untrained, {}, "returned no optimizer"),
+        (Streaming, {}, "has no length"),
+        (Streaming, {"max_val": None}, "max_val="),
+        (Stubborn, {}, "makes batches of \\[8\\]"),
+        (Ragged, {}, "make_batch="),
+        (Net, {"min_val": 97, "max_val": None}, "min_val=97 is above the 96 samples"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_what_cannot_be_tuned(make_trainer: MakeTrainer, net: Any, keywords: Any, text: str) -> None:
+    """The message says what was found and what to do."""
+    message = raised(make_trainer(callbacks=[finder_of(Clock(), **keywords)]), net(scheduler="step"))
+    assert re.search(text, message), message
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"base_batch_size": 0},
+        {"min_val": 0},
+        {"min_val": 20, "max_val": 10},
+        {"max_val": 2.5},
+        {"init_val": True},
+        {"steps_per_trial": 0},
+        {"warmup_steps": -1},
+        {"tolerance": 0.0},
+        {"tolerance": 1.5},
+        {"lr_scaling": "cubic"},
+        {"max_seconds": 0},
+        {"lr_warmup_epochs": -1},
+        {"make_batch": 3},
+    ],
+)
+def test_a_keyword_that_is_not_possible(keywords: Any) -> None:
+    """It is an error when the finder is made; the message repeats the value."""
+    with pytest.raises(TuningError) as caught:
+        lo.EfficientBatchSizeFinder(**keywords)
+    assert str(next(iter(keywords.values()))) in str(caught.value)
+
+
+def test_a_stream_is_tuned_where_its_bounds_are_given(make_trainer: MakeTrainer) -> None:
+    """With max_val and max_steps nothing needs the length."""
+    clock = Clock()
+    net = Streaming(clock=clock)
+    finder = finder_of(clock)
+    make_trainer(callbacks=[finder], max_steps=3).fit(net)
+    assert finder.result.batch_size == 16
+    assert net.sizes == [16] * 3
+
+
+def test_an_error_of_the_model_comes_through_and_everything_is_put_back(make_trainer: MakeTrainer) -> None:
+    """It is the model's own error, and the model is as it was before the trials."""
+
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if len(batch[0]) > 8:
+                raise KeyError("mine")
+            return loss
+
+    clock = Clock()
+    net = Failing(clock=clock)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    trainer = make_trainer(callbacks=[finder_of(clock)])
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(net)
+    assert net.losses == []
+    assert net.batch_size == 4
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert net.seen.tolist() == [0.0, 0.0]
+
+
+def test_no_size_that_fits(make_trainer: MakeTrainer) -> None:
+    """Where even the smallest batch runs out of memory, that is said."""
+
+    class Huge(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise torch.OutOfMemoryError("injected")
+
+    message = raised(make_trainer(callbacks=[finder_of(Clock())]), Huge(scheduler="step"))
+    assert "fit" in message
+
+
+def test_running_out_of_memory_ends_a_trial_and_not_the_run(make_trainer: MakeTrainer) -> None:
+    """Sizes above the edge are not ok, and one below it is chosen."""
+
+    class Tight(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if len(batch[0]) > 11:
+                raise torch.OutOfMemoryError("injected")
+            return loss
+
+    clock = Clock()
+    finder = finder_of(clock, max_val=64)
+    net = Tight(clock=clock)
+    make_trainer(callbacks=[finder], max_epochs=1).fit(net)
+    assert 8 <= finder.result.batch_size <= 11
+    assert any(not trial.is_ok for trial in finder.result.trials)
+    assert all(trial.is_ok == (trial.batch_size <= 11) for trial in finder.result.trials)
+    assert set(net.sizes[:-1]) == {finder.result.batch_size}

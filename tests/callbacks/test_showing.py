@@ -1,0 +1,138 @@
+"""What a tuning shows: a table, a page, a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lightning_offload.callbacks.tuning.plotting import curve_of, save_plots
+from lightning_offload.callbacks.tuning.result import TuningResult
+from lightning_offload.callbacks.tuning.table import summary, trials_table
+from lightning_offload.errors import UnsupportedError
+from lightning_offload.report.tuning_plot import save_tuning_html, save_tuning_png, tuning_plots
+from lightning_offload.tuning.trial import Prediction, Trial
+from tests.callbacks.conftest import MakeTrainer
+from tests.callbacks.training import Clock, Net, finder_of
+
+GIB = 2**30
+RESULT = TuningResult(
+    batch_size=32,
+    lr=0.4,
+    base_batch_size=8,
+    effective_batch_size=32,
+    lr_factor=4.0,
+    trials=(
+        Trial(
+            batch_size=32, is_ok=True, samples_per_second=640.0, peak_bytes=3 * GIB, step_seconds=(0.05, 0.04, 0.06),
+            predicted_samples_per_second=600.0, predicted_peak_bytes=4 * GIB,
+        ),
+        Trial(batch_size=64, is_ok=True, samples_per_second=650.0, peak_bytes=6 * GIB, step_seconds=(0.1,)),
+        Trial(batch_size=128, is_ok=False, reason="out of memory"),
+    ),
+    predictions=(
+        Prediction(batch_size=32, is_feasible=True, samples_per_second=600.0, peak_bytes=4 * GIB),
+        Prediction(batch_size=256, is_feasible=False, floor_bytes=20 * GIB),
+    ),
+    largest_size=100,
+    largest_plain_size=40,
+    is_largest_predicted=True,
+    budget_bytes=8 * GIB,
+)  # fmt: skip
+
+
+def test_the_table_has_predicted_beside_measured() -> None:
+    """One row per trial in the order of sizes, the chosen one marked, a failed one with its reason."""
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(trials_table(RESULT))
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capture.get().splitlines() if "│" in line]
+    assert lines == [
+        ["32", "50.0 ms", "640", "600", "3.0 GiB", "4.0 GiB", "chosen"],
+        ["64", "100.0 ms", "650", "", "6.0 GiB", "", ""],
+        ["128", "", "", "", "", "", "out of memory"],
+    ]
+
+
+def test_the_summary_says_what_was_chosen() -> None:
+    """Size, effective size, rate, and what fits with and without a plan."""
+    assert summary(RESULT) == (
+        "batch size 32 (effective 32), learning rate 0.4 (x4); largest that fits: 100 (predicted),"
+        " without a memory plan 40 (predicted)"
+    )
+
+
+def test_the_plots_hold_the_figures_and_the_marks() -> None:
+    """Measured and predicted values stand at their sizes; three sizes are marked in both."""
+    plots = tuning_plots(curve_of(RESULT))
+    predicted, measured = plots["lanes"]["data"]
+    assert (measured["x"], measured["y"]) == ([32, 64], [640.0, 650.0])
+    assert (predicted["x"], predicted["y"]) == ([32], [600.0])
+    predicted, measured = plots["memory"]["data"]
+    assert (measured["x"], measured["y"]) == ([32, 64], [3.0, 6.0])
+    for plot in plots.values():
+        texts = [note["text"].strip() for note in plot["layout"]["annotations"]]
+        assert texts[:3] == ["chosen: 32", "largest with plan: 100", "largest without plan: 40"]
+        assert [shape["x0"] for shape in plot["layout"]["shapes"][:3]] == [32, 100, 40]
+    assert "budget 8.0 GiB" in plots["memory"]["layout"]["annotations"][3]["text"]
+
+
+def test_the_page_is_complete(tmp_path: Path) -> None:
+    """It holds both plots and their places, the trials as a table, and loads nothing."""
+    pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
+    path = tmp_path / "batch.html"
+    save_tuning_html(path, curve_of(RESULT))
+    page = path.read_text()
+    plots = json.loads(re.search(r'<script type="application/json" id="plots">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
+    assert set(plots) == {"lanes", "memory"}
+    assert all(f'id="plot-{name}"' in page for name in plots)
+    assert "<tr><td>128</td><td></td><td></td><td>no</td></tr>" in page
+    assert "@@" not in page.partition("<script>")[0]
+    assert "memory plan</p>" not in page
+
+
+def test_without_matplotlib_there_is_one_warning_and_the_page(tmp_path: Path, monkeypatch: Any) -> None:
+    """The picture is an extra; the training goes on without it."""
+    pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(UnsupportedError, match="pip install matplotlib"):
+        save_tuning_png(tmp_path / "batch.png", curve_of(RESULT))
+    with pytest.warns(UserWarning, match="no PNG plot") as caught:
+        save_plots(RESULT, tmp_path / "plots", "lightning.pytorch")
+    assert len(caught) == 1
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["batch_size.html"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    """It is a PNG of some size."""
+    path = tmp_path / "batch.png"
+    save_tuning_png(path, curve_of(RESULT))
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 10_000
+
+
+def test_a_run_shows_one_table(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It comes before the training, and the plots lie where they were asked for."""
+    pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
+    clock = Clock()
+    finder = finder_of(clock, plot_dir=tmp_path / "plots")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_offload.callbacks.tuning.plotting.save_tuning_png", lambda path, curve: None)
+        make_trainer(callbacks=[finder], max_epochs=1).fit(Net(clock=clock))
+    assert capsys.readouterr().out.count("Trials of batch sizes") == 1
+    assert (tmp_path / "plots" / "batch_size.html").exists()
+    marked = curve_of(finder.result)
+    assert (marked.chosen, marked.largest, marked.largest_plain) == (16, 16, None)
+
+
+def test_a_result_survives_its_state() -> None:
+    """What a checkpoint holds gives an equal result, with trials and predictions."""
+    state = json.loads(json.dumps(RESULT.state_dict()))
+    assert TuningResult.from_state_dict(state) == RESULT
