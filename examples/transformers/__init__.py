@@ -1,0 +1,1 @@
+"""Training with the Hugging Face Trainer."""

@@ -1,0 +1,162 @@
+"""Lightning Fabric: strategies that train within a memory budget.
+
+    fabric = Fabric(strategy=lightning_offload.fabric.OffloadStrategy(budget="12GiB"))   # or strategy="offload"
+    model, optimizer = fabric.setup(model, optimizer)
+    ...                                                    # the loop as it was
+    fabric.strategy.memory.report()
+
+``OffloadStrategy`` is for one device; ``DDPOffloadStrategy`` ("ddp_offload") is Fabric's DDP, in which every rank
+plans alone. Every training forward of a model that was set up begins a step; its backward, by ``fabric.backward``
+or without it, belongs to it. Plans go into a checkpoint with the rest of the state:
+``fabric.save(path, {"model": model, "memory": fabric.strategy.memory})``.
+
+Importing this module registers both names with each Fabric that is imported, or else with the first that is
+installed: ``lightning.fabric`` and ``lightning_fabric`` are one code, but different classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from lightning_offload.errors import UnsupportedError
+from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
+from lightning_offload.plugins.settings import Budget
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy as _SingleBase
+    from lightning.fabric.strategies.strategy import Strategy as _Base
+
+    OffloadStrategy: type[SingleDeviceMixin]
+    DDPOffloadStrategy: type[OffloadMixin]
+else:
+    _Base = _SingleBase = object  # the real bases come from the Fabric in use
+
+__all__ = ["DDPOffloadStrategy", "OffloadStrategy"]
+
+_PACKAGES = ("lightning.fabric", "lightning_fabric")
+
+
+class OffloadMixin(_Base):
+    """Runs a Fabric strategy's training forwards, with their backwards, within a memory budget.
+
+    Args:
+        budget: Peak bytes of tensors alive on the device in a step, cf. :class:`~lightning_offload.MemoryPlugin`.
+        keywords: Its further keywords; those that it does not have go to the strategy.
+
+    Raises:
+        OffloadError: A keyword is wrong; the message says which and what is allowed.
+    """
+
+    def __init__(self, budget: Budget = None, **keywords: Any) -> None:
+        ours = {name: keywords.pop(name) for name in _KEYWORDS & keywords.keys()}
+        super().__init__(**keywords)
+        self._memory = ModuleMemoryPlugin(budget, **ours)
+
+    @property
+    def memory(self) -> ModuleMemoryPlugin:
+        """The memory plugin: it has the ``report()``, and ``detach()`` takes every hook off."""
+        return self._memory
+
+    @override
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Follow the model, then set it up as usual."""
+        self._memory.follow(module, device=self.root_device)
+        return super().setup_module(module)
+
+    @override
+    def teardown(self) -> None:
+        """Take every hook off."""
+        self._memory.detach()
+        super().teardown()
+
+
+_KEYWORDS = {"policy", "tier", "host_budget", "spill_dir", "plan", "keep", "enabled", "verify"}
+
+
+class SingleDeviceMixin(OffloadMixin, _SingleBase):
+    """The same for one device, which Fabric assigns after it was asked for."""
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Empty: the devices are Fabric's choice."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        num_processes = max(len(devices), int(os.environ.get("WORLD_SIZE") or 1))
+        if num_processes > 1:
+            raise UnsupportedError(
+                f"OffloadStrategy trains on one device, but {num_processes} were asked for: use "
+                "strategy='ddp_offload', or pass devices=1 to Fabric and start one process"
+            )
+        self._root_device = torch.device(devices[0])
+
+
+_STRATEGIES = {
+    "OffloadStrategy": (SingleDeviceMixin, "SingleDeviceStrategy", "offload"),
+    "DDPOffloadStrategy": (OffloadMixin, "DDPStrategy", "ddp_offload"),
+}
+
+
+@functools.cache
+def build_strategy(name: str, package: str) -> Any:
+    """Build one of the classes for a Fabric.
+
+    Args:
+        name: "OffloadStrategy" or "DDPOffloadStrategy".
+        package: "lightning.fabric" or "lightning_fabric".
+    """
+    mixin, base_name, _ = _STRATEGIES[name]
+    base = getattr(importlib.import_module(f"{package}.strategies"), base_name)
+    namespace = {"__module__": __name__, "__qualname__": name, "__doc__": mixin.__doc__}
+    return type(base)(name, (mixin, base), namespace)
+
+
+def _packages() -> list[str]:
+    """The Fabrics that are imported; else the first that is installed, imported now.
+
+    Raises:
+        UnsupportedError: None is installed.
+    """
+    loaded = [package for package in _PACKAGES if package in sys.modules]
+    if loaded:
+        return loaded
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
+            importlib.import_module(package)
+            return [package]
+    raise UnsupportedError(f"Fabric is not installed (looked for {' and '.join(_PACKAGES)}): pip install lightning")
+
+
+def _register() -> None:
+    for package in _packages():
+        registry = importlib.import_module(f"{package}.strategies").STRATEGY_REGISTRY
+        for name, (_, _, short_name) in _STRATEGIES.items():
+            registry.register(
+                short_name,
+                functools.partial(_make, name, package),
+                description="Trains within a memory budget",
+                override=True,
+            )
+
+
+def _make(name: str, package: str) -> Any:
+    return build_strategy(name, package)()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _STRATEGIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return build_strategy(name, _packages()[0])
+
+
+_register()

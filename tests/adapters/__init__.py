@@ -1,0 +1,1 @@
+"""Tests of the adapters for Accelerate, the Hugging Face Trainer and Fabric."""

@@ -1,0 +1,134 @@
+"""One rank of two: trains plainly and in one of our ways with the same DDP, and compares; run by `test_data_parallel`.
+
+Prints "fabric", "accelerate" and "tuner" when every bit is equal.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.adapters.nets import assert_same, net, state_of
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Another six batches on each rank."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    rows = [torch.randn(32, 32, generator=generator) for _ in range(6)]
+    return [(x, torch.randint(0, 4, (32,), generator=generator)) for x in rows]
+
+
+def with_fabric(policy: str | None) -> dict[str, Tensor]:
+    from lightning.fabric import Fabric
+
+    from lightning_offload.fabric import DDPOffloadStrategy
+
+    strategy: Any = DDPOffloadStrategy("1GiB", policy=policy) if policy else "ddp"
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model = net()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    torch.manual_seed(3 + fabric.global_rank)
+    losses = []
+    for i, (x, y) in enumerate(batches()):
+        with fabric.no_backward_sync(model, enabled=i % 2 == 0):
+            losses.append(nn.functional.cross_entropy(model(x), y))
+            fabric.backward(losses[-1])
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    if policy:
+        assert strategy.memory.report().num_steps == 6
+        strategy.memory.detach()
+    return state_of(model.module, optimizer, losses)
+
+
+def with_accelerate(policy: str | None) -> dict[str, Tensor]:
+    from accelerate import Accelerator
+
+    from lightning_offload.accelerate import prepare_offload
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert accelerator.num_processes == 2
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    memory = prepare_offload(accelerator, model, "1GiB", policy=policy) if policy else None
+    torch.manual_seed(3 + accelerator.process_index)
+    losses = []
+    for x, y in batches():
+        with accelerator.accumulate(model):
+            losses.append(nn.functional.cross_entropy(model(x), y))
+            accelerator.backward(losses[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+    if memory is not None:
+        assert memory.report().num_steps == 6
+        memory.detach()
+    return state_of(accelerator.unwrap_model(model), optimizer, losses)
+
+
+CAPACITY = 20
+"""Largest batch for which the second rank has memory; the first has it for all."""
+
+
+def tune() -> None:
+    from accelerate import Accelerator
+
+    from lightning_offload.accelerate import find_efficient_batch_size
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    found: dict[str, Tensor] = {}
+
+    def train(batch_size: int) -> None:
+        accelerator.free_memory()
+        model = net()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = []
+        for _ in range(12):
+            x = torch.randn(batch_size, 32)
+            loss = model(x).square().mean()
+            if batch_size > CAPACITY and rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        found.clear()
+        found.update(state_of(accelerator.unwrap_model(model), optimizer, losses))
+
+    torch.manual_seed(3 + rank)
+    tuned = find_efficient_batch_size(train, starting_batch_size=16, max_size=32, max_trials=6)
+    tuned()
+    ours = dict(found)
+    size = tuned.result.batch_size
+    assert size <= CAPACITY
+    too_large = [trial for trial in tuned.result.trials if trial.batch_size > CAPACITY]
+    assert too_large
+    assert {trial.reason for trial in too_large} == {"rank 1: CUDA out of memory."}
+    sizes: list[Any] = [None, None]
+    torch.distributed.all_gather_object(sizes, size)
+    assert sizes == [size, size]
+
+    torch.manual_seed(3 + rank)
+    train(size)
+    assert_same(ours, found)
+
+
+def main() -> None:
+    for name, train in (("fabric", with_fabric), ("accelerate", with_accelerate)):
+        plain = train(None)
+        for policy in ("auto", "all-swap", "all-recompute"):
+            assert_same(train(policy), plain)
+        sys.stdout.write(f"{name}\n")
+    tune()
+    sys.stdout.write("tuner\n")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""An Accelerate loop under `prepare_offload` leaves exactly what the plain loop leaves."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from lightning_offload import MemoryPlugin, PolicyError, UnsupportedError
+from lightning_offload.accelerate import PLANS_FILE, prepare_offload
+from lightning_offload.plugins.report_data import Report
+from tests.adapters.nets import NUM_STEPS, assert_same, net, rows, state_of
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"mixed_precision": "bf16"},
+    "accumulate": {"gradient_accumulation_steps": 3},
+}
+
+
+def train(
+    settings: dict[str, Any], *, budget: Any = None, policy: str | None = None, bare: bool = False, **more: Any
+) -> tuple[dict[str, Tensor], Report | None]:
+    """An ordinary Accelerate loop with evaluation; with a policy, under a budget."""
+    accelerator = Accelerator(cpu=True, **settings)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, rows())
+    memory = prepare_offload(accelerator, model, budget, policy=policy, **more) if policy else None
+    losses = []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            if bare:
+                loss.backward()
+            else:
+                accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss)
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(x).sum())
+        model.train()
+    if memory is None:
+        return state_of(model, optimizer, losses), None
+    report = memory.report()
+    memory.detach()
+    return state_of(model, optimizer, losses), report
+
+
+@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_exact(setting: str, policy: str) -> None:
+    """Losses, parameters, buffers, optimizer and random state are equal, and every training forward was a step."""
+    plain, _ = train(SETTINGS[setting])
+    _, roomy = train(SETTINGS[setting], budget="1GiB", policy="all-swap")
+    assert roomy is not None
+    assert roomy.floor_bytes is not None
+    assert roomy.plain_peak_bytes is not None
+    budget = (roomy.floor_bytes + roomy.plain_peak_bytes) // 2 if policy == "auto" else "1GiB"
+    ours, report = train(SETTINGS[setting], budget=f"{budget}B" if policy == "auto" else budget, policy=policy)
+    assert_same(ours, plain)
+    assert report is not None
+    assert report.num_steps == NUM_STEPS
+    assert report.phase == "planned"
+    assert report.swapped_bytes + report.recomputed_bytes > 0
+
+
+def test_bare_backward() -> None:
+    """A loop that calls `loss.backward()` itself is equal too."""
+    plain, _ = train({}, bare=True)
+    ours, report = train({}, bare=True, budget="1GiB", policy="all-recompute")
+    assert_same(ours, plain)
+    assert report is not None
+    assert report.num_steps == NUM_STEPS
+
+
+def test_disabled() -> None:
+    """With enabled=False nothing is hooked."""
+    plain, _ = train({})
+    ours, report = train({}, budget="1GiB", policy="all-swap", enabled=False)
+    assert_same(ours, plain)
+    assert report is not None
+    assert report.num_steps == 0
+
+
+def adversarial(policy: str | None) -> dict[str, Tensor]:
+    """Two networks; the critic runs twice before one backward, under the accelerator's autocast."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    generator, critic = accelerator.prepare(net(1), net(2))
+    optimizers = [accelerator.prepare(torch.optim.Adam(m.parameters(), 1e-3)) for m in (generator, critic)]
+    memory = prepare_offload(accelerator, [generator, critic], "1GiB", policy=policy) if policy else None
+    torch.manual_seed(3)
+    losses = []
+    for _ in range(5):
+        z = torch.randn(64, 32)
+        with accelerator.autocast():
+            fake = generator(z).repeat(1, 8)
+            loss = critic(torch.randn(64, 32)).square().mean() + critic(fake.detach()).sin().mean()
+        accelerator.backward(loss)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        accelerator.backward(critic(fake).cos().mean())
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        losses.append(loss)
+    if memory is not None:
+        assert memory.report().num_steps == 20
+        memory.detach()
+    both = nn.ModuleList([generator, critic])
+    return {**state_of(both, optimizers[0], losses), **state_of(both, optimizers[1], [])}
+
+
+@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])
+def test_two_models(policy: str) -> None:
+    """Several models of one plugin, several forwards before one backward: still equal."""
+    assert_same(adversarial(policy), adversarial(None))
+
+
+def test_plans_in_checkpoints(tmp_path: Path) -> None:
+    """`save_state` writes the plans, `load_state` starts with them, and checkpoints without them load too."""
+    _save(tmp_path / "plain", with_plans=False)
+    _save(tmp_path / "planned", with_plans=True)
+    assert not (tmp_path / "plain" / PLANS_FILE).exists()
+    for folder, num_plans in (("plain", 0), ("planned", 1)):
+        accelerator, model, memory = _prepared()
+        accelerator.load_state(str(tmp_path / folder))
+        assert len(memory.state_dict()["plans"]) == num_plans
+        model(torch.ones(64, 32)).sum().backward()
+        assert (memory.report().phase == "recording") == (num_plans == 0)
+        memory.detach()
+
+
+def _prepared() -> tuple[Accelerator, nn.Module, MemoryPlugin]:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(net())
+    return accelerator, model, prepare_offload(accelerator, model, "1GiB", policy="all-recompute")
+
+
+def _save(folder: Path, *, with_plans: bool) -> None:
+    accelerator, model, memory = _prepared()
+    if not with_plans:
+        memory.detach()
+    for _ in range(4):
+        model(torch.ones(64, 32)).sum().backward()
+    accelerator.save_state(str(folder))
+    memory.detach()
+
+
+def test_malformed_plans(tmp_path: Path) -> None:
+    """Plans that cannot be read are a warning, not the end of the run."""
+    _save(tmp_path / "c", with_plans=True)
+    (tmp_path / "c" / PLANS_FILE).write_text(json.dumps({"schema": -1}))
+    accelerator, _, memory = _prepared()
+    with pytest.warns(UserWarning, match="are not used, new ones are made"):
+        accelerator.load_state(str(tmp_path / "c"))
+    memory.detach()
+
+
+def test_free_memory() -> None:
+    """`accelerator.free_memory` takes every hook off, and the accelerator can serve another model."""
+    accelerator, model, _ = _prepared()
+    accelerator.free_memory()
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert "free_memory" not in vars(accelerator)
+    with prepare_offload(accelerator, model, "1GiB", policy="all-swap") as memory:
+        model(torch.ones(64, 32)).sum().backward()
+        assert memory.report().num_steps == 1
+    assert not model._forward_pre_hooks
+
+
+def test_second_plugin() -> None:
+    """A second call for a model, or for an accelerator, is refused; after detach it is not."""
+    accelerator, model, memory = _prepared()
+    with pytest.raises(UnsupportedError, match="detach"):
+        prepare_offload(accelerator, net())
+    with pytest.raises(UnsupportedError, match="this Net already trains within a budget"):
+        prepare_offload(Accelerator(cpu=True), model)
+    memory.detach()
+    prepare_offload(accelerator, model).detach()
+
+
+def test_bad_input() -> None:
+    """What is no model or no accelerator is told what to give, before anything is hooked."""
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(PolicyError, match=r"model=3 is a int: give a torch\.nn\.Module"):
+        prepare_offload(accelerator, 3)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="there is no model"):
+        prepare_offload(accelerator, [])
+    with pytest.raises(PolicyError, match="give an Accelerator"):
+        prepare_offload(net(), accelerator)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="DataParallel"):
+        prepare_offload(accelerator, nn.DataParallel(net()))
+    with pytest.raises(TypeError, match="bugdet"):
+        prepare_offload(accelerator, net(), bugdet="1GiB")
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Accelerate the error names the extra."""
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(UnsupportedError, match=r"lightning-offload\[accelerate\]"):
+        prepare_offload(None, net())  # type: ignore[arg-type]
+
+
+def test_copies_are_plain() -> None:
+    """Copies and pickles of a model, such as averaged weights, train without the plugin."""
+    _, model, memory = _prepared()
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for each in copies:
+        each(torch.ones(64, 32)).sum().backward()
+    assert memory.report().num_steps == 0
+    memory.detach()

@@ -1,0 +1,266 @@
+"""A Hugging Face Trainer with `OffloadCallback` leaves exactly what the plain one leaves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from lightning_offload import PolicyError, UnsupportedError
+from lightning_offload.accelerate import find_efficient_batch_size
+from lightning_offload.errors import BudgetError
+from lightning_offload.plugins.module_steps import following_plugins
+from lightning_offload.transformers import OffloadCallback
+from tests.adapters.nets import assert_same, state_of
+
+NUM_STEPS = 6
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "accumulate": {"gradient_accumulation_steps": 2},
+}
+
+
+class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Random tokens."""
+
+    def __init__(self, num_rows: int = 24) -> None:
+        self.tokens = torch.randint(0, 64, (num_rows, 16), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """A tiny GPT-2 with random weights and its usual dropout."""
+    torch.manual_seed(2)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16, use_cache=False))
+
+
+class Losses(Trainer):
+    """Notes the loss of every training step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)
+        self.__dict__.setdefault("losses", []).append(loss)
+        return loss
+
+
+def trainer_for(folder: Path, callback: OffloadCallback | None, model: Any = None, **settings: Any) -> Losses:
+    arguments: dict[str, Any] = {
+        "use_cpu": True, "per_device_train_batch_size": 4, "num_train_epochs": 1, "report_to": "none",
+        "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 2, "save_strategy": "no",
+        "disable_tqdm": True, "dataloader_pin_memory": False, "seed": 3,
+    }  # fmt: skip
+    return Losses(
+        gpt2() if model is None else model,
+        TrainingArguments(output_dir=str(folder), **{**arguments, **settings}),
+        train_dataset=Text(),
+        eval_dataset=Text(8),
+        callbacks=[callback] if callback is not None else [],
+    )
+
+
+def run(
+    folder: Path, callback: OffloadCallback | None, resume: str | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    trainer = trainer_for(folder, callback, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    evals = [torch.tensor(log["eval_loss"]) for log in trainer.state.log_history if "eval_loss" in log]
+    return state_of(trainer.model, trainer.optimizer, [*trainer.losses, *evals])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """The Trainer prints its logs where there is no progress bar."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(level)
+
+
+@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_exact(tmp_path: Path, setting: str, policy: str) -> None:
+    """Losses, evaluations, parameters, optimizer and random state are equal; only training forwards are steps."""
+    plain = run(tmp_path, None, **SETTINGS[setting])
+    budget: int | str = "1GiB"
+    if policy == "auto":
+        probe = OffloadCallback("1GiB", policy="all-swap")
+        run(tmp_path, probe, **SETTINGS[setting])
+        seen = probe.memory.report()
+        assert seen.floor_bytes is not None
+        assert seen.plain_peak_bytes is not None
+        budget = f"{(seen.floor_bytes + seen.plain_peak_bytes) // 2}B"
+    callback = OffloadCallback(budget, policy=policy)
+    ours = run(tmp_path, callback, **SETTINGS[setting])
+    assert_same(ours, plain)
+    report = callback.memory.report()
+    assert report.num_steps == NUM_STEPS
+    assert report.swapped_bytes + report.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("restores_callbacks", [False, True])
+def test_resume(tmp_path: Path, restores_callbacks: bool) -> None:
+    """A run resumed from a checkpoint equals one that was not interrupted, and starts with its plans."""
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "restore_callback_states_from_checkpoint": restores_callbacks,
+    }
+    plain = run(tmp_path / "plain", None)
+    run(tmp_path / "ours", OffloadCallback("1GiB", policy="all-recompute"), **settings)
+    checkpoint = tmp_path / "ours" / "checkpoint-4"
+    saved = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["OffloadCallback"]
+    assert saved["args"] == {"budget": "1GiB", "policy": "all-recompute"}
+    assert len(saved["attributes"]["plans"]["plans"]) == 1
+
+    callback = OffloadCallback("1GiB", policy="all-recompute")
+    trainer = trainer_for(tmp_path / "resumed", callback, **settings)
+    phases = _note_phases(trainer)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    in_force = next(c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback))
+    assert (in_force is callback) != restores_callbacks  # then the Trainer makes another from the checkpoint
+    assert in_force.memory.report().num_steps == 2
+    assert "recording" not in phases
+    ours = state_of(trainer.model, trainer.optimizer, [])
+    assert_same(ours, {name: value for name, value in plain.items() if not name.startswith("loss")})
+
+
+def _note_phases(trainer: Losses) -> list[str]:
+    """In which phase each training step was."""
+    noted: list[str] = []
+    original = trainer.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = original(*args, **kwargs)
+        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback))
+        noted.append(callback.memory.report().phase)
+        return loss
+
+    trainer.training_step = training_step
+    return noted
+
+
+def test_tuned(tmp_path: Path) -> None:
+    """A Trainer made in a tuned function trains as one made with that size, and the trials leave no plugin behind."""
+
+    def fit(batch_size: int) -> dict[str, Tensor]:
+        settings = {"per_device_train_batch_size": batch_size, "max_steps": 10, "eval_strategy": "no"}
+        return run(tmp_path, OffloadCallback("1GiB"), **settings)
+
+    torch.manual_seed(0)
+    tuned = find_efficient_batch_size(fit, starting_batch_size=4, max_size=8, max_trials=2)
+    ours = tuned()
+    assert all(trial.is_ok and trial.peak_bytes for trial in tuned.result.trials)
+    assert following_plugins() == []
+    assert_same(ours, fit(tuned.result.batch_size))
+
+
+def test_second_training(tmp_path: Path) -> None:
+    """The callback takes its hooks off after `train()`, and serves the next one with the plans it has."""
+    callback = OffloadCallback("1GiB", policy="all-recompute")
+    trainer = trainer_for(tmp_path, callback)
+    for num_steps in (NUM_STEPS, 2 * NUM_STEPS):
+        trainer.train()
+        assert not trainer.model._forward_pre_hooks
+        assert callback.memory.report().num_steps == num_steps
+        assert len(callback.plans["plans"]) == 1
+
+
+class Failing(GPT2LMHeadModel):
+    """Fails in its third training forward."""
+
+    count = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        if self.count == 3:
+            raise ValueError("third")
+        return super().forward(*args, **kwargs)
+
+
+def failing() -> Failing:
+    return Failing(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16, use_cache=False))
+
+
+def test_exceptions(tmp_path: Path) -> None:
+    """After an exception no mode is on; another `train()`, `detach()` or the end of the model take the hooks off."""
+    callback = OffloadCallback("1GiB", policy="all-swap")
+    trainer = trainer_for(tmp_path, callback, failing(), eval_strategy="no", remove_unused_columns=False)
+    with pytest.raises(ValueError, match="third"):
+        trainer.train()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    trainer.train()
+    assert not trainer.model._forward_pre_hooks
+
+    trainer.model.count = 0
+    with pytest.raises(ValueError, match="third"):
+        trainer.train()
+    callback.detach()
+    assert not trainer.model._forward_pre_hooks
+
+    trainer.model.count = 0
+    with pytest.raises(ValueError, match="third"):
+        trainer.train()
+    del trainer
+    gc.collect()
+    assert callback.memory.num_followed == 0
+
+
+def test_unsupported(tmp_path: Path) -> None:
+    """What does not run one model on one device is refused when training begins."""
+    callback = OffloadCallback("1GiB")
+    trainer = trainer_for(tmp_path, callback)
+    arguments = copy.copy(trainer.args)
+    arguments.torch_compile = True
+    with pytest.raises(UnsupportedError, match="torch_compile is not supported"):
+        callback.on_train_begin(arguments, trainer.state, trainer.control, model=trainer.model)
+    with pytest.raises(PolicyError, match="model=None"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+    with pytest.raises(BudgetError):
+        OffloadCallback("much")
+    other = OffloadCallback("1GiB")
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    with pytest.raises(UnsupportedError, match="already trains within a budget"):
+        other.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    callback.detach()
+
+
+def test_malformed_plans(tmp_path: Path) -> None:
+    """Plans that cannot be read are a warning."""
+    callback = OffloadCallback("1GiB")
+    with pytest.warns(UserWarning, match="are not used, new ones are made"):
+        callback.plans = {"schema": -1}
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Transformers the error names the extra."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "lightning_offload.transformers")
+    with pytest.raises(UnsupportedError, match=r"lightning-offload\[transformers\]"):
+        importlib.import_module("lightning_offload.transformers")
+
+
+def test_saved_arguments(tmp_path: Path) -> None:
+    """Paths are saved as text, and a plan in memory is refused: it has no place in the Trainer's state."""
+    callback = OffloadCallback(None, spill_dir=tmp_path, keep=["lm_head*"])
+    assert callback.state()["args"] == {"budget": None, "spill_dir": str(tmp_path), "keep": ["lm_head*"]}
+    again = OffloadCallback.from_state(json.loads(json.dumps(callback.state())))
+    assert again.state() == callback.state()

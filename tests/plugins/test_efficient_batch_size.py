@@ -1,0 +1,190 @@
+"""The decorator finds the size that pays, puts everything back, and calls the function once for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_offload import TuningError, UnsupportedError
+from lightning_offload.plugins import trial_runs
+from lightning_offload.plugins.efficient_batch_size import EfficientBatchSize, find_efficient_batch_size
+from lightning_offload.plugins.trial_runs import TrialSettings
+from lightning_offload.tuning.agreement import Agreement
+from lightning_offload.tuning.trial import Trial
+from tests.plugins.trainings import Clock, Training
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of every trial, moved by the training function."""
+    clock = Clock()
+    real = trial_runs.TrialSettings
+    monkeypatch.setattr(
+        "lightning_offload.plugins.efficient_batch_size.TrialSettings",
+        lambda **keywords: real(**{**keywords, "clock": clock}),
+    )
+    return clock
+
+
+def test_saturating(clock: Clock) -> None:
+    """On a curve that saturates, the smallest size within the tolerance is chosen, and trained with once."""
+    training = Training(clock, seconds=lambda size: 1.0 + size / 100)
+    train = find_efficient_batch_size(training, starting_batch_size=64, max_size=4096)
+    returned = train()
+    size = train.result.batch_size
+    throughput = lambda size: size / (1 + size / 100)  # noqa: E731
+    assert throughput(size) >= (1 - 0.05) * throughput(4096)
+    assert throughput(0.75 * size) < (1 - 0.015) * throughput(4096)
+    assert returned == f"trained with {size}"
+    assert training.ended == [size]
+    assert train.result.trials[0].batch_size == 64
+    assert training.num_batches == 9 * len(train.result.trials) + 20
+
+
+def test_memory_edge(clock: Clock) -> None:
+    """A size that runs out of memory is no choice, however fast it would be."""
+    training = Training(clock, seconds=lambda size: 10.0 + size / 100, capacity=100)
+    train = find_efficient_batch_size(training, starting_batch_size=128)
+    train()
+    assert 85 <= train.result.batch_size <= 100
+    assert {trial.is_ok for trial in train.result.trials if trial.batch_size > 100} == {False}
+
+
+def test_later_calls(clock: Clock) -> None:
+    """A second call trains with the size found, without another search."""
+    training = Training(clock)
+    train = find_efficient_batch_size(training, 8, max_size=16)
+    train()
+    num_calls = len(training.sizes)
+    train()
+    assert training.sizes[num_calls:] == [train.result.batch_size]
+
+
+def fit(batch_size: int, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> None:
+    """Draws its data and its dropout from the global random state."""
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    for _ in range(12):
+        loss = model(torch.randn(batch_size, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.detach())
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2))
+    return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def outcome(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> list[bytes]:
+    states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    tensors = [*losses, *model.state_dict().values(), *states, torch.get_rng_state()]
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def two_sizes(run: Callable[[int], Trial], *, agreement: Agreement) -> Any:
+    """A search that tries 8 and 16, and takes 16."""
+    trials = (run(8), run(16))
+    assert all(trial.is_ok for trial in trials)
+    return SimpleNamespace(batch_size=16, trials=trials)
+
+
+@pytest.mark.parametrize("place", ["arguments", "closure", "method"])
+def test_exactly_restored(place: str) -> None:
+    """Training after the search equals training at that size without one, wherever models and optimizers come from."""
+    model, optimizer = parts()
+    losses: list[Tensor] = []
+    function: Any = {
+        "arguments": fit,
+        "closure": lambda size: fit(size, model, optimizer, losses),
+        "method": Owner(model, optimizer, losses).fit,
+    }[place]
+    arguments = (model, optimizer, losses) if place == "arguments" else ()
+    settings = TrialSettings(clock=Clock(tick=1.0))
+    EfficientBatchSize(function, two_sizes, settings, lambda _: lambda: None)(*arguments)
+    del losses[:16]  # of two trials; a list is not known to be training state
+    tuned = outcome(model, optimizer, losses)
+
+    model, optimizer = parts()
+    losses = []
+    fit(16, model, optimizer, losses)
+    assert len(losses) == 12
+    assert outcome(model, optimizer, losses) == tuned
+
+
+class Owner:
+    """Holds what its method trains."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.model, self.optimizer, self.losses = parts
+
+    def fit(self, batch_size: int) -> None:
+        fit(batch_size, self.model, self.optimizer, self.losses)
+
+
+def test_no_size(clock: Clock) -> None:
+    """Where not even the smallest size works, the error says so."""
+    with pytest.raises(TuningError):
+        find_efficient_batch_size(Training(clock, capacity=0), 16)()
+
+
+def test_decorator_forms() -> None:
+    """It decorates with and without arguments, and keeps the function's name."""
+
+    @find_efficient_batch_size
+    def plain(batch_size: int) -> None:
+        """Its docstring."""
+
+    @find_efficient_batch_size(starting_batch_size=4)
+    def with_arguments(batch_size: int) -> None: ...
+
+    assert (plain.__name__, plain.__doc__) == ("plain", "Its docstring.")
+    assert (with_arguments.__name__, with_arguments.result) == ("with_arguments", None)
+
+
+def test_batch_size_given() -> None:
+    """A call that gives the batch size, or misses an argument, is an error before anything is tried."""
+    called: list[int] = []
+
+    def train(batch_size: int, model: object) -> None:
+        called.append(batch_size)
+
+    for args in ((64, None), ()):
+        with pytest.raises(
+            TypeError, match=r"`train` cannot be called with these arguments .* leave out the batch size"
+        ):
+            find_efficient_batch_size(train)(*args)
+    with pytest.raises(TypeError, match="takes no argument"):
+        find_efficient_batch_size(lambda: None)()
+    assert called == []
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"starting_batch_size": 0}, "starting_batch_size=0 is not a batch size"),
+        ({"starting_batch_size": 1.5}, "starting_batch_size=1.5 is not a batch size"),
+        ({"max_size": 64}, "starting_batch_size=128 is not between min_size=1 and max_size=64"),
+        ({"steps_per_trial": 0}, "steps_per_trial=0 is not possible"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 is not possible"),
+    ],
+)
+def test_bad_numbers(keywords: dict[str, Any], message: str) -> None:
+    """Numbers out of range are errors when the function is decorated."""
+    decorate: Callable[..., Any] = find_efficient_batch_size
+    with pytest.raises(TuningError, match=message):
+        decorate(**keywords)
+
+
+def test_not_connected(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Several ranks without a process group are told to connect first."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UnsupportedError, match="before the decorated function"):
+        find_efficient_batch_size(Training(clock))()
