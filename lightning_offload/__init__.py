@@ -2,7 +2,8 @@
 
 The public names, in ``__all__``. Importing this package imports neither torch nor Lightning and does not
 touch CUDA: the classes are imported when they are first used. The strategies register with
-``lightning.pytorch`` and ``pytorch_lightning`` when those are imported, before or after this package.
+``lightning.pytorch`` and ``pytorch_lightning`` when those are imported, before or after this package. The adapters are
+its modules ``accelerate``, ``fabric`` and ``transformers``.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ __all__ = [
     "__version__",
 ]
 
+_ADAPTERS = ("accelerate", "fabric", "transformers")  # modules named after the libraries that they need
 _LAZY_MODULES = {
-    "EfficientBatchSizeFinder": "lightning_offload.callbacks",
     "DDPOffloadStrategy": "lightning_offload.strategies",
+    "EfficientBatchSizeFinder": "lightning_offload.callbacks",
     "MemoryPlugin": "lightning_offload.plugins.memory",
     "OffloadMonitor": "lightning_offload.callbacks",
     "OffloadStrategy": "lightning_offload.strategies",
@@ -62,6 +64,8 @@ _LAZY_MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ADAPTERS:
+        return importlib.import_module(f"lightning_offload.{name}")
     # Not cached: which class a Lightning name stands for depends on the Lightning package in use.
     if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -69,7 +73,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ADAPTERS})
 
 
 _registration.install()

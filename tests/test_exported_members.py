@@ -41,6 +41,14 @@ def test_every_exported_name_resolves_and_is_listed(name: str) -> None:
     assert name in dir(lightning_offload)
 
 
+@pytest.mark.parametrize("name", ["accelerate", "fabric", "transformers"])
+def test_adapters_are_attributes(name: str) -> None:
+    """An adapter can be had without importing it by its full name, and is no public name of its own."""
+    assert getattr(lightning_offload, name).__name__ == f"lightning_offload.{name}"
+    assert name in dir(lightning_offload)
+    assert name not in lightning_offload.__all__
+
+
 def test_an_unknown_name_raises_attribute_error() -> None:
     """A name that does not exist fails as on any module."""
     with pytest.raises(AttributeError, match="no attribute 'Offload'"):

@@ -19,18 +19,19 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.D
 class Classifier(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        self.lr = 0.1
         self.layers = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def test_readme_has_its_usage() -> None:
-    """Both ways of use are shown, and the two commands."""
-    assert len(BLOCKS) == 2
+    """The ways of use are shown, and the two commands."""
+    assert len(BLOCKS) == 3
     assert "make demo" in README
     assert "make test" in README
 

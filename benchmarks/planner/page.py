@@ -86,7 +86,7 @@ are in [performance.md](performance.md).
 
 How plans are made: every saved storage that is large enough is kept, swapped or recomputed. Orders in which storages
 leave the device (families of prices), the fractions of a linear relaxation, made whole, and every published policy's
-choice give starting points; late acceptance hill climbing improves the best of them, each trial simulated in full. So
+choice give starting points; simulated annealing improves the best of them, each trial simulated in full. So
 no published policy can win a cell, and each plan says how far above a proven lower bound it is
 (`planning/relaxation` holds the proof and says where the bound is loose).
 

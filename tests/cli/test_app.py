@@ -19,6 +19,7 @@ COMMANDS = {
     "compare": ["--budget", "--json"],
     "explain": ["--graph", "--model", "--json"],
     "devices": ["--json"],
+    "scale": ["--devices", "--intra", "--inter", "--per-node", "--json"],
     "bench-links": ["--device", "--spill-dir", "--size", "--json"],
 }
 
