@@ -111,7 +111,9 @@ class LiveStorageTracker(TorchDispatchMode):
             return
         if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
             return
-        self._follow_storage(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        if storage.resizable():  # else a view of memory that torch did not allocate: the runtime's host buffers
+            self._follow_storage(storage)
 
     def _follow_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -56,7 +56,8 @@ def test_same_bits_on_disk(case: Case, height: float, tmp_path: Path) -> None:
     budget = levels(case.name).budget(height)
     outcome, report = train_within(case, budget, tier="disk", spill_dir=tmp_path)
     assert_same(plain_outcome(case.name), outcome)
-    assert report.disk_bytes >= report.disk_peak_bytes > 0, "the recorded step swaps everything"
+    assert report.disk_bytes >= report.disk_peak_bytes
+    assert report.disk_peak_bytes > 0 or not report.swapped_bytes
     assert (report.host_bytes, report.host_peak_bytes) == (0, 0)
     if case.static:
         assert report.phase == "planned"
@@ -80,6 +81,8 @@ def test_same_bits_on_disk_under_a_policy(case: Case, policy: str, tmp_path: Pat
     outcome, report = train(case, MemoryPlugin(policy=policy, tier="disk", spill_dir=tmp_path))
     assert_same(plain_outcome(case.name), outcome)
     assert report.phase == "planned"
+    assert report.disk_peak_bytes > 0 or not report.swapped_bytes
+    assert report.swapped_bytes > 0 or policy != "all-swap"
 
 
 @pytest.mark.parametrize("case", TYPICAL, ids=str)
