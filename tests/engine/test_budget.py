@@ -17,8 +17,6 @@ from tests.engine.live_tracker import LiveStorageTracker
 from tests.engine.probing import levels
 from tests.zoo.case import Case
 from tests.zoo.cases import BY_NAME, CASES
-from tests.zoo.cases_language import LANGUAGE
-from tests.zoo.cases_vision import VISION
 
 FIRST_STEADY_STEP = 3
 """Steps count from 0: recorded, verified, measured, and final from the fourth on."""
@@ -28,11 +26,10 @@ TYPICAL = [BY_NAME[name] for name in ("resnet-basic", "gpt2-sdpa", "lstm", "view
 
 
 def _heights() -> list[object]:
-    named = {case.name for case in VISION + LANGUAGE} | {case.name for case in TYPICAL}
     return [
         pytest.param(case, height, id=f"{case.name}-{height}")
         for case in BUDGETED
-        for height in ((0.75, 0.5, 0.25, 0.0) if case.name in named else (0.5, 0.0))
+        for height in ((0.75, 0.5, 0.25, 0.0) if case in TYPICAL else (0.5, 0.0))
     ]
 
 
