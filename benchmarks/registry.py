@@ -15,6 +15,7 @@ SUITES = {
     "overhead": "benchmarks.suites.overhead",
     "papers": "benchmarks.suites.papers",
     "planner": "benchmarks.suites.planner",
+    "tuner": "benchmarks.suites.tuner",
 }
 """Module of each suite."""
 
