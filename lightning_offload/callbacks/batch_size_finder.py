@@ -25,7 +25,7 @@ from lightning_offload.callbacks.tuning.options import Options, misconfiguration
 from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.session import Session
-from lightning_offload.callbacks.tuning.table import summary, trials_table
+from lightning_offload.callbacks.tuning.table import scaling_table, summary, trials_table
 from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
 from lightning_offload.errors import TuningError
 from lightning_offload.plugins.lightning_packages import current_package, import_from, package_of, rank_zero
@@ -273,6 +273,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         from rich import get_console
 
         get_console().print(trials_table(self.result))
+        if self.result.scaling is not None:
+            get_console().print(scaling_table(self.result.scaling))
         rank_zero(package_of(trainer) or current_package(), "info", f"Continuing with {summary(self.result)}")
         if self._plot_dir is not None:
             from lightning_offload.callbacks.tuning.plotting import save_plots

@@ -22,7 +22,9 @@ from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.problem import Problem
 from lightning_offload.units import format_bytes, format_seconds
 
-_LAUNCH_SECONDS = 5e-6
+LAUNCH_SECONDS = 5e-6
+"""What the host needs to launch an op in eager PyTorch: no step is faster than its ops are launched."""
+
 _ORDER = ("plain", "efficient", "best", "largest_efficient", "max")
 
 
@@ -107,7 +109,7 @@ class Trials:
 
     def throughput(self, batch_size: int) -> float:
         """Samples per second."""
-        launching = _LAUNCH_SECONDS * len(self.graph(batch_size).ops)
+        launching = LAUNCH_SECONDS * len(self.graph(batch_size).ops)
         return batch_size / max(self.plan(batch_size).predicted_step_seconds, launching)
 
     def result(self, batch_size: int) -> BatchResult:

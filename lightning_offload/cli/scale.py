@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload.cli.figures import overhead, predictions
+from lightning_offload.cli.max_batch import LAUNCH_SECONDS
 from lightning_offload.cli.output import console, percent, progress, say, size, two_columns, write_json
 from lightning_offload.cli.plan import planned, state_of
 from lightning_offload.cli.setting import Checked, Options, check_options
@@ -26,7 +27,6 @@ from lightning_offload.units import format_bytes, format_seconds, parse_bytes
 if TYPE_CHECKING:
     from lightning_offload.cli.workload import Captured
 
-_LAUNCH_SECONDS = 5e-6
 _MAX_DEVICES = 1 << 20
 
 
@@ -91,7 +91,7 @@ def scale_step(options: Options, wanted: ScaleOptions, *, as_json: bool) -> None
         profile = profile_step(
             graph, plan, checked.device, batch_size=options.batch_size, bucket_bytes=asked.bucket_bytes
         )
-        profile = profile.lasting(max(profile.step_seconds, _LAUNCH_SECONDS * len(graph.ops)))
+        profile = profile.lasting(max(profile.step_seconds, LAUNCH_SECONDS * len(graph.ops)))
         rows = scaling(
             profile, asked.cluster, asked.devices, accumulation=asked.accumulation, algorithm=asked.algorithm,
             overlap=asked.overlap,

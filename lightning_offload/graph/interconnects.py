@@ -164,6 +164,14 @@ def usual_interconnects(device: str) -> tuple[Interconnect, Interconnect]:
     return _BY_KEY[within], _BY_KEY[between]
 
 
+def has_usual_interconnects(device: str) -> bool:
+    """Whether the links of :func:`usual_interconnects` are known to be usual for a device, and not just the oldest."""
+    try:
+        return catalog.find_card(device).name in _USUAL
+    except UnsupportedError:
+        return False
+
+
 def _of_rate(text: str) -> Interconnect:
     bits = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)bit/s", text, re.IGNORECASE)
     try:

@@ -24,6 +24,8 @@ from lightning_offload.graph import codec
 
 Phase = Literal["forward", "backward"]
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
@@ -133,6 +135,11 @@ class StepGraph:
     def seconds(self) -> float:
         """Sum of the ops' durations."""
         return sum(op.seconds for op in self.ops)
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether ranks talk to one another within the step."""
+        return any(op.name.partition(".")[0] in _COLLECTIVES for op in self.ops)
 
     def digest(self) -> str:
         """Fingerprint of the structure (ops, sizes, saves), not of what is measured: two runs of one model agree."""

@@ -14,7 +14,9 @@ optimizers and dataloaders are best made inside; what it writes before its first
 writes in each trial.
 
 The size is the smallest whose throughput is within a tolerance of the best, not the largest that fits: see
-:mod:`lightning_offload.tuning.search`. A learning rate is not touched.
+:mod:`lightning_offload.tuning.search`. A learning rate is not touched. Where a memory plugin watches the steps, a
+performance model is fitted to those of the first trials: it predicts throughput and peak of the others, and 12 trials
+do in all.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,13 +34,30 @@ import torch
 from lightning_offload.errors import TuningError, UnsupportedError
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.snapshot import Restore, take_snapshot
-from lightning_offload.plugins.trial_runs import TrialSettings, run_trial
+from lightning_offload.plugins.step_meter import TrialSettings
+from lightning_offload.plugins.trial_runs import Trials
 from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup
 from lightning_offload.tuning.search import SearchResult, find_batch_size
-from lightning_offload.tuning.trial import Trial
 
 Remember = Callable[[Sequence[Any]], Restore]
 """Remembers what a framework knows of the objects that a function uses."""
+
+_MAX_TRIALS = 12
+_RECORDED_SHARE = 4
+"""Of so many trials one goes to a size that the performance model is fitted to."""
+_NO_TIME = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """What :func:`find_efficient_batch_size` was given for its search."""
+
+    starting_batch_size: int
+    tolerance: float
+    min_size: int
+    max_size: int | None
+    max_trials: int | None
+    max_seconds: float | None
 
 
 class EfficientBatchSize:
@@ -49,14 +70,14 @@ class EfficientBatchSize:
     def __init__(
         self,
         function: Callable[..., Any],
-        search: Callable[..., SearchResult],
+        options: SearchOptions,
         settings: TrialSettings,
         remember: Remember,
     ) -> None:
         functools.update_wrapper(self, function)
         self.result: SearchResult | None = None
         self._function = function
-        self._search = search
+        self._options = options
         self._settings = settings
         self._remember = remember
 
@@ -76,21 +97,36 @@ class EfficientBatchSize:
         used = [*args, *kwargs.values(), *_variables_of(self._function)]
         restores = [take_snapshot(used), self._remember(used)]
         agreement = _agreement()
-
-        def run(batch_size: int) -> Trial:
-            try:
-                return run_trial(
-                    lambda size: self._function(size, *args, **kwargs), batch_size, self._settings, agreement
-                )
-            finally:
-                for restore in restores:
-                    restore()
-
         try:
-            return self._search(run, agreement=agreement)
+            trials = Trials(lambda size: self._function(size, *args, **kwargs), restores, self._settings, agreement)
+            return self._searched(trials, agreement)
         finally:
             if isinstance(agreement, ProcessGroup):
-                agreement.close()
+                agreement.close()  # which ends the wait of the others at once, if this rank fails
+
+    def _searched(self, trials: Trials, agreement: Agreement) -> SearchResult:
+        options = self._options
+        began = time.monotonic()
+        predictions = trials.record(
+            options.starting_batch_size,
+            low=options.min_size,
+            high=options.max_size,
+            most=max(1, (options.max_trials or _MAX_TRIALS) // _RECORDED_SHARE),
+            until=None if options.max_seconds is None else began + options.max_seconds,
+        )
+        left = None if options.max_seconds is None else began + options.max_seconds - time.monotonic()
+        return find_batch_size(
+            trials.run,
+            init_size=options.starting_batch_size,
+            tolerance=options.tolerance,
+            min_size=options.min_size,
+            max_size=options.max_size,
+            max_trials=options.max_trials,
+            max_seconds=None if left is None else max(left, _NO_TIME),
+            predict=predictions.local if predictions.is_usable else None,
+            known=trials.done,
+            agreement=agreement,
+        )
 
 
 def find_efficient_batch_size(
@@ -114,9 +150,9 @@ def find_efficient_batch_size(
         function: The function; None to get a decorator.
         starting_batch_size: The first size that is tried, samples of one rank.
         tolerance: How much of the best throughput may be lost for a smaller size.
-        min_size: Smallest size.
+        min_size: Smallest size; batch norm needs 2.
         max_size: Largest size, None for what fits.
-        memory: A plugin whose peak and budget count; one that follows a model counts by itself.
+        memory: A plugin whose peak and budget count; one that is attached in the function counts by itself.
         steps_per_trial: Optimizer steps of a trial that are timed.
         warmup_steps: Optimizer steps before them; a memory plan is in force after 3 steps of a new size.
         max_trials: Most trials.
@@ -134,8 +170,8 @@ def find_efficient_batch_size(
     for name, count, least in (("steps_per_trial", steps_per_trial, 1), ("warmup_steps", warmup_steps, 0)):
         if not isinstance(count, int) or count < least:
             raise TuningError(f"{name}={count!r} is not possible: give a whole number of {least} or more")
-    search = functools.partial(
-        find_batch_size, init_size=starting_batch_size, tolerance=tolerance, min_size=min_size, max_size=max_size,
+    options = SearchOptions(
+        starting_batch_size=starting_batch_size, tolerance=tolerance, min_size=min_size, max_size=max_size,
         max_trials=max_trials, max_seconds=max_seconds,
     )  # fmt: skip
     settings = TrialSettings(
@@ -143,7 +179,7 @@ def find_efficient_batch_size(
     )
 
     def decorate(function: Callable[..., Any]) -> EfficientBatchSize:
-        return EfficientBatchSize(function, search, settings, remember)
+        return EfficientBatchSize(function, options, settings, remember)
 
     return decorate if function is None else decorate(function)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lightning_offload.plugins.hardware import TierUse
 from lightning_offload.plugins.lifecycle import StepKind
 from lightning_offload.plugins.peaks import DevicePeaks
@@ -36,6 +38,13 @@ class Ledger:
         self.key = key
         self.kind = self.kinds.setdefault(key, StepKind())
         return self.kind
+
+    def forget(self, keep: Collection[str]) -> None:
+        """Drop the kinds whose signatures are not among those to keep."""
+        self.kinds = {key: kind for key, kind in self.kinds.items() if key in keep}
+        if self.key not in self.kinds:
+            self.key, self.kind, self._phase = "", StepKind(), "idle"
+            self._stall_seconds, self._step_seconds = 0.0, None
 
     def begin_step(self) -> None:
         """A step of the chosen kind begins."""

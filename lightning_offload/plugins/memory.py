@@ -8,7 +8,8 @@ plugin serves one device and one thread of training.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
@@ -102,6 +103,8 @@ class MemoryPlugin:
     def attach(self, module: torch.nn.Module | None = None, device: torch.device | str | None = None) -> None:
         """Begin to serve a model; idempotent."""
         self._steps.attach(module, supported(device) if device is not None else None)
+        if self.enabled:
+            _attached.add(self)
 
     def watch_buckets(self, buckets: GradientBuckets) -> None:
         """Count the gradient buckets of a ``DistributedDataParallel`` model."""
@@ -114,6 +117,7 @@ class MemoryPlugin:
 
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent. Plans are remembered."""
+        _attached.discard(self)
         self._steps.detach()
 
     def __enter__(self) -> MemoryPlugin:
@@ -199,6 +203,24 @@ class MemoryPlugin:
             policy=self.policy,
         )
 
+    @property
+    def step_kinds(self) -> frozenset[str]:
+        """Signatures of the kinds of step that it has met, or was given plans of."""
+        return frozenset(self._steps.ledger.kinds)
+
+    def forget(self, *, keep: Collection[str] = ()) -> None:
+        """Drop what was learned of kinds of step: they are recorded and planned anew when they come again.
+
+        For steps that were only tried: their plans would go into checkpoints, and their figures into the report.
+
+        Args:
+            keep: Signatures of kinds to keep, of :attr:`step_kinds`; none for a plugin as new.
+
+        Raises:
+            UnsupportedError: A step is open.
+        """
+        self._steps.forget(keep)
+
     def state_dict(self) -> dict[str, Any]:
         """The recorded graphs and their plans, as JSON-able data."""
         return dump_kinds(self._steps.ledger.kinds)
@@ -210,3 +232,11 @@ class MemoryPlugin:
             PlanError: The state is malformed.
         """
         self._steps.ledger.kinds.update(load_kinds(state, self.policy, self.budget_bytes))
+
+
+_attached: weakref.WeakSet[MemoryPlugin] = weakref.WeakSet()
+
+
+def attached_plugins() -> list[MemoryPlugin]:
+    """The plugins of this process that serve a model now."""
+    return list(_attached)

@@ -1,31 +1,218 @@
-"""What training changes in Python objects, remembered and put back bit for bit.
+"""Puts everything back that training steps change: tensors, plain Python state, and random states.
 
-Of each model: parameters, gradients, all buffers, training flags and plain attributes; of optimizers and whatever else
-has ``state_dict`` and ``load_state_dict`` (schedulers, gradient scalers, averaged weights): that; of generators, and of
-dataloaders that have one: their state; and the random state of Python, numpy and torch. Tensors are remembered on the
-host, so a snapshot takes no device memory. What lies elsewhere (iterators, files, loggers) is not known here.
+:class:`Memento` walks the objects below some roots (a model, its data, a framework's loops) and remembers what is in
+them: tensors by a copy in host memory, lists, dicts and attributes by their members. `restore` writes the contents back
+into the *same* objects, so whoever refers to one of them (an optimizer to its parameters, a metric to its states) still
+does. Gradients are not held on to, so a snapshot takes no device memory.
+
+:func:`take_snapshot` is the same for objects that someone uses, of which only some are training state.
+
+Shortfalls: what is neither a tensor, a container nor an object with attributes is not restored (open files, generators
+that Python code runs, native objects). Members of containers above :data:`MAX_ITEMS`, and tensors above
+:data:`MAX_DATA_BYTES` that belong to a data set, are taken as constant.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
-import random
+import functools
+import sys
+import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.plugins.random_states import RandomStates, undo_generator
+
+__all__ = ["MAX_DATA_BYTES", "MAX_ITEMS", "Memento", "Restore", "take_snapshot"]
 
 Restore = Callable[[], None]
 """Puts something back as it was; may be called more than once."""
 
+MAX_ITEMS = 10_000
+MAX_DATA_BYTES = 1 << 20
+
+_FOREIGN = (
+    "lightning", "pytorch_lightning", "lightning_fabric", "lightning_offload", "accelerate", "logging", "threading",
+    "concurrent", "multiprocessing", "asyncio", "io", "weakref", "functools", "inspect", "re", "rich", "tensorboard",
+    "wandb",
+)  # fmt: skip
+_OPENED_PARTS = ("loops", "demos")  # of Lightning: progress is plain data
+_OPENED_TORCH = ("nn", "optim", "amp", "cuda", "utils", "ao")
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType,
+    types.BuiltinFunctionType, torch.dtype, torch.device, torch.Size, property,
+)  # fmt: skip
+
+
+class Memento:
+    """Remembers the state of all objects below some roots.
+
+    Args:
+        roots: Where to begin; these are walked whatever they are.
+        keeps_hooks: Whether hooks of modules that come later stay, as those of a memory plugin that attaches then.
+    """
+
+    def __init__(self, roots: Iterable[object], *, keeps_hooks: bool = False) -> None:
+        self._keeps_hooks = keeps_hooks
+        self._known: dict[int, object] = {}  # holds what it knows: an id is good while its object lives
+        self._undo: list[Callable[[], None]] = []
+        waiting: collections.deque[tuple[object, bool]] = collections.deque()
+        for root in roots:
+            if (undo := undo_generator(root)) is not None:
+                self._undo.append(undo)
+            else:
+                self._note_attributes(root, waiting, is_data=isinstance(root, Dataset))
+        while waiting:
+            found, is_data = waiting.popleft()
+            self._note(found, waiting, is_data=is_data or isinstance(found, Dataset))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back as it was when this memento was made."""
+        for undo in self._undo:
+            undo()
+
+    def _note(self, found: Any, waiting: collections.deque[tuple[object, bool]], *, is_data: bool) -> None:
+        if isinstance(found, _ATOMS) or id(found) in self._known:
+            return
+        if isinstance(found, Tensor):
+            self._known[id(found)] = found
+            self._note_tensor(found, is_data=is_data)
+        elif isinstance(found, (list, dict, set, collections.deque)):
+            self._known[id(found)] = found
+            self._note_container(found, waiting, is_data=is_data)
+            if _is_open(found):
+                self._note_attributes(found, waiting, is_data=is_data)
+        elif isinstance(found, (tuple, frozenset)):
+            self._known[id(found)] = found
+            if len(found) <= MAX_ITEMS:
+                waiting.extend((item, is_data) for item in found)
+        elif (undo := undo_generator(found) or _undo_array(found)) is not None:
+            self._known[id(found)] = found
+            self._undo.append(undo)
+        elif _is_open(found):
+            self._note_attributes(found, waiting, is_data=is_data)
+
+    def _note_tensor(self, tensor: Tensor, *, is_data: bool) -> None:
+        if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+            return
+        if is_data and tensor.nbytes > MAX_DATA_BYTES:
+            return
+        self._undo.append(_undo_tensor(tensor))
+        if tensor.is_leaf:
+            self._undo.append(_undo_gradient(tensor))
+
+    def _note_container(self, found: Any, waiting: collections.deque[tuple[object, bool]], *, is_data: bool) -> None:
+        members = copy.copy(dict(found)) if isinstance(found, dict) else list(found)
+        self._undo.append(lambda: _refill(found, members))
+        if len(members) <= MAX_ITEMS:
+            waiting.extend((item, is_data) for item in (members.values() if isinstance(members, dict) else members))
+
+    def _note_attributes(self, found: Any, waiting: collections.deque[tuple[object, bool]], *, is_data: bool) -> None:
+        self._known[id(found)] = found
+        attributes = getattr(found, "__dict__", None)
+        if isinstance(attributes, dict) and id(attributes) not in self._known:
+            self._known[id(attributes)] = attributes
+            if self._keeps_hooks and isinstance(found, torch.nn.Module):
+                self._known.update((id(hooks), hooks) for name, hooks in attributes.items() if "_hooks" in name)
+            self._note_container(attributes, waiting, is_data=is_data)
+        for name in _slots(type(found)):
+            if hasattr(found, name):
+                value = getattr(found, name)
+                waiting.append((value, is_data))
+                self._undo.append(functools.partial(object.__setattr__, found, name, value))
+
+
+def _is_open(found: object) -> bool:
+    """Whether an object's attributes are state that a training step may change, and not machinery."""
+    if isinstance(found, (torch.nn.Module, torch.optim.Optimizer)):
+        return True
+    package, *parts = type(found).__module__.split(".")
+    if package == "torch":
+        return bool(parts) and parts[0] in _OPENED_TORCH
+    if package in _FOREIGN:
+        return any(part in _OPENED_PARTS for part in parts)
+    return True
+
+
+def _slots(cls: type) -> list[str]:
+    found: list[str] = []
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("builtins", "torch", "typing", "collections"):
+            continue
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in found if not name.startswith("__")]
+
+
+def _undo_tensor(tensor: Tensor) -> Restore:
+    copied = tensor.detach().to("cpu", copy=True)
+    is_strided = tensor.layout is torch.strided
+    target = tensor.detach() if is_strided else tensor  # the same memory, which others have none of their own
+
+    def undo() -> None:
+        if is_strided and target.untyped_storage().nbytes() < copied.nbytes:
+            target.untyped_storage().resize_(copied.nbytes)  # a step may have emptied it
+        target.copy_(copied)
+        if is_strided and (tensor.device != target.device or not tensor.is_set_to(target)):
+            tensor.data = target  # it was moved to another device, or given other memory
+
+    return undo
+
+
+def _undo_gradient(tensor: Tensor) -> Restore:
+    if tensor.grad is None:
+        return lambda: setattr(tensor, "grad", None)
+    copied, device = tensor.grad.detach().to("cpu", copy=True), tensor.grad.device
+    still_there = weakref.ref(tensor.grad)
+
+    def undo() -> None:
+        gradient = still_there()
+        if gradient is None or (gradient.device, gradient.dtype) != (device, copied.dtype):
+            gradient = copied.to(device, copy=True)
+        else:
+            gradient.detach().copy_(copied)
+        tensor.grad = gradient
+
+    return undo
+
+
+def _undo_array(found: Any) -> Restore | None:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not isinstance(found, numpy.ndarray) or not found.flags.writeable:
+        return None
+    if found.nbytes > MAX_DATA_BYTES:
+        return None
+    array = found.copy()
+    return lambda: found.__setitem__(..., array)
+
+
+def _refill(container: Any, members: Any) -> None:
+    """Give a container the very members that it had, if it has others now."""
+    if isinstance(container, dict):
+        same = list(container) == list(members) and all(container[key] is members[key] for key in members)
+        if not same:
+            container.clear()
+            container.update(members)
+    elif isinstance(container, list):
+        container[:] = members
+    else:
+        container.clear()
+        container.update(members) if isinstance(container, set) else container.extend(members)
+
 
 def take_snapshot(objects: Iterable[Any]) -> Restore:
-    """Remember objects, those inside lists, tuples and dicts too, and the random state.
+    """Remember what is training state among objects, those inside lists, tuples and dicts too, and the random state.
+
+    Training state is what has ``state_dict`` and ``load_state_dict`` (models, optimizers, schedulers, gradient scalers,
+    averaged weights), and generators of random numbers, of dataloaders too. Memory plugins keep their plans.
 
     Returns:
         What puts all of it back.
@@ -33,14 +220,14 @@ def take_snapshot(objects: Iterable[Any]) -> Restore:
     found: dict[int, Any] = {}
     for each in objects:
         _collect(each, found)
-    # The state of an optimizer is put back by loading it, and models first: it refers to their parameters.
-    in_order = sorted(found.values(), key=lambda each: not isinstance(each, nn.Module))
-    restores = [_remember(each) for each in in_order]
-    restores.append(_remember_random_state())
+    memento, random_states = Memento(found.values()), RandomStates.now()
+    natives = [(each, copy.deepcopy(each.state_dict())) for each in found.values() if _is_native(each)]
 
     def restore() -> None:
-        for each in restores:
-            each()
+        memento.restore()
+        for each, state in natives:
+            each.load_state_dict(copy.deepcopy(state))
+        random_states.restore()
 
     return restore
 
@@ -52,98 +239,17 @@ def _collect(each: Any, found: dict[int, Any]) -> None:
     elif isinstance(each, DataLoader):
         for holder in (each, each.sampler, each.batch_sampler):
             _collect(getattr(holder, "generator", None), found)
-    elif _is_stateful(each):
+    elif _is_training_state(each):
         found[id(each)] = each
 
 
-def _is_stateful(each: Any) -> bool:
-    if isinstance(each, (type, MemoryPlugin)):  # plans are welcome to stay
+def _is_training_state(each: Any) -> bool:
+    if isinstance(each, (type, MemoryPlugin)):
         return False
     has_state = hasattr(type(each), "state_dict") and hasattr(type(each), "load_state_dict")
     return has_state or isinstance(each, torch.Generator)
 
 
-def _remember(each: Any) -> Restore:
-    if isinstance(each, nn.Module):
-        return _remember_module(each)
-    if isinstance(each, torch.Generator):
-        state = each.get_state()
-        return lambda: _drop(each.set_state(state))
-    restore_attributes = _remember_attributes(each) if isinstance(each, torch.optim.Optimizer) else None
-    held = _on_host(each.state_dict())
-
-    def restore() -> None:
-        if restore_attributes is not None:
-            restore_attributes()
-        each.load_state_dict(copy.deepcopy(held))
-        if isinstance(each, torch.amp.GradScaler):  # an update cut short leaves its marks here
-            each._per_optimizer_states.clear()
-
-    return restore
-
-
-def _drop(_: object) -> None:
-    """Give a call's result to nobody."""
-
-
-def _remember_module(module: nn.Module) -> Restore:
-    parts = [_remember_attributes(part) for part in module.modules()]
-    tensors = [(t, _on_host(t.data)) for t in (*module.parameters(), *module.buffers())]
-    gradients = [(p, None if p.grad is None else _on_host(p.grad)) for p in module.parameters()]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for part in parts:
-            part()
-        for tensor, held in tensors:
-            tensor.data.copy_(held)
-        for parameter, gradient in gradients:
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
-
-    return restore
-
-
-_STATE_OF_THEIR_OWN = ("state", "param_groups")
-
-
-def _remember_attributes(owner: Any) -> Restore:
-    """Attributes themselves, not what is inside them; of dicts (parameters, hooks) the entries too."""
-    before = {name: value for name, value in vars(owner).items() if name not in _STATE_OF_THEIR_OWN}
-    entries = {name: dict(value) for name, value in before.items() if isinstance(value, dict)}
-
-    def restore() -> None:
-        for name in [name for name in vars(owner) if name not in before and name not in _STATE_OF_THEIR_OWN]:
-            del vars(owner)[name]
-        vars(owner).update(before)
-        for name, held in entries.items():
-            before[name].clear()
-            before[name].update(held)
-
-    return restore
-
-
-def _on_host(value: Any) -> Any:
-    """A copy in which tensors are on the host; loading brings them back to where they belong."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _on_host(inner) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_on_host, value))
-    return copy.deepcopy(value)
-
-
-def _remember_random_state() -> Restore:
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - others draw from the global state
-    generators = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators.extend(torch.cuda.default_generators)
-    states = [(generator, generator.get_state()) for generator in generators]
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        for generator, state in states:
-            generator.set_state(state)
-
-    return restore
+def _is_native(each: Any) -> bool:
+    """Whether there is nothing to walk: state that only the object itself can tell."""
+    return not (isinstance(each, torch.Generator) or hasattr(each, "__dict__") or _slots(type(each)))

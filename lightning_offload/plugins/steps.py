@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_offload.errors import UnsupportedError
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.ledger import Ledger
@@ -218,6 +219,17 @@ class Steps:
         """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""
         if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
             self.finish()
+
+    def forget(self, keep: Collection[str]) -> None:
+        """Drop the kinds of step whose signatures are not among those to keep.
+
+        Raises:
+            UnsupportedError: A step is open.
+        """
+        if self._is_open:
+            raise UnsupportedError("a plugin cannot forget kinds of step within a step: call forget() between steps")
+        self.finish()
+        self.ledger.forget(keep)
 
     def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
         if self._is_open and self._run is not None:

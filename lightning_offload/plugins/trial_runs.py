@@ -1,173 +1,138 @@
 """Trials of a batch size with the user's own training function, which is stopped once enough is known.
 
-Protocol: a trial calls the function with a batch size, inside a :class:`StepMeter`, and the meter ends it from inside
-an optimizer step, by an exception that passes through the function (a ``BaseException``: ``except Exception`` lets it
-through, ``finally`` and ``with`` run). A *step* is one backward, a batch of that size; the meter's clock is read each
-time that the optimizer which stepped first has stepped again, and the time is divided by the backwards in between.
+Protocol: a trial calls the function with a batch size, inside a :class:`~.step_meter.StepMeter`, and the meter ends it
+from inside an optimizer step, by an exception that passes through the function (a ``BaseException``: ``except
+Exception`` lets it through, ``finally`` and ``with`` run).
 
 Several ranks go in rounds: at each reading of the clock, and when its function ends in any other way, a rank says how
 it fares, and all stop in the round in which one has to. Gradients are not synchronised during trials, so that none
-waits for those of a rank that ran out of memory; throughput is that without their all-reduce. Collectives of the
-function's own between the start of a step and its optimizer step remain unsafe: an out-of-memory error on one rank
-leaves the others waiting there.
+waits for those of a rank that ran out of memory; what their exchange would add is measured between trials. Collectives
+of the function's own between the start of a step and its optimizer step remain unsafe: an out-of-memory error on one
+rank leaves the others waiting there. An error of one rank, whenever it comes, is an error on all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 import traceback
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_offload.errors import BudgetInfeasibleError, TuningError, UnsupportedError
-from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.plugins.module_steps import following_plugins
-from lightning_offload.runtime.step_mode import watch_backward
+from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.plugins.exchange import Exchanges
+from lightning_offload.plugins.predictions import Predictions, fit_predictor, pace_of
+from lightning_offload.plugins.snapshot import Restore
+from lightning_offload.plugins.step_meter import Fate, Seen, StepMeter, TrialOver, TrialSettings
 from lightning_offload.tuning.agreement import Agreement, agreed
 from lightning_offload.tuning.trial import Trial
-from lightning_offload.units import format_bytes
 
-IsOutOfMemory = Callable[[Exception], bool]
-
-
-class TrialOver(BaseException):
-    """Ends a trial from inside the training function."""
+__all__ = ["Trials", "run_trial"]
 
 
-class Fate(IntEnum):
-    """How a rank fares in a round, from good to bad."""
+class Trials:
+    """The trials of one search.
 
-    GOES_ON = 0
-    HAS_ENOUGH = 1
-    ENDED = 2
-    DOES_NOT_FIT = 3
-    FAILED = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialSettings:
-    """How long a trial is, and what it is measured with.
+    Args:
+        function: Trains with a batch size.
+        restores: Put back, after each trial, what it changed.
+        settings: How long a trial is.
+        agreement: Among the ranks.
 
     Attributes:
-        warmup_steps: Optimizer steps that are not timed.
-        timed_steps: Optimizer steps that are.
-        memory: A plugin whose peak and budget count, beside those that follow a model.
-        clock: Seconds.
-        is_out_of_memory: Whether an error other than :class:`torch.OutOfMemoryError` says that a size does not fit.
+        done: Those that ran.
     """
 
-    warmup_steps: int = 4
-    timed_steps: int = 5
-    memory: MemoryPlugin | None = None
-    clock: Callable[[], float] = time.perf_counter
-    is_out_of_memory: IsOutOfMemory = lambda _: False
+    def __init__(
+        self,
+        function: Callable[[int], object],
+        restores: Sequence[Restore],
+        settings: TrialSettings,
+        agreement: Agreement,
+    ) -> None:
+        self.done: list[Trial] = []
+        self._function, self._restores = function, restores
+        self._settings, self._agreement = settings, agreement
+        self._exchanges = Exchanges(agreement, settings.clock)
+        self._seen: dict[int, Seen | None] = {}
 
+    def run(self, batch_size: int) -> Trial:
+        """Try a size on every rank; each leaves with the same trial, and as it was."""
+        try:
+            trial = run_trial(
+                self._function, batch_size, self._settings, self._agreement,
+                exchanges=self._exchanges, note=lambda seen: self._seen.update({batch_size: seen}),
+            )  # fmt: skip
+        except BaseException:
+            self._restore()
+            raise
+        self._agreement.together(self._restore, f"putting back what the trial of batch size {batch_size} changed")
+        self.done.append(trial)
+        return trial
 
-class StepMeter:
-    """Times the steps of whatever trains while it is entered, and ends it once there are enough."""
+    def record(self, first: int, *, low: int, high: int | None, most: int, until: float | None) -> Predictions:
+        """Try a few sizes first, where a memory plugin shows their steps, and fit a performance model to these.
 
-    def __init__(self, settings: TrialSettings, agreement: Agreement) -> None:
-        self.step_seconds: list[float] = []
-        self.num_steps = 0
-        self.peak_bytes: int | None = None
-        self.excess = ""
-        self.fate: Fate | None = None
-        self._settings = settings
-        self._agreement = agreement
-        self._first: weakref.ref[torch.optim.Optimizer] | None = None
-        self._num_backwards = 0
-        self._since = 0.0
+        Args:
+            first: The first size; the only one where it fits and no plugin watches.
+            low: The smallest size allowed.
+            high: The largest, None for no limit.
+            most: Most sizes.
+            until: When to stop, by `time.monotonic`, None for no limit; rank zero's clock counts.
+        """
+        waiting = [first]
+        while waiting and len(self._seen) < most and len(self.done) < 2 * most and not self._is_late(until):
+            size = waiting.pop(0)
+            if self.run(size).is_ok:
+                if not self._agreement.is_true_on_all(self._is_watched):
+                    break
+                waiting = waiting or [2 * size, size // 2, 4 * size]
+            elif not self._seen:
+                waiting = [size // 4]
+            tried = {trial.batch_size for trial in self.done}
+            waiting = [n for n in waiting if low <= n and (high is None or n <= high) and n not in tried]
+        return self._predictions()
 
-    @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Measure what trains inside."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(register_optimizer_step_post_hook(self._after_optimizer_step).remove)
-            stack.callback(watch_backward(self._around_backward))
-            if self._agreement.num_ranks > 1:
-                stack.callback(register_module_forward_pre_hook(_stop_synchronising).remove)
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.reset_peak_memory_stats()
-            yield
+    def _is_late(self, until: float | None) -> bool:
+        if until is None or not self.done:
+            return False
+        return self._agreement.broadcast(time.monotonic() >= until)
 
-    def ends(self, fate: Fate) -> Fate:
-        """Tell the other ranks how this one fares; the worst of all."""
-        worst = Fate(int(self._agreement.largest([float(fate)])[0]))
-        if worst is not Fate.GOES_ON:
-            self.fate = worst
-        return worst
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a plugin showed the steps of all trials that were ok."""
+        return all(each is not None and each.recorded.planned is not None for each in self._seen.values())
 
-    @contextlib.contextmanager
-    def _around_backward(self) -> Iterator[None]:
-        if torch._C._current_graph_task_id() == -1:
-            self._num_backwards += 1
-        yield
-
-    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._first is None:
-            self._first = weakref.ref(optimizer)
-        if self._first() is not optimizer:
-            return  # one of several; a step of all of them is over when the first steps again
-        if self.fate is not None:
-            raise TrialOver  # the function went on after it was stopped
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        seconds = self._settings.clock() - self._since
-        self.num_steps += 1
-        if self.num_steps > self._settings.warmup_steps:
-            self.step_seconds.append(seconds / max(1, self._num_backwards))
-        self._note_peak()
-        fate = Fate.GOES_ON
-        if len(self.step_seconds) >= self._settings.timed_steps:
-            fate = Fate.HAS_ENOUGH
-        if self.excess:
-            fate = Fate.DOES_NOT_FIT
-        if self.ends(fate) is not Fate.GOES_ON:
-            raise TrialOver
-        self._num_backwards = 0
-        self._since = self._settings.clock()
-
-    def _note_peak(self) -> None:
-        """Read the peaks; those of a plugin count once its plan is in force."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self.peak_bytes = torch.cuda.max_memory_allocated()
-        if self.num_steps < self._settings.warmup_steps:
-            return
-        given = [self._settings.memory] if self._settings.memory is not None else []
-        for memory in {id(each): each for each in (*given, *following_plugins())}.values():
-            measured, budget = memory.report().measured_peak_bytes, memory.budget_bytes
-            if measured is None:
-                continue
-            self.peak_bytes = max(self.peak_bytes or 0, measured)
-            if budget is not None and measured > budget:
-                self.excess = f"peak {format_bytes(measured)} is above the budget {format_bytes(budget)}"
-
-
-def _stop_synchronising(module: nn.Module, _: Any) -> None:
-    """Before each forward: DDP reads both flags in it. Whoever owns the model puts them back."""
-    if isinstance(module, DistributedDataParallel):
-        module.require_backward_grad_sync = False
-        module.require_forward_param_sync = False
-        if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-            raise UnsupportedError(
-                "a batch size cannot be tried with SyncBatchNorm: a rank that runs out of memory would leave the "
-                "others waiting; use batch norm without synchronisation, or set the batch size yourself"
+    def _predictions(self) -> Predictions:
+        """Fit the performance model, if plugins have shown enough."""
+        agreement = self._agreement
+        seen = {size: each for size, each in self._seen.items() if each is not None}
+        recorded = {size: each.recorded for size, each in seen.items()}
+        predictor = None
+        if seen:
+            last = seen[max(seen)]
+            predictor = fit_predictor(
+                recorded, budget_bytes=last.budget_bytes, policy=last.policy, num_ranks=agreement.num_ranks
             )
+        return Predictions(predictor, agreement, pace_of(predictor, recorded, agreement.num_ranks))
+
+    def _restore(self) -> None:
+        for restore in self._restores:
+            restore()
 
 
-def run_trial(function: Callable[[int], Any], batch_size: int, settings: TrialSettings, agreement: Agreement) -> Trial:
+def run_trial(
+    function: Callable[[int], object],
+    batch_size: int,
+    settings: TrialSettings,
+    agreement: Agreement,
+    *,
+    exchanges: Exchanges | None = None,
+    note: Callable[[Seen | None], object] = lambda _: None,
+) -> Trial:
     """Try a batch size; every rank calls it, and all get the same trial.
 
     Args:
@@ -175,54 +140,73 @@ def run_trial(function: Callable[[int], Any], batch_size: int, settings: TrialSe
         batch_size: The size.
         settings: How long.
         agreement: Among the ranks.
+        exchanges: Tells what the gradients' exchange takes, for several ranks; None to time it in this trial.
+        note: Told what a memory plugin saw of the steps of a trial that is ok; None without one.
 
     Raises:
         TuningError: The function failed on another rank.
         Exception: Whatever the function raised on this one, unless it says that the size does not fit.
     """
     meter = StepMeter(settings, agreement)
-    reason = ""
+    fate, reason, failure = Fate.ENDED, "", None
     try:
         with meter.measuring():
             function(batch_size)
-        fate = Fate.ENDED
     except TrialOver as over:
         fate = Fate.HAS_ENOUGH
         _release(over)
     except Exception as error:
-        does_not_fit = isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError))
-        if not (does_not_fit or settings.is_out_of_memory(error)):
-            if meter.fate is None:
-                meter.ends(Fate.FAILED)
-            raise
-        fate, reason = Fate.DOES_NOT_FIT, str(error).partition("\n")[0]
-        _release(error)
+        if isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or settings.is_out_of_memory(error):
+            fate, reason = Fate.DOES_NOT_FIT, str(error).partition("\n")[0]
+            _release(error)
+        else:
+            fate, failure = Fate.FAILED, error
     finally:
         _free_device_memory()
     if meter.fate is None:
         meter.ends(fate)
-    trial = agreed(_trial(batch_size, meter, reason or meter.excess, settings), agreement)
-    if trial.is_ok or agreement.num_ranks == 1:
+    what = f"the training function at batch size {batch_size}"
+    agreement.raise_together(failure, what)  # whether it came before all had stopped, or after
+    if meter.fate is Fate.FAILED:
+        raise TuningError(f"{what} failed on another rank: see its error")
+    own = _reason(meter, reason or meter.excess, settings)
+    is_ok = agreement.is_true_on_all(not own)
+    exchanges = exchanges or Exchanges(agreement, settings.clock)
+    added = _exposed_seconds(meter, agreement, exchanges) if is_ok else 0.0
+    trial = agreed(_trial(batch_size, meter, own, added=added), agreement)
+    if is_ok:
+        note(meter.seen)
+    if is_ok or agreement.num_ranks == 1:
         return trial
     reasons = agreement.gather(reason or meter.excess)  # the first rank that failed may have stopped for another
     told = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), trial.reason)
     return replace(trial, reason=told)
 
 
-def _trial(batch_size: int, meter: StepMeter, reason: str, settings: TrialSettings) -> Trial:
-    if meter.fate is Fate.FAILED:
-        raise TuningError(f"the training function failed on another rank at batch size {batch_size}: see its error")
+def _reason(meter: StepMeter, reason: str, settings: TrialSettings) -> str:
+    """Why the trial is not ok on this rank; empty where it is."""
     if meter.fate is Fate.DOES_NOT_FIT:
-        reason = reason or "another rank stopped"
-    elif not meter.step_seconds:
+        return reason or "another rank stopped"
+    if not meter.step_seconds:
         needed = settings.warmup_steps + 1
-        reason = f"training ended after {meter.num_steps} optimizer steps, a trial takes at least {needed}"
-    seconds = tuple(meter.step_seconds)
-    is_ok = not reason
+        return reason or f"training ended after {meter.num_steps} optimizer steps, a trial takes at least {needed}"
+    return reason
+
+
+def _exposed_seconds(meter: StepMeter, agreement: Agreement, exchanges: Exchanges) -> float:
+    """What exchanging the gradients would add to a step."""
+    if agreement.num_ranks == 1:
+        return 0.0
+    exchange = exchanges.of(meter.withheld.traffic)
+    return meter.withheld.num_per_step * exchange.exposed_seconds(median(meter.step_seconds))
+
+
+def _trial(batch_size: int, meter: StepMeter, reason: str, *, added: float) -> Trial:
+    seconds = tuple(each + added for each in meter.step_seconds)
     return Trial(
         batch_size=batch_size,
-        is_ok=is_ok,
-        samples_per_second=batch_size / median(seconds) if is_ok else None,
+        is_ok=not reason,
+        samples_per_second=None if reason else batch_size / median(seconds),
         peak_bytes=meter.peak_bytes,
         step_seconds=seconds,
         reason=reason,

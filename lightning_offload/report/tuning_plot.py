@@ -1,27 +1,23 @@
-"""Throughput and peak against batch size, as an HTML page and as a PNG, with the sizes that matter marked.
+"""Throughput and peak against batch size, as an HTML page, with the sizes that matter marked.
 
 The page is made as that of a plan is, from the same parts; its two plots share their axis and zoom together.
-matplotlib, which draws the PNG, is imported when one is asked for.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_offload import __version__
-from lightning_offload.errors import ReportFileError, UnsupportedError
 from lightning_offload.report.files import check_path, write_text
-from lightning_offload.report.page import _fill, _json, _part, _plotly_script, _section
-from lightning_offload.report.scale import Unit, bytes_unit, escape
+from lightning_offload.report.html import make_page, plot_place, plotly_script, section, table
+from lightning_offload.report.scale import Unit, bytes_unit
 from lightning_offload.report.timeline_plots import MARGIN_LEFT, Plot
 from lightning_offload.units import format_bytes
 
-__all__ = ["Mark", "TuningCurve", "TuningPoint", "save_tuning_html", "save_tuning_png", "tuning_plots"]
+__all__ = ["Mark", "Simulated", "TuningCurve", "TuningPoint", "marks_of", "save_tuning_html", "tuning_plots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +40,21 @@ class TuningPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """A table of what the chosen size would do on more devices.
+
+    Attributes:
+        caption: How it came about.
+        columns: Its head.
+        rows: Its texts.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TuningCurve:
     """What a plot of a tuning shows.
 
@@ -54,6 +65,7 @@ class TuningCurve:
         largest_plain: The largest that fits without one; None where that is not known.
         budget_bytes: The budget, None for no limit.
         lead: What was chosen, in a sentence.
+        simulated: More devices; None where nothing is known of them.
     """
 
     points: tuple[TuningPoint, ...]
@@ -62,6 +74,11 @@ class TuningCurve:
     largest_plain: int | None
     budget_bytes: int | None
     lead: str
+    simulated: Simulated | None = None
+
+    def sorted_points(self, *, is_predicted: bool) -> list[TuningPoint]:
+        """The measured or the predicted ones, by size."""
+        return sorted((p for p in self.points if p.is_predicted == is_predicted), key=lambda p: p.batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,63 +125,49 @@ def save_tuning_html(path: str | os.PathLike[str], curve: TuningCurve) -> None:
         UnsupportedError: plotly is not installed.
     """
     target = check_path(path, (".html", ".htm"))
-    script = _plotly_script()
+    script = plotly_script()
     plots = tuning_plots(curve)
-    title = f"Batch size {curve.chosen}"
-    page = _fill(
-        _part("page.html").replace("memory plan", "batch size"),
-        {
-            "version": escape(__version__),
-            "title": title,
-            "heading": title,
-            "lead": escape(curve.lead),
-            "css": _part("page.css"),
-            "js": _part("page.js"),
-            "plotly": script,
-            "plots": _json(plots),
-            "body": _body(curve, plots),
-            "footer": escape(
-                f"Measured on this device and predicted from a few recorded steps, lightning-offload {__version__}."
-            ),
-        },
+    page = make_page(
+        script,
+        topic="batch size",
+        title=f"Batch size {curve.chosen}",
+        lead=curve.lead,
+        plots=plots,
+        body=_body(curve, plots),
+        footer=f"Measured on this device and predicted from a few recorded steps, lightning-offload {__version__}.",
     )
     write_text(target, page)
 
 
 def _body(curve: TuningCurve, plots: dict[str, Plot]) -> str:
     # the names are those of the plots that the page's script zooms together
-    return "\n".join(
-        (
-            _section(
-                "Throughput",
-                "Samples per second of all ranks against the batch size of one. Dots are measured, the line predicted.",
-                _place("lanes", "Throughput against batch size", plots),
-            ),
-            _section(
-                "Peak memory",
-                "Peak device memory of a training step against its batch size, under the same conditions.",
-                _place("memory", "Peak memory against batch size", plots),
-                _table(curve),
-            ),
-        )
-    )
-
-
-def _place(name: str, label: str, plots: dict[str, Plot]) -> str:
-    height = plots[name]["layout"]["height"]
-    return (
-        f'<div class="plot" id="plot-{name}" role="img" aria-label="{escape(label)}" style="height:{height}px"></div>'
-    )
+    sections = [
+        section(
+            "Throughput",
+            "Samples per second of all ranks against the batch size of one. Dots are measured, the line predicted.",
+            plot_place("lanes", "Throughput against batch size", plots),
+        ),
+        section(
+            "Peak memory",
+            "Peak device memory of a training step against its batch size, under the same conditions.",
+            plot_place("memory", "Peak memory against batch size", plots),
+            _table(curve),
+        ),
+    ]
+    if curve.simulated is not None:
+        found = curve.simulated
+        sections.append(section("More devices (simulated)", found.caption, table(found.columns, found.rows)))
+    return "\n".join(sections)
 
 
 def _table(curve: TuningCurve) -> str:
-    rows = "".join(
-        f"<tr><td>{p.batch_size}</td><td>{_speed(p.samples_per_second)}</td><td>{_bytes(p.peak_bytes)}</td>"
-        f"<td>{'yes' if p.is_feasible else 'no'}</td></tr>"
-        for p in _sorted(curve.points, is_predicted=False)
+    return table(
+        ("batch size", "samples/s", "peak", "fits"),
+        (
+            (str(p.batch_size), _speed(p.samples_per_second), _bytes(p.peak_bytes), "yes" if p.is_feasible else "no")
+            for p in curve.sorted_points(is_predicted=False)
+        ),
     )
-    head = "<tr><th>batch size</th><th>samples/s</th><th>peak</th><th>fits</th></tr>"
-    return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
 
 def tuning_plots(curve: TuningCurve) -> dict[str, Plot]:
@@ -186,7 +189,7 @@ def tuning_plots(curve: TuningCurve) -> dict[str, Plot]:
 
 
 def _trace(curve: TuningCurve, *, is_predicted: bool, value: str, size: float, suffix: str) -> dict[str, Any]:
-    points = _sorted(curve.points, is_predicted=is_predicted)
+    points = curve.sorted_points(is_predicted=is_predicted)
     points = [p for p in points if getattr(p, value) is not None]
     name = "predicted" if is_predicted else "measured"
     return {
@@ -247,62 +250,9 @@ def _ticks(low: int, high: int) -> list[int]:
     return [1 << power for power in powers[:: 1 + len(powers) // 12]]
 
 
-def _sorted(points: Sequence[TuningPoint], *, is_predicted: bool) -> list[TuningPoint]:
-    return sorted((p for p in points if p.is_predicted == is_predicted), key=lambda p: p.batch_size)
-
-
 def _speed(value: float | None) -> str:
     return "" if value is None else f"{value:,.1f}"
 
 
 def _bytes(value: int | None) -> str:
-    return "" if value is None else escape(format_bytes(value))
-
-
-def save_tuning_png(path: str | os.PathLike[str], curve: TuningCurve) -> None:
-    """Draw both plots into one picture.
-
-    Args:
-        path: The file, ``.png``.
-        curve: What to show.
-
-    Raises:
-        ReportFileError: There is no writing to the path.
-        UnsupportedError: matplotlib is not installed.
-    """
-    target = check_path(path, (".png",))
-    try:
-        # its Agg canvas is a figure's own, so no window system is asked
-        figure_module = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise UnsupportedError("a PNG of the trials needs matplotlib: pip install matplotlib") from error
-    figure = figure_module.Figure(figsize=(8, 7), layout="constrained")
-    unit = bytes_unit(max([p.peak_bytes or 0 for p in curve.points] + [curve.budget_bytes or 0]))
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    _draw(upper, curve, "samples_per_second", 1.0, "samples per second")
-    _draw(lower, curve, "peak_bytes", unit.size, f"peak ({unit.name})")
-    if curve.budget_bytes is not None:
-        lower.axhline(curve.budget_bytes / unit.size, color="black", linewidth=1, label="budget")
-    lower.set_xlabel("batch size of one rank")
-    upper.legend(loc="best", fontsize="small")
-    try:
-        figure.savefig(target, dpi=144)
-    except OSError as error:
-        raise ReportFileError(
-            f"{str(target)!r} cannot be written ({error}): free space there or name another"
-        ) from error
-
-
-def _draw(axes: Any, curve: TuningCurve, value: str, size: float, label: str) -> None:
-    for is_predicted, style in ((True, {"color": "#9fb6d0"}), (False, {"color": "#2f73b7", "marker": "o", "ls": ""})):
-        points = [p for p in _sorted(curve.points, is_predicted=is_predicted) if getattr(p, value) is not None]
-        name = "predicted" if is_predicted else "measured"
-        axes.plot([p.batch_size for p in points], [getattr(p, value) / size for p in points], label=name, **style)
-    for mark in marks_of(curve):
-        dash = {"solid": "-", "dash": "--", "dot": ":"}[mark.dash]
-        axes.axvline(mark.batch_size, color=mark.png_color, linestyle=dash, label=f"{mark.text}: {mark.batch_size}")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(label)
-    axes.grid(visible=True, alpha=0.3)
+    return "" if value is None else format_bytes(value)

@@ -90,6 +90,42 @@ class Agreement(abc.ABC):
             raise told_failure
         return value  # type: ignore[return-value]  # None only where T allows it
 
+    def raise_together(self, failure: Exception | None, what: str) -> None:
+        """Make an error of one rank an error of all, so that none waits for it.
+
+        Args:
+            failure: What went wrong on this rank, if anything did.
+            what: What went wrong, for the other ranks.
+
+        Raises:
+            Exception: The failure of this rank.
+            TuningError: Another rank has failed.
+        """
+        texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}".partition("\n")[0])
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise TuningError(f"{what} failed on rank {rank} ({text}): see the error there")
+
+    def together(self, work: Callable[[], T], what: str) -> T:
+        """Do on each rank what may fail on one of them.
+
+        Args:
+            work: What to do; not collective.
+            what: What it is, for the other ranks.
+
+        Raises:
+            Exception: What this rank's work raised.
+            TuningError: Another rank has failed.
+        """
+        try:
+            value = work()
+        except Exception as error:
+            self.raise_together(error, what)
+        self.raise_together(None, what)
+        return value
+
     def _columns(self, values: Sequence[float]) -> Iterator[tuple[float, ...]]:
         rows = self.gather(tuple(float(value) for value in values))
         if len({len(row) for row in rows}) > 1:

@@ -87,6 +87,7 @@ def find_batch_size(
     max_trials: int | None = None,
     max_seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
+    known: Sequence[Trial] = (),
     agreement: Agreement | None = None,
 ) -> SearchResult:
     """Find the smallest batch size whose throughput is within a tolerance of the best under the budget.
@@ -101,6 +102,7 @@ def find_batch_size(
         max_trials: Calls of `run`; 12 with a usable prediction and 24 without, unless given.
         max_seconds: No trial is begun that would probably end later, except the first.
         clock: Seconds, from any start.
+        known: Trials that were run before, the same on every rank; they count among the trials.
         agreement: Of the ranks that search together, the same that `run` uses; None for one process.
 
     Returns:
@@ -120,6 +122,7 @@ def find_batch_size(
         max_trials=max_trials,
         max_seconds=max_seconds,
         clock=clock,
+        trials=list(known),
     )
     while True:
         order = agreement.decided(search.order)
@@ -218,8 +221,10 @@ class _Search:
         usual = _MAX_TRIALS if space.forecast is None else _MAX_TRIALS_PREDICTED
         if len(self.trials) >= (self.max_trials or usual):
             return "trials"
-        if self.max_seconds is None or not self._durations:
+        if self.max_seconds is None:
             return None
+        if not self._durations:  # nothing tells how long a trial takes; without any there is nothing to choose from
+            return "seconds" if self.trials and self.clock() - self._began > self.max_seconds else None
         # the time it takes, by the nearest size that ran
         ran = {trial.batch_size for trial in self.trials if trial.is_ok} or self._durations.keys()
         nearest = min(ran, key=lambda tried: abs(math.log(tried / size)))

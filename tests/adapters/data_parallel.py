@@ -1,16 +1,21 @@
 """One rank of two: trains plainly and in one of our ways with the same DDP, and compares; run by `test_data_parallel`.
 
-Prints "fabric", "accelerate" and "tuner" when every bit is equal.
+Prints "fabric", "accelerate" and "tuner" when every bit is equal, and "errors" when both ranks got theirs.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
+import time
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_offload import TuningError
+from lightning_offload.plugins.exchange import Exchange, Exchanges
 from tests.adapters.nets import assert_same, net, state_of
 
 
@@ -74,12 +79,55 @@ CAPACITY = 20
 """Largest batch for which the second rank has memory; the first has it for all."""
 
 
+def note_exchanges() -> list[Exchange]:
+    """What is found of exchanges from now on."""
+    found: list[Exchange] = []
+    original = Exchanges.of
+
+    def of(self: Exchanges, traffic: Any) -> Exchange:
+        found.append(original(self, traffic))
+        return found[-1]
+
+    Exchanges.of = of  # type: ignore[method-assign]
+    return found
+
+
+def fail() -> None:
+    """An error of one rank is one of both at once: before a step, after an out-of-memory error, and after its end."""
+    from lightning_offload.plugins.efficient_batch_size import find_efficient_batch_size
+
+    rank = torch.distributed.get_rank()
+
+    def train(batch_size: int, when: str) -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if when == "first" and rank == 1:
+            raise KeyError(when)
+        try:
+            for _ in range(12):
+                if when == "memory" and batch_size == 16:
+                    raise torch.OutOfMemoryError("CUDA out of memory.") if rank == 0 else KeyError(when)
+                model(torch.ones(batch_size, 4)).sum().backward()
+                optimizer.step()
+        finally:
+            if when == "end" and rank == 1:
+                raise KeyError(when)
+
+    begin = time.monotonic()
+    for when in ("first", "memory", "end"):
+        with pytest.raises(KeyError if rank == 1 else TuningError) as caught:
+            find_efficient_batch_size(train, 8, max_size=16)(when)
+        assert rank == 1 or f"failed on rank 1 (KeyError: '{when}')" in str(caught.value), caught.value
+    assert time.monotonic() - begin < 60
+
+
 def tune() -> None:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedDataParallelKwargs
 
     from lightning_offload.accelerate import find_efficient_batch_size
 
-    accelerator = Accelerator(cpu=True)
+    # its first iteration reduces all gradients at its end, unless it is kept from that
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
     rank = accelerator.process_index
     found: dict[str, Tensor] = {}
 
@@ -100,8 +148,9 @@ def tune() -> None:
         found.clear()
         found.update(state_of(accelerator.unwrap_model(model), optimizer, losses))
 
+    exchanges = note_exchanges()
     torch.manual_seed(3 + rank)
-    tuned = find_efficient_batch_size(train, starting_batch_size=16, max_size=32, max_trials=6)
+    tuned = find_efficient_batch_size(train, starting_batch_size=16, min_size=8, max_size=32, max_trials=6)
     tuned()
     ours = dict(found)
     size = tuned.result.batch_size
@@ -109,6 +158,10 @@ def tune() -> None:
     too_large = [trial for trial in tuned.result.trials if trial.batch_size > CAPACITY]
     assert too_large
     assert {trial.reason for trial in too_large} == {"rank 1: CUDA out of memory."}
+    assert len(exchanges) == len(tuned.result.trials) - len(too_large)
+    (added,) = {exchange.bucket_seconds for exchange in exchanges}  # the same in all trials
+    assert len(added) == 1
+    assert all(min(trial.step_seconds) > added[0] > 0 for trial in tuned.result.trials if trial.is_ok)
     sizes: list[Any] = [None, None]
     torch.distributed.all_gather_object(sizes, size)
     assert sizes == [size, size]
@@ -119,13 +172,15 @@ def tune() -> None:
 
 
 def main() -> None:
-    for name, train in (("fabric", with_fabric), ("accelerate", with_accelerate)):
-        plain = train(None)
-        for policy in ("auto", "all-swap", "all-recompute"):
-            assert_same(train(policy), plain)
+    runs = (("fabric", with_fabric, "all-swap"), ("accelerate", with_accelerate, "all-recompute"))
+    for name, train, policy in runs:
+        assert_same(train(policy), train(None))
         sys.stdout.write(f"{name}\n")
+    gc.freeze()  # trials collect garbage: not what was imported
     tune()
     sys.stdout.write("tuner\n")
+    fail()
+    sys.stdout.write("errors\n")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

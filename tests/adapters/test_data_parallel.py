@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_data_parallel(tmp_path: Path) -> None:
-    """Accumulated gradients, several policies, and a tuned run with an OOM on one rank: equal to plain DDP."""
+    """Accumulated gradients under two policies, and a tuned run with an OOM on one rank: equal to plain DDP."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -37,4 +37,4 @@ def test_data_parallel(tmp_path: Path) -> None:
             child.wait()
     for child, (output, error) in zip(children, outputs, strict=True):
         assert child.returncode == 0, error
-        assert output.split() == ["fabric", "accelerate", "tuner"]
+        assert output.split() == ["fabric", "accelerate", "tuner", "errors"]

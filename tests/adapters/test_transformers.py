@@ -95,20 +95,26 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(level)
 
 
-@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])
-@pytest.mark.parametrize("setting", SETTINGS)
+def budget_for(policy: str, folder: Path, **settings: Any) -> str:
+    """A budget that is tight for a policy that looks at it."""
+    if policy != "auto":
+        return "1GiB"
+    probe = OffloadCallback("1GiB", policy="all-swap")
+    run(folder, probe, **settings)
+    seen = probe.memory.report()
+    assert seen.floor_bytes is not None
+    assert seen.plain_peak_bytes is not None
+    return f"{(seen.floor_bytes + seen.plain_peak_bytes) // 2}B"
+
+
+@pytest.mark.parametrize(
+    ("setting", "policy"),
+    [*((setting, "auto") for setting in SETTINGS), ("fp32", "all-swap"), ("accumulate", "all-recompute")],
+)
 def test_exact(tmp_path: Path, setting: str, policy: str) -> None:
     """Losses, evaluations, parameters, optimizer and random state are equal; only training forwards are steps."""
     plain = run(tmp_path, None, **SETTINGS[setting])
-    budget: int | str = "1GiB"
-    if policy == "auto":
-        probe = OffloadCallback("1GiB", policy="all-swap")
-        run(tmp_path, probe, **SETTINGS[setting])
-        seen = probe.memory.report()
-        assert seen.floor_bytes is not None
-        assert seen.plain_peak_bytes is not None
-        budget = f"{(seen.floor_bytes + seen.plain_peak_bytes) // 2}B"
-    callback = OffloadCallback(budget, policy=policy)
+    callback = OffloadCallback(budget_for(policy, tmp_path, **SETTINGS[setting]), policy=policy)
     ours = run(tmp_path, callback, **SETTINGS[setting])
     assert_same(ours, plain)
     report = callback.memory.report()
@@ -116,8 +122,8 @@ def test_exact(tmp_path: Path, setting: str, policy: str) -> None:
     assert report.swapped_bytes + report.recomputed_bytes > 0
 
 
-@pytest.mark.parametrize("restores_callbacks", [False, True])
-def test_resume(tmp_path: Path, restores_callbacks: bool) -> None:
+@pytest.mark.parametrize(("policy", "restores_callbacks"), [("all-recompute", True), ("auto", False)])
+def test_resume(tmp_path: Path, policy: str, restores_callbacks: bool) -> None:
     """A run resumed from a checkpoint equals one that was not interrupted, and starts with its plans."""
     settings = {
         "save_strategy": "steps",
@@ -125,13 +131,14 @@ def test_resume(tmp_path: Path, restores_callbacks: bool) -> None:
         "restore_callback_states_from_checkpoint": restores_callbacks,
     }
     plain = run(tmp_path / "plain", None)
-    run(tmp_path / "ours", OffloadCallback("1GiB", policy="all-recompute"), **settings)
+    budget = budget_for(policy, tmp_path / "probe")
+    run(tmp_path / "ours", OffloadCallback(budget, policy=policy), **settings)
     checkpoint = tmp_path / "ours" / "checkpoint-4"
     saved = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["OffloadCallback"]
-    assert saved["args"] == {"budget": "1GiB", "policy": "all-recompute"}
+    assert saved["args"] == {"budget": budget, "policy": policy}
     assert len(saved["attributes"]["plans"]["plans"]) == 1
 
-    callback = OffloadCallback("1GiB", policy="all-recompute")
+    callback = OffloadCallback(budget, policy=policy)
     trainer = trainer_for(tmp_path / "resumed", callback, **settings)
     phases = _note_phases(trainer)
     trainer.train(resume_from_checkpoint=str(checkpoint))

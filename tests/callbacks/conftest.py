@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from tests.quick_collections import quick_collections as quick_collections
+
 _NOTICES = (
     "ignore:.*does not have many workers.*",
     "ignore:The number of training batches.*is smaller than the logging interval",

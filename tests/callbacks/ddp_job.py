@@ -1,11 +1,12 @@
-"""One rank of a tuning under torchrun; run by `test_ddp`, which reads what each rank has written.
+"""One rank of a tuning, under torchrun or Lightning's own launcher; `test_ddp` reads what each rank has written.
 
-Arguments: the folder to write to. Every case is a fit in the same two processes.
+Arguments: the folder to write to, and the cases; all without any. Every case is a fit in the same two processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import sys
@@ -55,6 +56,14 @@ class Talking(Net):
         return loss + 0.0 * self.all_gather(loss.detach()).sum()
 
 
+class Synchronised(Net):
+    """Has a synchronised batch norm, which does not run here: DDP refuses one on a CPU, so it comes after DDP."""
+
+    def configure_optimizers(self) -> Any:
+        self.synchronised = torch.nn.SyncBatchNorm(8, affine=False)
+        return super().configure_optimizers()
+
+
 def make_trainer(folder: Path, **kwargs: Any) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
@@ -96,19 +105,21 @@ CASES = {
     "out-of-memory": lambda folder: same(folder, dict, Tight, max_val=24),
     "not-provoked": lambda folder: same(folder, dict, provoke_oom=False),
     "collectives": lambda folder: same(folder, dict, Talking),
+    "synchronised": lambda folder: same(folder, dict, Synchronised),
     "broken": broken,
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()  # trials collect garbage: not what was imported
     found: dict[str, Any] = {}
     rank = 0
-    for name, case in CASES.items():
+    for name in names or CASES:
         try:
-            found[name] = case(folder)
+            found[name] = CASES[name](folder)
         except Exception:
             found[name] = {"error": traceback.format_exc()}
         rank = torch.distributed.get_rank()
@@ -116,4 +127,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,46 +1,44 @@
-"""The finder under DDP, in two gloo processes of torchrun: bits, agreement, and ranks that fail alone."""
+"""The finder under DDP, in two gloo processes: bits, agreement, and ranks that fail alone."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.callbacks.ddp_job import EDGE
+from tests.distributed.launching import run, torchrun
 
-LIMIT_SECONDS = 120
-ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("ddp_job.py")
+
+Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """What each rank found in each case."""
     folder = tmp_path_factory.mktemp("ddp")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    job = [sys.executable, "-m", "tests.callbacks.ddp_job", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LIGHTNING_OFFLOAD_CACHE": str(folder / "cache")}
-    # in its own group, so that the ranks go with their launcher where it takes too long
-    process = subprocess.Popen(
-        [*command, *job], cwd=ROOT, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=LIMIT_SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
-    assert process.returncode == 0, output[-4000:]
+    torchrun(JOB, folder)
+    return found_in(folder)
+
+
+def found_in(folder: Path) -> Ranks:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
+def test_lightnings_own_launcher(tmp_path: Path) -> None:
+    """Where the Trainer starts the second process itself: in fp32, and in bf16 with 4 accumulated batches."""
+    run(JOB, tmp_path, "plain", "bf16-accumulated")
+    first, second = found_in(tmp_path)
+    assert all("error" not in case for case in first.values()), first
+    assert first == second
+    assert [case["batch_size"] for case in first.values()] == [16, 12]
+
+
 @pytest.mark.parametrize("case", ["plain", "bf16-accumulated", "static-graph", "bucket-view", "offload"])
-def test_a_tuned_run_equals_an_untuned_one(ranks: list[dict[str, Any]], case: str) -> None:
+def test_a_tuned_run_equals_an_untuned_one(ranks: Ranks, case: str) -> None:
     """On both ranks everything is bit for bit that of plain DDP at the found values, which are the same on both."""
     first, second = (rank[case] for rank in ranks)
     assert "error" not in first, first["error"]
@@ -51,7 +49,7 @@ def test_a_tuned_run_equals_an_untuned_one(ranks: list[dict[str, Any]], case: st
     assert first["note"] == ""
 
 
-def test_a_rank_that_runs_out_of_memory_alone(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_that_runs_out_of_memory_alone(ranks: Ranks) -> None:
     """Nobody hangs, the size is not ok on either rank, and both train on with one below the edge, bit for bit."""
     first, second = (rank["out-of-memory"] for rank in ranks)
     assert "error" not in first, first["error"]
@@ -62,8 +60,15 @@ def test_a_rank_that_runs_out_of_memory_alone(ranks: list[dict[str, Any]]) -> No
     assert all(trial["batch_size"] > EDGE and trial["reason"] for trial in failed)
 
 
-@pytest.mark.parametrize(("case", "why"), [("not-provoked", "provoke_oom=False"), ("collectives", "collectives")])
-def test_no_rank_is_made_to_run_out_where_others_would_wait(ranks: list[dict[str, Any]], case: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("not-provoked", "provoke_oom=False"),
+        ("collectives", "collectives"),
+        ("synchronised", "predicted, not tried: SyncBatchNorm talks to other ranks"),
+    ],
+)
+def test_no_rank_is_made_to_run_out_where_others_would_wait(ranks: Ranks, case: str, why: str) -> None:
     """Sizes are predicted there, the result says why, and the training is that of an untuned run."""
     first, second = (rank[case] for rank in ranks)
     assert "error" not in first, first["error"]
@@ -71,7 +76,7 @@ def test_no_rank_is_made_to_run_out_where_others_would_wait(ranks: list[dict[str
     assert why in first["note"]
 
 
-def test_an_error_of_one_rank_is_raised_on_all(ranks: list[dict[str, Any]]) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:
     """The rank that failed raises its own error, the other one tells of it."""
     first, second = (rank["broken"] for rank in ranks)
     assert second == {"type": "KeyError", "text": "'mine'"}

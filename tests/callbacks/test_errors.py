@@ -43,6 +43,11 @@ class Stubborn(Net):
         return DataLoader(samples(), 8)
 
 
+class Empty(Net):
+    def __init__(self, scheduler: str) -> None:
+        super().__init__(batch_size=0, scheduler=scheduler)
+
+
 class Ragged(Net):
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(samples(), self.batch_size, collate_fn=lambda rows: "no tensor")
@@ -69,8 +74,9 @@ def raised(trainer: Any, net: Any, *args: Any) -> str:
     ("net", "keywords", "text"),
     [
         (Net, {"batch_arg_name": "bs"}, "`bs` is no attribute of Net"),
-        (Net, {"lr_arg_name": "rate"}, "`rate` is no attribute of Net"),
+        (Net, {"lr_arg_name": "rate"}, "`rate` is no attribute of Net .* set lr_arg_name= to the name"),
         (Net, {"batch_arg_name": "scheduler"}, "`scheduler` is 'step', a str"),
+        (Empty, {}, "`batch_size` is 0: a batch size is an int of at least 1"),
         (Net, {"lr_arg_name": "scheduler"}, "`scheduler` is 'step', a str"),
         (Untrained, {}, "returned no optimizer"),
         (Streaming, {}, "has no length"),

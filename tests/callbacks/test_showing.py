@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -12,10 +13,15 @@ import pytest
 from rich.console import Console
 
 from lightning_offload.callbacks.tuning.plotting import curve_of, save_plots
+from lightning_offload.callbacks.tuning.recording import StepRecorder
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.table import summary, trials_table
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.report.tuning_plot import save_tuning_html, save_tuning_png, tuning_plots
+from lightning_offload.graph.catalog import device_spec
+from lightning_offload.plugins.predictions import Recorded
+from lightning_offload.report.tuning_picture import save_tuning_png
+from lightning_offload.report.tuning_plot import Simulated, save_tuning_html, tuning_plots
+from lightning_offload.tuning.scaling import COLUMNS
 from lightning_offload.tuning.trial import Prediction, Trial
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.training import Clock, Net, finder_of
@@ -94,6 +100,13 @@ def test_the_page_is_complete(tmp_path: Path) -> None:
     assert "<tr><td>128</td><td></td><td></td><td>no</td></tr>" in page
     assert "@@" not in page.partition("<script>")[0]
     assert "memory plan</p>" not in page
+    assert "More devices" not in page
+    rows = (("1", "32", "640", "100.0%"), ("2", "64", "<1,200>", "93.8%"))
+    simulated = Simulated(caption="Simulated & so on", columns=COLUMNS, rows=rows)
+    save_tuning_html(path, dataclasses.replace(curve_of(RESULT), simulated=simulated))
+    page = path.read_text()
+    assert "<h2>More devices (simulated)</h2>\n<p>Simulated &amp; so on</p>" in page
+    assert "<tr><td>2</td><td>64</td><td>&lt;1,200&gt;</td><td>93.8%</td></tr>" in page
 
 
 def test_without_matplotlib_there_is_one_warning_and_the_page(tmp_path: Path, monkeypatch: Any) -> None:
@@ -136,3 +149,43 @@ def test_a_result_survives_its_state() -> None:
     """What a checkpoint holds gives an equal result, with trials and predictions."""
     state = json.loads(json.dumps(RESULT.state_dict()))
     assert TuningResult.from_state_dict(state) == RESULT
+
+
+def test_more_devices_are_shown_where_their_links_are_known(
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a second table says, labelled as simulated, what the chosen size would do on 1 to 1024 of them."""
+    original = StepRecorder._record
+
+    def on_a_gpu(self: StepRecorder, *args: Any) -> Recorded:
+        recorded = original(self, *args)
+        assert recorded.planned is not None
+        return dataclasses.replace(
+            recorded, planned=dataclasses.replace(recorded.planned, device=device_spec("a100", dtype="float32"))
+        )
+
+    monkeypatch.setattr(StepRecorder, "_record", on_a_gpu)
+    clock = Clock()
+    finder = finder_of(clock)
+    make_trainer(callbacks=[finder], max_epochs=1).fit(Net(clock=clock))
+    scaling = finder.result.scaling
+    assert [step.num_devices for step in scaling.steps] == [2**power for power in range(11)]
+    assert scaling.steps[0].samples_per_second == pytest.approx(16)  # 16 samples in a second of the clock
+    assert 16 < scaling.steps[1].samples_per_second <= 32
+    output = capsys.readouterr().out
+    assert output.index("Trials of batch sizes") < output.index("Simulated: the chosen size on more devices")
+    assert "NVLink 3" in output
+    assert TuningResult.from_state_dict(json.loads(json.dumps(finder.result.state_dict()))) == finder.result
+    simulated = curve_of(finder.result).simulated
+    assert simulated is not None
+    assert simulated.rows == scaling.rows
+
+
+def test_nothing_is_simulated_of_a_cpu(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no links to others of its kind."""
+    clock = Clock()
+    finder = finder_of(clock)
+    make_trainer(callbacks=[finder], max_epochs=1).fit(Net(clock=clock))
+    assert finder.result.predictions
+    assert finder.result.scaling is None
+    assert "Simulated" not in capsys.readouterr().out

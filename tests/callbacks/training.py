@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_offload as lo
-from lightning_offload.callbacks.tuning.snapshot import RandomStates
+from lightning_offload.plugins.random_states import RandomStates
 
 NUM_SAMPLES = 96
 NUM_FEATURES = 6

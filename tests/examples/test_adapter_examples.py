@@ -1,12 +1,39 @@
-"""The examples for other frameworks and for the tuner run, learn, and stay within their budgets."""
+"""The examples for other frameworks and for the tuner run, learn, and stay within their budgets.
+
+They run in this process, which has imported these frameworks anyhow; a fresh one for each would cost more than they do.
+"""
 
 from __future__ import annotations
 
 import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.examples.test_examples import run
+from tests.adapters.conftest import no_accelerator_state as no_accelerator_state
+from tests.one_thread import one_thread as one_thread
+from tests.quick_collections import quick_collections as quick_collections
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' advice to whoever runs a script
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Runs an example as its docstring says and returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(module: str, *args: str) -> str:
+        monkeypatch.setattr("sys.argv", [module, *args])
+        runpy.run_module(module, run_name="__main__")
+        captured = capfd.readouterr()
+        return captured.out + captured.err
+
+    return run
 
 
 def figures_in(output: str) -> dict[str, int]:
@@ -14,7 +41,7 @@ def figures_in(output: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("module", ["examples.accelerate.train", "examples.fabric.train"])
-def test_digits(module: str) -> None:
+def test_digits(run: Run, module: str) -> None:
     """The scripts learn the digits within the budget that they are given."""
     output = run(module, "--epochs", "3")
     assert float(re.findall(r"accuracy: ([0-9.]+)", output)[-1]) > 0.9
@@ -23,7 +50,7 @@ def test_digits(module: str) -> None:
     assert figures["swapped_bytes"] + figures["recomputed_bytes"] > 0
 
 
-def test_text() -> None:
+def test_text(run: Run) -> None:
     """The Trainer learns the text within its budget."""
     output = run("examples.transformers.train", "--epochs", "1")
     losses = [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", output)]
@@ -32,8 +59,16 @@ def test_text() -> None:
     assert figures["measured_peak_bytes"] <= figures["budget_bytes"] == 64 * 2**20 < figures["plain_peak_bytes"]
 
 
+def test_lightning_tuner(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """The finder shows its trials before the training, and training goes on with the size that it chose."""
+    output = run("examples.lightning.tune", "--budget", "64MiB", "--max-batch-size", "64", "--epochs", "1")
+    assert output.count("Trials of batch sizes") == 1
+    size = int(re.findall(r"Continuing with batch size (\d+)", caplog.text)[-1])
+    assert 1 <= size <= 64
+
+
 @pytest.mark.parametrize("module", [("examples.pytorch.tune",), ("examples.accelerate.train", "--tune")])
-def test_tuner(module: tuple[str, ...]) -> None:
+def test_tuner(run: Run, module: tuple[str, ...]) -> None:
     """The batch size is found among those that were tried, and trained with."""
     output = run(*module, "--epochs", "1")
     size = int(re.findall(r"batch size: (\d+)", output)[-1])

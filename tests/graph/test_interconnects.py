@@ -6,7 +6,12 @@ import pytest
 
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph import catalog
-from lightning_offload.graph.interconnects import interconnect, interconnects, usual_interconnects
+from lightning_offload.graph.interconnects import (
+    has_usual_interconnects,
+    interconnect,
+    interconnects,
+    usual_interconnects,
+)
 
 EXPECTED = [
     "nvlink2", "nvlink3", "nvlink4", "nvlink5", "pcie3", "pcie4", "pcie5", "edr100", "hdr200", "ndr400", "10gbe",
@@ -89,3 +94,4 @@ def test_usual_links_of_machines() -> None:
     assert (within.name, between.name) == ("nvlink4", "ndr400")
     assert [link.name for link in usual_interconnects("abacus")] == ["pcie3", "10gbe"]
     assert [link.name for link in usual_interconnects("k40c")] == ["pcie3", "10gbe"]
+    assert [has_usual_interconnects(name) for name in ("NVIDIA H200", "abacus", "k40c")] == [True, False, False]

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_offload import TuningError, UnsupportedError
-from lightning_offload.plugins import trial_runs
-from lightning_offload.plugins.efficient_batch_size import EfficientBatchSize, find_efficient_batch_size
-from lightning_offload.plugins.trial_runs import TrialSettings
-from lightning_offload.tuning.agreement import Agreement
-from lightning_offload.tuning.trial import Trial
+from lightning_offload import MemoryPlugin, TuningError, UnsupportedError
+from lightning_offload.plugins import step_meter
+from lightning_offload.plugins.efficient_batch_size import find_efficient_batch_size
+from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
+from tests.plugins.training import net, rows
 from tests.plugins.trainings import Clock, Training
+from tests.quick_collections import quick_collections as quick_collections
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of every trial, moved by the training function."""
     clock = Clock()
-    real = trial_runs.TrialSettings
+    real = step_meter.TrialSettings
     monkeypatch.setattr(
         "lightning_offload.plugins.efficient_batch_size.TrialSettings",
         lambda **keywords: real(**{**keywords, "clock": clock}),
@@ -53,6 +52,49 @@ def test_memory_edge(clock: Clock) -> None:
     train()
     assert 85 <= train.result.batch_size <= 100
     assert {trial.is_ok for trial in train.result.trials if trial.batch_size > 100} == {False}
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_predictions(clock: Clock, follows: bool) -> None:
+    """Where a plugin watches, three trials fit a model that predicts the others; all count among the 12."""
+    clock.tick = 1.0  # a step takes as long at any size: the largest is the best
+
+    def train(batch_size: int) -> None:
+        model, batch = net(), rows(batch_size)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        memory = ModuleMemoryPlugin("1GiB", policy="all-swap") if follows else MemoryPlugin("1GiB", policy="all-swap")
+        memory.follow(model) if isinstance(memory, ModuleMemoryPlugin) else memory.attach(model)
+        try:
+            for _ in range(10):
+                with memory.step(batch):
+                    model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            memory.detach()
+
+    tuned = find_efficient_batch_size(train, 32, max_size=128)
+    tuned()
+    trials = tuned.result.trials
+    assert [trial.batch_size for trial in trials[:3]] == [32, 64, 16]
+    assert len(trials) <= 12
+    assert tuned.result.batch_size == 128
+    assert all(trial.predicted_samples_per_second is None for trial in trials[:3])
+    assert len(trials) > 3
+    for trial in trials[3:]:
+        assert trial.peak_bytes is not None
+        assert trial.predicted_peak_bytes == pytest.approx(trial.peak_bytes, rel=0.01)
+        assert trial.predicted_samples_per_second == pytest.approx(trial.samples_per_second, rel=0.05)
+
+
+def test_first_size_too_large(clock: Clock) -> None:
+    """Sizes are quartered until one fits; what has run is known to the search."""
+    training = Training(clock, capacity=100)
+    train = find_efficient_batch_size(training, starting_batch_size=512)
+    train()
+    sizes = [trial.batch_size for trial in train.result.trials]
+    assert sizes[:3] == [512, 128, 32]
+    assert training.sizes == [*sizes, train.result.batch_size]
 
 
 def test_later_calls(clock: Clock) -> None:
@@ -89,15 +131,8 @@ def outcome(model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[Ten
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 
-def two_sizes(run: Callable[[int], Trial], *, agreement: Agreement) -> Any:
-    """A search that tries 8 and 16, and takes 16."""
-    trials = (run(8), run(16))
-    assert all(trial.is_ok for trial in trials)
-    return SimpleNamespace(batch_size=16, trials=trials)
-
-
 @pytest.mark.parametrize("place", ["arguments", "closure", "method"])
-def test_exactly_restored(place: str) -> None:
+def test_exactly_restored(place: str, clock: Clock) -> None:
     """Training after the search equals training at that size without one, wherever models and optimizers come from."""
     model, optimizer = parts()
     losses: list[Tensor] = []
@@ -107,8 +142,11 @@ def test_exactly_restored(place: str) -> None:
         "method": Owner(model, optimizer, losses).fit,
     }[place]
     arguments = (model, optimizer, losses) if place == "arguments" else ()
-    settings = TrialSettings(clock=Clock(tick=1.0))
-    EfficientBatchSize(function, two_sizes, settings, lambda _: lambda: None)(*arguments)
+    clock.tick = 1.0  # whatever the size: the largest is the best
+    tuned_function = find_efficient_batch_size(function, 8, max_size=16, max_trials=2)
+    tuned_function(*arguments)
+    assert [trial.batch_size for trial in tuned_function.result.trials] == [8, 16]
+    assert tuned_function.result.batch_size == 16
     del losses[:16]  # of two trials; a list is not known to be training state
     tuned = outcome(model, optimizer, losses)
 

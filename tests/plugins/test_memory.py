@@ -16,9 +16,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.errors import BudgetError, PlanError
+from lightning_offload.errors import BudgetError, PlanError, UnsupportedError
 from lightning_offload.graph import MemoryPlan, StepGraph
-from tests.plugins.training import MIB, attached, middle_budget, net, report_of, rows, train_step
+from tests.plugins.training import MIB, attached, middle_budget, net, phases_of, report_of, rows, train_step
 
 
 def state_of(budget: int | None = None, policy: str = "auto") -> dict[str, Any]:
@@ -384,3 +384,27 @@ def test_backward_of_another_model_between_steps_is_not_part_of_one(budget: str 
             assert graph is not None
             graphs.append(graph.digest())
     assert graphs[0] == graphs[1]
+
+
+def test_forget() -> None:
+    """Kinds of step that are not to be kept are as never met: out of the state and the report, and recorded anew."""
+    model = net()
+    with attached(model, policy="all-swap") as memory:
+        phases_of(memory, model, rows(64), 4)
+        known, plans = memory.step_kinds, memory.state_dict()
+        assert len(known) == 1
+        phases_of(memory, model, rows(128), 2)
+        assert len(memory.step_kinds) == 2
+
+        memory.forget(keep=known)
+        assert memory.step_kinds == known
+        assert memory.state_dict() == plans
+        report = memory.report()
+        assert (report.phase, report.planned, report.measured_step_seconds) == ("idle", None, None)
+        assert phases_of(memory, model, rows(64), 1) == ["planned"]
+        assert phases_of(memory, model, rows(128), 3) == ["recording", "verifying", "measuring"]
+
+        memory.forget()
+        assert memory.step_kinds == frozenset()
+        with memory.step(rows(64)), pytest.raises(UnsupportedError, match="within a step"):
+            memory.forget()

@@ -1,17 +1,190 @@
-"""Whatever training changes in known objects is put back, bit for bit."""
+"""Whatever training changes below known objects is put back bit for bit, in the very same objects."""
 
 from __future__ import annotations
 
+import collections
 import random
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.plugins.snapshot import take_snapshot
+from lightning_offload.plugins.snapshot import MAX_DATA_BYTES, Memento, take_snapshot
+
+
+class Meter:
+    """Plain state of a user's own class."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.history: list[Any] = [1, [2, 3]]
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 1
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+        self.meter, self.slotted = Meter(), Slotted()
+        self.queue = collections.deque([1, 2], maxlen=2)
+        self.names = {"a": {1}, "b": (torch.zeros(1), [1])}
+        self.rng, self.noise = random.Random(1), np.random.default_rng(1)
+        self.old = np.random.RandomState(1)
+        self.draw = torch.Generator().manual_seed(1)
+        self.array = np.arange(3)
+        self.sparse = torch.eye(2).to_sparse()
+
+
+def test_everything_that_a_step_may_change_is_put_back() -> None:
+    """Tensors, containers, attributes, slots and generators have their contents again, and are the same objects."""
+    model = Model()
+    kept = {"weight": model.linear.weight, "hidden": model.hidden, "history": model.meter.history, "names": model.names}
+    weight = model.linear.weight.detach().clone()
+    memento = Memento([model])
+    draws = [model.rng.random(), model.noise.random(), model.old.random(), torch.rand(1, generator=model.draw).item()]
+
+    with torch.no_grad():
+        model.linear.weight += 1
+    model.linear(torch.ones(2)).sum().backward()
+    model.hidden = model.hidden * 2
+    model.meter.total, model.slotted.count = 5.0, 7
+    model.meter.history[1].append(4)
+    model.meter.history.append(5)
+    model.queue.append(3)
+    model.names["a"].add(2)
+    model.names["b"][0].fill_(3)
+    model.names["c"] = 1
+    model.array += 1
+    model.sparse.mul_(2)
+    model.new = 1
+    memento.restore()
+
+    assert torch.equal(model.linear.weight, weight)
+    assert model.linear.weight.grad is None
+    assert model.hidden.tolist() == [1.0, 1.0]
+    assert (model.meter.total, model.slotted.count) == (0.0, 1)
+    assert model.meter.history == [1, [2, 3]]
+    assert list(model.queue) == [1, 2]
+    assert model.names["a"] == {1}
+    assert list(model.names) == ["a", "b"]
+    assert model.names["b"][0].item() == 0
+    assert model.array.tolist() == [0, 1, 2]
+    assert torch.equal(model.sparse.to_dense(), torch.eye(2))
+    assert not hasattr(model, "new")
+    now = {"weight": model.linear.weight, "hidden": model.hidden, "history": model.meter.history, "names": model.names}
+    assert all(now[name] is kept[name] for name in kept)
+    again = [model.rng.random(), model.noise.random(), model.old.random(), torch.rand(1, generator=model.draw).item()]
+    assert again == draws
+
+
+def test_hooks_that_came_later_stay() -> None:
+    """Where it is told so: a hook may be machinery of whoever put it there, such as a memory plugin."""
+    model = Model()
+    memento = Memento([model], keeps_hooks=True)
+    handle = model.linear.register_forward_hook(lambda *_: None)
+    memento.restore()
+    assert len(model.linear._forward_hooks) == 1
+    handle.remove()
+
+
+def test_cycles_and_depth_are_no_trouble() -> None:
+    """Objects may refer to one another, and lists may nest deeper than Python's stack."""
+    model = Model()
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    model.nested, model.self = nested, [model]
+    memento = Memento([model])
+    nested.append(1)
+    memento.restore()
+    assert len(nested) == 1
+
+
+def test_large_tensors_of_a_data_set_are_not_copied() -> None:
+    """They are taken as constant: copying the data would cost as much memory again."""
+
+    class Data(Dataset[Any]):
+        def __init__(self) -> None:
+            self.small = torch.zeros(2)
+            self.large = torch.zeros(MAX_DATA_BYTES)
+
+    data = Data()
+    memento = Memento([data])
+    data.small += 1
+    data.large += 1
+    memento.restore()
+    assert data.small.sum() == 0
+    assert data.large.sum() == len(data.large)
+
+
+def test_a_tensor_that_requires_grad_and_is_no_leaf_is_restored() -> None:
+    """What a model keeps of its last step has a graph."""
+    model = Model()
+    model.last = model.linear(torch.ones(2))
+    before = model.last.detach().clone()
+    memento = Memento([model])
+    with torch.no_grad():
+        model.last.add_(1)
+    memento.restore()
+    assert torch.equal(model.last.detach(), before)
+
+
+@pytest.mark.parametrize("kind", [collections.OrderedDict, lambda: collections.defaultdict(list), collections.Counter])
+def test_kinds_of_dicts(kind: Any) -> None:
+    """They keep their order and their type."""
+    model = Model()
+    model.table = kind()
+    model.table["b"], model.table["a"] = 1, 2
+    memento = Memento([model])
+    del model.table["b"]
+    model.table["c"] = 3
+    memento.restore()
+    assert list(model.table.items()) == [("b", 1), ("a", 2)]
+
+
+def test_gradients_take_no_memory_meanwhile() -> None:
+    """A gradient is the same object again where it still lives, and another of the same bits where it was dropped."""
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    (first * torch.tensor([1.0, 3.0]) + second).sum().backward()
+    kept, dropped = first.grad, second.grad
+    assert kept is not None
+    assert dropped is not None
+    memento = Memento([nn.ParameterList([first, second])])
+    kept.zero_()
+    gone, second.grad, dropped = weakref.ref(dropped), None, None
+    assert gone() is None
+    memento.restore()
+    assert first.grad is kept
+    assert kept.tolist() == [1.0, 3.0]
+    assert second.grad is not None
+    assert second.grad.tolist() == [1.0, 1.0]
+
+
+def test_a_tensor_that_was_given_other_memory() -> None:
+    """As a move to another device does it: it has its own memory again, and its contents."""
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    alias, before = model.weight.detach(), model.weight.detach().clone()
+    memento = Memento([model])
+    model.to(torch.float64)
+    model.weight.data.zero_()
+    memento.restore()
+    assert model.weight.dtype == model.weight.grad.dtype == torch.float32
+    assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert model.weight.is_set_to(alias)
+    assert torch.equal(model.weight, before)
 
 
 class Net(nn.Module):
@@ -109,3 +282,25 @@ def test_plans_stay() -> None:
     memory = MemoryPlugin("1GiB")
     memory.load_state_dict = None  # type: ignore[assignment, method-assign]  # would fail if it were called
     take_snapshot([memory, {"memory": memory}])()
+
+
+class Native:
+    """Keeps its state where no attribute shows it."""
+
+    __slots__ = ()
+    state: ClassVar[list[int]] = [1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": list(self.state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state[:] = state["state"]
+
+
+def test_state_that_only_the_object_can_tell() -> None:
+    """It is asked for, and given back."""
+    native = Native()
+    restore = take_snapshot([native])
+    native.state[0] = 2
+    restore()
+    assert native.state == [1]

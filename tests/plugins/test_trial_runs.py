@@ -14,11 +14,13 @@ from torch.nn.modules import module as nn_module
 
 from lightning_offload import BudgetInfeasibleError, MemoryPlugin, TuningError
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
-from lightning_offload.plugins.trial_runs import Fate, TrialSettings, run_trial
+from lightning_offload.plugins.step_meter import Fate, TrialSettings
+from lightning_offload.plugins.trial_runs import run_trial
 from lightning_offload.tuning.agreement import Alone
 from lightning_offload.tuning.trial import Trial
 from tests.plugins.training import Net, rows
 from tests.plugins.trainings import Clock, Training
+from tests.quick_collections import quick_collections as quick_collections
 
 
 def tried(training: Training, batch_size: int = 8, **settings: Any) -> Trial:
@@ -170,9 +172,12 @@ def test_peaks() -> None:
     assert trial.is_ok
     assert trial.peak_bytes == following.report().measured_peak_bytes
 
-    given = MemoryPlugin("1GiB")
-    given.attach()
-    assert run_trial(plugin_training(given), 256, TrialSettings(memory=given), Alone()).peak_bytes is not None
+    given, idle = MemoryPlugin("1GiB"), ModuleMemoryPlugin("1B", policy="all-swap")
+    idle.attach()
+    for memory in (None, given):
+        given.attach()
+        assert run_trial(plugin_training(given), 256, TrialSettings(memory=memory), Alone()).peak_bytes is not None
+    idle.detach()
     infeasible = run_trial(plugin_training(ModuleMemoryPlugin("4MiB")), 2048, TrialSettings(), Alone())
     assert "infeasible" in infeasible.reason
 
@@ -211,7 +216,7 @@ def test_another_rank_stops(other: Fate, is_ok: bool) -> None:
 def test_another_rank_fails() -> None:
     """An error on another rank is one here too."""
     training = Training(Clock())
-    with pytest.raises(TuningError, match="failed on another rank at batch size 8"):
+    with pytest.raises(TuningError, match="at batch size 8 failed on another rank"):
         run_trial(training, 8, TrialSettings(clock=training.clock), Scripted(Fate.FAILED))
 
 

@@ -15,7 +15,8 @@ import pytest
 from lightning_offload.errors import PlanError, ReportFileError, UnsupportedError
 from lightning_offload.report import MeasuredStep, PolicyOutcome, save_plan_html
 from lightning_offload.report.data import view_plan
-from lightning_offload.report.page import _body, _json
+from lightning_offload.report.html import plots_json
+from lightning_offload.report.page import _body
 from tests.report.steps import CARD, MIXED, SIX, net, plan_of, plots_of
 
 pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
@@ -144,7 +145,7 @@ def test_names_are_text_not_markup(tmp_path: Path) -> None:
 def test_json_cannot_end_its_script() -> None:
     """Whatever is in it, and it reads back as it was."""
     plots: dict[str, Any] = {"</script>": {"a": "<!-- \u2028 é"}}
-    text = _json(plots)
+    text = plots_json(plots)
     assert not {"<", "\u2028"} & set(text)
     assert json.loads(text) == plots
 

@@ -1,9 +1,10 @@
-"""One rank of a search: `search_ranks.py RANK NUM_RANKS STORE SCENARIO`; prints what it found as JSON."""
+"""One rank of several searches: `search_ranks.py RANK NUM_RANKS STORE`; prints what it found as JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -13,10 +14,11 @@ from lightning_offload.errors import TuningError
 from lightning_offload.tuning.agreement import ProcessGroup, agreed
 from lightning_offload.tuning.search import find_batch_size
 from lightning_offload.tuning.trial import Prediction, Trial
-from tests.tuning.curves import FakeMachine, saturating
+from tests.tuning.curves import FakeMachine, draw_case, right_sizes, saturating
 
 EDGES = (3000, 300)
 """Largest size that fits on each rank: the second runs out of memory first."""
+NUM_SEEDS = 20
 
 
 def run_one(machine: FakeMachine, size: int) -> Trial:
@@ -51,6 +53,31 @@ def search(group: ProcessGroup, rank: int) -> object:
     return {"size": found.batch_size, "sizes": sizes, "speeds": speeds, "reasons": reasons, "largest": found.largest}
 
 
+def many(group: ProcessGroup, rank: int) -> object:
+    """Noisy curves of all the usual shapes; each rank has noise of its own, and the second the smaller memory."""
+    found = []
+    for seed in range(NUM_SEEDS):
+        for shape in ("saturating", "peaked", "stepped"):
+            case = draw_case(shape, seed)
+            is_predicted = seed % 2 == 0
+            machine = FakeMachine(
+                curve=case.curve, edge=case.edge if rank == 1 else 2 * case.edge, seed=NUM_SEEDS * rank + seed
+            )
+            result = find_batch_size(
+                lambda size, machine=machine: agreed(run_one(machine, size), group),
+                max_size=case.max_size,
+                predict=case.predict if is_predicted else None,
+                clock=machine.clock,
+                agreement=group,
+            )
+            is_right = result.batch_size in right_sizes(case.curve, min(case.edge, case.max_size))
+            found.append(
+                {"shape": shape, "seed": seed, "size": result.batch_size, "is_right": is_right,
+                 "is_predicted": is_predicted, "num_trials": len(result.trials)}
+            )  # fmt: skip
+    return found
+
+
 def values(group: ProcessGroup, rank: int) -> object:
     return {
         "smallest": group.smallest([rank, 1 - rank, 5]),
@@ -73,6 +100,24 @@ def failing_model(group: ProcessGroup, rank: int) -> object:
     return "no error"
 
 
+def failing_rank(group: ProcessGroup, rank: int) -> object:
+    """Rank 1 fails in what is done together, and then leaves while rank 0 waits; the seconds that took."""
+    found = []
+    begin = time.monotonic()
+    try:
+        group.together(lambda: {0: "done"}[rank], "the work")
+    except (KeyError, TuningError) as error:
+        found.append(f"{type(error).__name__}: {error}")
+    with ProcessGroup(timeout_seconds=60) as another:
+        another.gather(0)
+        if rank == 0:
+            try:
+                another.gather(1)
+            except TuningError:
+                found.append("told")
+    return {"errors": found, "was_quick": time.monotonic() - begin < 30}
+
+
 def lost_rank(group: ProcessGroup, rank: int) -> object:
     """Rank 1 never comes to the second agreement."""
     group.gather(0)
@@ -86,13 +131,14 @@ def lost_rank(group: ProcessGroup, rank: int) -> object:
 
 
 def main() -> None:
-    rank, num_ranks, store, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    rank, num_ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
     )
-    scenarios = {"search": search, "values": values, "failing_model": failing_model, "lost_rank": lost_rank}
-    with ProcessGroup(timeout_seconds=3 if scenario == "lost_rank" else 60) as group:
-        found = scenarios[scenario](group, rank)
+    found = {}
+    for scenario in (search, many, values, failing_model, failing_rank, lost_rank):  # after the last they are apart
+        with ProcessGroup(timeout_seconds=3 if scenario is lost_rank else 60) as group:
+            found[scenario.__name__] = scenario(group, rank)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     distributed.destroy_process_group()

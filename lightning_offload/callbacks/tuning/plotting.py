@@ -9,7 +9,9 @@ from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.table import summary
 from lightning_offload.errors import OffloadError
 from lightning_offload.plugins.lightning_packages import rank_zero
-from lightning_offload.report.tuning_plot import TuningCurve, TuningPoint, save_tuning_html, save_tuning_png
+from lightning_offload.report.tuning_picture import save_tuning_png
+from lightning_offload.report.tuning_plot import Simulated, TuningCurve, TuningPoint, save_tuning_html
+from lightning_offload.tuning.scaling import COLUMNS, Scaling
 
 __all__ = ["curve_of", "save_plots"]
 
@@ -45,7 +47,12 @@ def curve_of(result: TuningResult) -> TuningCurve:
         largest_plain=result.largest_plain_size,
         budget_bytes=result.budget_bytes,
         lead=f"Chosen: {summary(result)}",
+        simulated=None if result.scaling is None else _simulated(result.scaling),
     )
+
+
+def _simulated(scaling: Scaling) -> Simulated:
+    return Simulated(caption=scaling.caption, columns=COLUMNS, rows=scaling.rows)
 
 
 def save_plots(result: TuningResult, folder: str | os.PathLike[str], package: str) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,41 +18,16 @@ import torch
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.precision import graft, ungraft
-from lightning_offload.plugins.report_data import Planned
+from lightning_offload.plugins.predictions import Recorded
 
-__all__ = ["NUM_LEARNING_STEPS", "Recorded", "StepRecorder"]
+__all__ = ["NUM_LEARNING_STEPS", "StepRecorder"]
 
 NUM_LEARNING_STEPS = 3
 """Steps of a new shape before its final plan: recorded, verified, measured."""
 
 _NUM_TIMED = 2
 _NO_LIMIT = 1 << 50
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """What a few steps at one batch size showed.
-
-    Attributes:
-        planned: The step, and the device it was planned for; None where nothing could record it.
-        peak_bytes: Peak of the last measured step.
-        fixed_seconds: What the step took beyond forward and backward: the optimizer and the transfer of the batch.
-        step_seconds: The shortest of a few steps that nothing watched; 0.0 where there is no recording.
-    """
-
-    planned: Planned | None
-    peak_bytes: int | None
-    fixed_seconds: float = 0.0
-    step_seconds: float = 0.0
-
-    @property
-    def has_collectives(self) -> bool:
-        """Whether ranks talk to one another within forward and backward."""
-        if self.planned is None:
-            return False
-        return any(op.name.partition("::")[0].partition(".")[0] in _COLLECTIVES for op in self.planned.graph.ops)
 
 
 class StepRecorder:
@@ -68,7 +42,7 @@ class StepRecorder:
         memory = getattr(trainer.strategy, "memory", None)
         self.memory: MemoryPlugin | None = memory if isinstance(memory, MemoryPlugin) and memory.enabled else None
         self._trainer, self._module = trainer, module
-        self._known = set(self._kinds()) if self.memory is not None else set()
+        self._known = self.memory.step_kinds if self.memory is not None else frozenset[str]()
         self._is_able = True
 
     @property
@@ -143,15 +117,8 @@ class StepRecorder:
 
     def forget(self) -> None:
         """Drop what the strategy's plugin has learned of the steps that were tried."""
-        if self.memory is None:
-            return
-        kinds = self._kinds()
-        for key in set(kinds) - self._known:
-            del kinds[key]
-
-    def _kinds(self) -> dict[str, Any]:
-        assert self.memory is not None
-        return self.memory._steps.ledger.kinds
+        if self.memory is not None:
+            self.memory.forget(keep=self._known)
 
 
 def _with_time(recorded: Recorded, step: Callable[[], float]) -> Recorded:

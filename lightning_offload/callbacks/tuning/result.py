@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_offload.errors import TuningError
+from lightning_offload.tuning.scaling import Scaling
 from lightning_offload.tuning.trial import Prediction, Trial
 
 __all__ = ["TuningResult"]
@@ -35,6 +36,7 @@ class TuningResult:
         is_largest_predicted: Whether no trial was run at `largest_size`.
         confidence: How probably the size is right, by the trials; from 0 to 1.
         budget_bytes: The budget that limited the search; None without a limit.
+        scaling: What the chosen size would do on 1 to 1024 devices, simulated; None where that is not known.
         note: What a reader should know, such as why sizes were predicted and not tried.
     """
 
@@ -51,6 +53,7 @@ class TuningResult:
     is_largest_predicted: bool = False
     confidence: float = 0.0
     budget_bytes: int | None = None
+    scaling: Scaling | None = None
     note: str = ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,6 +62,7 @@ class TuningResult:
         state["scaled_groups"] = [list(place) for place in self.scaled_groups]
         state["trials"] = [_plain(trial) for trial in self.trials]
         state["predictions"] = [_plain(prediction) for prediction in self.predictions]
+        state["scaling"] = None if self.scaling is None else self.scaling.state_dict()
         return {"schema": _SCHEMA, **state}
 
     @classmethod
@@ -72,6 +76,8 @@ class TuningResult:
         try:
             values["scaled_groups"] = tuple((number, index) for number, index in values["scaled_groups"])
             values["trials"] = tuple(Trial(**{**t, "step_seconds": tuple(t["step_seconds"])}) for t in values["trials"])
+            scaling = values.get("scaling")
+            values["scaling"] = None if scaling is None else Scaling.from_state_dict(scaling)
             values["predictions"] = tuple(Prediction(**p) for p in values["predictions"])
             if state["schema"] != _SCHEMA:
                 raise KeyError(f"schema {state['schema']}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_offload.callbacks.tuning.predictions import LinePredictor
+from lightning_offload.plugins.predictions import LinePredictor
 from lightning_offload.tuning.trial import Prediction, Trial
 
 __all__ = ["is_safe", "reason_not_to_run_out"]

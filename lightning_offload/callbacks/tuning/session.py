@@ -17,18 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.callbacks.tuning.options import Options
-from lightning_offload.callbacks.tuning.predictions import Predictions, fit_predictor, pace_of
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
-from lightning_offload.callbacks.tuning.recording import Recorded
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.safety import is_safe, reason_not_to_run_out
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
-from lightning_offload.callbacks.tuning.snapshot import Memento, RandomStates
 from lightning_offload.callbacks.tuning.table import SearchProgress
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.callbacks.tuning.trials import Start, TrialRunner
 from lightning_offload.errors import TuningError
 from lightning_offload.plugins.lightning_packages import rank_zero
+from lightning_offload.plugins.predictions import Predictions, Recorded, fit_predictor, pace_of
+from lightning_offload.plugins.random_states import RandomStates
+from lightning_offload.plugins.snapshot import Memento
 from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup
 from lightning_offload.tuning.learning_rate import (
     effective_batch,
@@ -78,7 +78,7 @@ class Session:
         self._trials: list[Trial] = []
         roots = [module, trainer.fit_loop, *([trainer.datamodule] if trainer.datamodule is not None else [])]
         roots += loaders_in(targets.loaders) if targets.loaders is not None else []
-        self._start = Start(memento=Memento(roots), random_states=RandomStates.now())
+        self._start = Start(memento=Memento(roots, keeps_hooks=True), random_states=RandomStates.now())
         self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
 
     def run(self) -> TuningResult:
@@ -115,7 +115,9 @@ class Session:
     def _tuned(self) -> TuningResult:
         options = self._options
         self._check_optimizers()
-        sampler = Sampler(options, self._targets, self._trainer)
+        sampler = self._agreement.together(
+            lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
+        )
         bounds = sampler.bounds(self._module, self._agreement)
         runner = TrialRunner(
             self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
@@ -224,6 +226,11 @@ class Session:
             is_largest_predicted=is_predicted,
             confidence=found.confidence,
             budget_bytes=budget_bytes,
+            scaling=predictions.scaling(
+                found.batch_size,
+                next(each.samples_per_second for each in found.estimates if each.batch_size == found.batch_size),
+                accumulation=self._trainer.accumulate_grad_batches,
+            ),
             note=self._note(found),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_offload.callbacks.tuning.snapshot import RandomStates
+from lightning_offload.plugins.random_states import RandomStates
 
 __all__ = ["tuned_alone"]
 

@@ -4,7 +4,7 @@
 loop runs for a batch: transfer, forward, backward and, at the end of an accumulation window, the optimizer with
 gradient clipping and the GradScaler, through Lightning's own optimization loops and the user's hooks. Under DDP the
 wrapper stays out of the way and gradients are not reduced, so a rank that runs out of memory leaves no other waiting.
-Nothing here restores: see :mod:`.snapshot`.
+Nothing here restores: see :mod:`lightning_offload.plugins.snapshot`.
 """
 
 from __future__ import annotations

@@ -6,17 +6,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from lightning_offload.tuning.scaling import COLUMNS
 from lightning_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from lightning_offload.callbacks.tuning.result import TuningResult
+    from lightning_offload.tuning.scaling import Scaling
     from lightning_offload.tuning.trial import Trial
 
-__all__ = ["SearchProgress", "summary", "trials_table"]
+__all__ = ["SearchProgress", "scaling_table", "summary", "trials_table"]
 
-_COLUMNS = ("batch size", "step", "samples/s", "predicted", "peak", "predicted", "")
+_TRIALS = ("batch size", "step", "samples/s", "predicted", "peak", "predicted", "")
 
 
 def trials_table(result: TuningResult) -> Table:
@@ -24,12 +26,26 @@ def trials_table(result: TuningResult) -> Table:
     from rich.table import Table
 
     table = Table(title="Trials of batch sizes", caption=summary(result), header_style="bold magenta")
-    for name in _COLUMNS[:-1]:
+    for name in _TRIALS[:-1]:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(_COLUMNS[-1], overflow="fold", min_width=6)
+    table.add_column(_TRIALS[-1], overflow="fold", min_width=6)
     for trial in sorted(result.trials, key=lambda trial: trial.batch_size):
         is_chosen = trial.is_ok and trial.batch_size == result.batch_size
         table.add_row(*_cells(trial, is_chosen=is_chosen), style="bold" if is_chosen else "" if trial.is_ok else "dim")
+    return table
+
+
+def scaling_table(scaling: Scaling) -> Table:
+    """One row per number of devices."""
+    from rich.table import Table
+
+    table = Table(
+        title="Simulated: the chosen size on more devices", caption=scaling.caption, header_style="bold magenta"
+    )
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in scaling.rows:
+        table.add_row(*row)
     return table
 
 

@@ -78,9 +78,9 @@ def find_targets(trainer: Any, module: Any, package: str, options: Options) -> T
         rate = find_attribute(lr_arg_name, module, trainer.datamodule)
         if rate is None and options.lr_scaling != "none":
             raise TuningError(
-                f"`{lr_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set lr_arg_name="
-                "to the name of the learning rate, lr_arg_name=None to scale the optimizer's groups as they are, or"
-                " lr_scaling='none' to leave the rate alone"
+                f"`{lr_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set"
+                " lr_arg_name= to the name of the learning rate, lr_arg_name=None to scale the optimizer's groups as"
+                " they are, or lr_scaling='none' to leave the rate alone"
             )
     return Targets(
         package=package,
@@ -98,8 +98,10 @@ def _names(module: Any, trainer: Any) -> str:
 
 
 def _checked_size(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise TuningError(f"`{name}` is {value!r}, a {type(value).__name__}: a batch size is an int of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TuningError(f"`{name}` is {value!r}, a {type(value).__name__}: a batch size is an int, such as 32")
+    if value < 1:
+        raise TuningError(f"`{name}` is {value!r}: a batch size is an int of at least 1, such as 32")
     return value
 
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from lightning_offload.callbacks.tuning.recording import NUM_LEARNING_STEPS, Recorded, StepRecorder
-from lightning_offload.callbacks.tuning.snapshot import Memento, RandomStates
+from lightning_offload.callbacks.tuning.recording import NUM_LEARNING_STEPS, StepRecorder
 from lightning_offload.callbacks.tuning.steps import TrainingSteps, quiet
-from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.lightning_packages import import_from
+from lightning_offload.plugins.predictions import Recorded
+from lightning_offload.plugins.random_states import RandomStates
+from lightning_offload.plugins.snapshot import Memento
 from lightning_offload.tuning.agreement import Agreement, agreed
 from lightning_offload.tuning.trial import Trial
 from lightning_offload.units import format_bytes
@@ -125,16 +127,8 @@ class TrialRunner:
                 failure = error
             _let_go(error)
         self._clean_up(has_failed=bool(reason) or failure is not None)
-        self._raise_together(failure)
+        self._agreement.raise_together(failure, f"the trial of batch size {batch_size}")
         return found, reason
-
-    def _raise_together(self, failure: Exception | None) -> None:
-        texts = self._agreement.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise TuningError(f"a trial failed on rank {rank} ({text}): see the error there")
 
     def _timed(self, batch_size: int, batch: Any) -> Trial:
         device, recorder = self._steps.device, self.recorder

@@ -10,16 +10,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from lightning_offload.callbacks.tuning.recording import Recorded
 from lightning_offload.errors import OffloadError
+from lightning_offload.plugins.report_data import Planned
 from lightning_offload.tuning.agreement import Agreement
+from lightning_offload.tuning.scaling import Scaling, simulate_scaling
 from lightning_offload.tuning.throughput import Predictor, StepModel
 from lightning_offload.tuning.trial import Prediction, Trial
 
-__all__ = ["LinePredictor", "Predictions", "fit_predictor", "pace_of"]
+__all__ = ["LinePredictor", "Predictions", "Recorded", "fit_predictor", "pace_of"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a few steps at one batch size showed.
+
+    Attributes:
+        planned: The step, and the device it was planned for; None where nothing could record it.
+        peak_bytes: Peak of the last measured step.
+        fixed_seconds: What the step took beyond forward and backward: the optimizer and the transfer of the batch.
+        step_seconds: The shortest of a few steps that nothing watched; 0.0 where there is no recording.
+    """
+
+    planned: Planned | None
+    peak_bytes: int | None
+    fixed_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether ranks talk to one another within forward and backward."""
+        return self.planned is not None and self.planned.graph.has_collectives
 
 
 class Predicting(Protocol):
@@ -61,15 +87,27 @@ class Predictions:
 
     def largest(self, min_size: int, max_size: int) -> int | None:
         """The largest size that is predicted to fit."""
-        return self._bisected(lambda p: p.largest_feasible(min_size, max_size))
+        return self._told(lambda p: p.largest_feasible(min_size, max_size))
 
     def largest_plain(self, min_size: int, max_size: int) -> int | None:
         """The same without a memory plan."""
-        return self._bisected(
+        return self._told(
             lambda p: p.plain().largest_feasible(min_size, max_size) if isinstance(p, Predictor) else None
         )
 
-    def _bisected(self, find: Callable[[Predicting], int | None]) -> int | None:
+    def scaling(self, batch_size: int, samples_per_second: float, *, accumulation: int) -> Scaling | None:
+        """What a size would do on 1 to 1024 devices, simulated from its measured throughput."""
+        step_seconds = self._agreement.num_ranks * batch_size / samples_per_second
+
+        def simulate(predictor: Predicting) -> Scaling | None:
+            if not isinstance(predictor, Predictor):
+                return None
+            return simulate_scaling(predictor, batch_size, step_seconds=step_seconds, accumulation=accumulation)
+
+        return self._told(simulate)
+
+    def _told(self, find: Callable[[Predicting], _T | None]) -> _T | None:
+        """What rank zero finds with its predictor; None without one, and where it cannot tell."""
         if not self.is_usable:
             return None
         try:
