@@ -181,6 +181,7 @@ def main() -> None:
     sys.stdout.write("tuner\n")
     fail()
     sys.stdout.write("errors\n")
+    gc.unfreeze()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

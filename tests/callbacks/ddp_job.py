@@ -123,6 +123,7 @@ def main(folder: Path, names: list[str]) -> None:
         except Exception:
             found[name] = {"error": traceback.format_exc()}
         rank = torch.distributed.get_rank()
+    gc.unfreeze()
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 

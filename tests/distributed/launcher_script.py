@@ -5,7 +5,6 @@ Usage: python launcher_script.py popen|spawn FOLDER
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
 
@@ -61,5 +60,4 @@ def _fitted(path: Path, strategy: DDPStrategy) -> object:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.freeze()  # each fit collects garbage: not what was imported
     {"popen": popen, "spawn": spawn}[sys.argv[1]](Path(sys.argv[2]))
