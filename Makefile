@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check test-gpu bench bench-gpu docs clean
+.PHONY: help demo test test-unit check test-gpu bench bench-gpu docs clean
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -35,6 +35,12 @@ demo: $(ENVIRONMENT) ## train a ResNet-50 on digits, plain and within a budget, 
 
 test: $(ENVIRONMENT) ## run the tests (those that need a GPU are skipped without one)
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS)
+
+# Those that train whole models, in this process or in others.
+TRAINING_TESTS := engine fuzz zoo lightning distributed adapters callbacks demo examples gpu
+
+test-unit: $(ENVIRONMENT) ## run the tests that train no whole model
+	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) $(TRAINING_TESTS:%=--ignore=tests/%)
 
 check: $(ENVIRONMENT) ## format, lint, types, import layers, spelling, doctests
 	$(PY) -m ruff format --check .
