@@ -26,7 +26,7 @@ from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
 from lightning_offload.graph.step_graph import Op, Phase, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, effects, is_at_hand, is_plain
+from lightning_offload.tensors.op_facts import ALL_REDUCE, OpFacts, effects, is_at_hand, is_plain
 
 Price = Callable[[OpFacts, Any, Any, Any], float]
 """Models the duration of a call in seconds from the op, its arguments and its result."""
@@ -244,6 +244,12 @@ class Recorder(StepObserver):
             for key, (reference, index) in self._live.items()
             if reference() is not None and self._storages[index].birth < 0
         }
+
+    def all_reduced(self) -> dict[int, weakref.ref[torch.UntypedStorage]]:
+        """Those of them that backward all-reduces, by identity."""
+        ops = [op for op in self._ops if op.phase == "backward" and op.name.startswith(ALL_REDUCE)]
+        reduced = {self._values[value].storage for op in ops for value in op.inputs}
+        return {key: self._live[key][0] for key in self.persistent_ids() if self._live[key][1] in reduced}
 
     @property
     def peak_bytes(self) -> int | None:

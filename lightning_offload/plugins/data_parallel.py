@@ -6,20 +6,23 @@ place: ranks may meet new shapes at different steps.
 Note [Buckets]: the reducer copies gradients into flat buffers, the buckets, and all-reduces those. They are as
 large as the gradients, live as long as the model and are not reachable from Python, so their storages are noted
 while DDP allocates them. After the first backward DDP lays them out anew, once, in the order in which gradients
-became ready.
+became ready (not with ``find_unused_parameters``). Of a model that was wrapped before a plugin met it the bytes are
+known, and the storages from what a recorded backward all-reduces.
 
 Note [DDP's own forward]: before forward DDP may broadcast buffers, after it pass the outputs through a node of
 its own, in some steps and not in others (the first one, those after `no_sync`). These ops save nothing and belong
-to no plan, so they are run unseen: the recorded step is the model's own, the same in every step.
+to no plan, so they are run unseen: the recorded step is the model's own, the same in every step. Where a step begins
+in a hook of the model inside the wrapper they are no part of it anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +33,14 @@ from lightning_offload.runtime.switch import unseen
 from lightning_offload.tensors.op_facts import effects, facts_of
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 _References = dict[int, "weakref.ref[torch.UntypedStorage]"]
+
+
+def num_ranks() -> int:
+    """Number of processes that train together, this one included."""
+    is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    return 1 if is_alone else torch.distributed.get_world_size()
 
 
 class InSync:
@@ -45,13 +55,14 @@ class GradientBuckets:
     """The storages that DDP allocates for itself and keeps: its gradient buckets, see Note [Buckets].
 
     Attributes:
-        version: Grows when they are laid out anew.
+        version: Grows when there are others than before.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self._made: _References = {}
         self._replaced: set[int] = set()
+        self._expected: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -60,6 +71,25 @@ class GradientBuckets:
         with _Allocations(made):
             yield
         self._made.update((key, ref) for key, ref in made.items() if ref() is not None)
+
+    def expect(self, model: DistributedDataParallel) -> None:
+        """Count the buckets of a model whose construction was not noted."""
+        told = model._get_ddp_logging_data()
+        sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]
+        self._expected[model] = [int(size) for size in sizes.split(",")]
+        self.version += 1
+
+    def place(self, reduced: _References) -> None:
+        """Find expected buckets among the storages that a recorded backward all-reduced."""
+        for key, reference in reduced.items():
+            storage = reference()
+            if storage is None or key in self.sizes():
+                continue
+            for model, sizes in self._expected.items():
+                if model.device == storage.device and storage.nbytes() in sizes:
+                    sizes.remove(storage.nbytes())
+                    self._made[key] = reference
+                    break
 
     def lay_out(self, model: DistributedDataParallel) -> None:
         """Let DDP lay its buckets out anew if it is about to: just before forward, where it would do it itself.
@@ -74,17 +104,55 @@ class GradientBuckets:
             has_changed = model.reducer._rebuild_buckets()
         if has_changed:
             model._has_rebuilt_buckets = True
-            self._replaced = before
+            self._expected.pop(model, None)
+            self._replaced |= before
             self.version += 1
 
     def sizes(self, device: torch.device | None = None) -> dict[int, int]:
-        """Bytes on a device, or on all of them, by identity of the storage."""
+        """Bytes on a device, or on all of them, by identity of the storage; below zero where that is not known."""
         storages = ((key, ref()) for key, ref in self._made.items())
-        return {key: s.nbytes() for key, s in storages if s is not None and device in (None, s.device)}
+        placed = {key: s.nbytes() for key, s in storages if s is not None and device in (None, s.device)}
+        expected = {-id(model): sum(of) for model, of in self._expected.items() if device in (None, model.device)}
+        return {**placed, **{key: size for key, size in expected.items() if size}}
 
     def were_replaced_in(self, touched: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> bool:
         """Whether storages that a step touched were buckets which DDP has since replaced."""
         return any(key in self._replaced and ref() is None for key, ref in touched.items())
+
+
+class DataParallelModels:
+    """The `DistributedDataParallel` models in whose forwards a plugin's steps run.
+
+    Attributes:
+        buckets: Their gradient buckets.
+    """
+
+    def __init__(self) -> None:
+        self.buckets = GradientBuckets()
+        self._models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    def construct(self, wrap: Callable[_P, DistributedDataParallel], *args: _P.args, **kwargs: _P.kwargs) -> Any:
+        """Wrap a model, and know its buckets from the beginning."""
+        with self.buckets.noted():
+            model = wrap(*args, **kwargs)
+        self._models.add(model)
+        return model
+
+    def watch(self, model: DistributedDataParallel) -> None:
+        """Know a model that is wrapped already; idempotent."""
+        if model not in self._models:
+            self._models.add(model)
+            self.buckets.expect(model)
+
+    def lay_out(self) -> None:
+        """Let them lay their buckets out anew where they are about to."""
+        for model in list(self._models):
+            self.buckets.lay_out(model)
+
+    def marks(self) -> tuple[object, ...]:
+        """Which kind of step comes, given among its inputs: whether its backward all-reduces the gradients."""
+        found = {model.require_backward_grad_sync for model in self._models}
+        return tuple(mark() for mark, is_in_sync in ((InSync, True), (WithoutSync, False)) if is_in_sync in found)
 
 
 class _Allocations(TorchDispatchMode):
@@ -107,10 +175,19 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-def run_unseen_around_forward(model: DistributedDataParallel) -> None:
-    """Make DDP do its own work around forward unseen, see Note [DDP's own forward]."""
-    for name in ("_pre_forward", "_post_forward"):
-        setattr(model, name, _unseen(getattr(model, name)))
+_AROUND_FORWARD = ("_pre_forward", "_post_forward")
+
+
+def run_unseen_around_forward(model: DistributedDataParallel) -> Callable[[], None]:
+    """Make DDP do its own work around forward unseen, see Note [DDP's own forward]; returns what takes that back."""
+    for name in _AROUND_FORWARD:
+        vars(model)[name] = types.MethodType(_unseen(getattr(type(model), name)), model)
+
+    def undo() -> None:
+        for name in _AROUND_FORWARD:
+            vars(model).pop(name, None)
+
+    return undo
 
 
 def _unseen(function: Callable[..., _T]) -> Callable[..., _T]:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from lightning_offload.errors import TuningError, UnsupportedError
+from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.snapshot import Restore, take_snapshot
 from lightning_offload.plugins.step_meter import TrialSettings
@@ -232,9 +233,9 @@ def _agreement() -> Agreement:
     Raises:
         UnsupportedError: There are several ranks, but no process group yet.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return ProcessGroup() if torch.distributed.get_world_size() > 1 else Alone()
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if num_ranks() > 1:
+        return ProcessGroup()
+    if not torch.distributed.is_initialized() and int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise UnsupportedError(
             "the ranks cannot agree on a batch size before they are connected: make the Accelerator, or call "
             "torch.distributed.init_process_group, before the decorated function"

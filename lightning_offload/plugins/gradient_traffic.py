@@ -21,20 +21,21 @@ import torch
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.data_parallel import num_ranks
+from lightning_offload.tensors.op_facts import ALL_REDUCE
 
 _LEAST_SHARE = 0.5
-_ALL_REDUCE = "c10d.allreduce_"
 
 
 def reduced_bytes(graph: StepGraph) -> int:
     """Bytes that the step's backward all-reduces."""
-    values = (v for op in graph.ops if op.phase == "backward" and op.name.startswith(_ALL_REDUCE) for v in op.inputs)
+    values = (v for op in graph.ops if op.phase == "backward" and op.name.startswith(ALL_REDUCE) for v in op.inputs)
     return sum(graph.storages[graph.values[v].storage].num_bytes for v in values)
 
 
-def beside_all_reduce(spec: DeviceSpec, graph: StepGraph, num_ranks: int) -> DeviceSpec:
+def beside_all_reduce(spec: DeviceSpec, graph: StepGraph, num_peers: int) -> DeviceSpec:
     """The device with the rate at which copies come back while gradients are all-reduced over the same link."""
-    num_bytes = 2 * (num_ranks - 1) / num_ranks * reduced_bytes(graph)
+    num_bytes = 2 * (num_peers - 1) / num_peers * reduced_bytes(graph)
     if not num_bytes:
         return spec
     backward_seconds = sum(op.seconds for op in graph.ops if op.phase == "backward")
@@ -45,10 +46,9 @@ def beside_all_reduce(spec: DeviceSpec, graph: StepGraph, num_ranks: int) -> Dev
 
 def shared_spec(spec: DeviceSpec, graph: StepGraph, device: torch.device) -> DeviceSpec:
     """The device as this rank's copies find it."""
-    if device.type != "cuda" or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if device.type != "cuda" or num_ranks() == 1 or has_nvlink(device):
         return spec
-    num_ranks = torch.distributed.get_world_size()
-    return spec if num_ranks == 1 or has_nvlink(device) else beside_all_reduce(spec, graph, num_ranks)
+    return beside_all_reduce(spec, graph, num_ranks())
 
 
 def has_nvlink(device: torch.device, nvml: Any = None) -> bool:

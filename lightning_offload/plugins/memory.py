@@ -15,11 +15,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.errors import PolicyError
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.data_parallel import GradientBuckets
+from lightning_offload.plugins.data_parallel import DataParallelModels
 from lightning_offload.plugins.devices import supported
 from lightning_offload.plugins.out_of_memory import with_second_attempt
 from lightning_offload.plugins.provision import provide_plan
@@ -49,7 +48,8 @@ class MemoryPlugin:
         enabled: False makes everything a no-op, as does ``LIGHTNING_OFFLOAD=0`` in the environment.
         verify: Compare replays with their originals in the "first" step under a plan, "always" or "never".
         device: The compute device; by default that of the module, or of the step's inputs.
-        module: The model; gives names to its parts in ``keep`` and in messages.
+        module: The model; gives names to its parts in ``keep`` and in messages. Under DDP the wrapper: its gradient
+            buckets count, and steps with and without an all-reduce have plans of their own.
 
     Raises:
         OffloadError: A keyword is wrong; the message says which and what is allowed.
@@ -106,14 +106,10 @@ class MemoryPlugin:
         if self.enabled:
             _attached.add(self)
 
-    def watch_buckets(self, buckets: GradientBuckets) -> None:
-        """Count the gradient buckets of a ``DistributedDataParallel`` model."""
-        self._steps.state.buckets = buckets
-
-    def lay_out_buckets(self, model: DistributedDataParallel) -> None:
-        """Just before a step: let DDP lay its buckets out anew where its forward would, so that the step does not."""
-        self._steps.finish()  # the last step must have noted the buckets that it used
-        self._steps.state.buckets.lay_out(model)
+    @property
+    def data_parallel(self) -> DataParallelModels:
+        """The DistributedDataParallel models in which the steps run."""
+        return self._steps.state.data_parallel
 
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent. Plans are remembered."""
@@ -152,7 +148,7 @@ class MemoryPlugin:
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
         """
-        return self._steps.step((inputs, kwargs))
+        return self._steps.step((inputs, kwargs), is_around_ddp=True)
 
     def backward_scope(self) -> AbstractContextManager[None]:
         """Around a backward of the step opened last, so that its ops and its peak are measured."""

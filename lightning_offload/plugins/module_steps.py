@@ -44,6 +44,7 @@ class ModuleMemoryPlugin(MemoryPlugin):
         self.undo = ExitStack()
         """What a framework's adapter has to take back on :meth:`detach`."""
         self._followed: dict[int, weakref.ref[nn.Module]] = {}
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._open = _Open()
         self._thread = threading.get_ident()
 
@@ -55,7 +56,8 @@ class ModuleMemoryPlugin(MemoryPlugin):
     def follow(self, *models: nn.Module, device: torch.device | str | None = None) -> None:
         """Attach, and make every training forward of these models a step until :meth:`detach`.
 
-        The wrapper of data parallelism is looked through; the plugin is detached when the last model is gone.
+        The wrapper of DDP is looked through, and known from its first forward on. The plugin is detached when the last
+        model is gone.
 
         Raises:
             PolicyError: One of them is not a module.
@@ -79,6 +81,7 @@ class ModuleMemoryPlugin(MemoryPlugin):
     def detach(self) -> None:
         self.undo.close()
         self._followed.clear()
+        self._wrappers.clear()
         _following.discard(self)
         self._close_interrupted(None)
         super().detach()
@@ -103,10 +106,23 @@ class ModuleMemoryPlugin(MemoryPlugin):
         self._close_interrupted(frames[0])
         if not torch.is_grad_enabled():
             return
-        scope = self.step({"training" if module.training else "evaluation": inputs})
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is not None and wrapper not in self._wrappers:
+            self._watch(wrapper)
+        key = "training" if module.training else "evaluation"
+        scope = self._steps.step(({key: inputs},), is_around_ddp=False)
         del inputs
         scope.__enter__()
         self._open.scopes.append(_Scope(scope, frames, sys.exc_info()[1]))
+
+    def _watch(self, wrapper: DistributedDataParallel) -> None:
+        self._wrappers.add(wrapper)
+        self.data_parallel.watch(wrapper)
+        self.undo.callback(wrapper.register_forward_pre_hook(_BeforeDDP(self), prepend=True).remove)
+
+    def before_ddp(self, wrapper: DistributedDataParallel) -> None:
+        """Called before each forward of a wrapper in which a followed model was met."""
+        self._steps.before_ddp(wrapper)
 
     def leave(self) -> None:
         """Close the step that :meth:`enter` opened; called after each forward, whether or not it raised."""
@@ -183,6 +199,11 @@ class _Leave(_Hook):
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling() and self.memory.is_following(module):
             self.memory.leave()
+
+
+class _BeforeDDP(_Hook):
+    def __call__(self, wrapper: DistributedDataParallel, *_: Any) -> None:
+        self.memory.before_ddp(wrapper)
 
 
 class _NoHook:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def with_second_attempt(
         return attempt()
     except torch.OutOfMemoryError as error:
         message = str(error)
+    if num_ranks() > 1:
+        raise torch.OutOfMemoryError(f"{message}; the step was not repeated, the other processes do not repeat theirs")
     if has_optimizer_run() or not before.restore():
         raise torch.OutOfMemoryError(f"{message}; the step was not repeated, it had updated tensors already")
     return attempt()

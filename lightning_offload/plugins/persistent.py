@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_offload.plugins.data_parallel import GradientBuckets
+from lightning_offload.plugins.data_parallel import DataParallelModels
 from lightning_offload.tensors.op_facts import is_plain, tensors_in
 
 
@@ -22,14 +22,15 @@ class PersistentState:
     """Parameters, buffers, gradients, optimizer state and DDP's buckets, counted once for each storage.
 
     Attributes:
-        buckets: The gradient buckets of DDP; none without it.
+        data_parallel: The DDP models that the steps run in, with their gradient buckets; none without DDP.
         optimizer_state_bytes: Bytes of the optimizers' state, None before the first optimizer step.
         optimizer_peak_bytes: Parameters, buffers, gradients and optimizer state after the last optimizer step that
             made state, without the step's temporaries; None before the first.
     """
 
     def __init__(self, before_optimizer_step: Callable[[list[Tensor]], None]) -> None:
-        self.buckets = GradientBuckets()
+        self.data_parallel = DataParallelModels()
+        self.buckets = self.data_parallel.buckets
         self.optimizer_state_bytes: int | None = None
         self.optimizer_peak_bytes: int | None = None
         self._version = 0

@@ -120,6 +120,7 @@ class StepRun:
         accumulated_bytes = sum(self.accumulated.values())
         if self.recorder is not None:
             kind.touched = self.recorder.persistent_ids()
+            state.buckets.place(self.recorder.all_reduced())
             kind.state_version = -1
             is_typical = not (self.optimizer_ran_inside and state.version != self.state_version)
             kind.recorded(self.recorder, accumulated_bytes, is_typical=is_typical)

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.errors import UnsupportedError
+from lightning_offload.plugins.data_parallel import run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.ledger import Ledger
@@ -56,6 +58,7 @@ class Steps:
         self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self.optimizer_ran_inside = False
         self._module = weakref.ref(module) if module is not None else None
+        self._leave_wrapper: Callable[[], None] = _nothing
         self._run: StepRun | None = None
         self._is_attached = False
         self._is_open = False
@@ -64,8 +67,9 @@ class Steps:
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The model, while it lives."""
-        return self._module() if self._module is not None else None
+        """The model, while it lives; under DDP that inside the wrapper."""
+        module = self._module() if self._module is not None else None
+        return module.module if isinstance(module, DistributedDataParallel) else module
 
     @property
     def budget_bytes(self) -> int | None:
@@ -84,16 +88,22 @@ class Steps:
             self._module = weakref.ref(module)
         if device is not None:
             self.device = device
-        if self.settings.enabled:
-            self.state.attach(self.module)
-            if not self._is_attached:
-                self._end_watch = watch_backward(self._around_backward)
-            self._is_attached = True
+        if not self.settings.enabled:
+            return
+        wrapper = self._module() if self._module is not None else None
+        if isinstance(wrapper, DistributedDataParallel):
+            self.state.data_parallel.watch(wrapper)
+            self._leave_wrapper = run_unseen_around_forward(wrapper)
+        self.state.attach(self.module)
+        if not self._is_attached:
+            self._end_watch = watch_backward(self._around_backward)
+        self._is_attached = True
 
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent."""
         self.finish()
         self.state.detach()
+        self._leave_wrapper()
         self._end_watch()
         if self.hardware is not None:
             self.ledger.tier_use = self.hardware.use()
@@ -104,11 +114,12 @@ class Steps:
     # ---- scopes
 
     @contextlib.contextmanager
-    def step(self, inputs: Any) -> Iterator[None]:
+    def step(self, inputs: tuple[Any, ...], *, is_around_ddp: bool) -> Iterator[None]:
         """Around one forward and its backward, or around forward alone.
 
         Args:
             inputs: What the step is given; shapes and dtypes of the tensors in it choose the cached plan.
+            is_around_ddp: Whether the forward of DDP, if there is one, is inside the step, and not around it.
 
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
@@ -117,7 +128,9 @@ class Steps:
             yield
             return
         self.finish()
-        run = self._begin(inputs)
+        if is_around_ddp:
+            self.state.data_parallel.lay_out()
+        run = self._begin((*inputs, *self.state.data_parallel.marks()))
         del inputs  # the caller's to free
         if run is None:
             yield
@@ -175,6 +188,12 @@ class Steps:
             run.tiers.tidy()
 
     # ---- a step's begin and end
+
+    def before_ddp(self, model: DistributedDataParallel) -> None:
+        """Before DDP's forward, where steps begin inside of it: let it lay its buckets out anew if it is about to."""
+        if torch.is_grad_enabled() and not self._is_open:
+            self.finish()  # the last step must have noted the buckets that it used
+            self.state.buckets.lay_out(model)
 
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_offload.plugins.data_parallel import GradientBuckets, InSync, WithoutSync, run_unseen_around_forward
+from lightning_offload.plugins.data_parallel import run_unseen_around_forward
 from lightning_offload.strategies.building import build
 from lightning_offload.strategies.mixin import OffloadMixin
 
@@ -49,20 +49,9 @@ class DDPOffloadStrategyMixin(OffloadMixin, _StrategyBase):
         """Wraps the model as usual; the plugin learns of DDP's buckets, and does not see its own work."""
         if not self._memory.enabled:
             return super()._setup_model(model)
-        buckets = GradientBuckets()
-        with buckets.noted():
-            wrapped = super()._setup_model(model)
-        self._memory.watch_buckets(buckets)
+        wrapped: DistributedDataParallel = self._memory.data_parallel.construct(super()._setup_model, model)
         run_unseen_around_forward(wrapped)
         return wrapped
-
-    @override
-    def _before_step(self) -> Sequence[object]:
-        model = self.model
-        if not isinstance(model, DistributedDataParallel):
-            return ()
-        self._memory.lay_out_buckets(model)
-        return (InSync() if model.require_backward_grad_sync else WithoutSync(),)
 
 
 def build_strategy(package: str) -> type[DDPOffloadStrategyMixin]:

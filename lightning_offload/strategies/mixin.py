@@ -200,12 +200,8 @@ class OffloadMixin(_StrategyBase):
         if isinstance(plugin, OffloadPrecisionMixin):
             # a dataloader_iter in place of a batch says nothing about the step
             batch = [arg for arg in args[:1] if not isinstance(arg, Iterator)]
-            plugin.note_inputs(*batch, *self._before_step())
+            plugin.note_inputs(*batch)
         return super().training_step(*args, **kwargs)
-
-    def _before_step(self) -> Sequence[object]:
-        """Does what must precede a step; returns what tells its kind beside the batch."""
-        return ()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

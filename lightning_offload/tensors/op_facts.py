@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ALL_REDUCE = "c10d.allreduce_"
+"""How names of the op begin that sums over the ranks of a process group."""
+
 _NAMESPACES = frozenset({"aten", "prims"})
 
 # Contents undefined (empty), side effects or hidden state (set_, resize_, sync batch norm), outputs that depend

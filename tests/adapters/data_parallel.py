@@ -1,6 +1,7 @@
 """One rank of two: trains plainly and in one of our ways with the same DDP, and compares; run by `test_data_parallel`.
 
-Prints "fabric", "accelerate" and "tuner" when every bit is equal, and "errors" when both ranks got theirs.
+Prints "fabric", "accelerate", "transformers" and "tuner" when every bit is equal, and "errors" when both ranks got
+theirs.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_offload import TuningError
+from lightning_offload import MemoryPlugin, TuningError
 from lightning_offload.plugins.exchange import Exchange, Exchanges
 from tests.adapters.nets import assert_same, net, state_of
 
@@ -46,7 +48,7 @@ def with_fabric(policy: str | None) -> dict[str, Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     if policy:
-        assert strategy.memory.report().num_steps == 6
+        check(strategy.memory, model.module)
         strategy.memory.detach()
     return state_of(model.module, optimizer, losses)
 
@@ -70,9 +72,39 @@ def with_accelerate(policy: str | None) -> dict[str, Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     if memory is not None:
-        assert memory.report().num_steps == 6
+        check(memory, accelerator.unwrap_model(model))
         memory.detach()
     return state_of(accelerator.unwrap_model(model), optimizer, losses)
+
+
+QUIET = {"logging_strategy": "no", "eval_strategy": "no", "log_level": "error"}
+
+
+def with_transformers(policy: str | None) -> dict[str, Tensor]:
+    from transformers import PrinterCallback
+
+    from lightning_offload.transformers import OffloadCallback
+    from tests.adapters.test_transformers import trainer_for
+
+    callback = OffloadCallback("1GiB", policy=policy) if policy else None
+    trainer = trainer_for(Path("out"), callback, gradient_accumulation_steps=2, num_train_epochs=3, **QUIET)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    if callback is not None:
+        check(callback.memory, trainer.model, num_steps=9)
+    return state_of(trainer.model, trainer.optimizer, trainer.losses)
+
+
+def check(memory: MemoryPlugin, model: nn.Module, num_steps: int = 6) -> None:
+    """Steps with and without an all-reduce have plans of their own, each with the gradient buckets in it."""
+    report = memory.report()
+    assert report.num_steps == num_steps
+    assert len(memory.step_kinds) == 2
+    assert report.planned is not None
+    parameters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    found = report.planned.graph.persistent_bytes
+    assert 4 * parameters <= found < 5 * parameters + 20_000, found / parameters  # with AdamW's state, and maybe .grad
+    assert sum(memory.data_parallel.buckets.sizes().values()) == parameters
 
 
 CAPACITY = 20
@@ -172,7 +204,11 @@ def tune() -> None:
 
 
 def main() -> None:
-    runs = (("fabric", with_fabric, "all-swap"), ("accelerate", with_accelerate, "all-recompute"))
+    runs = (
+        ("fabric", with_fabric, "all-swap"),
+        ("accelerate", with_accelerate, "all-recompute"),
+        ("transformers", with_transformers, "all-swap"),
+    )
     for name, train, policy in runs:
         assert_same(train(policy), train(None))
         sys.stdout.write(f"{name}\n")

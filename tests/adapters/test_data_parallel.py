@@ -37,4 +37,4 @@ def test_data_parallel(tmp_path: Path) -> None:
             child.wait()
     for child, (output, error) in zip(children, outputs, strict=True):
         assert child.returncode == 0, error
-        assert output.split() == ["fabric", "accelerate", "tuner", "errors"]
+        assert output.split() == ["fabric", "accelerate", "transformers", "tuner", "errors"]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.plugins.data_parallel import GradientBuckets, InSync, WithoutSync, run_unseen_around_forward
+from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.signature import step_signature
 from lightning_offload.runtime.step_mode import StepMode
@@ -97,7 +101,7 @@ def test_buckets_count_once(views: bool) -> None:
     """They lie beside a step that does not touch them; gradients that are views of them are not counted again."""
     model, buckets = wrapped(gradient_as_bucket_view=views)
     state = PersistentState(lambda parameters: None)
-    state.buckets = buckets
+    state.data_parallel.buckets = state.buckets = buckets
     state.attach(model)
     try:
         parameters, buffers = 528, 2 * 40 + 8
@@ -148,23 +152,94 @@ def test_kinds_of_step() -> None:
     assert step_signature((x, InSync())) == step_signature((x, InSync()))
 
 
-def test_plugin_counts_buckets() -> None:
-    """A plugin's plan holds them persistent, before and after DDP lays them out anew, in each kind of step."""
-    model, buckets = wrapped()
+NUM_PARAMETERS = 4
+"""Parameters of `net`: with unused ones looked for, DDP keeps a map of them, 4 bytes each, twice on a CPU."""
+
+
+def with_strategy(module: nn.Module, keywords: dict[str, Any], memory: MemoryPlugin) -> DistributedDataParallel:
+    """Wrapped under the plugin's eyes, as by `DDPOffloadStrategy`."""
+    memory.attach(module)
+    model = memory.data_parallel.construct(DistributedDataParallel, module, **keywords)
+    assert isinstance(model, DistributedDataParallel)
     run_unseen_around_forward(model)
-    x = torch.ones(3, 10)
-    persistent = 2 * 528 + 88 + x.nbytes  # parameters and buckets, buffers, inputs
-    with MemoryPlugin("1GiB", module=model) as memory:
-        memory.watch_buckets(buckets)
-        for mark in (InSync(), InSync(), InSync(), WithoutSync(), WithoutSync()):
-            memory.lay_out_buckets(model)
-            model.require_backward_grad_sync = isinstance(mark, InSync)
-            with memory.step(x, mark):
-                model(x).sum().backward()
-            planned = memory.report().planned
+    return model
+
+
+def with_wrapper(module: nn.Module, keywords: dict[str, Any], memory: MemoryPlugin) -> DistributedDataParallel:
+    """Wrapped before the plugin met it, and given to it, as in plain PyTorch."""
+    model = DistributedDataParallel(module, **keywords)
+    memory.attach(model)
+    return model
+
+
+def with_hooks(module: nn.Module, keywords: dict[str, Any], memory: MemoryPlugin) -> DistributedDataParallel:
+    """Wrapped, and followed inside, as by the adapters."""
+    model = DistributedDataParallel(module, **keywords)
+    assert isinstance(memory, ModuleMemoryPlugin)
+    memory.follow(module)
+    return model
+
+
+WAYS = [(MemoryPlugin, with_strategy), (MemoryPlugin, with_wrapper), (ModuleMemoryPlugin, with_hooks)]
+KEYWORDS: list[dict[str, Any]] = [
+    {}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True},
+    {"bucket_cap_mb": 0.0001},
+]  # fmt: skip
+
+
+def steps_of(model: DistributedDataParallel, memory: MemoryPlugin | None) -> Iterator[list[Tensor]]:
+    """Gradients and buffers after each of twelve backwards, of which every third all-reduces."""
+    for i in range(12):
+        x = torch.arange(30.0).reshape(3, 10) * (i + 1)
+        model.require_backward_grad_sync = i % 3 == 0
+        explicit = memory is not None and not isinstance(memory, ModuleMemoryPlugin)
+        with memory.step(x) if memory is not None and explicit else contextlib.nullcontext():
+            model(x).square().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(gradients) == NUM_PARAMETERS
+        copies = [tensor.clone() for tensor in (*gradients, *model.buffers())]
+        del gradients  # views of buckets, which they would keep
+        yield copies
+        if i % 3 == 0:
             model.zero_grad()
-            assert planned is not None
-            assert planned.graph.persistent_bytes == persistent, mark
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
+@pytest.mark.parametrize(("plugin", "way"), WAYS, ids=["strategy", "wrapper", "hooks"])
+def test_plugin_counts_buckets(plugin: type[MemoryPlugin], way: Any, keywords: dict[str, Any]) -> None:
+    """Buckets are in the plan of each kind of step, however the plugin meets them, and all is exact."""
+    memory = plugin("1GiB", policy="all-swap")
+    torch.manual_seed(1)
+    model = way(net(), keywords, memory)
+    torch.manual_seed(1)
+    plain = DistributedDataParallel(net(), **keywords)
+    persistent = 3 * 528 + 88 + 120  # parameters, buckets and accumulated gradients; buffers, inputs
+    finds_unused = not keywords.keys().isdisjoint({"find_unused_parameters", "static_graph"})
+    beside = 2 * 4 * NUM_PARAMETERS + 24 if finds_unused else 0  # DDP's maps of parameters, and its copy of the output
+    beside += 4 if way is with_hooks else 0  # a scalar that was computed after the model's forward
+    try:
+        for i, (ours, theirs) in enumerate(zip(steps_of(model, memory), steps_of(plain, None), strict=True)):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            planned = memory.report().planned
+            if i > 5:
+                assert planned is not None
+                found = planned.graph.persistent_bytes + planned.graph.accumulated_bytes
+                assert persistent <= found <= persistent + beside, i
+        assert len(memory.step_kinds) == 2
+    finally:
+        memory.detach()
+    assert not model._forward_pre_hooks
+    assert way is with_strategy or "_pre_forward" not in vars(model)
+
+
+def test_copies_of_a_wrapper() -> None:
+    """A copy does its own work around forward, not that of the original."""
+    model, _ = wrapped()
+    run_unseen_around_forward(model)
+    found = copy.copy(vars(model)["_pre_forward"])
+    assert found.__self__ is model
+    other = types.SimpleNamespace()
+    assert copy.deepcopy(found, {id(model): other}).__self__ is other
 
 
 def test_is_not_ours() -> None:

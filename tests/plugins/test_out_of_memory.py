@@ -203,6 +203,18 @@ def test_weights_that_changed_are_not_repeated() -> None:
         assert model.scarce.num_calls == 1
 
 
+def test_a_rank_of_several_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks would not repeat theirs, and collectives would not meet."""
+    monkeypatch.setattr("lightning_offload.plugins.out_of_memory.num_ranks", lambda: 2)
+    model = Model()
+    model.scarce.fails = [4]
+    with attached(model, policy="all-swap", budget="64MiB") as memory:
+        with pytest.raises(torch.OutOfMemoryError, match=r"(?s)" + PLANNED + ".*not repeated.*other processes"):
+            train(model, memory.run)
+        assert model.scarce.num_calls == 5
+        assert active() == []
+
+
 def test_without_a_model_nothing_is_repeated() -> None:
     """What cannot be known cannot be put back."""
     weight, batch = torch.ones(64, requires_grad=True), rows(64)
