@@ -34,13 +34,13 @@ demo: $(ENVIRONMENT) ## train a ResNet-50 on digits, plain and within a budget, 
 	$(PY) -m examples.demo
 
 test: $(ENVIRONMENT) ## run the tests (those that need a GPU are skipped without one)
-	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS)
+	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
 
 # Those that train whole models, in this process or in others.
 TRAINING_TESTS := engine fuzz zoo lightning distributed adapters callbacks demo examples gpu
 
 test-unit: $(ENVIRONMENT) ## run the tests that train no whole model
-	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) $(TRAINING_TESTS:%=--ignore=tests/%)
+	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal $(TRAINING_TESTS:%=--ignore=tests/%)
 
 check: $(ENVIRONMENT) ## format, lint, types, import layers, spelling, doctests
 	$(PY) -m ruff format --check .

@@ -121,7 +121,7 @@ class GradientBuckets:
 
 
 class DataParallelModels:
-    """The `DistributedDataParallel` models in whose forwards a plugin's steps run.
+    """The `DistributedDataParallel` models that a plugin's steps have to do with.
 
     Attributes:
         buckets: Their gradient buckets.
@@ -129,30 +129,37 @@ class DataParallelModels:
 
     def __init__(self) -> None:
         self.buckets = GradientBuckets()
-        self._models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._known: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._called: weakref.ref[DistributedDataParallel] | None = None
+
+    @property
+    def called(self) -> DistributedDataParallel | None:
+        """The one that is called within each step; None where the model is called without it, or steps are in it."""
+        return self._called() if self._called is not None else None
+
+    @called.setter
+    def called(self, model: DistributedDataParallel | None) -> None:
+        self._called = weakref.ref(model) if model is not None else None
 
     def construct(self, wrap: Callable[_P, DistributedDataParallel], *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """Wrap a model, and know its buckets from the beginning."""
         with self.buckets.noted():
             model = wrap(*args, **kwargs)
-        self._models.add(model)
+        self._known.add(model)
         return model
 
     def watch(self, model: DistributedDataParallel) -> None:
         """Know a model that is wrapped already; idempotent."""
-        if model not in self._models:
-            self._models.add(model)
+        if model not in self._known:
+            self._known.add(model)
             self.buckets.expect(model)
 
-    def lay_out(self) -> None:
-        """Let them lay their buckets out anew where they are about to."""
-        for model in list(self._models):
-            self.buckets.lay_out(model)
 
-    def marks(self) -> tuple[object, ...]:
-        """Which kind of step comes, given among its inputs: whether its backward all-reduces the gradients."""
-        found = {model.require_backward_grad_sync for model in self._models}
-        return tuple(mark() for mark, is_in_sync in ((InSync, True), (WithoutSync, False)) if is_in_sync in found)
+def mark_of(model: DistributedDataParallel | None) -> tuple[object, ...]:
+    """What tells the kind of a step under DDP beside its inputs: whether its backward all-reduces the gradients."""
+    if model is None:
+        return ()
+    return (InSync() if model.require_backward_grad_sync else WithoutSync(),)
 
 
 class _Allocations(TorchDispatchMode):

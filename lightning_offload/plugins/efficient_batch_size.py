@@ -22,10 +22,10 @@ do in all.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.snapshot import Restore, take_snapshot
 from lightning_offload.plugins.step_meter import TrialSettings
-from lightning_offload.plugins.trial_runs import Trials
+from lightning_offload.plugins.trial_runs import ENDED_EARLY, Trials
+from lightning_offload.plugins.tuned_function import check_arguments, check_function, variables_of
 from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup
 from lightning_offload.tuning.search import SearchResult, find_batch_size
 
@@ -77,10 +78,39 @@ class EfficientBatchSize:
     ) -> None:
         functools.update_wrapper(self, function)
         self.result: SearchResult | None = None
+        self._name = getattr(function, "__name__", type(function).__name__)
         self._function = function
         self._options = options
         self._settings = settings
         self._remember = remember
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> EfficientBatchSize:
+        """The same for a method, which takes the batch size after ``self``: each object finds its own.
+
+        Raises:
+            UnsupportedError: The object cannot remember what was found.
+        """
+        if instance is None:
+            return self
+        attributes = getattr(instance, "__dict__", None)
+        if not isinstance(attributes, dict):
+            raise UnsupportedError(
+                f"`{self._name}` has nowhere to keep the batch size that it finds: leave the decorator out, and call "
+                f"find_efficient_batch_size(....{self._name}), the method of an object or a class, once"
+            )
+        bound = EfficientBatchSize(
+            types.MethodType(self._function, instance), self._options, self._settings, self._remember
+        )
+        attributes[self._name] = bound  # found first from now on
+        return bound
+
+    def __repr__(self) -> str:
+        """Name the function and what was found."""
+        found = f"batch_size={self.result.batch_size}" if self.result is not None else "no batch size yet"
+        return f"<EfficientBatchSize of `{self._name}`: {found}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with the efficient batch size in front.
@@ -89,18 +119,21 @@ class EfficientBatchSize:
             TypeError: The batch size was given.
             TuningError: No size works.
         """
-        _check_arguments(self._function, args, kwargs)
+        check_arguments(self._function, args, kwargs)
         if self.result is None:
             self.result = self._find(args, kwargs)
         return self._function(self.result.batch_size, *args, **kwargs)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SearchResult:
-        used = [*args, *kwargs.values(), *_variables_of(self._function)]
+        used = [*args, *kwargs.values(), *variables_of(self._function)]
         restores = [take_snapshot(used), self._remember(used)]
         agreement = _agreement()
         try:
             trials = Trials(lambda size: self._function(size, *args, **kwargs), restores, self._settings, agreement)
-            return self._searched(trials, agreement)
+            try:
+                return self._searched(trials, agreement)
+            except TuningError as error:
+                raise self._about_length(trials) or error from None
         finally:
             if isinstance(agreement, ProcessGroup):
                 agreement.close()  # which ends the wait of the others at once, if this rank fails
@@ -127,6 +160,16 @@ class EfficientBatchSize:
             predict=predictions.local if predictions.is_usable else None,
             known=trials.done,
             agreement=agreement,
+        )
+
+    def _about_length(self, trials: Trials) -> TuningError | None:
+        """What to say where no size was too large, but training too short at each."""
+        if not trials.done or any(trial.is_ok or ENDED_EARLY not in trial.reason for trial in trials.done):
+            return None
+        shortest = min(trials.done, key=lambda trial: trial.batch_size)
+        return TuningError(
+            f"`{self._name}` is too short to find a batch size with: at {shortest.batch_size}, {shortest.reason}; have "
+            "it train longer, lower warmup_steps, or set the batch size yourself"
         )
 
 
@@ -168,9 +211,8 @@ def find_efficient_batch_size(
         TuningError: A number is out of range.
     """
     _check_range(starting_batch_size, min_size, max_size)
-    for name, count, least in (("steps_per_trial", steps_per_trial, 1), ("warmup_steps", warmup_steps, 0)):
-        if not isinstance(count, int) or count < least:
-            raise TuningError(f"{name}={count!r} is not possible: give a whole number of {least} or more")
+    _check_counts(steps_per_trial=steps_per_trial, warmup_steps=warmup_steps, max_trials=max_trials)
+    _check_limits(tolerance, max_seconds, memory)
     options = SearchOptions(
         starting_batch_size=starting_batch_size, tolerance=tolerance, min_size=min_size, max_size=max_size,
         max_trials=max_trials, max_seconds=max_seconds,
@@ -180,6 +222,7 @@ def find_efficient_batch_size(
     )
 
     def decorate(function: Callable[..., Any]) -> EfficientBatchSize:
+        check_function(function)
         return EfficientBatchSize(function, options, settings, remember)
 
     return decorate if function is None else decorate(function)
@@ -196,35 +239,24 @@ def _check_range(starting_batch_size: int, min_size: int, max_size: int | None) 
         )
 
 
-def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name = getattr(function, "__name__", "the function")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a built-in; the call itself will tell
-        return
-    first = next(iter(signature.parameters), None)
-    if first is None:
-        raise TypeError(f"`{name}` takes no argument: its first has to be the batch size")
-    try:
-        signature.bind(0, *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"`{name}` cannot be called with these arguments ({error}): leave out the batch size, that is given"
-        ) from None
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        least = 0 if name == "warmup_steps" else 1
+        if (count is not None or name != "max_trials") and (type(count) is not int or count < least):
+            raise TuningError(f"{name}={count!r} is not possible: give a whole number of {least} or more")
 
 
-def _variables_of(function: Callable[..., Any]) -> Iterator[Any]:
-    """What a function uses by name, and what it is bound to."""
-    while isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values())
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    if owner is not None:
-        yield from (owner, *getattr(owner, "__dict__", {}).values())
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if inspect.isfunction(function):
-        found = inspect.getclosurevars(function)
-        yield from (*found.nonlocals.values(), *found.globals.values())
+def _check_limits(tolerance: float, max_seconds: float | None, memory: MemoryPlugin | None) -> None:
+    if not _is_number(tolerance) or not 0 < tolerance < 1:
+        raise TuningError(f"tolerance={tolerance!r} is not a fraction: give one between 0 and 1, such as 0.03")
+    if max_seconds is not None and (not _is_number(max_seconds) or not max_seconds > 0):
+        raise TuningError(f"max_seconds={max_seconds!r} allows no trial: give a positive number, or None for no limit")
+    if memory is not None and not isinstance(memory, MemoryPlugin):
+        raise TuningError(f"memory={memory!r} is a {type(memory).__name__}: give a MemoryPlugin")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _agreement() -> Agreement:

@@ -108,7 +108,7 @@ class MemoryPlugin:
 
     @property
     def data_parallel(self) -> DataParallelModels:
-        """The DistributedDataParallel models in which the steps run."""
+        """The DistributedDataParallel models that the steps have to do with."""
         return self._steps.state.data_parallel
 
     def detach(self) -> None:
@@ -148,7 +148,7 @@ class MemoryPlugin:
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
         """
-        return self._steps.step((inputs, kwargs), is_around_ddp=True)
+        return self._steps.step((inputs, kwargs))
 
     def backward_scope(self) -> AbstractContextManager[None]:
         """Around a backward of the step opened last, so that its ops and its peak are measured."""

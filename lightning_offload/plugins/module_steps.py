@@ -110,7 +110,7 @@ class ModuleMemoryPlugin(MemoryPlugin):
         if wrapper is not None and wrapper not in self._wrappers:
             self._watch(wrapper)
         key = "training" if module.training else "evaluation"
-        scope = self._steps.step(({key: inputs},), is_around_ddp=False)
+        scope = self._steps.step(({key: inputs},), wrapper)
         del inputs
         scope.__enter__()
         self._open.scopes.append(_Scope(scope, frames, sys.exc_info()[1]))

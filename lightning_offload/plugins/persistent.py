@@ -22,7 +22,7 @@ class PersistentState:
     """Parameters, buffers, gradients, optimizer state and DDP's buckets, counted once for each storage.
 
     Attributes:
-        data_parallel: The DDP models that the steps run in, with their gradient buckets; none without DDP.
+        data_parallel: The DDP models that the steps have to do with, and their gradient buckets; none without DDP.
         optimizer_state_bytes: Bytes of the optimizers' state, None before the first optimizer step.
         optimizer_peak_bytes: Parameters, buffers, gradients and optimizer state after the last optimizer step that
             made state, without the step's temporaries; None before the first.

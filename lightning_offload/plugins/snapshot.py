@@ -14,8 +14,10 @@ that Python code runs, native objects). Members of containers above :data:`MAX_I
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
+import dataclasses
 import functools
 import sys
 import types
@@ -209,7 +211,8 @@ def _refill(container: Any, members: Any) -> None:
 
 
 def take_snapshot(objects: Iterable[Any]) -> Restore:
-    """Remember what is training state among objects, those inside lists, tuples and dicts too, and the random state.
+    """Remember what is training state among objects, those inside lists, tuples,
+    dicts, dataclasses and namespaces too, and the random state.
 
     Training state is what has ``state_dict`` and ``load_state_dict`` (models, optimizers, schedulers, gradient scalers,
     averaged weights), and generators of random numbers, of dataloaders too. Memory plugins keep their plans.
@@ -217,11 +220,9 @@ def take_snapshot(objects: Iterable[Any]) -> Restore:
     Returns:
         What puts all of it back.
     """
-    found: dict[int, Any] = {}
-    for each in objects:
-        _collect(each, found)
-    memento, random_states = Memento(found.values()), RandomStates.now()
-    natives = [(each, copy.deepcopy(each.state_dict())) for each in found.values() if _is_native(each)]
+    found = _collect(objects)
+    memento, random_states = Memento(found), RandomStates.now()
+    natives = [(each, copy.deepcopy(each.state_dict())) for each in found if _is_native(each)]
 
     def restore() -> None:
         memento.restore()
@@ -232,15 +233,33 @@ def take_snapshot(objects: Iterable[Any]) -> Restore:
     return restore
 
 
-def _collect(each: Any, found: dict[int, Any]) -> None:
+def _collect(objects: Iterable[Any]) -> list[Any]:
+    """The training state among objects, each once."""
+    waiting, known, found = collections.deque(objects), dict[int, Any](), list[Any]()
+    while waiting:
+        each = waiting.popleft()
+        if isinstance(each, _ATOMS) or id(each) in known:
+            continue
+        known[id(each)] = each
+        if _is_training_state(each):
+            found.append(each)
+        elif isinstance(each, DataLoader):
+            waiting.extend(getattr(holder, "generator", None) for holder in (each, each.sampler, each.batch_sampler))
+        else:
+            waiting.extend(_members(each))
+    return found
+
+
+def _members(each: Any) -> Iterable[Any]:
+    """What is inside a container, or a record of named things."""
     if isinstance(each, (list, tuple, Mapping)):
-        for inner in each.values() if isinstance(each, Mapping) else each:
-            _collect(inner, found)
-    elif isinstance(each, DataLoader):
-        for holder in (each, each.sampler, each.batch_sampler):
-            _collect(getattr(holder, "generator", None), found)
-    elif _is_training_state(each):
-        found[id(each)] = each
+        members = each.values() if isinstance(each, Mapping) else each
+        return members if len(each) <= MAX_ITEMS else ()
+    if isinstance(each, (types.SimpleNamespace, argparse.Namespace)):
+        return vars(each).values()
+    if dataclasses.is_dataclass(each):
+        return [getattr(each, field.name, None) for field in dataclasses.fields(each)]
+    return ()
 
 
 def _is_training_state(each: Any) -> bool:

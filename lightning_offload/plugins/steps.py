@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.plugins.data_parallel import run_unseen_around_forward
+from lightning_offload.plugins.data_parallel import mark_of, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.ledger import Ledger
@@ -93,6 +93,7 @@ class Steps:
         wrapper = self._module() if self._module is not None else None
         if isinstance(wrapper, DistributedDataParallel):
             self.state.data_parallel.watch(wrapper)
+            self.state.data_parallel.called = wrapper
             self._leave_wrapper = run_unseen_around_forward(wrapper)
         self.state.attach(self.module)
         if not self._is_attached:
@@ -114,12 +115,12 @@ class Steps:
     # ---- scopes
 
     @contextlib.contextmanager
-    def step(self, inputs: tuple[Any, ...], *, is_around_ddp: bool) -> Iterator[None]:
+    def step(self, inputs: tuple[Any, ...], wrapper: DistributedDataParallel | None = None) -> Iterator[None]:
         """Around one forward and its backward, or around forward alone.
 
         Args:
             inputs: What the step is given; shapes and dtypes of the tensors in it choose the cached plan.
-            is_around_ddp: Whether the forward of DDP, if there is one, is inside the step, and not around it.
+            wrapper: The DDP model in whose forward the step begins, if it does.
 
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
@@ -128,9 +129,10 @@ class Steps:
             yield
             return
         self.finish()
-        if is_around_ddp:
-            self.state.data_parallel.lay_out()
-        run = self._begin((*inputs, *self.state.data_parallel.marks()))
+        called = self.state.data_parallel.called
+        if called is not None:
+            self.state.buckets.lay_out(called)
+        run = self._begin((*inputs, *mark_of(wrapper or called)))
         del inputs  # the caller's to free
         if run is None:
             yield

@@ -30,7 +30,10 @@ from lightning_offload.plugins.step_meter import Fate, Seen, StepMeter, TrialOve
 from lightning_offload.tuning.agreement import Agreement, agreed
 from lightning_offload.tuning.trial import Trial
 
-__all__ = ["Trials", "run_trial"]
+__all__ = ["ENDED_EARLY", "Trials", "run_trial"]
+
+ENDED_EARLY = "training ended after"
+"""How the reason of a trial begins whose function returned before anything could be timed."""
 
 
 class Trials:
@@ -189,7 +192,7 @@ def _reason(meter: StepMeter, reason: str, settings: TrialSettings) -> str:
         return reason or "another rank stopped"
     if not meter.step_seconds:
         needed = settings.warmup_steps + 1
-        return reason or f"training ended after {meter.num_steps} optimizer steps, a trial takes at least {needed}"
+        return reason or f"{ENDED_EARLY} {meter.num_steps} optimizer steps, a trial takes at least {needed}"
     return reason
 
 

@@ -8,7 +8,7 @@ step, with a plan each. What is DDP's own in a step is `lightning_offload.plugin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,7 @@ from lightning_offload.strategies.mixin import OffloadMixin
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _StrategyBase
+    from lightning.pytorch.utilities.types import STEP_OUTPUT
 else:
     _StrategyBase = object  # the real base comes from the package in use, see building
 
@@ -52,6 +53,13 @@ class DDPOffloadStrategyMixin(OffloadMixin, _StrategyBase):
         wrapped: DistributedDataParallel = self._memory.data_parallel.construct(super()._setup_model, model)
         run_unseen_around_forward(wrapped)
         return wrapped
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the step as usual, through the wrapper or, as in the trials of a batch size, without it."""
+        model = self.model
+        self._memory.data_parallel.called = model if isinstance(model, DistributedDataParallel) else None
+        return super().training_step(*args, **kwargs)
 
 
 def build_strategy(package: str) -> type[DDPOffloadStrategyMixin]:

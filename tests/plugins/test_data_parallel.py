@@ -161,6 +161,7 @@ def with_strategy(module: nn.Module, keywords: dict[str, Any], memory: MemoryPlu
     memory.attach(module)
     model = memory.data_parallel.construct(DistributedDataParallel, module, **keywords)
     assert isinstance(model, DistributedDataParallel)
+    memory.data_parallel.called = model
     run_unseen_around_forward(model)
     return model
 
@@ -230,6 +231,20 @@ def test_plugin_counts_buckets(plugin: type[MemoryPlugin], way: Any, keywords: d
         memory.detach()
     assert not model._forward_pre_hooks
     assert way is with_strategy or "_pre_forward" not in vars(model)
+
+
+def test_steps_without_the_wrapper() -> None:
+    """A model that is called without its wrapper takes kinds of step of its own, which all-reduce nothing."""
+    memory = ModuleMemoryPlugin("1GiB", policy="all-swap")
+    model = with_hooks(net(), {}, memory)
+    try:
+        for _ in range(4):
+            train(model)
+            train(model.module)
+        assert len(memory.step_kinds) == 2
+        assert all(kind.num_deviations == 0 for kind in memory._steps.ledger.kinds.values())
+    finally:
+        memory.detach()
 
 
 def test_copies_of_a_wrapper() -> None:
