@@ -6,9 +6,9 @@
     fabric.strategy.memory.report()
 
 ``OffloadStrategy`` is for one device; ``DDPOffloadStrategy`` ("ddp_offload") is Fabric's DDP, in which every rank
-plans alone. Every training forward of a model that was set up begins a step; its backward, by ``fabric.backward``
-or without it, belongs to it. Plans go into a checkpoint with the rest of the state:
-``fabric.save(path, {"model": model, "memory": fabric.strategy.memory})``.
+plans alone. Every training forward of a model that was set up begins a step, and so does ``training_step`` of one that
+has it; the backward, by ``fabric.backward`` or without it, belongs to it. Plans go into a checkpoint with the rest of
+the state: ``fabric.save(path, {"model": model, "memory": fabric.strategy.memory})``.
 
 Importing this module registers both names with each Fabric that is imported, or else with the first that is
 installed: ``lightning.fabric`` and ``lightning_fabric`` are one code, but different classes.
@@ -21,7 +21,11 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,12 +63,22 @@ class OffloadMixin(_Base):
     def __init__(self, budget: Budget = None, **keywords: Any) -> None:
         ours = {name: keywords.pop(name) for name in _KEYWORDS & keywords.keys()}
         super().__init__(**keywords)
-        self._memory = ModuleMemoryPlugin(budget, **ours)
+        self._arguments = {"budget": budget, **ours}
+        self._memory = ModuleMemoryPlugin(**self._arguments)
+        self._has_warned = False
 
     @property
     def memory(self) -> ModuleMemoryPlugin:
         """The memory plugin: it has the ``report()``, and ``detach()`` takes every hook off."""
         return self._memory
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the plugin out: Fabric's models refer to their strategy, and copies of them are to carry no hooks."""
+        return {name: value for name, value in vars(self).items() if name != "_memory"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._memory = ModuleMemoryPlugin(**self._arguments)
 
     @override
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -73,17 +87,43 @@ class OffloadMixin(_Base):
         return super().setup_module(module)
 
     @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Update the parameters; warn once where no step was seen before, since no budget is kept then."""
+        returned = super().optimizer_step(optimizer, **kwargs)
+        memory = self._memory
+        if memory.num_followed and not memory.step_kinds and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_NOTHING_SEEN, stacklevel=3)
+        return returned
+
+    @override
     def teardown(self) -> None:
         """Take every hook off."""
         self._memory.detach()
         super().teardown()
 
 
+_NOTHING_SEEN = (
+    "an optimizer stepped, but no model that was set up has been called with gradients, so no memory budget is kept: "
+    "call the model itself, or put `with fabric.strategy.memory.step(batch):` around what you call in its place; a "
+    "compiled model is seen with fabric.setup(model, _reapply_compile=False)"
+)
 _KEYWORDS = {"policy", "tier", "host_budget", "spill_dir", "plan", "keep", "enabled", "verify"}
 
 
 class SingleDeviceMixin(OffloadMixin, _SingleBase):
     """The same for one device, which Fabric assigns after it was asked for."""
+
+    @override
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Follow the model, and its ``training_step``: on one device Fabric does not lead that through forward."""
+        ready = super().setup_module(module)
+        method = getattr(module, "training_step", None)
+        if self._memory.is_following(module) and isinstance(method, MethodType):
+            stepping = _Stepping(self._memory, module, method.__func__)
+            module.training_step = stepping.training_step  # type: ignore[assignment]
+            self._memory.undo.callback(stepping.remove)
+        return ready
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -99,6 +139,36 @@ class SingleDeviceMixin(OffloadMixin, _SingleBase):
                 "strategy='ddp_offload', or pass devices=1 to Fabric and start one process"
             )
         self._root_device = torch.device(devices[0])
+
+
+class _Stepping:
+    """A model's ``training_step``, each call a step of the plugin; that of the model's copies is the plain one.
+
+    Args:
+        memory: The plugin; None for a copy.
+        module: The model. That of the plugin is not kept alive: it ought to be gone when its user lets go of it.
+        function: The method, unbound.
+    """
+
+    def __init__(
+        self, memory: ModuleMemoryPlugin | None, module: torch.nn.Module, function: Callable[..., Any]
+    ) -> None:
+        self._memory, self._function = memory, function
+        self._module: Callable[[], Any] = weakref.ref(module) if memory is not None else lambda: module
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; what it calls of the model is part of the step."""
+        with self._memory.step(*args, **kwargs) if self._memory is not None else nullcontext():
+            return self._function(self._module(), *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Stepping, (None, self._module(), self._function))
+
+    def remove(self) -> None:
+        """Give the model its own method back."""
+        module = self._module()
+        if module is not None:
+            vars(module).pop("training_step", None)
 
 
 _STRATEGIES = {

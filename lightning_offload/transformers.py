@@ -118,15 +118,12 @@ def _check(args: Any) -> None:
     Raises:
         UnsupportedError: The arguments ask for such a thing.
     """
-    found = {
-        "deepspeed": args.deepspeed,
-        "fsdp": args.fsdp,
-        "torch_compile": args.torch_compile,
-        f"n_gpu={args.n_gpu} in one process": args.n_gpu > 1,
-    }
+    found = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "torch_compile": args.torch_compile}
     for name, is_asked in found.items():
         if is_asked:
-            raise UnsupportedError(
-                f"{name} is not supported together with OffloadCallback: leave out one of the two, and start one "
-                "process for each GPU with torchrun"
-            )
+            raise UnsupportedError(f"{name} is not supported together with OffloadCallback: leave out one of the two")
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"n_gpu={args.n_gpu} in one process is not supported together with OffloadCallback: start one process for "
+            "each GPU with torchrun, or let the process see one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )

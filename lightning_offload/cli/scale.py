@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_offload.cli.workload import Captured
 
 _MAX_DEVICES = 1 << 20
+_MEBIBYTE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,9 @@ def parse_devices(text: str) -> tuple[int, ...]:
     Raises:
         UnsupportedError: Not such a list, not in ascending order, or the dots never come to the last one.
     """
-    wrong = UnsupportedError(f"--devices {text!r} is no list of numbers: write 1,8,64 or 1,2,4,...,1024, ascending")
+    wrong = UnsupportedError(
+        f"--devices {text!r} is no list of numbers: write 1,8,64 or 1,2,4,...,1024, ascending from 1 to {_MAX_DEVICES}"
+    )
     numbers: list[int] = []
     parts = [part.strip() for part in text.split(",")]
     is_going_on = False
@@ -182,6 +185,10 @@ def _bucket_bytes(text: str | None) -> int | None:
         raise BudgetError(f"--bucket-size: {error}") from None
     if not num_bytes:
         raise BudgetError(f"--bucket-size {text!r} holds nothing: give a size such as 25MiB")
+    if text.strip().isdecimal() and num_bytes < _MEBIBYTE:
+        raise BudgetError(
+            f"--bucket-size {text} is ambiguous, it may mean bytes or DDP's MiB: write {text}B or {text}MiB"
+        )
     return num_bytes
 
 

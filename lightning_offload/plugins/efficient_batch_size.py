@@ -37,7 +37,7 @@ from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.snapshot import Restore, take_snapshot
 from lightning_offload.plugins.step_meter import TrialSettings
 from lightning_offload.plugins.trial_runs import ENDED_EARLY, Trials
-from lightning_offload.plugins.tuned_function import check_arguments, check_function, variables_of
+from lightning_offload.plugins.tuned_function import check_arguments, check_function, name_of, variables_of
 from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup
 from lightning_offload.tuning.search import SearchResult, find_batch_size
 
@@ -78,7 +78,7 @@ class EfficientBatchSize:
     ) -> None:
         functools.update_wrapper(self, function)
         self.result: SearchResult | None = None
-        self._name = getattr(function, "__name__", type(function).__name__)
+        self._name = name_of(function)
         self._function = function
         self._options = options
         self._settings = settings

@@ -219,7 +219,7 @@ def followable(model: object) -> nn.Module:
         UnsupportedError: It is followed already, or runs on several devices.
     """
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"model={model!r} is a {type(model).__name__}: give a torch.nn.Module")
+        raise PolicyError(f"model={model!r:.80} is a {type(model).__name__}: give a torch.nn.Module")
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
             "torch.nn.DataParallel runs a model on several devices at once, which is not supported: start one process "

@@ -14,10 +14,8 @@ that Python code runs, native objects). Members of containers above :data:`MAX_I
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
-import dataclasses
 import functools
 import sys
 import types
@@ -211,11 +209,11 @@ def _refill(container: Any, members: Any) -> None:
 
 
 def take_snapshot(objects: Iterable[Any]) -> Restore:
-    """Remember what is training state among objects, those inside lists, tuples,
-    dicts, dataclasses and namespaces too, and the random state.
+    """Remember what is training state among objects, and the random state.
 
     Training state is what has ``state_dict`` and ``load_state_dict`` (models, optimizers, schedulers, gradient scalers,
-    averaged weights), and generators of random numbers, of dataloaders too. Memory plugins keep their plans.
+    averaged weights), and generators of random numbers, of dataloaders too; as well where a list, tuple or dict holds
+    it, or an object that is no library's machinery. Memory plugins keep their plans.
 
     Returns:
         What puts all of it back.
@@ -251,15 +249,15 @@ def _collect(objects: Iterable[Any]) -> list[Any]:
 
 
 def _members(each: Any) -> Iterable[Any]:
-    """What is inside a container, or a record of named things."""
+    """What is inside a container, or an object that holds things."""
     if isinstance(each, (list, tuple, Mapping)):
         members = each.values() if isinstance(each, Mapping) else each
         return members if len(each) <= MAX_ITEMS else ()
-    if isinstance(each, (types.SimpleNamespace, argparse.Namespace)):
-        return vars(each).values()
-    if dataclasses.is_dataclass(each):
-        return [getattr(each, field.name, None) for field in dataclasses.fields(each)]
-    return ()
+    if isinstance(each, (Tensor, Dataset)) or not _is_open(each):
+        return ()
+    attributes = getattr(each, "__dict__", None)
+    slots = [getattr(each, name, None) for name in _slots(type(each))]
+    return [*attributes.values(), *slots] if isinstance(attributes, dict) else slots
 
 
 def _is_training_state(each: Any) -> bool:

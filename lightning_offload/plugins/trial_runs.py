@@ -34,6 +34,7 @@ __all__ = ["ENDED_EARLY", "Trials", "run_trial"]
 
 ENDED_EARLY = "training ended after"
 """How the reason of a trial begins whose function returned before anything could be timed."""
+_STOPPED = "another rank stopped"
 
 
 class Trials:
@@ -172,7 +173,7 @@ def run_trial(
     agreement.raise_together(failure, what)  # whether it came before all had stopped, or after
     if meter.fate is Fate.FAILED:
         raise TuningError(f"{what} failed on another rank: see its error")
-    own = _reason(meter, reason or meter.excess, settings)
+    own = _reason(meter, fate, reason or meter.excess, settings)
     is_ok = agreement.is_true_on_all(not own)
     exchanges = exchanges or Exchanges(agreement, settings.clock)
     added = _exposed_seconds(meter, agreement, exchanges) if is_ok else 0.0
@@ -181,19 +182,24 @@ def run_trial(
         note(meter.seen)
     if is_ok or agreement.num_ranks == 1:
         return trial
-    reasons = agreement.gather(reason or meter.excess)  # the first rank that failed may have stopped for another
-    told = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), trial.reason)
+    reasons = agreement.gather(own)  # the first rank that failed may have stopped for another
+    told = next(
+        (f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each not in ("", _STOPPED)), trial.reason
+    )
     return replace(trial, reason=told)
 
 
-def _reason(meter: StepMeter, reason: str, settings: TrialSettings) -> str:
-    """Why the trial is not ok on this rank; empty where it is."""
+def _reason(meter: StepMeter, fate: Fate, reason: str, settings: TrialSettings) -> str:
+    """Why the trial is not ok on this rank, whose function ended so; empty where it is."""
+    if reason:
+        return reason
     if meter.fate is Fate.DOES_NOT_FIT:
-        return reason or "another rank stopped"
+        return _STOPPED
     if not meter.step_seconds:
         needed = settings.warmup_steps + 1
-        return reason or f"{ENDED_EARLY} {meter.num_steps} optimizer steps, a trial takes at least {needed}"
-    return reason
+        early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps, a trial takes at least {needed}"
+        return early if fate is Fate.ENDED else _STOPPED
+    return ""
 
 
 def _exposed_seconds(meter: StepMeter, agreement: Agreement, exchanges: Exchanges) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_offload.errors import TuningError
 
-__all__ = ["check_arguments", "check_function", "variables_of"]
+__all__ = ["check_arguments", "check_function", "name_of", "variables_of"]
 
 
 def check_function(function: Any) -> None:
@@ -27,7 +27,7 @@ def check_function(function: Any) -> None:
             f"{function!r} is a {type(function).__name__}, not a training function: decorate a function, as in "
             "@find_efficient_batch_size(starting_batch_size=64)"
         )
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    called = getattr(function, "__call__", function)  # noqa: B004  # of an object that can be called
     for is_kind, what in (
         (inspect.isgeneratorfunction, "a generator"),
         (inspect.iscoroutinefunction, "a coroutine"),
@@ -58,13 +58,15 @@ def check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         signature.bind(0, *args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"`{name}{signature}` cannot be called with a batch size and these arguments ({error}): its first argument "
-            "is the batch size, which is given by the decorator, so leave that out and give all others"
+            f"`{name}` cannot be called with these arguments ({error}): leave out the batch size, which is its first "
+            "argument and given by the decorator, and give all others"
         ) from None
 
 
 def name_of(function: Any) -> str:
     """What messages call it."""
+    while isinstance(function, functools.partial):
+        function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -77,7 +79,7 @@ def variables_of(function: Callable[..., Any]) -> Iterator[Any]:
         yield from (*function.args, *function.keywords.values())
         function = function.func
     if not inspect.isroutine(function) and not isinstance(function, type):
-        function = function.__call__  # an object that can be called
+        function = getattr(function, "__call__", function)  # noqa: B004  # an object that can be called
     owner = getattr(function, "__self__", None)
     if owner is not None:
         yield from (owner, *getattr(owner, "__dict__", {}).values())
@@ -90,7 +92,7 @@ def variables_of(function: Callable[..., Any]) -> Iterator[Any]:
         known.add(id(found))
         for value in _named_in(found):
             yield value
-            if getattr(value, "__module__", None) == found.__module__:
+            if isinstance(value, FunctionType) and value.__module__ == found.__module__:
                 waiting.append(value)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from lightning_offload import UnsupportedError
 from lightning_offload.errors import BudgetError
 from lightning_offload.fabric import DDPOffloadStrategy, OffloadStrategy
 from lightning_offload.plugins.report_data import Report
-from tests.adapters.nets import NUM_STEPS, assert_same, net, rows, state_of
+from tests.adapters.nets import NUM_STEPS, Net, assert_same, net, rows, state_of
 
 
 def train(strategy: Any = "auto", *, precision: str = "32-true", bare: bool = False) -> dict[str, Tensor]:
@@ -72,6 +76,103 @@ def test_bare_backward() -> None:
     ours, report = offloaded("1GiB", "all-recompute", bare=True)
     assert_same(ours, train(bare=True))
     assert report.num_steps == NUM_STEPS
+
+
+class Stepping(Net):
+    """Has its loss in a `training_step`, as a LightningModule."""
+
+    def training_step(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self(x), y)
+
+
+def train_by_method(strategy: Any = "auto", *, marks: bool = False) -> dict[str, Tensor]:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    torch.manual_seed(1)
+    module = Stepping()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+    if marks:
+        model.mark_forward_method("training_step")
+    losses = []
+    for x, y in rows():
+        losses.append(model.training_step(x, y))
+        fabric.backward(losses[-1])
+        optimizer.step()
+        optimizer.zero_grad()
+        for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(model)):
+            each.training_step(x, y).backward()
+    return state_of(model, optimizer, losses)
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_training_step(marks: bool) -> None:
+    """On one device Fabric calls `training_step` itself; each call is a step, and none of a copy's is."""
+    strategy = OffloadStrategy("1GiB", policy="all-recompute")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(train_by_method(strategy, marks=marks), train_by_method(marks=marks))
+    report = strategy.memory.report()
+    assert report.num_steps == NUM_STEPS
+    assert report.recomputed_bytes > 0
+
+
+def test_training_step_is_given_back() -> None:
+    """The model has its own method again after `detach`, and is not kept alive by the other."""
+    for detaches in (True, False):
+        strategy = OffloadStrategy("1GiB")
+        module = Stepping()
+        model = Fabric(accelerator="cpu", devices=1, strategy=strategy).setup(module)
+        assert "training_step" in vars(module)
+        if detaches:
+            strategy.memory.detach()
+            assert "training_step" not in vars(module)
+        gc.disable()
+        try:
+            del model, module
+            assert strategy.memory.num_followed == 0
+        finally:
+            gc.enable()
+
+
+def test_copies_are_plain() -> None:
+    """What `fabric.setup` returned can be copied, for averaged weights say; the copy trains without the plugin."""
+    strategy = OffloadStrategy("1GiB", policy="all-swap")
+    model = Fabric(accelerator="cpu", devices=1, strategy=strategy).setup(net())
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged(torch.ones(64, 32)).sum().backward()
+    assert strategy.memory.report().num_steps == 0
+    again = copy.deepcopy(strategy)
+    assert (again.memory.budget_bytes, again.memory.policy) == (1 << 30, "all-swap")
+    strategy.memory.detach()
+
+
+@pytest.mark.parametrize("way", ["method", "compiled"])
+def test_nothing_seen(way: str) -> None:
+    """An optimizer that steps without a step of the plugin is one warning, which names two ways out that work."""
+    strategy = OffloadStrategy("1GiB", policy="all-swap")
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    module = net() if way == "method" else torch.compile(net(), backend="eager")
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+    call = model.module.forward if way == "method" else model
+    for num_warnings in (1, 0):
+        call(torch.ones(64, 32)).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert ["no memory budget is kept" in str(each.message) for each in caught] == [True] * num_warnings
+    with strategy.memory.step(torch.ones(64, 32)):
+        call(torch.ones(64, 32)).sum().backward()
+    assert strategy.memory.report().num_steps == 1
+    strategy.memory.detach()
+
+
+def test_compiled() -> None:
+    """A compiled model that Fabric does not compile anew is followed."""
+    strategy = OffloadStrategy("1GiB", policy="all-swap")
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    model = fabric.setup(torch.compile(net(), backend="eager"), _reapply_compile=False)
+    model(torch.ones(64, 32)).sum().backward()
+    assert strategy.memory.report().num_steps == 1
+    strategy.memory.detach()
 
 
 def test_names() -> None:

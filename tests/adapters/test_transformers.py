@@ -239,6 +239,10 @@ def test_unsupported(tmp_path: Path) -> None:
     arguments.torch_compile = True
     with pytest.raises(UnsupportedError, match="torch_compile is not supported"):
         callback.on_train_begin(arguments, trainer.state, trainer.control, model=trainer.model)
+    arguments = copy.copy(trainer.args)
+    arguments._n_gpu = 2
+    with pytest.raises(UnsupportedError, match=r"n_gpu=2 in one process .* start one process for each GPU"):
+        callback.on_train_begin(arguments, trainer.state, trainer.control, model=trainer.model)
     with pytest.raises(PolicyError, match="model=None"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     with pytest.raises(BudgetError):

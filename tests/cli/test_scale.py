@@ -181,6 +181,7 @@ def test_dots_that_lead_elsewhere(text: str) -> None:
         (["--algorithm", "star"], "unknown algorithm 'star': choose one of auto, ring, tree, binary-tree, server"),
         (["--bucket-size", "25M"], "--bucket-size: '25M' is ambiguous"),
         (["--bucket-size", "0"], "--bucket-size '0' holds nothing"),
+        (["--bucket-size", "25"], "--bucket-size 25 is ambiguous, it may mean bytes or DDP's MiB: write 25B or 25MiB"),
         (["--batch-size", "0"], "--batch-size 0 is not positive"),
     ],
 )

@@ -213,6 +213,14 @@ def test_another_rank_stops(other: Fate, is_ok: bool) -> None:
     assert not nn_module._global_forward_pre_hooks
 
 
+def test_another_rank_ends_early() -> None:
+    """A rank that was stopped in its warm-up does not say that its own training has ended."""
+    training = Training(Clock())
+    trial = run_trial(training, 8, TrialSettings(clock=training.clock), Scripted(Fate.GOES_ON, Fate.ENDED))
+    assert not trial.is_ok
+    assert trial.reason == "another rank stopped"
+
+
 def test_another_rank_fails() -> None:
     """An error on another rank is one here too."""
     training = Training(Clock())
