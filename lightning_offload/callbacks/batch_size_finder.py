@@ -15,17 +15,17 @@ import functools
 import math
 import os
 import time
-import weakref
+import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from lightning_offload.callbacks.tuning.options import Options, misconfiguration
+from lightning_offload.callbacks.tuning.options import Options, checked_folder, misconfiguration
 from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.session import Session
-from lightning_offload.callbacks.tuning.table import scaling_table, summary, trials_table
+from lightning_offload.callbacks.tuning.showing import show
 from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
 from lightning_offload.errors import TuningError
 from lightning_offload.plugins.lightning_packages import current_package, import_from, package_of, rank_zero
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 else:
     _FinderBase = object  # the real base comes from the package in use, see build_finder
 
+_MARK = "_efficient_batch_size_token"
+"""Attribute of a model by which the finder that has tuned it knows it again."""
 _UNSUPPORTED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
 
 
@@ -97,10 +99,10 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             base_batch_size=base_batch_size, make_batch=make_batch, max_seconds=max_seconds,
             lr_warmup_epochs=lr_warmup_epochs, provoke_oom=provoke_oom,
         )  # fmt: skip
-        self._plot_dir = plot_dir
+        self._plot_dir = None if plot_dir is None else checked_folder(plot_dir)
         self._clock: Callable[[], float] = time.perf_counter
         self.result = None
-        self._tuned: weakref.ref[Any] | None = None
+        self._token = ""
         self._is_restored = False
         self._session: Session | None = None
         self._warmup: Warmup | None = None
@@ -146,13 +148,19 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         if self.result is not None and (self._is_restored or self._has_tuned(module)):
             warn_of_other_batch(trainer, package, self.result)
             targets.apply(trainer, self.result.batch_size, self.result.lr)
-            self._tuned, self._is_restored = weakref.ref(module), False
+            self._mark(module)
             return
+        self.result, self._token, self._warmup_state = None, "", None  # of another model
         is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._session = Session(self._options, targets, trainer, module, clock=self._clock, is_visible=is_visible)
 
     def _has_tuned(self, module: Any) -> bool:
-        return self._tuned is not None and self._tuned() is module
+        return bool(self._token) and getattr(module, _MARK, "") == self._token
+
+    def _mark(self, module: Any) -> None:
+        # on the module itself: both may travel to another process before the fit
+        self._token, self._is_restored = self._token or uuid.uuid4().hex, False
+        setattr(module, _MARK, self._token)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,8 +177,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             except TuningError as error:
                 raise misconfiguration(trainer, str(error)) from error.__cause__
             self.optimal_batch_size = self.result.batch_size
-            self._tuned, self._is_restored = weakref.ref(pl_module), False
-            self._show(trainer)
+            self._mark(pl_module)
+            show(self.result, trainer, package_of(trainer) or current_package(), self._plot_dir)
         if self._early_exit:
             package = package_of(trainer) or current_package()
             raise import_from(package, "utilities.exceptions")._TunerExitException
@@ -239,7 +247,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         """
         from lightning_offload.callbacks.tuning.standalone import tuned_alone
 
-        self.result = self._tuned = None
+        self.result, self._token = None, ""
         tuned_alone(self, trainer, model, datamodule=datamodule, train_dataloaders=train_dataloaders)
         if self.result is None:
             raise misconfiguration(trainer, "nothing was tuned: fast_dev_run is on, or the run was interrupted")
@@ -264,22 +272,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self.optimal_batch_size = self.result.batch_size
         self._warmup_state = state_dict.get("warmup")
         self._is_restored = True
-
-    # ---- showing
-
-    def _show(self, trainer: Trainer) -> None:
-        if not trainer.is_global_zero or self.result is None:
-            return
-        from rich import get_console
-
-        get_console().print(trials_table(self.result))
-        if self.result.scaling is not None:
-            get_console().print(scaling_table(self.result.scaling))
-        rank_zero(package_of(trainer) or current_package(), "info", f"Continuing with {summary(self.result)}")
-        if self._plot_dir is not None:
-            from lightning_offload.callbacks.tuning.plotting import save_plots
-
-            save_plots(self.result, self._plot_dir, package_of(trainer) or current_package())
 
 
 @functools.cache

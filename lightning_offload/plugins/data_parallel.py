@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, SupportsIndex
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +31,6 @@ from typing_extensions import override
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.tensors.op_facts import effects, facts_of
 
-_T = TypeVar("_T")
 _P = ParamSpec("_P")
 _References = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
@@ -61,7 +59,6 @@ class GradientBuckets:
     def __init__(self) -> None:
         self.version = 0
         self._made: _References = {}
-        self._replaced: set[int] = set()
         self._expected: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
@@ -99,13 +96,11 @@ class GradientBuckets:
         """
         if not torch.is_grad_enabled():
             return
-        before = set(self.sizes())
         with self.noted():
             has_changed = model.reducer._rebuild_buckets()
         if has_changed:
             model._has_rebuilt_buckets = True
             self._expected.pop(model, None)
-            self._replaced |= before
             self.version += 1
 
     def sizes(self, device: torch.device | None = None) -> dict[int, int]:
@@ -115,9 +110,9 @@ class GradientBuckets:
         expected = {-id(model): sum(of) for model, of in self._expected.items() if device in (None, model.device)}
         return {**placed, **{key: size for key, size in expected.items() if size}}
 
-    def were_replaced_in(self, touched: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> bool:
-        """Whether storages that a step touched were buckets which DDP has since replaced."""
-        return any(key in self._replaced and ref() is None for key, ref in touched.items())
+    def are_gone_from(self, touched: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> bool:
+        """Whether storages that a step touched were buckets that are no more: of another layout, or of another fit."""
+        return any(key in self._made and ref() is None for key, ref in touched.items())
 
 
 class DataParallelModels:
@@ -182,25 +177,44 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-_AROUND_FORWARD = ("_pre_forward", "_post_forward")
+class _UnseenAroundForward:
+    """What `run_unseen_around_forward` puts in front of a wrapper's class; its copies and pickles do without it."""
 
-
-def run_unseen_around_forward(model: DistributedDataParallel) -> Callable[[], None]:
-    """Make DDP do its own work around forward unseen, see Note [DDP's own forward]; returns what takes that back."""
-    for name in _AROUND_FORWARD:
-        vars(model)[name] = types.MethodType(_unseen(getattr(type(model), name)), model)
-
-    def undo() -> None:
-        for name in _AROUND_FORWARD:
-            vars(model).pop(name, None)
-
-    return undo
-
-
-def _unseen(function: Callable[..., _T]) -> Callable[..., _T]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> _T:
+    def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         with unseen:
-            return function(*args, **kwargs)
+            return super()._pre_forward(*args, **kwargs)  # type: ignore[misc]
 
-    return run
+    def _post_forward(self, *args: Any, **kwargs: Any) -> Any:
+        with unseen:
+            return super()._post_forward(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        reduced = super().__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)
+        return (_make, (type(self).__bases__[1],), *reduced[2:])
+
+
+def _make(cls: type[Any]) -> Any:
+    return object.__new__(cls)
+
+
+@functools.cache
+def _grafted_class(cls: type[Any]) -> type[Any]:
+    """The subclass of `cls` with that in front, under the name of `cls`."""
+    return type(
+        cls.__name__,
+        (_UnseenAroundForward, cls),
+        {"__qualname__": cls.__qualname__, "__module__": cls.__module__, "__doc__": cls.__doc__},
+    )
+
+
+def run_unseen_around_forward(model: DistributedDataParallel) -> None:
+    """Make DDP do its own work around forward unseen, see Note [DDP's own forward]; idempotent."""
+    if not isinstance(model, _UnseenAroundForward):
+        model.__class__ = _grafted_class(type(model))
+
+
+def run_as_usual(model: DistributedDataParallel) -> None:
+    """Take that back; does nothing to a model without it."""
+    if isinstance(model, _UnseenAroundForward):
+        model.__class__ = type(model).__bases__[1]

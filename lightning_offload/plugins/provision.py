@@ -30,7 +30,7 @@ def provide_plan(key: str, kind: StepKind, hardware: Hardware, state: Persistent
         return
     if kind.touched and kind.state_version != state.version:
         kind.state_version = state.version
-        if state.buckets.were_replaced_in(kind.touched):
+        if state.buckets.are_gone_from(kind.touched):
             kind.record_again()
         kind.set_extra_bytes(state.bytes_beside(kind.touched_now(), hardware.device))
     if kind.phase == "recording":

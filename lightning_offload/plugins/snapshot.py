@@ -8,8 +8,8 @@ does. Gradients are not held on to, so a snapshot takes no device memory.
 :func:`take_snapshot` is the same for objects that someone uses, of which only some are training state.
 
 Shortfalls: what is neither a tensor, a container nor an object with attributes is not restored (open files, generators
-that Python code runs, native objects). Members of containers above :data:`MAX_ITEMS`, and tensors above
-:data:`MAX_DATA_BYTES` that belong to a data set, are taken as constant.
+that Python code runs, native objects). Members of containers above :data:`MAX_ITEMS`, and tensors and
+arrays above :data:`MAX_DATA_BYTES` that belong to a data set, and mapped files, are taken as constant.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_offload.plugins.memory import MemoryPlugin
@@ -94,7 +95,7 @@ class Memento:
             self._known[id(found)] = found
             if len(found) <= MAX_ITEMS:
                 waiting.extend((item, is_data) for item in found)
-        elif (undo := undo_generator(found) or _undo_array(found)) is not None:
+        elif (undo := undo_generator(found) or _undo_array(found, is_data=is_data)) is not None:
             self._known[id(found)] = found
             self._undo.append(undo)
         elif _is_open(found):
@@ -105,9 +106,10 @@ class Memento:
             return
         if is_data and tensor.nbytes > MAX_DATA_BYTES:
             return
-        self._undo.append(_undo_tensor(tensor))
+        self._undo.extend(_undo_tensor(part) for part in _parts(tensor))
         if tensor.is_leaf:
             self._undo.append(_undo_gradient(tensor))
+            self._undo.append(_undo_requires_grad(tensor))
 
     def _note_container(self, found: Any, waiting: collections.deque[tuple[object, bool]], *, is_data: bool) -> None:
         members = copy.copy(dict(found)) if isinstance(found, dict) else list(found)
@@ -152,6 +154,17 @@ def _slots(cls: type) -> list[str]:
     return [name for name in found if not name.startswith("__")]
 
 
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a tensor is made of: itself, or what a subclass wraps, such as a DTensor its shard."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # a mesh of devices may be among them
+            yield from _parts(inner)
+
+
 def _undo_tensor(tensor: Tensor) -> Restore:
     copied = tensor.detach().to("cpu", copy=True)
     is_strided = tensor.layout is torch.strided
@@ -184,11 +197,21 @@ def _undo_gradient(tensor: Tensor) -> Restore:
     return undo
 
 
-def _undo_array(found: Any) -> Restore | None:
+def _undo_requires_grad(tensor: Tensor) -> Restore:
+    is_required = tensor.requires_grad  # a step may freeze a layer
+
+    def undo() -> None:
+        if tensor.requires_grad != is_required:
+            tensor.requires_grad_(is_required)
+
+    return undo
+
+
+def _undo_array(found: Any, *, is_data: bool) -> Restore | None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not isinstance(found, numpy.ndarray) or not found.flags.writeable:
         return None
-    if found.nbytes > MAX_DATA_BYTES:
+    if isinstance(found, numpy.memmap) or (is_data and found.nbytes > MAX_DATA_BYTES):
         return None
     array = found.copy()
     return lambda: found.__setitem__(..., array)

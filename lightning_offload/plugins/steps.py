@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.plugins.data_parallel import mark_of, run_unseen_around_forward
+from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.ledger import Ledger
@@ -58,7 +58,7 @@ class Steps:
         self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self.optimizer_ran_inside = False
         self._module = weakref.ref(module) if module is not None else None
-        self._leave_wrapper: Callable[[], None] = _nothing
+        self._wrappers = contextlib.ExitStack()
         self._run: StepRun | None = None
         self._is_attached = False
         self._is_open = False
@@ -94,7 +94,8 @@ class Steps:
         if isinstance(wrapper, DistributedDataParallel):
             self.state.data_parallel.watch(wrapper)
             self.state.data_parallel.called = wrapper
-            self._leave_wrapper = run_unseen_around_forward(wrapper)
+            run_unseen_around_forward(wrapper)
+            self._wrappers.callback(_run_as_usual, weakref.ref(wrapper))
         self.state.attach(self.module)
         if not self._is_attached:
             self._end_watch = watch_backward(self._around_backward)
@@ -104,7 +105,7 @@ class Steps:
         """Take every hook off and end every thread; idempotent."""
         self.finish()
         self.state.detach()
-        self._leave_wrapper()
+        self._wrappers.close()
         self._end_watch()
         if self.hardware is not None:
             self.ledger.tier_use = self.hardware.use()
@@ -267,6 +268,12 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+
+
+def _run_as_usual(wrapper: weakref.ref[DistributedDataParallel]) -> None:
+    model = wrapper()
+    if model is not None:
+        run_as_usual(model)
 
 
 def _nothing() -> None:

@@ -27,7 +27,7 @@ from lightning_offload.tuning.trial import Trial
 
 __all__ = ["Decision", "Space", "decide"]
 
-_CONFIDENT = 0.97
+_CONFIDENT = 0.985
 _NUM_PROMISING = 14  # sizes among which the next trial is chosen
 _SLOW = 0.3  # of the best throughput: below the last such size nothing is modelled
 _FAR_BELOW = 4  # how much smaller than the edge a predicted answer is where the edge does not matter

@@ -7,7 +7,8 @@ A step's seconds are a few plain things, and every combination over a range of c
 * a bend: from some size on each sample costs more, since swapping no longer hides;
 * whole tiles: 17 samples may cost what 24 or 32 do;
 * what a performance model predicts, where there is one, times a small power of the size: a prediction that is off by
-  tens of percent is seldom off by the same at all sizes. This has half of the weight.
+  tens of percent is seldom off by the same at all sizes. Its weight is less than that of the plain shapes: so the
+  search was right more often where a prediction is biased.
 
 Each is known up to a factor only. What no shape explains is left to the residual in :mod:`~.curve`.
 """
@@ -27,11 +28,12 @@ _TILES = (1, 8, 16, 32)
 _TILED = 0.5  # weight of all tiles above 1 together
 _SHARPNESS = (1.0, 3.0, 64.0)  # seconds are the p-norm of both parts: their sum, in between, the longer one
 _NUM_FIXED = 128  # fixed costs that are considered; so close together that none is far from the truth
-_TILTS = np.linspace(-0.1, 0.1, 11)  # powers of the size that a prediction may be off by
+_TILTS = np.linspace(-0.1, 0.1, 21)  # powers of the size that a prediction may be off by
 _BENDS = (0.3, 1.0, 3.0)  # what a sample costs in addition above the bend, in units of what it costs below
-_NUM_BENDS = 40
-_NUM_BENT_FIXED = 24
+_NUM_BENDS = 48
+_NUM_BENT_FIXED = 64
 _BENT = 0.3  # weight of all bends together, against 1 for the shapes without
+_PREDICTED = 0.3  # weight of a prediction, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def possible_shapes(sizes: Array, largest: int, predicted: Callable[[Array], Arr
     """
     groups = [*_without_bend(sizes, largest), *_with_bend(sizes, largest)]
     if predicted is not None:
-        groups += [(_tile_weight(tile), _filled(sizes, tile, _tilted(predicted))) for tile in _TILES]
+        groups += [(_PREDICTED * _tile_weight(tile), _filled(sizes, tile, _tilted(predicted))) for tile in _TILES]
     return Shapes(
         log_speeds=np.concatenate([rows for _, rows in groups]),
         log_weights=np.concatenate([np.full(len(rows), np.log(weight / len(rows))) for weight, rows in groups]),

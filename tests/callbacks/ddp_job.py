@@ -13,11 +13,12 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 import lightning_offload as lo
 from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted
@@ -51,9 +52,19 @@ class Broken(Net):
 class Talking(Net):
     """Has a collective of its own in the step: a rank that ran out of memory would leave the other waiting."""
 
+    tried: ClassVar[list[int]] = []
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.tried.append(len(batch[0]))
         loss = super().training_step(batch, batch_idx)
         return loss + 0.0 * self.all_gather(loss.detach()).sum()
+
+
+class TalkingInHook(Net):
+    """Has its collective between backward and the optimizer, as one that logs the norm of all gradients."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.all_gather(torch.ones(1))
 
 
 class Synchronised(Net):
@@ -62,6 +73,14 @@ class Synchronised(Net):
     def configure_optimizers(self) -> Any:
         self.synchronised = torch.nn.SyncBatchNorm(8, affine=False)
         return super().configure_optimizers()
+
+
+class Sharded(Net):
+    """Every parameter is a DTensor, of which each rank has a half."""
+
+    def configure_model(self) -> None:
+        for part in (self.stem, self.head):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
 def make_trainer(folder: Path, **kwargs: Any) -> pl.Trainer:
@@ -104,8 +123,10 @@ CASES = {
     "offload": lambda folder: same(folder, lambda: {"strategy": lo.DDPOffloadStrategy(budget="2MiB")}),
     "out-of-memory": lambda folder: same(folder, dict, Tight, max_val=24),
     "not-provoked": lambda folder: same(folder, dict, provoke_oom=False),
-    "collectives": lambda folder: same(folder, dict, Talking),
+    "collectives": lambda folder: {**same(folder, dict, Talking, init_val=16), "first": Talking.tried[0]},
+    "collectives-in-hook": lambda folder: same(folder, dict, TalkingInHook),
     "synchronised": lambda folder: same(folder, dict, Synchronised),
+    "sharded": lambda folder: same(folder, lambda: {"strategy": ModelParallelStrategy(2, 1)}, Sharded),
     "broken": broken,
 }
 
@@ -125,6 +146,7 @@ def main(folder: Path, names: list[str]) -> None:
         rank = torch.distributed.get_rank()
     gc.unfreeze()
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()  # Lightning leaves a gloo one, whose threads must not outlive Python
 
 
 if __name__ == "__main__":

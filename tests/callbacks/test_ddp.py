@@ -65,7 +65,9 @@ def test_a_rank_that_runs_out_of_memory_alone(ranks: Ranks) -> None:
     [
         ("not-provoked", "provoke_oom=False"),
         ("collectives", "collectives"),
+        ("collectives-in-hook", "collectives"),
         ("synchronised", "predicted, not tried: SyncBatchNorm talks to other ranks"),
+        ("sharded", "predicted, not tried: ModelParallelStrategy gathers parameters"),
     ],
 )
 def test_no_rank_is_made_to_run_out_where_others_would_wait(ranks: Ranks, case: str, why: str) -> None:
@@ -74,6 +76,11 @@ def test_no_rank_is_made_to_run_out_where_others_would_wait(ranks: Ranks, case: 
     assert "error" not in first, first["error"]
     assert first == second
     assert why in first["note"]
+
+
+def test_the_configured_size_shows_first_whether_ranks_talk(ranks: Ranks) -> None:
+    """No larger one is tried before, not even `init_val`: where it is too much for one rank, others would wait."""
+    assert [rank["collectives"]["first"] for rank in ranks] == [4, 4]
 
 
 def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:

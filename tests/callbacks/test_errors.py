@@ -10,10 +10,11 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.nn.parameter import is_lazy
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import lightning_offload as lo
-from lightning_offload.errors import TuningError
+from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.training import Clock, Net, finder_of, samples
 
@@ -43,6 +44,46 @@ class Stubborn(Net):
         return DataLoader(samples(), 8)
 
 
+class Early(Net):
+    """Its loader is made before the batch size is set."""
+
+    def setup(self, stage: str) -> None:
+        self.loader = DataLoader(samples(), self.batch_size)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.loader
+
+
+class Sampled(Net):
+    """Its loader has a batch sampler of a size of its own."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(), batch_sampler=BatchSampler(SequentialSampler(samples()), 4, drop_last=False))
+
+
+class Fixed(Net):
+    """Its batch size takes no other value."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "batch_size" and "batch_size" in vars(self):
+            raise ValueError("it is frozen")
+        super().__setattr__(name, value)
+
+
+class Lazy(Net):
+    def __init__(self, scheduler: str) -> None:
+        super().__init__(scheduler=scheduler)
+        self.more = torch.nn.LazyLinear(3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+class Unknown(Net):
+    def __init__(self, scheduler: str) -> None:
+        super().__init__(lr=float("inf"), scheduler=scheduler)
+
+
 class Empty(Net):
     def __init__(self, scheduler: str) -> None:
         super().__init__(batch_size=0, scheduler=scheduler)
@@ -55,7 +96,7 @@ class Ragged(Net):
 
 def raised(trainer: Any, net: Any, *args: Any) -> str:
     """Fit, expect one error that is ours and Lightning's, and find the model untouched."""
-    before = {name: value.clone() for name, value in net.state_dict().items()}
+    before = {name: value.clone() for name, value in net.state_dict().items() if not is_lazy(value)}
     size, rate, rng = vars(net).get("batch_size"), net.lr, torch.get_rng_state()
     with pytest.raises(TuningError) as caught:
         trainer.fit(net, *args)
@@ -83,6 +124,13 @@ def raised(trainer: Any, net: Any, *args: Any) -> str:
         (Streaming, {"max_val": None}, "max_val="),
         (Stubborn, {}, "makes batches of \\[8\\]"),
         (Ragged, {}, "make_batch="),
+        (Early, {}, "`batch_size` was set to 16, but train_dataloader\\(\\) goes on with batches of \\[4\\]"),
+        (Sampled, {}, "goes on with batches of \\[4\\]"),
+        (Fixed, {}, "`batch_size` of Fixed cannot be set to 4 \\(it is frozen\\)"),
+        (Lazy, {}, "`more.weight` is not initialized"),
+        (Unknown, {}, "`lr` is inf: a learning rate is finite and not negative"),
+        (Streaming, {"lr_warmup_epochs": 2}, "lr_warmup_epochs=2 is not possible: the train dataset has no length"),
+        (Net, {"make_batch": lambda size: None}, "make_batch\\(\\d+\\) gave None"),
         (Net, {"min_val": 97, "max_val": None}, "min_val=97 is above the 96 samples"),
     ],
 )
@@ -109,6 +157,15 @@ def test_what_cannot_be_tuned(make_trainer: MakeTrainer, net: Any, keywords: Any
         {"max_seconds": 0},
         {"lr_warmup_epochs": -1},
         {"make_batch": 3},
+        {"init_val": 40, "max_val": 20},
+        {"init_val": 3, "min_val": 4},
+        {"tolerance": "small"},
+        {"max_seconds": "5m"},
+        {"batch_arg_name": None},
+        {"batch_arg_name": ""},
+        {"lr_arg_name": 3},
+        {"provoke_oom": "no"},
+        {"plot_dir": 3},
     ],
 )
 def test_a_keyword_that_is_not_possible(keywords: Any) -> None:
@@ -179,3 +236,19 @@ def test_running_out_of_memory_ends_a_trial_and_not_the_run(make_trainer: MakeTr
     assert any(not trial.is_ok for trial in finder.result.trials)
     assert all(trial.is_ok == (trial.batch_size <= 11) for trial in finder.result.trials)
     assert set(net.sizes[:-1]) == {finder.result.batch_size}
+
+
+def test_a_size_that_no_plan_fits_has_a_short_reason(make_trainer: MakeTrainer) -> None:
+    """The table's row says what the size would need, and not all that an infeasible budget tells."""
+
+    class Planned(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) > 8:
+                raise BudgetInfeasibleError("long", budget_bytes=1 << 20, floor_bytes=3 << 20, op="stem.0 (backward)")
+            return super().training_step(batch, batch_idx)
+
+    clock = Clock()
+    finder = finder_of(clock)
+    make_trainer(callbacks=[finder], max_epochs=1).fit(Planned(clock=clock))
+    assert finder.result.batch_size == 8
+    assert {trial.reason for trial in finder.result.trials} == {"", "needs a budget of 3.0 MiB"}

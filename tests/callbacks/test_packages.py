@@ -71,7 +71,7 @@ assert isinstance(finder, pl.callbacks.BatchSizeFinder)
 assert model.batch_size == finder.result.batch_size
 assert trainer.global_step == -(-64 // model.batch_size)
 try:
-    model.batch_size = "x"; trainer.fit(model, ckpt_path=None); finder._tuned = None; trainer.fit(model)
+    model.batch_size = "x"; trainer.fit(model, ckpt_path=None); finder._token = ""; trainer.fit(model)
 except pl.utilities.exceptions.MisconfigurationException as error:
     assert isinstance(error, lo.TuningError)
 else: raise AssertionError

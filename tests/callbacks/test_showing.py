@@ -65,6 +65,21 @@ def test_the_table_has_predicted_beside_measured() -> None:
     ]
 
 
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    """No row is cut, be its numbers as wide as they come."""
+    trial = Trial(
+        batch_size=65536, is_ok=True, samples_per_second=123456.0, peak_bytes=1000 * 2**20, step_seconds=(0.9996,),
+        predicted_samples_per_second=123456.0, predicted_peak_bytes=1000 * 2**20,
+    )  # fmt: skip
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(trials_table(dataclasses.replace(RESULT, batch_size=65536, trials=(trial,))))
+    rows = [line for line in capture.get().splitlines() if "65536" in line and "│" in line]
+    assert len(rows) == 1
+    assert rows[0].strip().endswith("│")
+    assert "chosen" in rows[0]
+
+
 def test_the_summary_says_what_was_chosen() -> None:
     """Size, effective size, rate, and what fits with and without a plan."""
     assert summary(RESULT) == (
@@ -142,7 +157,8 @@ def test_a_run_shows_one_table(make_trainer: MakeTrainer, capsys: pytest.Capture
     assert capsys.readouterr().out.count("Trials of batch sizes") == 1
     assert (tmp_path / "plots" / "batch_size.html").exists()
     marked = curve_of(finder.result)
-    assert (marked.chosen, marked.largest, marked.largest_plain) == (16, 16, None)
+    assert (marked.chosen, marked.largest, marked.largest_plain) == (16, None, None), "nothing limits memory here"
+    assert "largest that fits" not in summary(finder.result)
 
 
 def test_a_result_survives_its_state() -> None:

@@ -12,6 +12,7 @@ import torch
 import torchmetrics
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_offload as lo
@@ -207,6 +208,7 @@ def assert_same(ours: Any, plain: Any, path: str = "") -> None:
     """Fails unless the two states are equal bit for bit."""
     if isinstance(plain, Tensor):
         assert isinstance(ours, Tensor), path
+        ours, plain = (each.to_local() if isinstance(each, DTensor) else each for each in (ours, plain))
         assert ours.dtype == plain.dtype, f"{path}: {ours.dtype} instead of {plain.dtype}"
         same = ours.contiguous().view(-1).view(torch.uint8).equal(plain.contiguous().view(-1).view(torch.uint8))
         assert same, f"{path} differs"

@@ -29,6 +29,7 @@ def popen(folder: Path) -> None:
     for settings in _SETTINGS:
         strategy = compare(**settings)
     (folder / f"done{strategy.global_rank}").touch()
+    torch.distributed.destroy_process_group()  # Lightning leaves a gloo one, whose threads must not outlive Python
 
 
 def spawn(folder: Path) -> None:

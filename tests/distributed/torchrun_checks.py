@@ -5,6 +5,7 @@ Usage: torchrun --nproc-per-node=2 torchrun_checks.py FOLDER [CHECK ...]
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -129,6 +130,18 @@ def buckets_count() -> None:
         assert found == (2 * 4 * num_parameters if "find_unused_parameters" in keywords else 0), (keywords, found)
 
 
+def buckets_go_with_the_fit() -> None:
+    """The next fit of a Trainer has the memory of the last one's buckets: they wait for no garbage collection."""
+    trainer, module = make_trainer(DDPOffloadStrategy("1GiB", policy="all-swap")), ConvNet()
+    gc.collect()
+    gc.disable()
+    for num_epochs in (1, 2):
+        trainer.fit_loop.max_epochs = num_epochs
+        trainer.fit(module, images(8))
+        assert trainer.strategy.memory.data_parallel.buckets.sizes() == {}
+    gc.enable()
+
+
 # ---- ranks on their own
 
 
@@ -242,9 +255,9 @@ def exception_on_one_rank() -> None:
 
 CHECKS = (
     offload_means_ddp, plain_ddp, accumulation, bf16_mixed, bf16_mixed_accumulation, static_graph,
-    unused_parameters_accumulation, bucket_views_accumulation, several_buckets, all_swap, all_recompute,
-    synced_norm, synced_norm_recomputed, manual_optimization, buckets_count, shapes_differ_between_ranks, checkpoints,
-    monitor, disabled, exception_on_one_rank,
+    unused_parameters_accumulation, bucket_views_accumulation, several_buckets, all_swap, all_recompute, synced_norm,
+    synced_norm_recomputed, manual_optimization, buckets_count, buckets_go_with_the_fit, shapes_differ_between_ranks,
+    checkpoints, monitor, disabled, exception_on_one_rank,
 )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
+import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.plugins.data_parallel import GradientBuckets, InSync, WithoutSync, run_unseen_around_forward
+from lightning_offload.plugins.data_parallel import (
+    GradientBuckets,
+    InSync,
+    WithoutSync,
+    run_as_usual,
+    run_unseen_around_forward,
+)
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.signature import step_signature
@@ -79,8 +85,8 @@ def test_new_layout_after_the_first_backward() -> None:
     buckets.lay_out(model)
     assert buckets.version == 1
     assert sum(buckets.sizes().values()) == 528
-    assert buckets.were_replaced_in(old)
-    assert not buckets.were_replaced_in({})
+    assert buckets.are_gone_from(old)
+    assert not buckets.are_gone_from({})
     train(model)
     buckets.lay_out(model)
     assert buckets.version == 1
@@ -230,7 +236,7 @@ def test_plugin_counts_buckets(plugin: type[MemoryPlugin], way: Any, keywords: d
     finally:
         memory.detach()
     assert not model._forward_pre_hooks
-    assert way is with_strategy or "_pre_forward" not in vars(model)
+    assert way is with_strategy or type(model) is DistributedDataParallel
 
 
 def test_steps_without_the_wrapper() -> None:
@@ -247,14 +253,48 @@ def test_steps_without_the_wrapper() -> None:
         memory.detach()
 
 
-def test_copies_of_a_wrapper() -> None:
-    """A copy does its own work around forward, not that of the original."""
+def test_wrapper_after_all() -> None:
+    """Hiding DDP's own work leaves no trace on the wrapper, nor on its pickles, and does not keep it alive."""
     model, _ = wrapped()
     run_unseen_around_forward(model)
-    found = copy.copy(vars(model)["_pre_forward"])
-    assert found.__self__ is model
-    other = types.SimpleNamespace()
-    assert copy.deepcopy(found, {id(model): other}).__self__ is other
+    run_unseen_around_forward(model)
+    assert isinstance(model, DistributedDataParallel)
+    assert type(pickle.loads(pickle.dumps(model))) is DistributedDataParallel  # its default process group's
+    run_as_usual(model)
+    assert type(model) is DistributedDataParallel
+    with MemoryPlugin("1GiB", module=model) as memory:
+        with memory.step():
+            train(model)
+        reference = weakref.ref(model)
+        del model
+        assert reference() is None
+
+
+def test_several_wrappers() -> None:
+    """Each is given its own methods back."""
+    models = [DistributedDataParallel(net()) for _ in range(2)]
+    memory = MemoryPlugin("1GiB")
+    for model in models:
+        memory.attach(model)
+    memory.detach()
+    assert [type(model) for model in models] == 2 * [DistributedDataParallel]
+
+
+def test_buckets_of_an_earlier_fit() -> None:
+    """A plugin that goes on with a new wrapper records its steps anew: they touched buckets that are gone."""
+    memory = MemoryPlugin("1GiB", policy="all-swap")
+    module = net()
+    for _ in range(2):
+        model = with_strategy(module, {}, memory)
+        for _ in range(4):
+            with memory.step():
+                train(model)
+            module.zero_grad()
+        planned = memory.report().planned
+        assert planned is not None
+        assert planned.graph.persistent_bytes == 2 * 528 + 88  # parameters, buckets, buffers
+        memory.detach()
+        del model
 
 
 def test_is_not_ours() -> None:

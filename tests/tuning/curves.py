@@ -92,11 +92,12 @@ def two_humps(k: float, first: float, dip: float, top: float = 1000.0) -> Curve:
 SHAPES = ("saturating", "kinked", "peaked", "stepped", "two_humps")
 
 
-def draw_case(shape: str, seed: int, *, is_blind: bool = False) -> Case:
+def draw_case(shape: str, seed: int, *, is_blind: bool = False, is_exact: bool = False) -> Case:
     """Draw a machine of a shape, its size and edge over wide ranges, and a prediction of it.
 
     The prediction is off by a factor that changes with size, tens of percent in all, and so is its edge. A blind one
-    sees moreover neither tiles nor peaks nor dips, and the fixed cost of a step only to within 60%.
+    sees moreover neither tiles nor peaks nor dips, and the fixed cost of a step only to within 60%. An exact one is
+    off by nothing.
     """
     rng = np.random.default_rng([seed, *shape.encode()])
     k = float(np.exp(rng.uniform(np.log(1), np.log(400))))
@@ -115,6 +116,8 @@ def draw_case(shape: str, seed: int, *, is_blind: bool = False) -> Case:
         curve = two_humps(k, float(np.exp(rng.uniform(np.log(16), np.log(1000)))), float(rng.uniform(0.05, 0.4)))
     scale, tilt, bend = rng.uniform(0.7, 1.4), rng.uniform(-0.06, 0.06), rng.uniform(-0.1, 0.1)
     predicted_edge = int(edge * rng.uniform(0.75, 1.3))
+    if is_exact:
+        scale, tilt, bend, predicted_edge = 1.0, 0.0, 0.0, edge
     model = saturating(k * float(rng.uniform(0.6, 1.6))) if is_blind else curve
 
     def predict(n: int) -> Prediction:

@@ -42,7 +42,7 @@ def test_draws_are_wide_where_nothing_was_measured() -> None:
 def test_trials_of_a_plain_curve_help_one_another() -> None:
     """Eight trials of a curve that has one of the shapes tell each size better than its own trial."""
     found = draws(saturating(30), [int(size) for size in SIZES[:8]], error=0.03)
-    assert found[:, 4:8].std(axis=0).max() < 0.02
+    assert found[:, 4:8].std(axis=0).max() < 0.025
 
 
 def test_the_same_points_give_the_same_draws() -> None:
@@ -50,11 +50,11 @@ def test_the_same_points_give_the_same_draws() -> None:
     assert np.array_equal(draws(saturating(30), [4, 64]), draws(saturating(30), [4, 64]))
 
 
-def test_a_prediction_has_half_of_the_weight() -> None:
-    """Over all shapes the weights of those from a prediction add up to about as much as the rest."""
+def test_a_prediction_has_less_weight_than_the_plain_shapes() -> None:
+    """Over all shapes the weights of those from a prediction add up to as much as those of all bends."""
     without = np.exp(possible_shapes(SIZES, 64).log_weights).sum()
     both = np.exp(possible_shapes(SIZES, 64, predicted=lambda sizes: np.zeros_like(sizes)).log_weights).sum()
-    assert both - without == pytest.approx(1.0)
+    assert both - without == pytest.approx(0.3)
     assert without == pytest.approx(1.3)
 
 

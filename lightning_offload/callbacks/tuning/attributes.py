@@ -62,11 +62,11 @@ class Attribute:
         for place in (*self.places, *self.logged):
             try:
                 place.set(value)
-            except (AttributeError, TypeError) as error:
+            except Exception as error:
                 raise TuningError(
                     f"`{self.name}` of {type(place.holder).__name__} cannot be set to {value!r} ({error}): make it a"
                     " plain attribute or an entry of hparams"
-                ) from None
+                ) from error
 
 
 def find_attribute(name: str, module: Any, datamodule: Any | None) -> Attribute | None:

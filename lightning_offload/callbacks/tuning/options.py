@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_offload.errors import TuningError
 from lightning_offload.plugins.lightning_packages import current_package, import_from, package_of
 from lightning_offload.tuning.learning_rate import check_rule
 
-__all__ = ["Options", "misconfiguration"]
+__all__ = ["Options", "checked_folder", "misconfiguration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +41,41 @@ class Options:
 
     def __post_init__(self) -> None:
         check_rule(self.lr_scaling)
+        _check_name("batch_arg_name", self.batch_arg_name, is_optional=False)
+        _check_name("lr_arg_name", self.lr_arg_name, is_optional=True)
         for name in ("init_val", "min_val", "max_val", "steps_per_trial", "base_batch_size"):
             _check_count(name, getattr(self, name), least=1, is_optional=name not in ("min_val", "steps_per_trial"))
         for name in ("warmup_steps", "lr_warmup_epochs"):
             _check_count(name, getattr(self, name), least=0, is_optional=False)
-        if not 0 < self.tolerance < 1:
+        if not _is_number(self.tolerance) or not 0 < self.tolerance < 1:
             raise TuningError(
                 f"tolerance={self.tolerance!r} is not possible: give a fraction between 0 and 1, such as 0.03"
             )
-        if self.max_seconds is not None and not self.max_seconds > 0:
+        if self.max_seconds is not None and not (_is_number(self.max_seconds) and self.max_seconds > 0):
             raise TuningError(f"max_seconds={self.max_seconds!r} is not possible: give a positive number, or None")
         if self.max_val is not None and self.min_val > self.max_val:
             raise TuningError(f"min_val={self.min_val} is above max_val={self.max_val}: exchange them")
+        if self.init_val is not None and not self.min_val <= self.init_val <= (self.max_val or self.init_val):
+            raise TuningError(
+                f"init_val={self.init_val} is not between min_val={self.min_val} and max_val={self.max_val}: begin with"
+                " a size that may be chosen"
+            )
         if self.make_batch is not None and not callable(self.make_batch):
             raise TuningError(f"make_batch={self.make_batch!r} is no function: give one that makes a batch of a size")
+        if self.provoke_oom is not None and not isinstance(self.provoke_oom, bool):
+            raise TuningError(f"provoke_oom={self.provoke_oom!r} is not possible: give True, False or None")
+
+
+def _check_name(keyword: str, value: Any, *, is_optional: bool) -> None:
+    if (value is None and is_optional) or (isinstance(value, str) and value):
+        return
+    raise TuningError(
+        f"{keyword}={value!r} is no name: give that of an attribute, such as 'batch_size' or 'hparams.lr'"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_count(name: str, value: Any, *, least: int, is_optional: bool) -> None:
@@ -60,6 +83,17 @@ def _check_count(name: str, value: Any, *, least: int, is_optional: bool) -> Non
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise TuningError(f"{name}={value!r} is not possible: give an int of at least {least}")
+
+
+def checked_folder(plot_dir: Any) -> Path:
+    """The folder for plots.
+
+    Raises:
+        TuningError: It is no path.
+    """
+    if not isinstance(plot_dir, (str, os.PathLike)):
+        raise TuningError(f"plot_dir={plot_dir!r} is no path: give the name of a folder, or None")
+    return Path(os.fspath(plot_dir))
 
 
 def misconfiguration(trainer: Any, message: str) -> Exception:

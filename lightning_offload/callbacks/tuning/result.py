@@ -31,7 +31,7 @@ class TuningResult:
         trials: Every trial, in the order that they ran, measured figures beside predicted ones.
         predictions: What the performance model says of the sizes tried and of those between them.
         largest_size: The largest size that fits the budget under the memory plan (or as the run is, where there is
-            none): found by trial, or predicted where `is_largest_predicted`.
+            none): found by trial, or predicted where `is_largest_predicted`. None where nothing limits memory.
         largest_plain_size: The largest that fits without a memory plan; predicted. None where that is not known.
         is_largest_predicted: Whether no trial was run at `largest_size`.
         confidence: How probably the size is right, by the trials; from 0 to 1.

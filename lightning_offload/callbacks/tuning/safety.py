@@ -15,7 +15,7 @@ import torch
 from lightning_offload.plugins.predictions import LinePredictor
 from lightning_offload.tuning.trial import Prediction, Trial
 
-__all__ = ["is_safe", "reason_not_to_run_out"]
+__all__ = ["is_safe", "num_collectives", "reason_not_to_run_out"]
 
 _SHARE = 0.9  # of the budget that a prediction may fill
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
@@ -37,6 +37,25 @@ def reason_not_to_run_out(trainer: Any, module: Any, provoke_oom: bool | None) -
     if trainer.world_size > 1 and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         return "SyncBatchNorm talks to other ranks within a step"
     return ""
+
+
+def num_collectives() -> int:
+    """How many collectives this process has begun in its groups; where it is another number later, there was one.
+
+    Groups count them, so none is missed: not those of hooks between backward and the optimizer, nor compiled ones.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0
+    from torch.distributed.distributed_c10d import _world
+
+    return sum(map(_num_begun, list(_world.pg_map)))
+
+
+def _num_begun(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return 0
 
 
 def is_safe(

@@ -38,8 +38,10 @@ class Sampler:
         if loop._combined_loader is None or loop.max_batches == 0:
             raise TuningError("there is no batch to train on: the train dataloader is empty, or limit_train_batches=0")
         loaders = loaders_in(loop._combined_loader)
+        self._loaders = loaders
         self._num_samples = num_samples(loaders)
         self._check(loaders)
+        self._has_batch_norm = False
         self._batch: Any = None
         self._size = 0
         if options.make_batch is None:
@@ -50,12 +52,17 @@ class Sampler:
         end_workers(loop)
 
     def _check(self, loaders: list[Any]) -> None:
-        sizes = {loader.batch_size for loader in loaders if loader.batch_size is not None}
+        sizes = set(_sizes(loaders))
         base, size = self._targets.base_size, self._targets.size
         if size is not None and self._targets.loaders is None and sizes and base not in sizes:
             raise TuningError(
                 f"`{size.name}` is {base}, but train_dataloader() makes batches of {sorted(sizes)}: build the"
                 " DataLoader with that attribute"
+            )
+        if self._num_samples is None and self._options.lr_warmup_epochs:
+            raise TuningError(
+                f"lr_warmup_epochs={self._options.lr_warmup_epochs} is not possible: the train dataset has no length,"
+                " so the steps of an epoch are not known; define __len__, or leave the warm-up to a scheduler"
             )
         if self._num_samples is None and (self._options.max_val is None or self._trainer.max_steps == -1):
             raise TuningError(
@@ -64,34 +71,93 @@ class Sampler:
             )
 
     def bounds(self, module: Any, agreement: Agreement) -> Bounds:
-        """The sizes that can be trained with: no window of accumulation is longer than an epoch.
+        """The sizes that can be trained with.
+
+        An epoch has to have enough batches for a window of accumulation, for a validation every so many of them, and
+        for a share of them to be one.
 
         Args:
             module: The model; batch norm needs two samples.
             agreement: Between ranks, which may have different numbers of samples.
 
         Raises:
-            TuningError: They leave no size.
+            TuningError: They leave no size, or the loaders do not follow it.
         """
         options = self._options
-        num_accumulated = self._trainer.accumulate_grad_batches
-        most = math.inf if self._num_samples is None else max(1, self._num_samples // num_accumulated)
-        (most,) = agreement.smallest([most])
+        (most,) = agreement.smallest([self._most()])
         largest = int(min(most, options.max_val if options.max_val is not None else math.inf))
         if options.min_val > largest:
             raise TuningError(
                 f"min_val={options.min_val} is above the {largest} samples that a rank has for one step: lower min_val"
             )
-        has_batch_norm = any(isinstance(part, _BatchNorm) for part in module.modules())
-        smallest = min(max(options.min_val, 2 if has_batch_norm else 1), largest)
+        self._has_batch_norm = any(isinstance(part, _BatchNorm) for part in module.modules())
+        smallest = min(max(options.min_val, 2 if self._has_batch_norm else 1), largest)
         first = options.init_val if options.init_val is not None else self._targets.base_size
+        agreement.together(
+            lambda: self._check_following(smallest, largest), "making a dataloader of another batch size"
+        )
         return smallest, largest, min(max(first, smallest), largest)
+
+    def _most(self) -> float:
+        """The largest size of which an epoch has enough batches; the configured one always has."""
+        if self._num_samples is None:
+            return math.inf
+        trainer = self._trainer
+        limit, interval = trainer.limit_train_batches, trainer.val_check_interval
+        needed: int = 1
+        if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0:
+            needed = interval
+        if isinstance(limit, float):
+            needed = math.ceil(needed / limit)
+        needed = max(needed, int(trainer.accumulate_grad_batches))
+        return max(self._num_samples // needed, min(self._targets.base_size, self._num_samples))
+
+    def without_single(self, batch_size: int, smallest: int) -> int:
+        """The size, or the next lower one that does not leave a single sample, which batch norm cannot train on.
+
+        Args:
+            batch_size: What was found.
+            smallest: What may be chosen.
+        """
+        drops_last = all(getattr(loader.batch_sampler, "drop_last", False) for loader in self._loaders)
+        if self._num_samples is None or drops_last or not self._has_batch_norm:
+            return batch_size
+        below = (size for size in range(batch_size, smallest - 1, -1) if self._num_samples % size != 1)
+        return next(below, batch_size)
+
+    def _check_following(self, smallest: int, largest: int) -> None:
+        """See that the model's or its data's loaders have the size that is set: some are built before it is."""
+        targets, before = self._targets, _sizes(self._loaders)
+        other = next((size for size in (largest, smallest) if size != targets.base_size), None)
+        if targets.size is None or targets.loaders is not None or not before or other is None:
+            return
+        targets.set_batch_size(other)
+        try:
+            after = _sizes(loaders_in(self._trainer.fit_loop._data_source.dataloader()))
+        finally:
+            targets.set_batch_size(targets.base_size)
+        if after == before:
+            raise TuningError(
+                f"`{targets.size.name}` was set to {other}, but train_dataloader() goes on with batches of"
+                f" {sorted(set(after))}: build the DataLoader there, at every call, with that attribute"
+            )
 
     def __call__(self, batch_size: int) -> Any:
         """Make a batch, on the host."""
         if self._options.make_batch is not None:
-            return self._options.make_batch(batch_size)
+            made = self._options.make_batch(batch_size)
+            if made is None:
+                raise TuningError(f"make_batch({batch_size}) gave None: return the batch, as a dataloader would")
+            return made
         return tiled(self._batch, self._size, batch_size)
+
+
+def _sizes(loaders: list[Any]) -> list[int]:
+    found = (
+        loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+        for loader in loaders
+    )
+    return [size for size in found if size is not None]
 
 
 def end_workers(loop: Any) -> None:

@@ -15,20 +15,18 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.callbacks.tuning.options import Options
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.safety import is_safe, reason_not_to_run_out
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
+from lightning_offload.callbacks.tuning.start import Start, roots_of
 from lightning_offload.callbacks.tuning.table import SearchProgress
 from lightning_offload.callbacks.tuning.targets import Targets
-from lightning_offload.callbacks.tuning.trials import Start, TrialRunner
+from lightning_offload.callbacks.tuning.trials import TrialRunner
 from lightning_offload.errors import TuningError
 from lightning_offload.plugins.lightning_packages import rank_zero
 from lightning_offload.plugins.predictions import Predictions, Recorded, fit_predictor, pace_of
-from lightning_offload.plugins.random_states import RandomStates
-from lightning_offload.plugins.snapshot import Memento
 from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup
 from lightning_offload.tuning.learning_rate import (
     effective_batch,
@@ -76,9 +74,7 @@ class Session:
         self._decline = ""
         self._known_size = targets.base_size
         self._trials: list[Trial] = []
-        roots = [module, trainer.fit_loop, *([trainer.datamodule] if trainer.datamodule is not None else [])]
-        roots += loaders_in(targets.loaders) if targets.loaders is not None else []
-        self._start = Start(memento=Memento(roots, keeps_hooks=True), random_states=RandomStates.now())
+        self._start = Start.now(roots_of(trainer, module, targets.loaders))
         self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
 
     def run(self) -> TuningResult:
@@ -127,7 +123,8 @@ class Session:
         try:
             predictions = self._predictions(runner, bounds)
             found = self._search(runner, predictions, bounds)
-            return self._result(found, predictions, runner.recorder.budget_bytes, bounds)
+            (size,) = map(int, self._agreement.smallest([sampler.without_single(found.batch_size, bounds[0])]))
+            return self._result(size, found, predictions, runner.recorder.budget_bytes, bounds)
         finally:
             runner.restore()
             runner.recorder.forget()
@@ -146,18 +143,21 @@ class Session:
         self._decline = reason_not_to_run_out(self._trainer, self._module, provoke)
         smallest, largest, first = bounds
         recorded: dict[int, Recorded] = {}
-        for size in dict.fromkeys((first, 2 * first, first // 2, 4 * first)):
-            if not max(_SMALLEST_RECORDED, smallest) <= size <= largest or len(recorded) == _NUM_RECORDED:
-                continue
-            if self._decline and size > self._known_size:
-                continue  # only what the user runs anyway, and less
+        may_talk = provoke is None and self._agreement.num_ranks > 1  # until a step of a known size has shown it
+        begin = min(first, self._known_size) if may_talk else first
+        for size in filter(None, dict.fromkeys((begin, first, 2 * first, first // 2, 4 * first))):
+            is_wanted = max(_SMALLEST_RECORDED, smallest) <= size <= largest and len(recorded) < _NUM_RECORDED
+            if not (is_wanted or may_talk) or ((self._decline or may_talk) and size > self._known_size):
+                continue  # where no rank may run out of memory, only what the user runs anyway, and less
             found = runner.record(size)
             if found is None:
                 continue
-            recorded[size] = found
+            may_talk = False
+            if is_wanted:
+                recorded[size] = found
             self._known_size = max(self._known_size, size)
-            if provoke is None and not self._agreement.is_true_on_all(not found.has_collectives):
-                self._decline = "training_step has collectives of its own"
+            if not self._decline and provoke is None and not self._agreement.is_true_on_all(not runner.has_collectives):
+                self._decline = "the model has collectives of its own in a training step"
         num_ranks, recorder = self._agreement.num_ranks, runner.recorder
         predictor = fit_predictor(
             recorded, budget_bytes=recorder.budget_bytes, policy=recorder.policy, num_ranks=num_ranks
@@ -206,36 +206,38 @@ class Session:
     # ---- what is found
 
     def _result(
-        self, found: SearchResult, predictions: Predictions, budget_bytes: int | None, bounds: Bounds
+        self, size: int, found: SearchResult, predictions: Predictions, budget_bytes: int | None, bounds: Bounds
     ) -> TuningResult:
-        factor, rate, base = self._learning_rate(found.batch_size)
+        factor, rate, base = self._learning_rate(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
         predicted = predictions.largest(*bounds[:2]) if is_limited else None
         is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
         return TuningResult(
-            batch_size=found.batch_size,
+            batch_size=size,
             lr=rate,
             base_batch_size=base,
-            effective_batch_size=self._effective(found.batch_size),
+            effective_batch_size=self._effective(size),
             lr_factor=factor,
             trials=found.trials,
             predictions=predictions.made(),
-            largest_size=predicted if is_predicted else found.largest,
+            largest_size=predicted if is_predicted else found.largest if is_limited or found.smallest_failing else None,
             largest_plain_size=predictions.largest_plain(*bounds[:2]) if is_limited else None,
             is_largest_predicted=is_predicted,
             confidence=found.confidence,
             budget_bytes=budget_bytes,
             scaling=predictions.scaling(
-                found.batch_size,
+                size,
                 next(each.samples_per_second for each in found.estimates if each.batch_size == found.batch_size),
                 accumulation=self._trainer.accumulate_grad_batches,
             ),
-            note=self._note(found),
+            note=self._note(size, found),
         )
 
-    def _note(self, found: SearchResult) -> str:
+    def _note(self, size: int, found: SearchResult) -> str:
         notes = []
+        if size != found.batch_size:
+            notes.append(f"Not {found.batch_size}: its last batch is one sample, which batch norm cannot train on.")
         if self._decline:
             notes.append(f"Sizes that may not fit were predicted, not tried: {self._decline}.")
         if found.is_exhausted:

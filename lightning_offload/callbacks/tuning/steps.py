@@ -2,7 +2,7 @@
 
 `quiet` takes the Trainer's callbacks and loggers away and makes `log` do nothing, `TrainingSteps` then runs what the
 loop runs for a batch: transfer, forward, backward and, at the end of an accumulation window, the optimizer with
-gradient clipping and the GradScaler, through Lightning's own optimization loops and the user's hooks. Under DDP the
+gradient clipping and the GradScaler, through Lightning's own optimization loops and the model's hooks. Under DDP the
 wrapper stays out of the way and gradients are not reduced, so a rank that runs out of memory leaves no other waiting.
 Nothing here restores: see :mod:`lightning_offload.plugins.snapshot`.
 """
@@ -10,6 +10,7 @@ Nothing here restores: see :mod:`lightning_offload.plugins.snapshot`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ __all__ = ["Clock", "TrainingSteps", "quiet"]
 Clock = Callable[[], float]
 
 _LOGGING = ("log", "log_dict", "print")
+_PLACES = ("name", "version", "save_dir", "root_dir", "log_dir")
 _STARTS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 
 
@@ -33,10 +35,9 @@ _STARTS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 def quiet(trainer: Any, module: Any, package: str) -> Iterator[None]:
     """Nothing that a step does inside is logged, shown, saved or seen by a callback."""
     callbacks, loggers, model, profiler = trainer.callbacks, trainer.loggers, trainer.strategy.model, trainer.profiler
-    dummy = import_from(package, "loggers.logger").DummyLogger
     trainer.callbacks = []
     trainer.profiler = import_from(package, "profilers").PassThroughProfiler()
-    trainer.logger = dummy() if loggers else None
+    trainer.loggers = [_silent_logger(package)(logger) for logger in loggers]
     for name in _LOGGING:
         object.__setattr__(module, name, _nothing)
     trainer.strategy.model = _unwrapped(model)
@@ -54,6 +55,21 @@ def quiet(trainer: Any, module: Any, package: str) -> Iterator[None]:
         trainer.loggers = loggers
         for name in _LOGGING:
             vars(module).pop(name, None)
+
+
+@functools.cache
+def _silent_logger(package: str) -> Any:
+    """A class of loggers that log nothing and are in the place of another one, under its name and in its folders."""
+    base: Any = import_from(package, "loggers.logger").DummyLogger
+
+    def place(name: str) -> property:
+        return property(lambda self: getattr(self._replaced, name, None))
+
+    def init(self: Any, replaced: Any) -> None:
+        base.__init__(self)
+        self._replaced = replaced
+
+    return type("SilentLogger", (base,), {"__init__": init, **{name: place(name) for name in _PLACES}})
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -80,6 +96,9 @@ class TrainingSteps:
         self._package = package
         self._clock = clock
         self.device: torch.device = trainer.strategy.root_device
+        num: int = self._trainer.accumulate_grad_batches
+        # a number that steps may calculate with, and that no batch of ours is the last one of
+        self._num_batches = max(self._trainer.fit_loop.max_batches, num + 1)
 
     def begin(self) -> None:
         """Run the model's own hooks that come before the first step: steps may need what these set up."""
@@ -112,17 +131,21 @@ class TrainingSteps:
         loop, num = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
         # by this the loop tells whether the optimizer's turn has come
         loop.batch_progress.current.ready = num if is_last else 1
-        trainer.fit_loop.max_batches = float("inf")
+        loop.batch_progress.is_last_batch = False
+        trainer.fit_loop.max_batches = self._num_batches
         batch_idx = num - 1 if is_last else 0
         batch = trainer.precision_plugin.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         call = import_from(self._package, "trainer.call")
         batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        # not the strategy's hook of this name: ours prints the plan of the training's steps there
+        call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         if self._module.automatic_optimization:
-            loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+            output = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         else:
-            loop.manual_optimization.run(kwargs)
+            output = loop.manual_optimization.run(kwargs)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
 
     def drop_gradients(self) -> None:
         """Let go of all gradients."""

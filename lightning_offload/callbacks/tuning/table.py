@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SearchProgress", "scaling_table", "summary", "trials_table"]
 
-_TRIALS = ("batch size", "step", "samples/s", "predicted", "peak", "predicted", "")
+_TRIALS = ("size", "step", "samples/s", "predicted", "peak", "predicted", "")
 
 
 def trials_table(result: TuningResult) -> Table:

@@ -6,8 +6,11 @@ then made again. Everything a user may have got wrong about them is found here, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+from torch.nn.parameter import is_lazy
 
 from lightning_offload.callbacks.tuning.attributes import Attribute, find_attribute
 from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, resized
@@ -58,9 +61,11 @@ def find_targets(trainer: Any, module: Any, package: str, options: Options) -> T
     """Find what is to be tuned in a run.
 
     Raises:
-        TuningError: There is no such attribute, or its value is no batch size or learning rate.
+        TuningError: There is no such attribute, or its value is no batch size or learning rate; or the model has
+            parameters that its first step would initialize.
     """
     batch_arg_name, lr_arg_name = options.batch_arg_name, options.lr_arg_name
+    _check_initialized(module)
     source = trainer.fit_loop._data_source
     size = find_attribute(batch_arg_name, module, trainer.datamodule)
     loaders = None if source.is_module() else source.instance
@@ -97,6 +102,15 @@ def _names(module: Any, trainer: Any) -> str:
     return " and ".join(names)
 
 
+def _check_initialized(module: Any) -> None:
+    lazy = next((name for name, value in module.named_parameters() if is_lazy(value)), None)
+    if lazy is not None:
+        raise TuningError(
+            f"the parameter `{lazy}` is not initialized, and the first step of a trial would do that: run one forward"
+            f" in {type(module).__name__}.setup() or configure_model()"
+        )
+
+
 def _checked_size(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TuningError(f"`{name}` is {value!r}, a {type(value).__name__}: a batch size is an int, such as 32")
@@ -107,11 +121,13 @@ def _checked_size(name: str, value: Any) -> int:
 
 def _checked_rate(rate: Attribute) -> float:
     value = rate.get()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TuningError(
-            f"`{rate.name}` is {value!r}, a {type(value).__name__}: a learning rate is a number that is not negative;"
-            " set lr_arg_name=None to scale the optimizer's groups as they are"
+            f"`{rate.name}` is {value!r}, a {type(value).__name__}: a learning rate is a number, such as 0.1; set"
+            " lr_arg_name=None to scale the optimizer's groups as they are"
         )
+    if not (math.isfinite(value) and value >= 0):
+        raise TuningError(f"`{rate.name}` is {value!r}: a learning rate is finite and not negative, such as 0.1")
     return float(value)
 
 

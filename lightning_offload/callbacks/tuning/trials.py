@@ -10,43 +10,25 @@ import dataclasses
 import gc
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_offload.callbacks.tuning.recording import NUM_LEARNING_STEPS, StepRecorder
+from lightning_offload.callbacks.tuning.safety import num_collectives
+from lightning_offload.callbacks.tuning.start import Prepared, Start
 from lightning_offload.callbacks.tuning.steps import TrainingSteps, quiet
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.lightning_packages import import_from
 from lightning_offload.plugins.predictions import Recorded
-from lightning_offload.plugins.random_states import RandomStates
 from lightning_offload.plugins.snapshot import Memento
 from lightning_offload.tuning.agreement import Agreement, agreed
 from lightning_offload.tuning.trial import Trial
 from lightning_offload.units import format_bytes
 
-__all__ = ["Start", "TrialRunner"]
+__all__ = ["TrialRunner"]
 
 _NO_MEMORY = "out of memory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The state that training is to begin from, before Lightning made the optimizers.
-
-    Attributes:
-        memento: Of the model, its data and the loops.
-        random_states: Of the global generators.
-    """
-
-    memento: Memento
-    random_states: RandomStates
-
-    def restore(self) -> None:
-        """Put all of it back."""
-        self.memento.restore()
-        self.random_states.restore()
 
 
 class TrialRunner:
@@ -56,13 +38,16 @@ class TrialRunner:
         trainer: At the start of a fit, optimizers made.
         module: The model.
         package: The Lightning package of both.
-        start: What every trial begins from.
+        start: What every trial begins from, but for what has been made since for the optimizers and the loaders.
         make_batch: Makes a batch of a size, on the host.
         set_batch_size: Sets a size where the model keeps it.
         agreement: Between ranks.
         steps_per_trial: Steps that are timed.
         warmup_steps: Steps before them.
         clock: Tells seconds.
+
+    Attributes:
+        has_collectives: Whether ranks talk to one another in a recorded step, the optimizer's part included.
     """
 
     def __init__(
@@ -80,8 +65,9 @@ class TrialRunner:
         clock: Callable[[], float],
     ) -> None:
         self.recorder = StepRecorder(trainer, module)
+        self.has_collectives = False
         self._trainer, self._module, self._package = trainer, module, package
-        self._start = start
+        self._prepared = Prepared(start)
         self._plugin = Memento([trainer.precision_plugin])
         self._make_batch, self._set_batch_size = make_batch, set_batch_size
         self._agreement = agreement
@@ -93,15 +79,21 @@ class TrialRunner:
         """Undo what all trials have done to model, data, loops, GradScaler and generators."""
         self._steps.drop_gradients()
         self._plugin.restore()
-        self._start.restore()
+        self._prepared.restore()
 
     def record(self, batch_size: int) -> Recorded | None:
         """Record a step at a size on every rank; None where a rank has no memory for it."""
-        found, _ = self._together(batch_size, lambda batch: self.recorder.record(lambda: self._steps.seconds(batch)))
+        found, _ = self._together(batch_size, self._watched)
         is_ok = self._agreement.is_true_on_all(found is not None)
         if found is not None:
             self._recorded[batch_size] = found
         return found if is_ok else None
+
+    def _watched(self, batch: Any) -> Recorded:
+        num_before = num_collectives()
+        found = self.recorder.record(lambda: self._steps.seconds(batch))
+        self.has_collectives |= found.has_collectives or num_collectives() != num_before
+        return found
 
     def __call__(self, batch_size: int) -> Trial:
         """Run the trial of a size; the same record is returned on every rank."""
@@ -119,7 +111,7 @@ class TrialRunner:
                 self._steps.begin()
                 found = run(self._make_batch(batch_size))
         except BudgetInfeasibleError as error:
-            reason = str(error)
+            reason = f"needs a budget of {format_bytes(error.floor_bytes)}"
         except Exception as error:
             if self._is_out_of_memory(error):
                 reason = _NO_MEMORY
