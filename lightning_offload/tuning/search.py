@@ -249,12 +249,12 @@ def _no_size_fits(trials: Sequence[Trial], min_size: int, ended_by: EndedBy | No
     reason = smallest.reason or "no reason was given"
     if smallest.batch_size <= min_size:
         return TuningError(
-            f"no batch size fits: the smallest allowed, min_size={min_size}, failed ({reason}); "
+            f"no batch size fits: the smallest allowed, {min_size}, failed ({reason}); "
             "raise the budget, or make the model or its input smaller"
         )
     return TuningError(
-        f"no batch size was found to fit from min_size={min_size} on before {ended_by} ran out: the smallest of "
-        f"{len(trials)} trials, {smallest.batch_size}, failed ({reason}); start with a smaller init_size"
+        f"no batch size was found to fit from {min_size} on before {ended_by} ran out: the smallest of "
+        f"{len(trials)} trials, {smallest.batch_size}, failed ({reason}); start with a smaller size"
     )
 
 
