@@ -6,16 +6,19 @@ The logarithm of throughput is modelled over the logarithm of the batch size, as
 * a *residual*, a Gaussian process with an exponential covariance: no shape is quite true, and a prediction is off by
   a factor that changes slowly with size;
 * a little roughness of each size on its own;
-* noise, which falls with the repeats of all trials of a size together.
+* noise, which falls with the repeats of all trials of a size together;
+* drift of the machine from trial to trial, which falls with their number: other users of a shared machine slow whole
+  trials down, and repeats within one say nothing of it.
 
-Neither the shape nor how large the residual is gets fitted: they are averaged over, each weighted by its marginal
-likelihood. So a curve that obeys a shape is known well after a few trials, since all of them help one another, and one
-that does not is believed only near its trials. Draws use fixed random numbers: the same trials give the same draws.
+Neither the shape nor how large residual and drift are gets fitted: they are averaged over, each weighted by its
+marginal likelihood. So a curve that obeys a shape is known well after a few trials, since all of them help one
+another, and one that does not is believed only near its trials. Draws use fixed random numbers: the same trials give
+the same draws.
 
 Source: Rasmussen and Williams, Gaussian Processes for Machine Learning, sections 2.2, 2.7 and 5.4; draws by
 Matheron's rule.
-Shortfalls: repeats are taken as lognormal and independent, so a machine that drifts between trials is seen only
-through a small floor of the noise; a dip narrower than the distance between trials is not seen at all.
+Shortfalls: drift is taken as independent from trial to trial, and a slow one looks like a curve; a dip narrower than
+the distance between trials is not seen at all.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ _OFFSET = 3.0  # deviation of the unknown factor's logarithm, about what the tri
 _ROUGHNESS = 0.002
 _RESIDUALS = ((0.005, 6.0, 0.75), (0.04, 4.0, 0.15), (0.2, 2.0, 0.1))
 """Deviation of the residual, octaves over which it changes, and how likely that is before any trial."""
+_DRIFTS = ((0.0, 0.95), (0.05, 0.05))
+"""Deviation of a machine's speed from trial to trial, which no repeats show, and how likely that is likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +49,29 @@ class Points:
         index: Where each stands among the sizes of the grid.
         log_speed: Logarithm of its throughput.
         variance: Of that logarithm, by noise alone.
+        num_trials: Trials that it is from.
     """
 
     index: NDArray[np.intp]
     log_speed: Array
     variance: Array
+    num_trials: Array
 
 
-def draw_curves(sizes: Array, log_shapes: Array, log_weights: Array, points: Points) -> Array:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Draws of what may be true.
+
+    Args:
+        log_speeds: Logarithms of throughput over the grid, one draw a row.
+        drift: Deviation of the machine's speed from trial to trial.
+    """
+
+    log_speeds: Array
+    drift: float
+
+
+def draw_curves(sizes: Array, log_shapes: Array, log_weights: Array, points: Points) -> Curves:
     """Draw curves from what is known after some trials.
 
     Args:
@@ -61,16 +81,17 @@ def draw_curves(sizes: Array, log_shapes: Array, log_weights: Array, points: Poi
         points: What was measured, at least one.
 
     Returns:
-        Logarithms of throughput, one curve a row.
+        The curves, and how much speed drifts.
     """
     at = points.index
     means = log_shapes + np.mean(points.log_speed - log_shapes[:, at], axis=1, keepdims=True)
     octaves = np.log2(sizes)
     distance = np.abs(octaves[:, None] - octaves[None, :])
-    models = [_Model.of(distance, deviation, length, points) for deviation, length, _ in _RESIDUALS]
+    kinds = [(*residual, *drift) for residual in _RESIDUALS for drift in _DRIFTS]
+    models = [_Model.of(distance, deviation, length, drift, points) for deviation, length, _, drift, _ in kinds]
     log_odds = [
-        model.log_evidence(points.log_speed - means[:, at]) + log_weights + np.log(weight)
-        for model, (_, _, weight) in zip(models, _RESIDUALS, strict=True)
+        model.log_evidence(points.log_speed - means[:, at]) + log_weights + np.log(likely * drifts)
+        for model, (_, _, likely, _, drifts) in zip(models, kinds, strict=True)
     ]
     chosen = _shares(np.concatenate(log_odds))
     rng = np.random.default_rng(0)
@@ -79,7 +100,8 @@ def draw_curves(sizes: Array, log_shapes: Array, log_weights: Array, points: Poi
     for number, model in enumerate(models):
         mine = np.flatnonzero(chosen // len(means) == number)
         draws[mine] = model.draw(means[chosen[mine] % len(means)], points, normal[mine], noise[mine])
-    return draws
+    drifts = np.array([drift for *_, drift, _ in kinds])[chosen // len(means)]
+    return Curves(log_speeds=draws, drift=float(np.sqrt(np.mean(drifts**2))))
 
 
 def _shares(log_odds: Array) -> NDArray[np.intp]:
@@ -91,20 +113,24 @@ def _shares(log_odds: Array) -> NDArray[np.intp]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """One size of the residual: its covariance over the grid, and that of the points with its inverse."""
+    """One size of residual and drift: the covariance over the grid, and that of the points with its inverse."""
 
+    noise: Array
     covariance: Array
     observed: Array
     inverse: Array
     gain: Array
 
     @classmethod
-    def of(cls, distance: Array, deviation: float, length: float, points: Points) -> _Model:
+    def of(cls, distance: Array, deviation: float, length: float, drift: float, points: Points) -> _Model:
         at = points.index
+        noise = points.variance + drift**2 / points.num_trials
         covariance = deviation**2 * np.exp(-distance / length) + _OFFSET**2 + _ROUGHNESS**2 * np.eye(len(distance))
-        observed = covariance[np.ix_(at, at)] + np.diag(points.variance)
+        observed = covariance[np.ix_(at, at)] + np.diag(noise)
         inverse: Array = np.asarray(np.linalg.inv(observed), dtype=np.float64)
-        return cls(covariance=covariance, observed=observed, inverse=inverse, gain=covariance[:, at] @ inverse)
+        return cls(
+            noise=noise, covariance=covariance, observed=observed, inverse=inverse, gain=covariance[:, at] @ inverse
+        )
 
     def log_evidence(self, left: Array) -> Array:
         """Logarithm of the density of what each shape leaves over, one shape a row, up to a constant."""
@@ -114,5 +140,5 @@ class _Model:
     def draw(self, means: Array, points: Points, normal: Array, noise: Array) -> Array:
         """Draw from the prior, then move each draw by what it missed at the points (Matheron's rule)."""
         prior = means + normal @ np.linalg.cholesky(self.covariance).T
-        missed = points.log_speed - prior[:, points.index] - noise * np.sqrt(points.variance)
+        missed = points.log_speed - prior[:, points.index] - noise * np.sqrt(self.noise)
         return np.asarray(prior + missed @ self.gain.T)

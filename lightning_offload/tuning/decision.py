@@ -10,6 +10,7 @@ A pure function of the trials: run again on the same ones it says the same, so a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -77,7 +78,7 @@ class _Known:
         fails: The smallest size that did not, or None.
         num_failed: Trials that did not run.
         estimates: Throughput of those that ran.
-        error: Expected standard error of one more trial, as a fraction.
+        error: Expected standard error of one more trial on a calm machine, as a fraction.
     """
 
     fits: tuple[int, ...]
@@ -145,21 +146,22 @@ def _grow(space: Space, known: _Known) -> int | None:
 
 
 def _refine(space: Space, known: _Known) -> Decision:
-    sizes, beliefs = _beliefs(space, known)
+    sizes, beliefs, drift = _beliefs(space, known)
     ran = [index for index, size in enumerate(sizes) if size in known.estimates]
     confidence = beliefs.confidence()
     best = max(ran, key=lambda index: (confidence[index], -index))
     if confidence[best] >= _CONFIDENT:
         return Decision(best=sizes[best], confidence=float(confidence[best]), next_size=None)
+    error = math.hypot(known.error, drift)
     values = {
-        index: expected_confidence(beliefs, ran, index, known.error) for index in beliefs.promising(_NUM_PROMISING, ran)
+        index: expected_confidence(beliefs, ran, index, error) for index in beliefs.promising(_NUM_PROMISING, ran)
     }
     following = max(values, key=lambda index: (round(values[index], 3), -index))
     return Decision(best=sizes[best], confidence=float(confidence[best]), next_size=sizes[following])
 
 
-def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs]:
-    """Draw curves and edges over the sizes that matter, and find what is right on each."""
+def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs, float]:
+    """Draw curves and edges over the sizes that matter, and find what is right on each; and the machine's drift."""
     forecast, largest = space.forecast, known.fits[-1]
     top = _top(space, known)
     bottom = _bottom(space, known)
@@ -173,11 +175,12 @@ def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs]:
         index=np.array([sizes.index(estimate.batch_size) for estimate in measured], dtype=np.intp),
         log_speed=np.log([estimate.samples_per_second for estimate in measured]),
         variance=np.array([estimate.relative_error**2 for estimate in measured]),
+        num_trials=np.array([float(estimate.num_trials) for estimate in measured]),
     )
     curves = draw_curves(array, shapes.log_speeds, shapes.log_weights, points)
     edge = forecast.edge if forecast is not None and forecast.is_edge_known else None
     edges = draw_edges(largest, top, is_open=known.fails is None, predicted=edge)
-    return sizes, Beliefs.of(array, curves, edges, space.tolerance)
+    return sizes, Beliefs.of(array, curves.log_speeds, edges, space.tolerance), curves.drift
 
 
 def _top(space: Space, known: _Known) -> int:

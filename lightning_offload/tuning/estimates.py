@@ -23,7 +23,7 @@ __all__ = ["Estimate", "pool", "repeat_deviation", "trial_error"]
 _EFFICIENCY = 0.9  # of the estimate against the mean, for a handful of repeats
 _USUAL_DEVIATION = 0.03  # of a repeat, before any was measured
 _USUAL_COUNT = 4  # how many pairs of repeats that guess is worth
-_DRIFT = 0.005  # of a machine from trial to trial, which more repeats in one trial do not show
+_DRIFT = 0.005  # of the calmest machine from trial to trial; how much more there is, the curves tell
 _MEDIAN_DISTANCE = 0.9539  # of two normal numbers, in deviations
 
 
@@ -36,12 +36,14 @@ class Estimate:
         samples_per_second: Of all ranks together.
         relative_error: Standard error of the throughput, as a fraction of it.
         num_repeats: Timed steps, of all its trials.
+        num_trials: Its trials.
     """
 
     batch_size: int
     samples_per_second: float
     relative_error: float
     num_repeats: int
+    num_trials: int
 
 
 def repeat_deviation(trials: Iterable[Trial]) -> float:
@@ -78,7 +80,13 @@ def _pooled(size: int, trials: list[Trial], deviation: float) -> Estimate:
     logs = [log for trial in trials for log in _log_speeds(trial)]
     middle = median(fmean(pair) for pair in itertools.combinations_with_replacement(logs, 2))
     error = math.sqrt(deviation**2 / (_EFFICIENCY * len(logs)) + _DRIFT**2 / len(trials))
-    return Estimate(batch_size=size, samples_per_second=math.exp(middle), relative_error=error, num_repeats=len(logs))
+    return Estimate(
+        batch_size=size,
+        samples_per_second=math.exp(middle),
+        relative_error=error,
+        num_repeats=len(logs),
+        num_trials=len(trials),
+    )
 
 
 def _log_speeds(trial: Trial) -> list[float]:

@@ -18,11 +18,15 @@ REPEATS = 5
 
 @dataclass(kw_only=True)
 class FakeMachine:
-    """Runs trials of a known curve on a fake clock: `noise` is the deviation of each repeat's logarithm."""
+    """Runs trials of a known curve on a fake clock.
+
+    `noise` is the deviation of each repeat's logarithm, `drift` that of each trial's, which all its repeats share.
+    """
 
     curve: Curve
     edge: int
     noise: float = 0.05
+    drift: float = 0.0
     repeats: int = REPEATS
     seed: int = 0
     now: float = 0.0
@@ -38,6 +42,8 @@ class FakeMachine:
             self.now += 0.1
             return Trial(batch_size=batch_size, is_ok=False, reason=f"out of memory at {batch_size}")
         seconds = batch_size / self.curve(batch_size)
+        if self.drift:
+            seconds *= math.exp(self.rng.normal(0, self.drift))
         steps = tuple(float(seconds * math.exp(e)) for e in self.rng.normal(0, self.noise, self.repeats))
         self.now += sum(steps)
         return Trial.from_steps(batch_size, steps, peak_bytes=1000 + 10 * batch_size)

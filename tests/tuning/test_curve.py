@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_offload.tuning.curve import NUM_DRAWS, Array, Points, draw_curves
+from lightning_offload.tuning.curve import NUM_DRAWS, Array, Curves, Points, draw_curves
 from lightning_offload.tuning.edge import draw_edges
 from lightning_offload.tuning.shapes import possible_shapes
 from tests.tuning.curves import Curve, peaked, saturating, stepped
@@ -13,12 +13,21 @@ from tests.tuning.curves import Curve, peaked, saturating, stepped
 SIZES = np.array([2.0**power for power in range(1, 11)])
 
 
+def curves(sizes: Array, log_speed: Array, index: list[int], error: float = 0.01, num_trials: int = 1) -> Curves:
+    shapes = possible_shapes(sizes, int(sizes[index].max()))
+    number = len(index)
+    points = Points(
+        index=np.array(index, dtype=np.intp),
+        log_speed=log_speed,
+        variance=np.full(number, error**2),
+        num_trials=np.full(number, float(num_trials)),
+    )
+    return draw_curves(sizes, shapes.log_speeds, shapes.log_weights, points)
+
+
 def draws(curve: Curve, measured: list[int], error: float = 0.01) -> Array:
-    shapes = possible_shapes(SIZES, max(measured))
-    index = np.array([int(np.flatnonzero(size == SIZES)[0]) for size in measured], dtype=np.intp)
-    log_speed = np.log([curve(size) for size in measured])
-    points = Points(index=index, log_speed=log_speed, variance=np.full(len(measured), error**2))
-    return draw_curves(SIZES, shapes.log_speeds, shapes.log_weights, points)
+    index = [int(np.flatnonzero(size == SIZES)[0]) for size in measured]
+    return curves(SIZES, np.log([curve(size) for size in measured]), index, error).log_speeds
 
 
 @pytest.mark.parametrize("curve", [saturating(30), peaked(30, 100, 1.0), stepped(30, 16)])
@@ -43,6 +52,19 @@ def test_trials_of_a_plain_curve_help_one_another() -> None:
     """Eight trials of a curve that has one of the shapes tell each size better than its own trial."""
     found = draws(saturating(30), [int(size) for size in SIZES[:8]], error=0.03)
     assert found[:, 4:8].std(axis=0).max() < 0.025
+
+
+def test_a_machine_that_drifts_is_found_out() -> None:
+    """Trials that scatter more than their repeats say drift, and are trusted less."""
+    sizes = np.unique(np.round(np.geomspace(16, 256, 16)))
+    index = list(range(len(sizes)))
+    calm = np.log([saturating(30)(int(size)) for size in sizes])
+    scattered = calm + 0.05 * np.random.default_rng(3).standard_normal(len(sizes))
+    assert curves(sizes, calm, index).drift < 0.01
+    found = curves(sizes, scattered, index)
+    assert found.drift > 0.04
+    assert found.log_speeds.std(axis=0).min() > 2 * curves(sizes, calm, index).log_speeds.std(axis=0).max()
+    assert curves(sizes, calm, index, num_trials=100).log_speeds.std(axis=0).max() < 0.01
 
 
 def test_the_same_points_give_the_same_draws() -> None:
