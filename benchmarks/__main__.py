@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -45,12 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.pairs < 2:
         print(f"error: --pairs {parsed.pairs} is too few for an interval; give at least 2", file=sys.stderr)
         return 2
+    device = environment.device_name(parsed.device)
+    described = environment.describe("cpu" if device == "cpu" else "cuda")  # before the suite writes its pictures
     try:
         measurements = run_suite(parsed.suite, _options(parsed))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return _finish(parsed, measurements)
+    return _finish(parsed, measurements, device, described)
 
 
 def _options(parsed: argparse.Namespace) -> Options:
@@ -65,14 +68,13 @@ def _options(parsed: argparse.Namespace) -> Options:
     )
 
 
-def _finish(parsed: argparse.Namespace, measurements: Measurements) -> int:
+def _finish(parsed: argparse.Namespace, measurements: Measurements, device: str, described: dict[str, Any]) -> int:
     """Store and show what was measured; the exit status says whether all of it could be."""
-    device = environment.device_name(parsed.device)
     has_told = getattr(load_suite(parsed.suite), "STORES_ITSELF", False)
     if has_told and not parsed.quick and parsed.results is None:
         tables.write_documents()
     elif not has_told and not parsed.quick:
-        store(parsed.suite, device, measurements, parsed.results or RESULTS_FOLDER)
+        store(parsed.suite, device, measurements, described, parsed.results or RESULTS_FOLDER)
     if parsed.json:
         print(json_line(parsed.suite, device, measurements.rows))
     elif not has_told:
@@ -90,10 +92,10 @@ def run_suite(name: str, options: Options) -> Measurements:
         return load_suite(name).run(options, progress)
 
 
-def store(suite: str, device: str, measurements: Measurements, folder: Path = RESULTS_FOLDER) -> None:
-    """Write the result file and bring the documents up to date with it."""
+def store(suite: str, device: str, measurements: Measurements, described: dict[str, Any], folder: Path) -> None:
+    """Write the result file, with the environment as described, and bring the documents up to date with it."""
     path = result_path(suite, device, folder)
-    write_result(path, suite, device, measurements, environment.describe("cpu" if device == "cpu" else "cuda"))
+    write_result(path, suite, device, measurements, described)
     if folder == RESULTS_FOLDER:
         tables.write_documents()
     print(f"wrote {path}", file=sys.stderr)

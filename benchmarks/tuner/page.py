@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.pairs import quartiles
 from benchmarks.tuner.pictures import picture_name, records_of
 from benchmarks.tuner.racing import Race, ratios
-from benchmarks.tuner.records import Record
+from benchmarks.tuner.records import Record, unsettled
 from benchmarks.tuner.sleeping import Outcome
 from lightning_offload.tuning.trial import Trial
 from lightning_offload.units import format_bytes, format_seconds
@@ -79,6 +79,11 @@ def _choice(record: Record) -> Iterator[str]:
         f"- On the measured curve the choice is **{'right' if verdict.is_right else 'wrong'}**: it has "
         f"{1 / verdict.best_over_chosen:.1%} of the throughput of the fastest size ({verdict.best_size}){smaller}."
     )
+    for low, high, limit in unsettled(record):
+        yield (
+            f"- The rounds of the measurement do not settle that: 95% of their resamples put a ratio with the limit "
+            f"{limit:.3f} between {low:.3f} and {high:.3f}."
+        )
     if record.infeasible:
         yield f"- No plan was possible for {', '.join(map(str, record.infeasible))}, which was predicted to fit."
     if result.note:

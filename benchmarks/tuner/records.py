@@ -131,6 +131,20 @@ def _verdict_rows(record: Record) -> Iterator[Row]:
     yield Row(case=case, metric="num_samples_fastest", value=float(verdict.best_size))
 
 
+def unsettled(record: Record) -> list[tuple[float, float, float]]:
+    """Lower end, upper end and limit of those ratios of the verdict whose interval has the limit inside."""
+    rows = {row.metric: row for row in _verdict_rows(record)}
+    found = []
+    for name in ("best_over_chosen_throughput", "smaller_over_best_throughput"):
+        limit = rows[name].goal if name in rows else None
+        if limit is None:
+            continue
+        low, high = rows[f"{name}_low"].value, rows[f"{name}_high"].value
+        if low <= limit <= high:
+            found.append((low, high, limit))
+    return found
+
+
 def _ratio_rows(case: str, metric: str, value: float, slow: Measured, fast: Measured, goal: float) -> Iterator[Row]:
     """Throughput of one size over that of another, with the interval of the rounds' median ratio."""
     per_sample = [[s / one.batch_size for s in one.round_seconds] for one in (fast, slow)]

@@ -48,17 +48,26 @@ def test_full_run_is_stored_and_shown(capsys: pytest.CaptureFixture[str], monkey
     """Without --quick the result goes to `store`; without --json a table is shown."""
     measured = Measurements(rows=[Row(case="some case", metric="ratio", value=1.5, goal=2.0)], config={}, repeats=30)
     asked: list[tuple[str, Options]] = []
-    stored: list[Measurements] = []
+    stored: list[tuple[Measurements, str]] = []
+    has_run = False
 
     def run_suite(name: str, options: Options) -> Measurements:
+        nonlocal has_run
         asked.append((name, options))
+        has_run = True
         return measured
 
+    def describe(kind: str) -> dict[str, str]:
+        return {"commit": "c with changes" if has_run else "c"}
+
     monkeypatch.setattr(command, "run_suite", run_suite)
-    monkeypatch.setattr(command, "store", lambda suite, device, result, folder: stored.append(result))
+    monkeypatch.setattr(command.environment, "describe", describe)
+    monkeypatch.setattr(
+        command, "store", lambda suite, device, result, described, folder: stored.append((result, described["commit"]))
+    )
     assert main(["overhead"]) == 0
     assert asked == [("overhead", Options(quick=False, num_pairs=30))]
-    assert stored == [measured]
+    assert stored == [(measured, "c")]  # what the suite itself writes is no change of what was measured
     output = capsys.readouterr().out
     assert "some case" in output
     assert "<= 2.000" in output

@@ -16,7 +16,7 @@ from benchmarks.results import Measurements, Options
 from benchmarks.suites import tuner
 from benchmarks.tuner import pictures
 from benchmarks.tuner.jobs import quick_jobs
-from benchmarks.tuner.records import Record, job_rows
+from benchmarks.tuner.records import Record, job_rows, unsettled
 from benchmarks.tuner.sleeping import SHAPES
 from lightning_offload.errors import UnsupportedError
 
@@ -83,6 +83,23 @@ def test_a_job_that_fails_is_an_error_row_and_a_note(measured: Measurements) -> 
     """The others go on; the reason stands in the notes."""
     assert [row.case for row in measured.rows if row.metric == "error"] == ["no data"]
     assert measured.notes["no data"] == "FileNotFoundError: no data here"
+
+
+@pytest.mark.parametrize(("scatter", "is_settled"), [(0.0, True), (0.1, False)])
+def test_a_verdict_within_its_interval_is_not_settled(record: Record, scatter: float, is_settled: bool) -> None:
+    """Where the rounds put the ratio on both sides of the limit the page says so, and nowhere else."""
+    chosen, fastest = 10, 20
+    rounds = [0.1 * (1 + scatter * sign) for sign in (-1, 1, -0.5, 0.5, -1, 1)]
+    steps = {chosen: [0.1] * 6, fastest: [2 * seconds / 1.05 for seconds in rounds]}
+    measured = tuple(
+        dataclasses.replace(record.measured[0], batch_size=size, step_seconds=tuple((each,) for each in seconds))
+        for size, seconds in steps.items()
+    )
+    found = dataclasses.replace(record, measured=measured, result=dataclasses.replace(record.result, batch_size=chosen))
+    assert (unsettled(found) == []) == is_settled
+    config = {"jobs": [found.encoded()], "sleeping": [], "load_average": None}
+    text = tuner.page(_stored(Measurements(rows=[], config=config, repeats=6)))
+    assert ("do not settle" not in text) == is_settled
 
 
 def test_every_shape_was_searched(measured: Measurements) -> None:
