@@ -24,8 +24,11 @@ MIB = 1 << 20
 
 
 def _by_height() -> list[object]:
-    at_floor = [pytest.param(case, 0.0, id=f"{case.name}-0.0") for case in CASES]
-    return at_floor + [pytest.param(case, 0.25, id=f"{case.name}-0.25") for case in CASES[::SPARSE]]
+    return [
+        pytest.param(case, height, id=f"{case.name}-{height}")
+        for number, case in enumerate(CASES)
+        for height in ((0.25, 0.0) if number % SPARSE == 0 else (0.0,))
+    ]
 
 
 def train(case: Case, memory: MemoryPlugin, wrap: Wrap = Wrap.WHOLE) -> tuple[Outcome, Report]:

@@ -27,27 +27,28 @@ FULL_MATRIX = {
 """Different enough from one another to run at every height, and under every policy with every wrap."""
 
 
-def _wraps(case: Case, *, widely: bool) -> list[Wrap]:
-    if not case.split or not (widely or case.name in FULL_MATRIX):
+def _wraps(case: Case, turn: int) -> list[Wrap]:
+    """All wraps of a case that is run in full; of another one by turns, so that each wrap meets many cases."""
+    if not case.split:
         return [Wrap.WHOLE]
-    return list(Wrap)
+    return list(Wrap) if case.name in FULL_MATRIX else [list(Wrap)[turn % len(Wrap)]]
 
 
 def _by_height() -> list[object]:
     return [
         pytest.param(case, height, wrap, id=f"{case.name}-{height}-{wrap.value}")
-        for case in CASES
-        for height in (ALL_HEIGHTS if case.name in FULL_MATRIX else HEIGHTS)
-        for wrap in _wraps(case, widely=height == 0.25)
+        for number, case in enumerate(CASES)
+        for turn, height in enumerate(ALL_HEIGHTS if case.name in FULL_MATRIX else HEIGHTS, number)
+        for wrap in _wraps(case, turn)
     ]
 
 
 def _by_policy() -> list[object]:
     return [
         pytest.param(case, policy, wrap, id=f"{case.name}-{policy}-{wrap.value}")
-        for case in CASES
-        for policy in POLICIES
-        for wrap in _wraps(case, widely=False)
+        for number, case in enumerate(CASES)
+        for turn, policy in enumerate(POLICIES, number + 1)
+        for wrap in _wraps(case, turn)
     ]
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.fuzz.running import check
 
-NUM_CHUNKS = 8
-SEEDS_PER_CHUNK = 20
+NUM_CHUNKS = 10
+SEEDS_PER_CHUNK = 10
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
