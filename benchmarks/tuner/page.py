@@ -169,7 +169,9 @@ Lightning's Trainer with `OffloadStrategy`. Then throughput is measured without 
 interleaved rounds, optimizer included; peaks are counted by a tracker that asks the library nothing.
 
 A choice is *right* if its throughput is at least 95% of the fastest size's, and no size below 0.75 of it reaches 98.5%.
-Predictions are those that the finder made from a few recorded steps, before it ran its trials.
+Predictions are those that the finder made from a few recorded steps, before it ran its trials. On a virtual machine
+whose neighbours slow it down for minutes, speeds of the recording, of the trials and of the measurement differ by tens
+of percent, and a finder that says it was not sure means that.
 
 The races train from the same seeds, under the same budget, with the configured and with the found size and learning
 rate, until the mean training loss of the last `window` samples is low enough. The clock counts all of the training but
