@@ -18,7 +18,6 @@ in a hook of the model inside the wrapper they are no part of it anyway.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, SupportsIndex
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_offload.plugins.grafting import graft, ungraft
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.tensors.op_facts import effects, facts_of
 
@@ -198,23 +198,11 @@ def _make(cls: type[Any]) -> Any:
     return object.__new__(cls)
 
 
-@functools.cache
-def _grafted_class(cls: type[Any]) -> type[Any]:
-    """The subclass of `cls` with that in front, under the name of `cls`."""
-    return type(
-        cls.__name__,
-        (_UnseenAroundForward, cls),
-        {"__qualname__": cls.__qualname__, "__module__": cls.__module__, "__doc__": cls.__doc__},
-    )
-
-
 def run_unseen_around_forward(model: DistributedDataParallel) -> None:
     """Make DDP do its own work around forward unseen, see Note [DDP's own forward]; idempotent."""
-    if not isinstance(model, _UnseenAroundForward):
-        model.__class__ = _grafted_class(type(model))
+    graft(model, _UnseenAroundForward)
 
 
 def run_as_usual(model: DistributedDataParallel) -> None:
     """Take that back; does nothing to a model without it."""
-    if isinstance(model, _UnseenAroundForward):
-        model.__class__ = type(model).__bases__[1]
+    ungraft(model, _UnseenAroundForward)

@@ -19,7 +19,6 @@ of validation, test and prediction are left alone. Everything happens on the thr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_offload.errors import UnsupportedError
+from lightning_offload.plugins import grafting
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -84,22 +84,10 @@ def check_supported(plugin: object) -> None:
             )
 
 
-@functools.cache
-def _grafted_class(cls: type[Any]) -> type[Any]:
-    """Builds the subclass of `cls` with the mixin in front, under the name of `cls`."""
-    return type(
-        cls.__name__,
-        (OffloadPrecisionMixin, cls),
-        {"__qualname__": cls.__qualname__, "__module__": cls.__module__, "__doc__": cls.__doc__},
-    )
-
-
 def graft(plugin: Any, memory: MemoryPlugin) -> None:
     """Makes `plugin` run its training steps under `memory`, in place, until `ungraft`."""
     check_supported(plugin)
-    if not isinstance(plugin, OffloadPrecisionMixin):
-        cls: Any = type(plugin)
-        plugin.__class__ = _grafted_class(cls)
+    grafting.graft(plugin, OffloadPrecisionMixin)
     plugin._offload_memory = memory
 
 
@@ -107,6 +95,6 @@ def ungraft(plugin: Any) -> None:
     """Gives `plugin` its own class back; does nothing to a plugin that is not grafted."""
     if not isinstance(plugin, OffloadPrecisionMixin):
         return
-    plugin.__class__ = type(plugin).__bases__[1]
+    grafting.ungraft(plugin, OffloadPrecisionMixin)
     for name in ("_offload_memory", "_offload_inputs"):
         vars(plugin).pop(name, None)
