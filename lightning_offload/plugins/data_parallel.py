@@ -94,7 +94,7 @@ class GradientBuckets:
         Done here it precedes the step, whose ops and memory it is no part of. Like DDP's own call it is a
         collective in the one step where it does anything, and that step is the same on every rank.
         """
-        if not torch.is_grad_enabled():
+        if model._has_rebuilt_buckets or not torch.is_grad_enabled():
             return
         with self.noted():
             has_changed = model.reducer._rebuild_buckets()

@@ -203,7 +203,8 @@ class _Leave(_Hook):
 
 class _BeforeDDP(_Hook):
     def __call__(self, wrapper: DistributedDataParallel, *_: Any) -> None:
-        self.memory.before_ddp(wrapper)
+        if not torch.compiler.is_compiling():
+            self.memory.before_ddp(wrapper)
 
 
 class _NoHook:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_offload.plugins.data_parallel import DataParallelModels
+from lightning_offload.plugins.data_parallel import DataParallelModels, GradientBuckets
 from lightning_offload.tensors.op_facts import is_plain, tensors_in
 
 
@@ -30,7 +30,6 @@ class PersistentState:
 
     def __init__(self, before_optimizer_step: Callable[[list[Tensor]], None]) -> None:
         self.data_parallel = DataParallelModels()
-        self.buckets = self.data_parallel.buckets
         self.optimizer_state_bytes: int | None = None
         self.optimizer_peak_bytes: int | None = None
         self._version = 0
@@ -39,6 +38,11 @@ class PersistentState:
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._hooks: list[Any] = []
+
+    @property
+    def buckets(self) -> GradientBuckets:
+        """The gradient buckets of DDP."""
+        return self.data_parallel.buckets
 
     @property
     def version(self) -> int:

@@ -90,10 +90,11 @@ class Steps:
             self.device = device
         if not self.settings.enabled:
             return
-        wrapper = self._module() if self._module is not None else None
-        if isinstance(wrapper, DistributedDataParallel):
+        model = self._module() if self._module is not None else None
+        wrapper = model if isinstance(model, DistributedDataParallel) else None
+        self.state.data_parallel.called = wrapper
+        if wrapper is not None:
             self.state.data_parallel.watch(wrapper)
-            self.state.data_parallel.called = wrapper
             run_unseen_around_forward(wrapper)
             self._wrappers.callback(_run_as_usual, weakref.ref(wrapper))
         self.state.attach(self.module)

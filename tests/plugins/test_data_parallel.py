@@ -107,7 +107,7 @@ def test_buckets_count_once(views: bool) -> None:
     """They lie beside a step that does not touch them; gradients that are views of them are not counted again."""
     model, buckets = wrapped(gradient_as_bucket_view=views)
     state = PersistentState(lambda parameters: None)
-    state.data_parallel.buckets = state.buckets = buckets
+    state.data_parallel.buckets = buckets
     state.attach(model)
     try:
         parameters, buffers = 528, 2 * 40 + 8
@@ -278,6 +278,18 @@ def test_several_wrappers() -> None:
         memory.attach(model)
     memory.detach()
     assert [type(model) for model in models] == 2 * [DistributedDataParallel]
+
+
+def test_a_model_without_a_wrapper_after_one_with() -> None:
+    """Its steps are of a kind of their own: they are not marked by a wrapper that was served before."""
+    memory = MemoryPlugin("1GiB", policy="all-swap")
+    model = DistributedDataParallel(net())
+    for num_kinds, served in enumerate((model, net()), 1):
+        memory.attach(served)
+        with memory.step(torch.ones(1)):
+            train(served)
+        memory.detach()
+        assert len(memory.step_kinds) == num_kinds
 
 
 def test_buckets_of_an_earlier_fit() -> None:

@@ -177,7 +177,7 @@ class Wrapping(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         if func is torch.ops.aten.detach.default:
-            raise NotImplementedError(f"{func} has no sharding strategy")
+            raise RuntimeError(f"{func} has no sharding strategy")
         raise AssertionError(func)
 
 
