@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_offload.capture.placement import indexed
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, is_plain, tensors_in
+from lightning_offload.tensors.op_facts import Effects, OpFacts, is_plain, tensors_in
 
 
 class LiveBytes(StepObserver):
@@ -38,7 +38,9 @@ class LiveBytes(StepObserver):
         self._dead: deque[tuple[int, weakref.ref[torch.UntypedStorage], int]] = deque()
 
     @override
-    def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
+    def on_op(
+        self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float, did: Effects | None = None
+    ) -> None:
         for tensor in tensors_in((args, kwargs)):
             if tensor.device == self._device and is_plain(tensor):
                 self._read(tensor.untyped_storage())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,25 +24,79 @@ from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.placement import indexed
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
-from lightning_offload.graph.step_graph import Op, Phase, Save, StepGraph, Storage, Value
+from lightning_offload.graph.step_graph import Op, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import ALL_REDUCE, OpFacts, effects, is_at_hand, is_plain
+from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_plain
 
 Price = Callable[[OpFacts, Any, Any, Any], float]
 """Models the duration of a call in seconds from the op, its arguments and its result."""
 
+_ALIVE = -1
 
-@dataclasses.dataclass(slots=True)
-class _Storage:
-    """``death`` is None while it lives; that of a storage from before the step does not show in the graph."""
 
-    num_bytes: int
-    birth: int
-    value: int
-    death: int | None = None
+class _Row(NamedTuple):
+    """What is known of an op before its duration is; a tuple, which costs less than an :class:`Op`."""
 
-    def lives_after(self, tick: int) -> bool:
-        return self.birth <= tick and (self.death is None or self.death > tick)
+    name: str
+    module: str
+    in_backward: bool
+    tick: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    replayable: bool
+    workspace_bytes: int
+    unreplayed: tuple[int, ...]
+
+    def op(self, seconds: float) -> Op:
+        return Op(
+            name=self.name,
+            module=self.module,
+            phase="backward" if self.in_backward else "forward",
+            tick=self.tick,
+            seconds=seconds,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            replayable=self.replayable,
+            workspace_bytes=self.workspace_bytes,
+            unreplayed=self.unreplayed,
+        )
+
+
+class _Lifetimes:
+    """Sizes and lifetimes of storages as columns of ints: a long step has so many that objects would burden the GC.
+
+    Attributes:
+        num_bytes: By storage.
+        birth: By storage: the tick that made it; -1 if it was there before the step.
+        death: By storage: the tick at which it died, or :data:`_ALIVE`. That of a storage from before the step does
+            not show in the graph.
+    """
+
+    __slots__ = ("birth", "death", "num_bytes")
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+        self.birth: list[int] = []
+        self.death: list[int] = []
+
+    def add(self, num_bytes: int, birth: int) -> int:
+        """Enter a storage; its index."""
+        self.num_bytes.append(num_bytes)
+        self.birth.append(birth)
+        self.death.append(_ALIVE)
+        return len(self.birth) - 1
+
+    def bytes_after(self, tick: int) -> int:
+        """Bytes of the storages that live on after a tick."""
+        lifetimes = zip(self.num_bytes, self.birth, self.death, strict=True)
+        return sum(size for size, birth, death in lifetimes if birth <= tick and (death == _ALIVE or death > tick))
+
+
+class _Watched(weakref.ref[torch.UntypedStorage]):
+    """A storage by weak reference, with its index."""
+
+    __slots__ = ("index",)
+    index: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,13 +141,15 @@ class Recorder(StepObserver):
         self._clock = clock or (clock_for(self._device) if is_real else HostClock())
         self._memory = memory or (op_memory_for(self._device) if is_real else None)
         self._modules = ModuleNames(module)
-        self._ops: list[Op] = []
-        self._storages: list[_Storage] = []
-        self._values: list[Value] = []
+        self._ops: list[_Row] = []
+        self._storages = _Lifetimes()
+        self._latest: list[int] = []
+        self._value_storage: list[int] = []
+        self._value_producer: list[int] = []
         self._saves: list[_Save] = []
-        self._by_runtime: list[_Storage] = []
-        self._references: list[weakref.ref[torch.UntypedStorage]] = []
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._by_runtime = _Lifetimes()
+        self._references: list[_Watched] = []
+        self._live: dict[int, _Watched] = {}
         self._tick = 0
         self._backward_module = ""
         self._closed = False
@@ -110,15 +166,23 @@ class Recorder(StepObserver):
         self._clock.before_op()
 
     @override
-    def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
+    def on_op(
+        self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float, did: Effects | None = None
+    ) -> None:
         if self._closed:
             return
         self._clock.after_op(seconds if self._price is None else self._price(facts, args, kwargs, out))
         workspace_bytes = self._memory.after_op() if self._memory is not None else 0
         if workspace_bytes and tries_algorithms(facts.name):
             workspace_bytes = 0
-        read, made, num_fresh = effects(facts, args, kwargs, out)
-        inputs = tuple(dict.fromkeys(self._value_of(t) for t in read if self._counts(t)))
+        read, made, num_fresh = did if did is not None else effects(facts, args, kwargs, out)
+        is_replayable = facts.may_replay(self._device.type, args)
+        inputs: dict[int, None] = {}
+        for tensor in read:
+            if self._counts(tensor):
+                inputs[self._value_of(tensor)] = None
+            elif is_replayable and not is_at_hand(tensor, self._device):
+                is_replayable = False
         index, tick = len(self._ops), self._next_tick()
         outputs = [
             self._make(tensor, index, tick, fresh=position < num_fresh)
@@ -127,20 +191,17 @@ class Recorder(StepObserver):
         ]
         in_backward = torch._C._current_graph_task_id() != -1
         self._saw_backward_op |= in_backward
-        phase: Phase = "backward" if in_backward else "forward"
         self._ops.append(
-            Op(
-                name=facts.name,
-                module=self._backward_module if in_backward else self._modules.current(),
-                phase=phase,
-                tick=tick,
-                seconds=0.0,  # known at the end
-                inputs=inputs,
-                outputs=tuple(outputs),
-                replayable=facts.may_replay(self._device.type, args)
-                and len(outputs) == len(made)
-                and all(is_at_hand(tensor, self._device) for tensor in read),
-                workspace_bytes=workspace_bytes,
+            _Row(
+                facts.name,
+                self._backward_module if in_backward else self._modules.current(),
+                in_backward,
+                tick,
+                tuple(inputs),
+                tuple(outputs),
+                is_replayable and len(outputs) == len(made),
+                workspace_bytes,
+                tuple(outputs[num_fresh:]) if facts.running_stats else (),
             )
         )
 
@@ -170,8 +231,9 @@ class Recorder(StepObserver):
     def on_unpacked(self, index: int, storage: torch.UntypedStorage) -> None:
         if self._closed or self._find(storage) is not None:
             return
-        value = self._values[self._saves[index].value]
-        self._live[storage._cdata] = (weakref.ref(storage), value.storage)
+        reference = _Watched(storage)  # its death is not the graph's business
+        reference.index = self._value_storage[self._saves[index].value]
+        self._live[storage._cdata] = reference
 
     @override
     def on_release(self, index: int) -> None:
@@ -181,9 +243,9 @@ class Recorder(StepObserver):
     @override
     def on_allocation(self, storage: torch.UntypedStorage) -> None:
         if not self._closed:
-            record = _Storage(storage.nbytes(), self._tick, -1)
-            self._by_runtime.append(record)
-            self._references.append(weakref.ref(storage, self._on_death(record)))
+            reference = _Watched(storage, self._note_death_by_runtime)
+            reference.index = self._by_runtime.add(storage.nbytes(), self._tick)
+            self._references.append(reference)
 
     # ---- identity
 
@@ -195,45 +257,49 @@ class Recorder(StepObserver):
         return self._tick - 1
 
     def _find(self, storage: torch.UntypedStorage) -> int | None:
-        entry = self._live.get(storage._cdata)
-        return entry[1] if entry is not None and entry[0]() is storage else None
+        reference = self._live.get(storage._cdata)
+        return reference.index if reference is not None and reference() is storage else None
 
     def _value_of(self, tensor: Tensor) -> int:
         """The value a tensor holds; a storage not seen before was there before the step."""
         storage = tensor.untyped_storage()
         index = self._find(storage)
         if index is None:
-            index = self._new_storage(storage.nbytes(), -1)
-            self._live[storage._cdata] = (weakref.ref(storage, self._on_death(self._storages[index])), index)
-            self._storages[index].value = self._new_value(index, -1)
-        if self._storages[index].birth < 0 and tensor.requires_grad and tensor.is_leaf:
+            index = self._follow(storage, -1)
+            self._new_value(index, -1)
+        if self._storages.birth[index] < 0 and tensor.requires_grad and tensor.is_leaf:
             self.leaves.setdefault(id(tensor), weakref.ref(tensor))
-        return self._storages[index].value
+        return self._latest[index]
 
     def _make(self, tensor: Tensor, op: int, tick: int, *, fresh: bool) -> int:
         """A new value, on a new storage or on one that was written."""
-        storage = tensor.untyped_storage()
         if fresh:
-            index = self._new_storage(storage.nbytes(), tick)
-            self._live[storage._cdata] = (weakref.ref(storage, self._on_death(self._storages[index])), index)
+            index = self._follow(tensor.untyped_storage(), tick)
         else:
-            index = self._values[self._value_of(tensor)].storage
-        self._storages[index].value = self._new_value(index, op)
-        return self._storages[index].value
+            index = self._value_storage[self._value_of(tensor)]
+        return self._new_value(index, op)
 
-    def _on_death(self, record: _Storage) -> Any:
-        def note(_: Any) -> None:
-            record.death = self._tick
+    def _follow(self, storage: torch.UntypedStorage, birth: int) -> int:
+        reference = _Watched(storage, self._note_death)
+        reference.index = index = self._new_storage(storage.nbytes(), birth)
+        self._live[storage._cdata] = reference
+        return index
 
-        return note
+    def _note_death(self, reference: _Watched) -> None:
+        self._storages.death[reference.index] = self._tick
+
+    def _note_death_by_runtime(self, reference: _Watched) -> None:
+        self._by_runtime.death[reference.index] = self._tick
 
     def _new_storage(self, num_bytes: int, birth: int) -> int:
-        self._storages.append(_Storage(num_bytes, birth, -1))
-        return len(self._storages) - 1
+        self._latest.append(-1)
+        return self._storages.add(num_bytes, birth)
 
     def _new_value(self, storage: int, producer: int) -> int:
-        self._values.append(Value(storage=storage, producer=producer))
-        return len(self._values) - 1
+        self._value_storage.append(storage)
+        self._value_producer.append(producer)
+        self._latest[storage] = value = len(self._value_storage) - 1
+        return value
 
     # ---- result
 
@@ -241,15 +307,15 @@ class Recorder(StepObserver):
         """The storages from before the step that it touched and that still live, by identity."""
         return {
             key: reference
-            for key, (reference, index) in self._live.items()
-            if reference() is not None and self._storages[index].birth < 0
+            for key, reference in self._live.items()
+            if reference() is not None and self._storages.birth[reference.index] < 0
         }
 
     def all_reduced(self) -> dict[int, weakref.ref[torch.UntypedStorage]]:
         """Those of them that backward all-reduces, by identity."""
-        ops = [op for op in self._ops if op.phase == "backward" and op.name.startswith(ALL_REDUCE)]
-        reduced = {self._values[value].storage for op in ops for value in op.inputs}
-        return {key: self._live[key][0] for key in self.persistent_ids() if self._live[key][1] in reduced}
+        ops = [op for op in self._ops if op.in_backward and op.name.startswith(ALL_REDUCE)]
+        reduced = {self._value_storage[value] for op in ops for value in op.inputs}
+        return {key: self._live[key] for key in self.persistent_ids() if self._live[key].index in reduced}
 
     @property
     def peak_bytes(self) -> int | None:
@@ -269,16 +335,16 @@ class Recorder(StepObserver):
         if self._memory is None or not self._ops:
             return 0
         tick = self._ops[-1].tick
-        known = sum(s.num_bytes for s in (*self._storages, *self._by_runtime) if s.lives_after(tick))
+        known = self._storages.bytes_after(tick) + self._by_runtime.bytes_after(tick)
         return max(0, self._memory.allocated_bytes - known)
 
     def finish(self) -> StepGraph:
         """End the recording and build the graph; later events are ignored. Waits for an accelerator."""
         self._closed = True
-        end = self._tick
+        end, lifetimes = self._tick, self._storages
         storages = tuple(
-            Storage(num_bytes=s.num_bytes, birth=s.birth, death=end if s.death is None or s.birth < 0 else s.death)
-            for s in self._storages
+            Storage(num_bytes=num_bytes, birth=birth, death=end if death == _ALIVE or birth < 0 else death)
+            for num_bytes, birth, death in zip(lifetimes.num_bytes, lifetimes.birth, lifetimes.death, strict=True)
         )
         saves = tuple(
             Save(
@@ -295,12 +361,15 @@ class Recorder(StepObserver):
         unseen = 0 if self._saw_backward_op else sum(t.untyped_storage().nbytes() for t in leaves.values())
         self._live.clear()
         self._references.clear()
-        durations = zip(self._ops, self._clock.resolve(), strict=True)
         return StepGraph(
             num_ticks=end,
-            ops=tuple(dataclasses.replace(op, seconds=seconds) for op, seconds in durations),
+            ops=tuple(row.op(seconds) for row, seconds in zip(self._ops, self._clock.resolve(), strict=True)),
             storages=storages,
-            values=tuple(self._values),
+            values=tuple(map(_value, self._value_storage, self._value_producer)),
             saves=saves,
             gradient_bytes=unseen,
         )
+
+
+def _value(storage: int, producer: int) -> Value:
+    return Value(storage=storage, producer=producer)

@@ -22,7 +22,7 @@ from lightning_offload.capture.placement import indexed
 from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts
+from lightning_offload.tensors.op_facts import Effects, OpFacts
 
 
 class OpClock(abc.ABC):
@@ -185,7 +185,9 @@ class OpTimes(StepObserver):
         self._clock.before_op()
 
     @override
-    def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
+    def on_op(
+        self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float, did: Effects | None = None
+    ) -> None:
         self._clock.after_op(seconds)
         if self._memory is not None:
             self.workspace_bytes.append(self._memory.after_op())

@@ -42,6 +42,7 @@ class Op:
         replayable: Whether running it again on the same values gives the same bits, without side effects.
         workspace_bytes: Device memory that it needs beyond its inputs and outputs while it runs, and that is gone
             after it; 0 where that is not known.
+        unreplayed: Outputs that a replay of the op does not make: the running statistics of batch norm.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Op:
     outputs: tuple[int, ...]
     replayable: bool
     workspace_bytes: int = dataclasses.field(default=0, metadata=codec.ADDED)
+    unreplayed: tuple[int, ...] = dataclasses.field(default=(), metadata=codec.ADDED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +225,7 @@ def check(graph: StepGraph) -> None:
         cyclic = any(graph.values[v].producer >= i for v in op.inputs)
         _expect(not cyclic, f"ops[{i}] reads a value that is made later: the graph has a cycle")
         _expect(all(graph.values[v].producer == i for v in op.outputs), f"ops[{i}] does not make its outputs")
+        _expect(set(op.unreplayed) <= set(op.outputs), f"ops[{i}] leaves out what it does not make")
     for i, save in enumerate(graph.saves):
         ticks = (save.pack_tick, *save.unpack_ticks)
         ok = 0 <= save.value < len(graph.values) and all(a <= b for a, b in itertools.pairwise(ticks))

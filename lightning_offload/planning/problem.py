@@ -225,7 +225,7 @@ class Problem:
         for op in ops:
             ok = op.replayable and all(self._can_have(v, replayable) for v in op.inputs)
             for v in op.outputs:
-                replayable[v] = ok
+                replayable[v] = ok and v not in op.unreplayed
         return replayable
 
     def _can_have(self, value: int, replayable: list[bool]) -> bool:

@@ -54,6 +54,7 @@ class StepKind:
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         verified: Storages whose replays were verified.
         num_deviations: Steps that left their plan.
+        num_surprises: Steps in which backward wrote what the plan counts on.
         num_unfinished: Recordings without a backward, or in which an optimizer made its state.
         num_planned: Steps under a plan, or unplanned.
         measured_peak_bytes: Peak of the last measured step, in total and by phase.
@@ -77,6 +78,7 @@ class StepKind:
     accumulated_bytes: int = 0
     verified: set[int] = dataclasses.field(default_factory=set)
     num_deviations: int = 0
+    num_surprises: int = 0
     num_unfinished: int = 0
     num_planned: int = 0
     measured_peak_bytes: int | None = None
@@ -191,6 +193,12 @@ class StepKind:
         """Record the next step in place of the recorded one: it touched what is not there any more."""
         self.program = None
         self.phase = "recording"
+
+    def surprised(self) -> None:
+        """Backward wrote what the plan counts on, which took memory: record a step that does, a few times at most."""
+        self.num_surprises += 1
+        if self.num_surprises <= _MAX_DEVIATIONS and self.phase in ("verifying", "measuring", "planned"):
+            self.record_again()
 
     def demote(self, storage: int) -> None:
         """Plan again without recomputing a storage whose replay did not give the same bits."""

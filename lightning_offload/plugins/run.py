@@ -129,6 +129,8 @@ class StepRun:
         if self.executor.has_deviated:
             kind.deviated(self.executor.deviation)
             return
+        if self.executor.unforeseen_bytes:
+            kind.surprised()
         if self.verifier is not None:
             kind.verified |= self.verifier.verified
         if self.times is not None and kind.program is not None and kind.program is self.executor.program:

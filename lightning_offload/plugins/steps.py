@@ -29,6 +29,7 @@ from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.signature import step_signature
 from lightning_offload.runtime.mode import Executor, executing
 from lightning_offload.runtime.step_mode import mode_off, watch_backward
+from lightning_offload.runtime.user_code import seeing_user_code
 
 
 class Steps:
@@ -157,18 +158,20 @@ class Steps:
         """Around every backward of the process: those of the open or pending step are watched where they must be."""
         run = self._run
         is_nested = torch._C._current_graph_task_id() != -1
-        if run is None or is_nested or threading.get_ident() != self._thread or run.executor.is_spent:
+        if run is None or run.executor.is_spent or not (is_nested or threading.get_ident() == self._thread):
             yield  # another's
             return
-        run.executor.backward_begins()
-        if not self._is_open:
-            with self._opened(run, hooks=False):
-                yield
-        elif run.executor.watches_backward:
+        executor = run.executor
+        with contextlib.ExitStack() as stack:
+            if not is_nested:
+                executor.backward_begins()
+            if not (is_nested or self._is_open):
+                stack.enter_context(self._opened(run, hooks=False))
+            elif not executor.watches_backward:
+                stack.enter_context(mode_off())
+            if executor.sees_user_code:
+                stack.enter_context(seeing_user_code(executor.dispatch))
             yield
-        else:
-            with mode_off():
-                yield
 
     @contextlib.contextmanager
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:

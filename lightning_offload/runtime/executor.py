@@ -31,12 +31,13 @@ from lightning_offload.runtime.step_mode import CHANGED_BY_MODES, leave_for_this
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.tiers import Tiers
+from lightning_offload.runtime.user_code import NotSeen
 from lightning_offload.runtime.values import Handle, Lease, Value, on_counter_of, witness_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.writes import Writes, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, facts_of, is_plain
+from lightning_offload.tensors.op_facts import Effects, OpFacts, effects, facts_of, is_plain
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class StepExecutor:
         self._table = ValueTable()
         self._following = Following(device, self._table)
         self._recording = Recording(device, self._table)
-        self._residence = Residence(device, tiers, self._table, self.decisions, observer)
+        self._residence = Residence(device, tiers, self._table, self.decisions, observer, verifier)
         self._writes = Writes(self._table, self._residence, self._lock, observer, is_recomputing=self.is_recomputing)
 
     @property
@@ -106,6 +107,16 @@ class StepExecutor:
         """Whether the ops of backward must be seen."""
         return self.observer is not None or (self.program is not None and self.program.is_strict)
 
+    @property
+    def sees_user_code(self) -> bool:
+        """Whether what the program's own code does in backward must be seen: where there are replays, or may be."""
+        return self.is_recomputing or (self.program is None and self.observer is not None)
+
+    @property
+    def unforeseen_bytes(self) -> int:
+        """Values made again in backward before a write that the plan did not know of."""
+        return self._writes.settled_bytes
+
     # ---- ops
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,14 +135,15 @@ class StepExecutor:
                 self._release(step.release)
             call = self._recording.record(func, facts, args, kwargs) if step is not None and step.record else None
             rewritten = self._writes.before_op(facts, args, kwargs) if facts.mutates else []
-            out = self._run(func, facts, args, kwargs)
+            is_followed = step is None or bool(step.register)
+            out, did = self._run(func, facts, args, kwargs, is_followed=is_followed)
             if facts.is_foreach_write:
                 count_writes(facts, args, kwargs)
             for tensor, key in rewritten:
                 if tensor.untyped_storage()._cdata == key:
                     self._following.new(tensor, -1)
-            if step is None or step.register:
-                how = self._following.op(facts, args, kwargs, out, step, call)
+            if did is not None:
+                how = self._following.op(facts, did, step, call)
                 if how:
                     self.deviate(how)
             return out
@@ -152,16 +164,21 @@ class StepExecutor:
         for value in self._table.all_indexed():
             self._residence.release(value)
 
-    def _run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_followed: bool
+    ) -> tuple[Any, Effects | None]:
+        """Run an op, and tell the observer; its result, and what it did if that is to be followed."""
         observer = self.observer
         if observer is None:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            return out, effects(facts, args, kwargs, out) if is_followed else None
         observer.before_op()
         start = time.perf_counter()
         out = func(*args, **kwargs)
         seconds = time.perf_counter() - start
-        observer.on_op(facts, args, kwargs, out, seconds)
-        return out
+        did = effects(facts, args, kwargs, out) if is_followed else None
+        observer.on_op(facts, args, kwargs, out, seconds, did)
+        return out, did
 
     # ---- saved tensors
 
@@ -200,16 +217,22 @@ class StepExecutor:
                 self._table.own(value, storage)
                 return False
             if decision.action == "recompute":
-                return self._leave_to_replay(value, storage)
+                return self._leave_to_replay(value, tensor)
             place = self.program.places.get(value.index)
         release_now = decision is None or decision.release_op == AT_PACK
         return self._residence.swap_out(value, storage, place, release_now=release_now)
 
-    def _leave_to_replay(self, value: Value, storage: torch.UntypedStorage) -> bool:
+    def _leave_to_replay(self, value: Value, tensor: Tensor) -> bool:
+        """Let a value be recomputed; False where it cannot be, or where that it can was not seen yet and is not now."""
         if value.call is None:
             return False
-        if self._verifier is not None and value.original is None:
-            value.original = self._verifier.remember(value, storage)
+        verifier = self._verifier
+        if verifier is not None and value.original is None and verifier.doubts(value):
+            storage = tensor.untyped_storage()
+            value.original = verifier.remember(storage)
+            if value.original is None and not self._residence.rehearse(value, storage, Geometry.of(tensor)):
+                self._table.own(value, storage)
+                return False
         return True
 
     def _release(self, indices: list[int]) -> None:
@@ -226,7 +249,7 @@ class StepExecutor:
             StaleInputError: It must be recomputed from a tensor that was.
             ReplayError: A replay failed.
         """
-        with self._lock:
+        with self._lock, NotSeen():
             in_backward = torch._C._current_graph_task_id() != -1  # else somebody reads grad_fn._saved_...
             if in_backward:
                 self._begin_unpack(handle)
@@ -257,11 +280,11 @@ class StepExecutor:
         if value is None or handle.geometry is None:
             assert handle.kept is not None
             return handle.kept
-        storage = self._residence.materialise(value)
+        storage = self._residence.read(handle, handle.geometry)
         if self.observer is not None:
             self.observer.on_unpacked(handle.index, storage)
-        if value.original is not None and self._verifier is not None:
-            storage = self._verifier.verify(value, storage, handle.geometry)
+        if self.is_recomputing:
+            self._table.hand_out(value, storage, handle)
         return on_counter_of(handle.witness, handle.geometry.view(storage))
 
     # ---- backward and the end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from lightning_offload.runtime.program import OpStep
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.values import Call, Value
-from lightning_offload.tensors.op_facts import OpFacts, effects
+from lightning_offload.tensors.op_facts import Effects, OpFacts
 
 
 class Following:
@@ -29,9 +28,7 @@ class Following:
     def op(
         self,
         facts: OpFacts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
+        did: Effects,
         step: OpStep | None,
         call: Call | None,
     ) -> str:
@@ -39,20 +36,19 @@ class Following:
 
         Args:
             facts: The op.
-            args: What it was called with.
-            kwargs: Likewise.
-            out: What it returned.
+            did: What it made.
             step: The program's entry for it; None under the floor policy.
             call: Its recording, if its results may have to be made again.
 
         Returns:
             How it did not do what the program counts on; "" if it did.
         """
-        _, made, num_fresh = effects(facts, args, kwargs, out)
+        made: list[Tensor] = did.made
         if step is None:
-            for tensor in made[:num_fresh]:
+            for tensor in made[: did.num_fresh]:
                 self.new(tensor, -1)
             return ""
+        num_fresh = sum(tensor.device == self._device for tensor in made[: did.num_fresh])
         made = [tensor for tensor in made if tensor.device == self._device]  # attention gives CPU seeds on CUDA
         if len(made) != len(step.num_bytes):
             return f"{facts.name} made {len(made)} tensors in place of {len(step.num_bytes)}"
@@ -62,7 +58,7 @@ class Following:
             if num_bytes != step.num_bytes[position]:
                 return f"{facts.name} made {num_bytes} bytes in place of {step.num_bytes[position]}"
             value = self.new(tensor, index)
-            if value is not None and call is not None:
+            if value is not None and call is not None and facts.remakes(position, num_fresh):
                 value.call = call
                 call.results[position] = weakref.ref(value)
         return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +26,8 @@ class KeepingExecutor:
 
     is_recomputing = False
     watches_backward = False
+    sees_user_code = False
+    unforeseen_bytes = 0
     stall_seconds = 0.0
     observer: StepObserver | None = None
     decisions: dict[int, Decision]
@@ -84,6 +87,10 @@ class KeepingExecutor:
     def close(self) -> None:
         """End the part of the step in which tensors are saved."""
         self._lease = None
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of the program."""
+        return func(*args, **kwargs)
 
     def settle_readers_of(self, tensors: list[Tensor]) -> None:
         """Nothing is replayed."""

@@ -117,8 +117,9 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpSte
     stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
     seen = set(stack)
     while stack:
-        producer = graph.values[stack.pop()].producer
-        if producer < 0 or not graph.ops[producer].replayable:
+        made = stack.pop()
+        producer = graph.values[made].producer
+        if producer < 0 or not graph.ops[producer].replayable or made in graph.ops[producer].unreplayed:
             name = graph.ops[producer].name if producer >= 0 else "nothing"
             raise PlanError(f"the plan recomputes a result of {name}, which cannot be replayed")
         steps[producer].record = True

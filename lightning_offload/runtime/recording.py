@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_offload.runtime.environment import environment_on
 from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.values import Call, Value
@@ -20,17 +21,21 @@ class Recording:
     def __init__(self, device: torch.device, table: ValueTable) -> None:
         self._device = device
         self._table = table
+        self._environment = environment_on(device)
 
     def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Record a call; None where it cannot be replayed from what it reads."""
-        if not facts.may_replay(self._device.type, args):
+        if not facts.may_replay(self._device.type, args) or torch.is_inference_mode_enabled():
             return None
         if facts.writes and facts.made_anew(args) is None:
             for tensor in facts.written(args, kwargs):
                 if not self._is_replayable_after_write(tensor):
                     return None
+        self._environment = self._environment.now()
         try:
-            call = record_call(func, facts, args, kwargs, self._value_of)
+            call = record_call(
+                func, facts, args, kwargs, self._value_of, device=self._device, environment=self._environment
+            )
         except Unrecordable:
             return None
         for value in call.inputs:
@@ -56,7 +61,7 @@ class Recording:
                 raise Unrecordable
             value = Value(-1, storage.nbytes())
             value.is_given = True
-            value.guard = None if tensor.is_inference() else (owner, tensor._version)
+            value.guards = () if tensor.is_inference() else ((owner, tensor._version),)
             self._table.follow(value, storage)
             self._table.own(value, storage)
         return value

@@ -1,14 +1,19 @@
 """Replays recorded calls: the exact way to have a value again that was dropped.
 
-A replay runs the calls that lead to a value, in order, from what is still at hand. It runs with gradients,
-autocast and our dispatch mode off, with the generator's state of the original call set and restored, and with
-batch norm's running statistics left out. A call that writes in place gets a copy of the whole storage of every
-argument it writes, unless that storage is the replay's own and has no other reader.
+A replay runs the calls that lead to a value, in order, from what is still at hand. It runs with autocast and our
+dispatch mode off, under the settings and from the generator's state of the original call, both restored afterwards,
+and with batch norm's running statistics left out. A call that writes in place gets a copy of the whole storage of every
+argument it writes, unless that storage is the replay's own and has no other reader. A call that makes something of
+another size or number than it did is an error, as is one that raises.
+
+Note [Rehearsals]: a replay is tried before the original is given up by replaying, from what will still be at hand then,
+all that will not be: every value that has a call and no memory of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.errors import ReplayError
+from lightning_offload.errors import OffloadError, ReplayError
+from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.movers import storage_bytes
 from lightning_offload.runtime.values import Blank, Call, Ref, Value
 from lightning_offload.tensors.geometry import Geometry
@@ -24,6 +30,7 @@ from lightning_offload.tensors.op_facts import OpFacts, effects, tensors_in
 
 Have = Callable[[Value], torch.UntypedStorage]
 Notice = Callable[[torch.UntypedStorage], None]
+Keep = Callable[[Value, torch.UntypedStorage], None]
 
 
 class Unrecordable(Exception):
@@ -36,6 +43,9 @@ def record_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     value_of: Callable[[Tensor], Value],
+    *,
+    device: torch.device,
+    environment: Environment,
 ) -> Call:
     """Record a call that is about to run.
 
@@ -45,6 +55,8 @@ def record_call(
         args: Positional arguments.
         kwargs: Keyword arguments.
         value_of: Gives the value that a tensor among the arguments holds now, or raises ``Unrecordable``.
+        device: Where it runs.
+        environment: The settings that it runs under.
     """
     args = facts.replayed_args(args)
     inputs: dict[Value, None] = {}
@@ -57,6 +69,8 @@ def record_call(
         args=(*first, *[_freeze(item, value_of, inputs) for item in args[len(first) :]]),
         kwargs={name: _freeze(item, value_of, inputs) for name, item in kwargs.items()} if kwargs else {},
         inputs=tuple(inputs),
+        device=device,
+        environment=environment,
         generator=(generator, generator.get_state()) if generator is not None else None,
     )
 
@@ -101,7 +115,7 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator
     return torch.default_generator
 
 
-def chain_to(value: Value) -> list[Call]:
+def chain_to(value: Value, must_replay: Callable[[Value], bool]) -> list[Call]:
     """The calls to replay for a value, in order; depth first from what is at hand."""
     order: list[Call] = []
     done: set[Call] = set()
@@ -116,78 +130,108 @@ def chain_to(value: Value) -> list[Call]:
             order.append(call)
             continue
         stack.append((current, True))
-        stack.extend((v, False) for v in reversed(call.inputs) if _must_replay(v))
+        stack.extend((v, False) for v in reversed(call.inputs) if must_replay(v))
     return order
 
 
-def _must_replay(value: Value) -> bool:
+def _is_gone(value: Value) -> bool:
     return value.block is None and (value.live() is None or value.is_stale)
 
 
-def replay(value: Value, have: Have, notice: Notice, keep: Callable[[Value], bool]) -> torch.UntypedStorage:
-    """Make a value again, and the others on the way that are worth keeping.
+def _may_be_gone(value: Value) -> bool:
+    return value.call is not None and value.block is None and value.storage is None
 
-    Args:
-        value: What is wanted; it has a call, and no memory.
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replay:
+    """Makes values again; see the module's docstring.
+
+    Attributes:
         have: Provides a value that need not be replayed.
-        notice: Told of every storage that the replay allocates.
-        keep: Whether a value made on the way stays resident.
-
-    Returns:
-        Device memory with the value, owned by nobody yet.
-
-    Raises:
-        ReplayError: The value cannot be made again, or came out with another size.
+        notice: Told of every storage that a replay allocates.
+        keep: Told of every value made on the way to another, and its memory; may let it stay resident.
+        is_rehearsal: Whether to replay what is still at hand and will not be, and to keep nothing.
     """
-    calls = chain_to(value)
-    if not calls:
-        raise ReplayError("a saved tensor was to be recomputed but its producer was not recorded in this step")
-    readers = Counter(v for call in calls for v in call.inputs)
-    readers[value] += 1
-    own: dict[Value, torch.UntypedStorage] = {}
-    with _quiet():
-        for call in calls:
-            _run(call, own, readers, have, notice, keep)
-    storage = own.get(value)
-    if storage is None:
-        storage = value.storage
-    if storage is None or storage.nbytes() != value.num_bytes:
-        size = None if storage is None else storage.nbytes()
-        raise ReplayError(f"{calls[-1].facts.name} gave {size} bytes on replay, {value.num_bytes} at first")
-    return storage
 
+    have: Have
+    notice: Notice
+    keep: Keep
+    is_rehearsal: bool = False
 
-def _run(
-    call: Call,
-    own: dict[Value, torch.UntypedStorage],
-    readers: Counter[Value],
-    have: Have,
-    notice: Notice,
-    keep: Callable[[Value], bool],
-) -> None:
-    storage_of = {v: own[v] if v in own else have(v) for v in call.inputs}
-    for v in call.inputs:
-        readers[v] -= 1
-    _copy_written(call, storage_of, own, readers, notice)
-    args = tuple(_thaw(item, storage_of, notice) for item in call.args)
-    kwargs = {name: _thaw(item, storage_of, notice) for name, item in call.kwargs.items()}
-    for v in call.inputs:
-        if readers[v] == 0:
-            own.pop(v, None)
-    with _generator_state(call):
-        out = call.func(*args, **kwargs)
-    _, made, num_fresh = effects(call.facts, args, kwargs, out)
-    for tensor in made[:num_fresh]:
-        notice(tensor.untyped_storage())
-    for position, reference in call.results.items():
-        result = reference()
-        if result is None or (result.live() is not None and not result.is_stale) or position >= len(made):
-            continue
-        storage = made[position].untyped_storage()
-        if keep(result):
-            result.storage, result.call, result.guard = storage, None, None
-        if readers[result] > 0:
-            own[result] = storage
+    def make(self, value: Value) -> torch.UntypedStorage:
+        """Make a value again.
+
+        Args:
+            value: What is wanted; it has a call, and no memory.
+
+        Returns:
+            Device memory with the value, owned by nobody yet.
+
+        Raises:
+            ReplayError: The value cannot be made again, or came out otherwise.
+            StaleInputError: What a call reads was written since.
+        """
+        calls = chain_to(value, _may_be_gone if self.is_rehearsal else _is_gone)
+        if not calls:
+            raise ReplayError("a saved tensor was to be recomputed but its producer was not recorded in this step")
+        readers = Counter(v for call in calls for v in call.inputs)
+        readers[value] += 1
+        own: dict[Value, torch.UntypedStorage] = {}
+        before = current = calls[0].environment.now()
+        try:
+            with torch._C._DisableAutocast():
+                for call in calls:
+                    if call.environment is not current:
+                        call.environment.put(current)
+                        current = call.environment
+                    self._run(call, own, readers)
+        finally:
+            if current is not before:
+                before.put(current)
+        storage = own.get(value)
+        if storage is None:
+            storage = value.storage
+        if storage is None:
+            raise ReplayError(f"{calls[-1].facts.name} did not give on replay what it gave at first")
+        return storage
+
+    def _run(self, call: Call, own: dict[Value, torch.UntypedStorage], readers: Counter[Value]) -> None:
+        storage_of = {v: own[v] if v in own else self.have(v) for v in call.inputs}
+        for v in call.inputs:
+            readers[v] -= 1
+        _copy_written(call, storage_of, own, readers, self.notice)
+        args = tuple(_thaw(item, storage_of, self.notice) for item in call.args)
+        kwargs = {name: _thaw(item, storage_of, self.notice) for name, item in call.kwargs.items()}
+        for v in call.inputs:
+            if readers[v] == 0:
+                own.pop(v, None)
+        made = self._made_by(call, args, kwargs)
+        for position, reference in call.results.items():
+            result = reference()
+            if result is None or not (self.is_rehearsal or result.live() is None or result.is_stale):
+                continue
+            storage = made[position] if position < len(made) else None
+            if storage is None or storage.nbytes() != result.num_bytes:
+                size = "nothing" if storage is None else f"{storage.nbytes()} bytes"
+                raise ReplayError(f"{call.facts.name} gave {size} on replay in place of {result.num_bytes} bytes")
+            if not self.is_rehearsal:
+                self.keep(result, storage)
+            if readers[result] > 0:
+                own[result] = storage
+
+    def _made_by(self, call: Call, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
+        """Run a call; what it makes on its device, in order."""
+        with _generator_state(call):
+            try:
+                out = call.func(*args, **kwargs)
+            except (OffloadError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise ReplayError(f"{call.facts.name} could not be run again: {error}") from error
+        _, made, num_fresh = effects(call.facts, args, kwargs, out)
+        for tensor in made[:num_fresh]:
+            self.notice(tensor.untyped_storage())
+        return [tensor.untyped_storage() for tensor in made if tensor.device == call.device]
 
 
 def _copy_written(
@@ -218,12 +262,6 @@ def _written_refs(call: Call) -> Iterator[Ref]:
             yield item
         elif isinstance(item, (list, tuple)):
             found.extend(item)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with torch.no_grad(), torch._C._DisableAutocast():
-        yield
 
 
 @contextlib.contextmanager

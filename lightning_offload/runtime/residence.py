@@ -5,20 +5,26 @@ All methods run under the executor's lock. Device memory is allocated here, by t
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from lightning_offload.errors import ReplayError, SpillError, StaleInputError
 from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.runtime.movers import storage_bytes
-from lightning_offload.runtime.replay import replay
+from lightning_offload.runtime.replay import Replay
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.tiers import Place, Tiers
-from lightning_offload.runtime.values import Value
+from lightning_offload.runtime.values import Handle, Value
+from lightning_offload.runtime.verifier import Verifier
+from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
 
+_log = logging.getLogger(__name__)
 _STALE = (
-    "a tensor that a recomputation reads was modified in place between forward and backward, out of sight of the "
-    "step: update it by an optimizer's step() or after backward, or use policy='all-swap'"
+    "a tensor that a recomputation reads was modified in place after forward had read it, out of sight of the step: "
+    "update it by an optimizer's step() or after backward, let a custom backward write to a copy, or use "
+    "policy='all-swap'"
 )
 
 
@@ -36,6 +42,7 @@ class Residence:
         table: ValueTable,
         decisions: dict[int, Decision],
         observer: StepObserver | None,
+        verifier: Verifier | None,
     ) -> None:
         self.stall_seconds = 0.0
         self._device = device
@@ -43,7 +50,10 @@ class Residence:
         self._table = table
         self._decisions = decisions
         self._observer = observer
+        self._verifier = verifier
         self._visitors: list[Value] = []
+        self._replay = Replay(self.materialise, self._notice, self._keep_replayed)
+        self._rehearsal = Replay(self._borrow, self._notice, self._keep_replayed, is_rehearsal=True)
 
     def swap_out(self, value: Value, storage: torch.UntypedStorage, place: Place | None, *, release_now: bool) -> bool:
         """Start copying a value to a lower tier; False where there is no room, and it stays."""
@@ -70,6 +80,24 @@ class Residence:
                 return
             value.storage = None
 
+    def read(self, handle: Handle, geometry: Geometry) -> torch.UntypedStorage:
+        """Device memory that holds a saved tensor, for autograd to read; compared with the original if that is there.
+
+        Raises:
+            StaleInputError: A replay would read a tensor that was modified since.
+            ReplayError: There is no way to have the value.
+        """
+        value = handle.value
+        assert value is not None
+        live = value.live() if value.is_handed_out else None
+        if live is not None:
+            self._await(value, live)
+            return live  # as it is now, whoever wrote it: plain autograd reads the same memory
+        storage = self.materialise(value)
+        if self._verifier is not None and value.original is not None:
+            storage = self._verifier.verify(value, storage, geometry)
+        return storage
+
     def materialise(self, value: Value) -> torch.UntypedStorage:
         """Device memory that holds a value; it stays for as long as anybody needs the value.
 
@@ -83,31 +111,87 @@ class Residence:
             value.leave_origin()
         live = value.live()
         if live is not None:
-            if value.origin is None or live is not value.origin():
-                self._wait(value)
-                self._share(value, live)
+            self._await(value, live)
             return live
         if value.block is not None:
-            self._swap_in(value)
-            self._wait(value)
-            if _has_handle(value):
-                value.block = None
-            else:
-                self._visitors.append(value)
+            self._bring_back(value, is_visit=not _has_handle(value))
         elif value.call is not None:
-            value.storage = replay(value, self.materialise, self._notice, self._stays)
-            value.call = value.guard = None
-            value.stream = self._tiers.lanes.compute_stream()
+            self._take(value, self._made(value))
             self._dismiss_visitors()
         if value.storage is None:
             raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
         return value.storage
 
-    def _share(self, value: Value, storage: torch.UntypedStorage) -> None:
-        """Tell the allocator where memory is read on another compute stream than the one it was allocated on.
+    def settle(self, value: Value) -> None:
+        """Have a value now, since it cannot be replayed any more; while replays are verified it may turn out lost."""
+        try:
+            self._table.own(value, self.materialise(value))
+        except (ReplayError, StaleInputError) as error:
+            if self._verifier is None:
+                raise
+            _log.debug("a value that a write made unreplayable is lost: %s", error)
+        value.call = None
 
-        Only a model that computes on several streams of its own comes here; Note [streams and memory].
+    def _borrow(self, value: Value) -> torch.UntypedStorage:
+        """Device memory that holds a value, for a rehearsal alone: what comes back from the host leaves again."""
+        if value.block is None or value.live() is not None:
+            return self.materialise(value)
+        self._bring_back(value, is_visit=True)
+        assert value.storage is not None
+        return value.storage
+
+    def _bring_back(self, value: Value, *, is_visit: bool) -> None:
+        self._swap_in(value)
+        self._wait(value)
+        if is_visit:
+            self._visitors.append(value)
+        else:
+            value.block = None
+
+    def _made(self, value: Value) -> torch.UntypedStorage:
+        """A value made again; from its original where that is there and the replay fails."""
+        try:
+            return self._replay.make(value)
+        except (ReplayError, StaleInputError) as error:
+            if value.original is None or self._verifier is None:
+                raise
+            storage = self._new_storage(value.num_bytes)
+            self._notice(storage)
+            self._verifier.refute(value, storage, error)
+            return storage
+
+    def rehearse(self, value: Value, storage: torch.UntypedStorage, geometry: Geometry) -> bool:
+        """Whether a replay gives the bits of a saved tensor that is still there: Note [Rehearsals]."""
+        assert self._verifier is not None
+        try:
+            replayed = self._rehearsal.make(value)
+        except (ReplayError, StaleInputError) as error:
+            self._verifier.mismatch(value, geometry, str(error))
+            return False
+        finally:
+            self._dismiss_visitors()
+        return self._verifier.compare(value, replayed, storage, geometry)
+
+    def _keep_replayed(self, value: Value, storage: torch.UntypedStorage) -> None:
+        """Keep a value replayed on the way to another for its own later unpack: not one that is swapped."""
+        decision = self._decisions.get(value.index)
+        if decision is not None and decision.action == "recompute" and decision.memo and _has_handle(value):
+            self._take(value, storage)
+
+    def _take(self, value: Value, storage: torch.UntypedStorage) -> None:
+        """Let a value hold the memory that a replay made."""
+        value.call = None
+        value.owns(storage, self._tiers.lanes.compute_stream())
+
+    def _await(self, value: Value, storage: torch.UntypedStorage) -> None:
+        """Have memory ready that we allocated, perhaps on another compute stream than the one that reads it now.
+
+        The allocator is told of the latter; only a model that computes on several streams of its own comes there: Note
+        [streams and memory].
         """
+        if not value.is_ours:
+            return
+        self._wait(value)
         if value.stream is None:
             return
         reader = self._tiers.lanes.compute_stream()
@@ -129,21 +213,15 @@ class Residence:
     def _swap_in(self, value: Value) -> None:
         assert value.block is not None
         self._wait(value)
-        value.storage = self._new_storage(value.num_bytes)
-        value.stream = self._tiers.lanes.compute_stream()
-        value.origin = value.guard = None
-        self._notice(value.storage)
-        value.copy = self._tiers.swap_in(value.block, value.storage)
+        storage = self._new_storage(value.num_bytes)
+        value.owns(storage, self._tiers.lanes.compute_stream())
+        self._notice(storage)
+        value.copy = self._tiers.swap_in(value.block, storage)
 
     def _new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         if self._device.type == "cpu":  # perhaps a fake one
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
         return torch.UntypedStorage(num_bytes, device=self._device)  # never filled, as deterministic mode fills tensors
-
-    def _stays(self, value: Value) -> bool:
-        """Whether a value replayed on the way to another stays for its own later unpack: not one that is swapped."""
-        decision = self._decisions.get(value.index)
-        return decision is not None and decision.action == "recompute" and decision.memo and _has_handle(value)
 
     def _dismiss_visitors(self) -> None:
         """Values that came back only for a replay leave again; their host copies stayed."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_offload.runtime.values import Value
+from lightning_offload.runtime.values import Handle, Value
 
 
 class _Origin(weakref.ref[torch.UntypedStorage]):
@@ -63,6 +63,13 @@ class ValueTable:
             value.storage = storage
             if value.origin is not None:
                 self._entries[storage._cdata] = weakref.ref(value)
+
+    def hand_out(self, value: Value, storage: torch.UntypedStorage, handle: Handle) -> None:
+        """Autograd reads a value's memory: what happens to that from now on happens to the value."""
+        if value.origin is None or value.origin() is not storage:
+            self.follow(value, storage)
+            self.own(value, storage)
+        value.hand_out(handle)
 
     def drop(self, storage: torch.UntypedStorage) -> None:
         """Follow a storage's value no longer: it is about to be overwritten."""

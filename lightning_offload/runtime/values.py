@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_offload.runtime.copies import Block, Copy
+from lightning_offload.runtime.environment import Environment
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts
 
@@ -42,14 +43,16 @@ class Value:
         readers: Calls that read it, kept for values that only ``origin`` may provide.
         handles: Autograd's handles on it.
         is_given: Whether it existed before the step.
-        guard: A tensor that shares the version counter of its memory, and the version at which that held the
+        is_ours: Whether the runtime itself allocated ``storage``, for a copy back or in a replay.
+        is_handed_out: Whether autograd was given its memory to read, and so perhaps a program that may write it.
+        guards: Tensors that share a version counter of its memory, each with the version at which that held the
             value: how a write is noticed that the dispatch mode did not see.
         wrapper: The tensor that an op made it as, while that lives.
     """
 
     __slots__ = (
-        "__weakref__", "block", "call", "copy", "guard", "handles", "index", "is_given", "num_bytes", "origin",
-        "original", "readers", "storage", "stream", "wrapper",
+        "__weakref__", "block", "call", "copy", "guards", "handles", "index", "is_given", "is_handed_out", "is_ours",
+        "num_bytes", "origin", "original", "readers", "storage", "stream", "wrapper",
     )  # fmt: skip
 
     def __init__(self, index: int, num_bytes: int) -> None:
@@ -65,7 +68,9 @@ class Value:
         self.readers: list[weakref.ref[Call]] = []
         self.handles: list[weakref.ref[Handle]] = []
         self.is_given = False
-        self.guard: tuple[Tensor, int] | None = None
+        self.is_ours = False
+        self.is_handed_out = False
+        self.guards: tuple[tuple[Tensor, int], ...] = ()
         self.wrapper: weakref.ref[Tensor] | None = None
 
     def live(self) -> torch.UntypedStorage | None:
@@ -82,23 +87,39 @@ class Value:
     @property
     def is_stale(self) -> bool:
         """Whether the memory it was made on was written since, out of our sight."""
-        return self.guard is not None and self.guard[0]._version != self.guard[1]
+        return bool(self.guards) and any(witness._version != version for witness, version in self.guards)
 
     def keep_watch(self) -> None:
         """From now on writes may go unseen: be able to notice them, or do not rely on memory that may be written."""
-        if self.guard is not None or self.live() is None:
+        if self.guards or self.live() is None:
             return
         tensor = self.wrapper() if self.wrapper is not None else None
+        handle = next((found for found in (handle() for handle in self.handles) if found is not None), None)
         if tensor is not None:
-            self.guard = (witness_of(tensor), tensor._version)
+            self.guards = ((witness_of(tensor), tensor._version),)
+        elif handle is not None:
+            self.guards = ((handle.witness, handle.version),)
         elif self.block is not None or self.call is not None:
             self.leave_origin()
+
+    def owns(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        """Hold memory that the runtime allocated for it, on a compute stream; nobody else knows it yet."""
+        self.storage, self.stream = storage, stream
+        self.is_ours, self.is_handed_out = True, False
+        self.origin, self.guards = None, ()
+
+    def hand_out(self, handle: Handle) -> None:
+        """Its memory goes to autograd through a handle, and perhaps to a program that writes it."""
+        self.is_handed_out = True
+        if all(witness is not handle.witness for witness, _ in self.guards):
+            self.guards = (*self.guards, (handle.witness, handle.version))
 
     def leave_origin(self) -> None:
         """Rely on the host copy or the call alone."""
         if self.origin is not None and self.storage is self.origin():
             self.storage = None
-        self.origin = self.guard = None
+        self.origin = None
+        self.guards = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,6 +148,8 @@ class Call:
         args: Its positional arguments, tensors replaced by :class:`Ref` or :class:`Blank`.
         kwargs: Its keyword arguments, likewise.
         inputs: The values it reads, each once.
+        device: Where what it makes lies; what it makes elsewhere does not count.
+        environment: The settings that it ran under.
         generator: The generator it drew from and its state before.
         results: The values it made, by position; weak, since they own the call.
     """
@@ -136,6 +159,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[Value, ...]
+    device: torch.device
+    environment: Environment
     generator: tuple[torch.Generator, Tensor] | None
     results: dict[int, weakref.ref[Value]] = dataclasses.field(default_factory=dict)
 

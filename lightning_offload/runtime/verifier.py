@@ -3,7 +3,9 @@
 In the first step under a new plan the originals of recomputed values are swapped out as well. At unpack the
 replayed bytes are compared with them; on a mismatch the step goes on with the original, and the storage is
 reported so that the plan is made again without recomputing it. Catches kernels that write behind the
-dispatcher's back, nondeterministic kernels, and anything else that makes a recorded call a lie.
+dispatcher's back, nondeterministic kernels, and anything else that makes a recorded call a lie. A replay that fails
+counts as one that differs. Where there is no room for an original the replay is tried at once, while the original is
+on the device: Note [Rehearsals]. So no value is given up in this step that could not be had again.
 """
 
 from __future__ import annotations
@@ -51,10 +53,12 @@ class Verifier:
         self._tiers = tiers
         self._trusted = frozenset(trusted)
 
-    def remember(self, value: Value, storage: torch.UntypedStorage) -> Block | None:
-        """Copy an original to a lower tier; None where it is trusted, or the plan leaves no room (for a later step)."""
-        if value.index in self._trusted:
-            return None
+    def doubts(self, value: Value) -> bool:
+        """Whether a value's replay is not trusted yet."""
+        return value.index not in self._trusted
+
+    def remember(self, storage: torch.UntypedStorage) -> Block | None:
+        """Copy an original to a lower tier; None where the plan leaves no room."""
         block = self._tiers.allocate(storage.nbytes(), is_spare=True)
         if block is None:
             return None
@@ -71,22 +75,45 @@ class Verifier:
             The storage to read from: the replayed one, now holding the original if it differed.
         """
         assert value.original is not None
+        original = self._tiers.bytes_of(value.original).untyped_storage()
+        if not self._is_same(value, geometry.view(storage), dataclasses.replace(geometry, device=_HOST).view(original)):
+            self.mismatch(value, geometry, "it does not give the same bits")
+            self._tiers.swap_in(value.original, storage).wait()
+        return storage
+
+    def compare(
+        self, value: Value, replayed: torch.UntypedStorage, original: torch.UntypedStorage, geometry: Geometry
+    ) -> bool:
+        """Compare a replayed value with its original on the device; whether they agree."""
+        if self._is_same(value, geometry.view(replayed), geometry.view(original)):
+            return True
+        self.mismatch(value, geometry, "it does not give the same bits")
+        return False
+
+    def refute(self, value: Value, storage: torch.UntypedStorage, error: Exception) -> None:
+        """A replay failed: give the original in its place."""
+        assert value.original is not None
+        self._tiers.swap_in(value.original, storage).wait()
+        self.mismatch(value, None, str(error))
+
+    def _is_same(self, value: Value, replayed: torch.Tensor, original: torch.Tensor) -> bool:
         self.num_verified += 1
         self.verified.add(value.index)
-        original = self._tiers.bytes_of(value.original).untyped_storage()
-        if same_bits(geometry.view(storage), dataclasses.replace(geometry, device=_HOST).view(original)):
-            return storage
+        return same_bits(replayed, original)
+
+    def mismatch(self, value: Value, geometry: Geometry | None, why: str) -> None:
+        """Note that a value must not be recomputed."""
         if value.index not in self.mismatched:
             _log.log(
                 logging.WARNING if value.num_bytes >= _NOTEWORTHY_BYTES else logging.DEBUG,
-                "recomputing storage %d (%s %s) does not give the same bits; it is swapped or kept from now on",
-                value.index, geometry.dtype, list(geometry.size),
-            )  # fmt: skip
+                "storage %d (%s) is not recomputed but swapped or kept from now on: %s",
+                value.index,
+                f"{value.num_bytes} bytes" if geometry is None else f"{geometry.dtype} {list(geometry.size)}",
+                why,
+            )
             if self._on_mismatch is not None:
                 self._on_mismatch(value.index)
         self.mismatched.add(value.index)
-        self._tiers.swap_in(value.original, storage).wait()
-        return storage
 
 
 _HOST = torch.device("cpu")

@@ -22,7 +22,11 @@ from lightning_offload.tensors.op_facts import OpFacts, is_plain
 
 
 class Writes:
-    """Settles what needs the old contents of the storages that one step follows."""
+    """Settles what needs the old contents of the storages that one step follows.
+
+    Attributes:
+        settled_bytes: Values replayed in backward before a write.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,7 @@ class Writes:
         *,
         is_recomputing: bool,
     ) -> None:
+        self.settled_bytes = 0
         self._table = table
         self._residence = residence
         self._lock = lock
@@ -74,7 +79,8 @@ class Writes:
                     handle.kept, handle.value = handle.geometry.view(storage), None
                     if self._observer is not None:
                         self._observer.on_overwrite(handle.index)
-            value.origin = value.storage = value.guard = None
+            value.origin = value.storage = None
+            value.guards = ()
             self._table.drop(storage)
         return not value.is_given
 
@@ -82,9 +88,11 @@ class Writes:
         """Replay the results of a call that are still wanted, and keep them."""
         for reference in list(call.results.values()) if call is not None else ():
             value = reference()
-            if value is not None and value.call is call:
-                self._table.own(value, self._residence.materialise(value))
-                value.call = None
+            if value is None or value.call is not call:
+                continue
+            if value.live() is None and torch._C._current_graph_task_id() != -1:
+                self.settled_bytes += value.num_bytes
+            self._residence.settle(value)
 
 
 _RECOMPUTING: weakref.WeakSet[Writes] = weakref.WeakSet()  # told of each other's writes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.tensors.op_facts import OpFacts
+from lightning_offload.tensors.op_facts import Effects, OpFacts
 
 
 class StepObserver:
@@ -20,8 +20,10 @@ class StepObserver:
     def before_op(self) -> None:
         """An op is about to run."""
 
-    def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
-        """An op of the program ran for ``seconds``."""
+    def on_op(
+        self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float, did: Effects | None = None
+    ) -> None:
+        """An op of the program ran for ``seconds``; ``did`` is what it read and made, where that is known already."""
 
     def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
         """Autograd saved a tensor, the ``index``-th of the step."""

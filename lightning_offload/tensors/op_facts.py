@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +96,8 @@ class OpFacts:
         overwrites: Whether its first argument is written without being read.
         is_query: Whether it only asks a tensor something (``prim.device`` under FakeTensorMode) and is no op.
         running_stats: Positions of batch norm's running statistics and its training flag, or ().
+        mutates: Whether running it may change the contents of an argument.
+        is_foreach_write: Whether it writes lists of tensors.
     """
 
     name: str
@@ -107,16 +109,13 @@ class OpFacts:
     running_stats: tuple[int, ...]
     overwrites: bool = False
     is_query: bool = False
+    mutates: bool = dataclasses.field(init=False)  # asked for at every op
+    is_foreach_write: bool = dataclasses.field(init=False)
 
-    @property
-    def is_foreach_write(self) -> bool:
-        """Whether it writes lists of tensors."""
-        return bool(self.writes) and self.name.startswith("aten._foreach_")
-
-    @property
-    def mutates(self) -> bool:
-        """Whether running it may change the contents of an argument."""
-        return bool(self.writes) or self.writes_all or bool(self.running_stats)
+    def __post_init__(self) -> None:
+        mutates = bool(self.writes) or self.writes_all or bool(self.running_stats)
+        object.__setattr__(self, "mutates", mutates)
+        object.__setattr__(self, "is_foreach_write", bool(self.writes) and self.name.startswith("aten._foreach_"))
 
     def may_replay(self, device_type: str, args: Any) -> bool:
         """Whether replaying a call on this type of device gives the same bits without side effects."""
@@ -133,6 +132,10 @@ class OpFacts:
         if not self.running_stats or not args[self.running_stats[-1]]:
             return args
         return tuple(None if i in self.running_stats[:-1] else item for i, item in enumerate(args))
+
+    def remakes(self, position: int, num_fresh: int) -> bool:
+        """Whether a replay makes a result: not running statistics that were updated, which it leaves out."""
+        return not self.running_stats or position < num_fresh
 
     def made_anew(self, args: Any) -> Tensor | None:
         """The first argument, where a call writes all of its storage without reading any of it."""
@@ -153,6 +156,13 @@ class OpFacts:
 
 
 _CACHE: dict[Any, OpFacts] = {}
+
+
+def exposed(tensor: Tensor) -> None:
+    """Stands for a call that gives a tensor's raw memory away: from then on it may be written unseen."""
+
+
+_CACHE[exposed] = OpFacts("python.exposed", False, False, False, (), True, ())
 
 
 def facts_of(func: Any) -> OpFacts:
@@ -204,46 +214,69 @@ def _is_unsure_on_cuda(base: str) -> bool:
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """All tensors in an op's (nested) arguments or results, in order."""
+    return iter(_gather(tree, []))
+
+
+def _gather(tree: Any, found: list[Tensor]) -> list[Tensor]:
     if isinstance(tree, Tensor):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from tensors_in(item)
+            if isinstance(item, Tensor):  # asked for here as well: most are not nested any further
+                found.append(item)
+            elif isinstance(item, _TREES):
+                _gather(item, found)
     elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
+        _gather(list(tree.values()), found)
+    return found
 
 
-def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> tuple[list[Tensor], list[Tensor], int]:
+_TREES = (list, tuple, dict)
+
+
+class Effects(NamedTuple):
     """What one call read and made, in the order in which a step graph lists it.
+
+    Attributes:
+        read: The tensors it read, without one that it makes anew.
+        made: One tensor for each storage that it made a value on, those on fresh storages (outputs that share no
+            argument's storage) first, then those written in place.
+        num_fresh: The number of fresh ones.
+    """
+
+    read: list[Tensor]
+    made: list[Tensor]
+    num_fresh: int
+
+
+def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
+    """What one call read and made.
 
     Args:
         facts: Facts about the op.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         out: Its result.
-
-    Returns:
-        The tensors it read, without one that it makes anew; one tensor for each storage that it made a value on, those
-        on fresh storages (outputs that share no argument's storage) first, then those written in place; the number of
-        fresh ones.
     """
-    seen = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs)) if is_plain(t)}
-    args_read = facts.replayed_args(args) if facts.made_anew(args) is None else args[1:]
-    inputs = list(tensors_in((args_read, kwargs)))
+    given = _gather(args, [])
+    if kwargs:
+        _gather(kwargs, given)
+    seen = {t.untyped_storage()._cdata for t in given if is_plain(t)}
     made: list[Tensor] = []
-    for tensor in tensors_in(out):
+    for tensor in (out,) if isinstance(out, Tensor) else _gather(out, []):
         if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in seen:
             seen.add(key)
             made.append(tensor)
     num_fresh = len(made)
-    if facts.mutates:
-        written: set[int] = set()
-        for tensor in facts.written(args, kwargs):
-            if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in written:
-                written.add(key)
-                made.append(tensor)
-    return inputs, made, num_fresh
+    if not facts.mutates:
+        return Effects(given, made, num_fresh)
+    args_read = facts.replayed_args(args) if facts.made_anew(args) is None else args[1:]
+    written: set[int] = set()
+    for tensor in facts.written(args, kwargs):
+        if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in written:
+            written.add(key)
+            made.append(tensor)
+    return Effects(_gather(kwargs, _gather(args_read, [])), made, num_fresh)
 
 
 def _covers_storage(tensor: Tensor) -> bool:

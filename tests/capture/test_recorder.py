@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_offload.capture import recorder
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import DeviceClock
 from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.graph import StepGraph
 from lightning_offload.graph.step_graph import check
-from lightning_offload.tensors.op_facts import facts_of
+from lightning_offload.runtime import executor
+from lightning_offload.tensors import op_facts
+from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of
 from tests.capture.devices import FakeMemory, FakeStream, pretend_on
 from tests.capture.recording import CPU, observe, op_names, record, sizes
 
@@ -49,6 +52,30 @@ def test_chain_of_two_by_hand() -> None:
     assert by_sin.unpack_ticks[0] < by_sin.release_tick <= by_exp.unpack_ticks[0] < by_exp.release_tick
     assert all(op.replayable for op in graph.ops)
     assert all(op.seconds >= 0 for op in graph.ops)
+
+
+def test_what_an_op_did_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a recorded step the runtime and the recorder share what each op read and made; schemas are read once each."""
+    found: list[str] = []
+    inspected: list[str] = []
+
+    def find(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> op_facts.Effects:
+        found.append(facts.name)
+        return effects(facts, args, kwargs, out)
+
+    def inspect(func: Any) -> OpFacts:
+        inspected.append(str(func))
+        return inspect_op(func)
+
+    inspect_op = op_facts._inspect
+    monkeypatch.setattr(op_facts, "_CACHE", {})
+    monkeypatch.setattr(op_facts, "_inspect", inspect)
+    monkeypatch.setattr(executor, "effects", find)
+    monkeypatch.setattr(recorder, "effects", find)
+    x = leaf()
+    graph = record(lambda: x.exp().sin().neg().mul_(2.0).sum().backward())
+    assert found == [op.name for op in graph.ops]
+    assert len(inspected) == len(set(inspected))
 
 
 def test_births_and_deaths() -> None:

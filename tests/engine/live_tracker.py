@@ -3,13 +3,14 @@
 `LiveStorageTracker` is a dispatch mode that is entered outside everything else. It looks at the arguments
 and outputs of each op and follows every storage it sees by a weak reference: torch keeps a storage's Python
 object alive while the C++ storage lives, so the reference's callback fires exactly when the memory goes.
-Storages that no op has touched yet (parameters, optimizer state, a batch) are added by `register`. What a
-kernel allocates and frees within itself is not seen, and neither is memory that is not a tensor (host buffers
-of the runtime).
+Storages that no op has touched yet (parameters, optimizer state, a batch) are added by `register`, or all of
+them by `register_all`. What a kernel allocates and frees within itself is not seen, and neither is memory that
+is not a tensor (host buffers of the runtime).
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -73,6 +75,15 @@ class LiveStorageTracker(TorchDispatchMode):
         """Count tensors that no op has touched: of tensors, modules, optimizers and containers of them."""
         for item in objects:
             self._follow(_registered(item))
+        self._rise("registered")
+
+    def register_all(self) -> None:
+        """Count every tensor that Python knows of, with its gradient; not those that `gc.freeze` has set aside."""
+        for item in gc.get_objects():
+            if issubclass(type(item), Tensor) and not isinstance(item, FakeTensor):
+                self._follow_tensor(item)
+                if item.is_leaf and item.grad is not None:
+                    self._follow_tensor(item.grad)
         self._rise("registered")
 
     @contextmanager

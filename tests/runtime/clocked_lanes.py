@@ -23,7 +23,7 @@ from lightning_offload.runtime.copies import Block, Copy
 from lightning_offload.runtime.lanes import Lanes, LaneTimes
 from lightning_offload.runtime.values import Call
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts
+from lightning_offload.tensors.op_facts import Effects, OpFacts
 
 
 class VirtualClock(StepObserver):
@@ -58,7 +58,9 @@ class VirtualClock(StepObserver):
             listener()
 
     @override
-    def on_op(self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
+    def on_op(
+        self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float, did: Effects | None = None
+    ) -> None:
         op = self._ops[self.num_ops]
         assert op.name == facts.name, f"op {self.num_ops} was {op.name} when it was recorded, {facts.name} now"
         self.num_ops += 1
@@ -67,19 +69,19 @@ class VirtualClock(StepObserver):
     @contextlib.contextmanager
     def timing_replays(self) -> Iterator[None]:
         """Let replays take time too."""
-        record_call, run = recording.record_call, replay._run
+        record_call, run = recording.record_call, replay.Replay._run
 
-        def record(func: Any, facts: OpFacts, *args: Any) -> Call:
-            call = record_call(func, facts, *args)
+        def record(func: Any, facts: OpFacts, *args: Any, **keywords: Any) -> Call:
+            call = record_call(func, facts, *args, **keywords)
             self._recorded[call] = self._ops[self.num_ops].seconds
             return call
 
-        def run_replay(call: Call, *args: Any) -> None:
-            run(call, *args)
+        def run_replay(self_: replay.Replay, call: Call, *args: Any) -> None:
+            run(self_, call, *args)
             self.replay_seconds += self._recorded[call]
             self.move_to(self.now + self._recorded[call])
 
-        with mock.patch.object(recording, "record_call", record), mock.patch.object(replay, "_run", run_replay):
+        with mock.patch.object(recording, "record_call", record), mock.patch.object(replay.Replay, "_run", run_replay):
             yield
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_offload.errors import ReplayError
-from lightning_offload.runtime import replay as replay_module
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.mode import executing
+from lightning_offload.runtime.replay import Replay
 from tests.runtime.executing import compiled, executor_for, gradients, plain, planned, under
 
 NORM = nn.BatchNorm1d(16)
@@ -270,20 +272,16 @@ def test_replay_of_another_size_raises() -> None:
 
     program = compiled(step, "recompute")
     executor = executor_for(program)
-    original = replay_module._run
+    original = Replay._run
 
-    def lying(call: object, *args: object) -> None:
-        call.args = (call.args[0], torch.zeros(3, 16, 16))  # type: ignore[attr-defined]
-        original(call, *args)  # type: ignore[arg-type]
+    def lying(self: Replay, call: Any, *args: Any) -> None:
+        call.args = (call.args[0], torch.zeros(3, 16, 16))
+        original(self, call, *args)
 
-    replay_module._run = lying  # type: ignore[assignment]
-    try:
-        with executing(executor):
-            loss = step()
-            with pytest.raises(ReplayError, match="bytes on replay"):
-                loss.backward()
-    finally:
-        replay_module._run = original
+    with mock.patch.object(Replay, "_run", lying), executing(executor):
+        loss = step()
+        with pytest.raises(ReplayError, match="bytes on replay"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("action", ["recompute", "swap"])

@@ -38,7 +38,7 @@ def test_value_from_before_the_step_notices_writes() -> None:
     tensor = torch.ones(10)
     value = Value(-1, 40)
     assert not value.is_stale
-    value.guard = (tensor, tensor._version)
+    value.guards = ((tensor, tensor._version),)
     assert not value.is_stale
     tensor.mul_(2.0)
     assert value.is_stale

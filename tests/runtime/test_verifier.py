@@ -21,7 +21,7 @@ def verified(original: Tensor, replayed: Tensor, view: Tensor) -> tuple[Verifier
     """Compare a replay with its original over a view of the original."""
     verifier = Verifier(inline_tiers())
     value = Value(5, original.nbytes)
-    value.original = verifier.remember(value, original.untyped_storage())
+    value.original = verifier.remember(original.untyped_storage())
     return verifier, verifier.verify(value, replayed.untyped_storage(), Geometry.of(view))
 
 
@@ -57,7 +57,7 @@ def test_mismatch_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     original = torch.tensor([1.0, 2.0])
     verifier = Verifier(inline_tiers())
     value = Value(5, 8)
-    value.original = verifier.remember(value, original.untyped_storage())
+    value.original = verifier.remember(original.untyped_storage())
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):
             verifier.verify(value, torch.zeros(2).untyped_storage(), Geometry.of(original))
@@ -68,7 +68,7 @@ def test_mismatch_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_without_host_memory_nothing_is_remembered() -> None:
     """Where the host has no room, the value goes unverified."""
     verifier = Verifier(inline_tiers(HostPool(budget_bytes=64)))
-    assert verifier.remember(Value(0, 4000), torch.zeros(1000).untyped_storage()) is None
+    assert verifier.remember(torch.zeros(1000).untyped_storage()) is None
 
 
 @pytest.fixture
@@ -124,8 +124,8 @@ def test_op_with_hidden_state_is_found_out(lying_op: object) -> None:
     assert planned(step, x, program=program)[0] != expected  # unverified, the lie would have shown
 
 
-def test_trusted_storages_are_not_remembered() -> None:
+def test_trusted_storages_are_not_doubted() -> None:
     """What was verified in an earlier step leaves its room to what was not."""
     verifier = Verifier(inline_tiers(HostPool()), trusted={1})
-    assert verifier.remember(Value(1, 40), torch.zeros(10).untyped_storage()) is None
-    assert verifier.remember(Value(2, 40), torch.zeros(10).untyped_storage()) is not None
+    assert not verifier.doubts(Value(1, 40))
+    assert verifier.doubts(Value(2, 40))

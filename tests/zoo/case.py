@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -47,11 +47,19 @@ class Scope(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """The live objects of one run: the model, its optimizers and the number of the step (from 0)."""
+    """The live objects of one run.
+
+    Attributes:
+        model: The model.
+        optimizers: Its optimizers.
+        index: The number of the step, from 0.
+        beside: What the training loop holds besides: copies of the model, a teacher, what it remembers of a step.
+    """
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     index: int = 0
+    beside: dict[str, Any] = field(default_factory=dict)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -98,6 +106,7 @@ class Case:
         train_step: Trains for one step.
         optimizers: Makes the optimizers for a model.
         static: Whether every step has the same graph, so that the plan is final from the 4th step on.
+        grows: Whether an optimizer's state grows over the first steps.
         split: Whether forward can be wrapped alone (not where one step holds several forwards and updates).
         steps: How many steps make the case meaningful.
         budgeted: Whether the case's activations are large enough for the budget tests to be meaningful.
@@ -109,6 +118,7 @@ class Case:
     train_step: TrainStep
     optimizers: Callable[[nn.Module], Sequence[Optimizer]] = sgd
     static: bool = True
+    grows: bool = False
     split: bool = True
     steps: int = 5
     budgeted: bool = False

@@ -35,7 +35,7 @@ def _bf16_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return _model_loss(model, batch)
 
 
-def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     scores = model(tokens[:, :-1])
     return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -68,14 +68,14 @@ LANGUAGE: tuple[Case, ...] = (
         name="lstm",
         build=lambda: RecurrentLM("lstm"),
         batch=lambda step: integers(step, 64, 48, 14),
-        train_step=simple(_next_token),
+        train_step=simple(next_token),
         budgeted=True,
     ),
     Case(
         name="gru",
         build=lambda: RecurrentLM("gru"),
         batch=lambda step: integers(step, 64, 48, 14),
-        train_step=simple(_next_token),
+        train_step=simple(next_token),
         budgeted=True,
     ),
     Case(

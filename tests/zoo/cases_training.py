@@ -132,7 +132,7 @@ def _sparse_sgd(model: nn.Module) -> Sequence[Optimizer]:
     return (torch.optim.SGD(model.parameters(), lr=0.05),)
 
 
-def _two_adams(model: nn.Module) -> Sequence[Optimizer]:
+def two_adams(model: nn.Module) -> Sequence[Optimizer]:
     assert isinstance(model, Adversaries)
     return adamw(model.generator)[0], adamw(model.discriminator)[0]
 
@@ -141,7 +141,7 @@ def _bce(scores: Tensor, label: float) -> Tensor:
     return functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, label))
 
 
-def _gan(job: Job, batch: tuple[Tensor, Tensor], scope: Scope) -> None:
+def gan_step(job: Job, batch: tuple[Tensor, Tensor], scope: Scope) -> None:
     """Two steps with an update each: first the discriminator, then the generator."""
     assert isinstance(job.model, Adversaries)
     generator, discriminator = job.model.generator, job.model.discriminator
@@ -184,7 +184,7 @@ def _gan_batch(step: int) -> tuple[Tensor, Tensor]:
     return normal(step, 48, 3, 32, 32), normal(step, 48, 16, 1, 1, salt=3)
 
 
-def _closure(job: Job, batch: Any, scope: Scope) -> None:
+def closure_step(job: Job, batch: Any, scope: Scope) -> None:
     """LBFGS calls forward and backward several times in one update."""
 
     def closure() -> Tensor:
@@ -230,7 +230,7 @@ TRAINING: tuple[Case, ...] = (
     body_case("frozen-half-way", _wave, train_step=_frozen_half_way, steps=7, static=False),
     body_case("skipped-layers", module=_Skipping, steps=8, static=False),
     body_case("sparse-adjacency", module=_Graph, depth=2),
-    body_case("lbfgs", torch.tanh, train_step=_closure, optimizers=_lbfgs, depth=2),
+    body_case("lbfgs", torch.tanh, train_step=closure_step, optimizers=_lbfgs, depth=2),
     Case(name="mode-switch", build=_dropped, batch=rows, train_step=_mode_switch, static=False, steps=8),
     Case(
         name="changing-shapes",
@@ -248,13 +248,13 @@ TRAINING: tuple[Case, ...] = (
         train_step=simple(_token_loss),
         optimizers=_sparse_sgd,
     ),
-    Case(name="gan", build=Adversaries, batch=_gan_batch, train_step=_gan, optimizers=_two_adams),
+    Case(name="gan", build=Adversaries, batch=_gan_batch, train_step=gan_step, optimizers=two_adams),
     Case(
         name="gan-in-one-step",
         build=Adversaries,
         batch=_gan_batch,
         train_step=_gan_in_one,
-        optimizers=_two_adams,
+        optimizers=two_adams,
         split=False,
         steps=7,  # the optimizers make their state in the first step, which so differs from the others
     ),

@@ -33,12 +33,16 @@ def gpt2(attention: str) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def t5() -> nn.Module:
-    """A T5 encoder-decoder with relative positions and dropout."""
+def t5(layers: int = 2) -> nn.Module:
+    """A T5 encoder-decoder with relative positions and dropout.
+
+    Args:
+        layers: The number of them, in the encoder as in the decoder.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=layers, num_heads=4, decoder_start_token_id=0,
         use_cache=False,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
