@@ -59,6 +59,14 @@ def fixed_seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def only_its_own_tensors() -> Iterator[None]:
+    """Set aside the objects of other tests: their tensors count in no budget, and nobody looks through them."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test after which there are more threads, hooks, modes, processes or spill files than before."""
     before = {name: look() for name, look in _LOOKS.items()}

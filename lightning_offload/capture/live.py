@@ -1,41 +1,101 @@
 """Counts live device bytes where the device itself does not: the peak of a step on a CPU.
 
-Counts storages by live identity: those that existed before the step when an op first reads them, those made in
-the step from birth to death, and what the runtime itself allocates. On CUDA the allocator's own figures are
-used instead.
+Two sources. A census lists the storages of all tensors that Python knows of, whoever made them. From there on
+storages are counted by live identity: those of the census until they die, those made in the step from birth to
+death, what the runtime itself allocates, and what an op reads that neither of these knows. On CUDA the allocator's
+own figures are used instead. Memory that torch did not allocate (numpy's, the runtime's own host buffers), and
+tensors that only C++ knows of, are in no census.
 """
 
 from __future__ import annotations
 
+import gc
+import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
 from lightning_offload.capture.placement import indexed
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import Effects, OpFacts, is_plain, tensors_in
 
+Census = dict[int, torch.UntypedStorage]
+"""Storages by identity."""
+
+
+def live_storages(device: torch.device) -> Census:
+    """Take a census: the storages on a device of all tensors that Python knows of, gradients included.
+
+    Looks through every object that the garbage collector tracks, which takes tens of milliseconds in a large
+    process; what ``gc.freeze`` has set aside does not count.
+    """
+    device, found = indexed(device), {}
+    for item in gc.get_objects():
+        # Not isinstance: it asks an object's own __class__, which runs code of proxies.
+        if not issubclass(type(item), Tensor) or issubclass(type(item), FakeTensor) or item.device != device:
+            continue
+        for tensor in (item, item.grad if item.is_leaf else None):
+            if tensor is not None and tensor.device == device and is_plain(tensor):
+                storage = tensor.untyped_storage()
+                if storage.resizable():  # else a view of memory that torch did not allocate
+                    found[storage._cdata] = storage
+    return found
+
+
+class CensusClock:
+    """Tells when a census may be taken, so that censuses take no more than a share of the time."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = 0.0
+
+    def __enter__(self) -> None:
+        """Begin a census."""
+        self._began = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        """End it."""
+        self._ended = time.perf_counter()
+
+    def is_due(self, share: float) -> bool:
+        """Whether the last census took at most this share of the time since."""
+        return (self._ended - self._began) <= share * (time.perf_counter() - self._ended)
+
 
 class LiveBytes(StepObserver):
     """Peak of live bytes over one step, in total and by phase.
 
+    Args:
+        device: The device whose storages count.
+        there: The storages that are there when the step begins. Without them each counts from its first use on.
+
     Attributes:
-        peak_bytes: Peak of storages made in the step.
+        peak_bytes: Peak of all storages that are known.
         forward_peak_bytes: The same, in forward alone.
         backward_peak_bytes: The same, in backward alone.
-        persistent: Storages that the step read and did not make: size by identity.
+        made_bytes: Peak of storages made in the step.
+        touched: Those of the storages that were there when it began that an op of it had to do with: a weak reference
+            and bytes by identity.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.peak_bytes = self.forward_peak_bytes = self.backward_peak_bytes = 0
-        self.persistent: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+    def __init__(self, device: torch.device, there: Iterable[torch.UntypedStorage] = ()) -> None:
+        self.made_bytes = 0
         self._device = indexed(device)
-        self._live_bytes = 0
+        self._live_bytes = self._older_bytes = 0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._dead: deque[tuple[int, weakref.ref[torch.UntypedStorage], int]] = deque()
+        self._dead: deque[tuple[int, weakref.ref[torch.UntypedStorage], int, bool]] = deque()
+        self._untouched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.touched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        for storage in there:
+            self._follow(storage, is_older=True)
+            self._untouched[storage._cdata] = (self._live[storage._cdata], storage.nbytes())
+        self.peak_bytes = self.forward_peak_bytes = self._live_bytes
+        self.backward_peak_bytes = 0
 
     @override
     def on_op(
@@ -43,44 +103,44 @@ class LiveBytes(StepObserver):
     ) -> None:
         for tensor in tensors_in((args, kwargs)):
             if tensor.device == self._device and is_plain(tensor):
-                self._read(tensor.untyped_storage())
+                self._add(tensor.untyped_storage(), is_older=True)
         for tensor in tensors_in(out):
             if tensor.device == self._device and is_plain(tensor):
-                self._add(tensor.untyped_storage())
+                self._add(tensor.untyped_storage(), is_older=False)
 
     @override
     def on_allocation(self, storage: torch.UntypedStorage) -> None:
-        self._add(storage)
-
-    def persistent_storages(self) -> dict[int, int]:
-        """Sizes of the storages from before the step that still live, by identity."""
-        return {key: size for key, (reference, size) in self.persistent.items() if reference() is not None}
+        self._add(storage, is_older=False)
 
     def _knows(self, storage: torch.UntypedStorage) -> bool:
-        key = storage._cdata
-        reference = self._live.get(key)
-        if reference is not None and reference() is storage:
-            return True
-        known = self.persistent.get(key)
-        return known is not None and known[0]() is storage
+        reference = self._live.get(storage._cdata)
+        return reference is not None and reference() is storage
 
-    def _read(self, storage: torch.UntypedStorage) -> None:
-        if not self._knows(storage):
-            self.persistent[storage._cdata] = (weakref.ref(storage), storage.nbytes())
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
         if self._knows(storage):
+            entry = self._untouched.pop(storage._cdata, None)
+            if entry is not None:
+                self.touched[storage._cdata] = entry
             return
+        self._untouched.pop(storage._cdata, None)  # died, and its identity is used again
         while self._dead:
-            key, reference, size = self._dead.popleft()
+            key, reference, size, was_older = self._dead.popleft()
             self._live_bytes -= size
+            if was_older:
+                self._older_bytes -= size
             if self._live.get(key) is reference:
                 del self._live[key]
-        size, key, dead = storage.nbytes(), storage._cdata, self._dead
-        self._live[key] = weakref.ref(storage, lambda reference: dead.append((key, reference, size)))
-        self._live_bytes += size
+        self._follow(storage, is_older=is_older)
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self.made_bytes = max(self.made_bytes, self._live_bytes - self._older_bytes)
         if torch._C._current_graph_task_id() == -1:
             self.forward_peak_bytes = max(self.forward_peak_bytes, self._live_bytes)
         else:
             self.backward_peak_bytes = max(self.backward_peak_bytes, self._live_bytes)
+
+    def _follow(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
+        size, key, dead = storage.nbytes(), storage._cdata, self._dead
+        self._live[key] = weakref.ref(storage, lambda reference: dead.append((key, reference, size, is_older)))
+        self._live_bytes += size
+        if is_older:
+            self._older_bytes += size

@@ -110,6 +110,15 @@ class GradientBuckets:
         expected = {-id(model): sum(of) for model, of in self._expected.items() if device in (None, model.device)}
         return {**placed, **{key: size for key, size in expected.items() if size}}
 
+    def storages(self, device: torch.device) -> dict[int, torch.UntypedStorage]:
+        """Those on a device whose place is known, by identity."""
+        storages = ((key, ref()) for key, ref in self._made.items())
+        return {key: s for key, s in storages if s is not None and s.device == device}
+
+    def expected_bytes(self, device: torch.device) -> int:
+        """Bytes on a device of those whose place is not known yet."""
+        return sum(sum(of) for model, of in self._expected.items() if model.device == device)
+
     def are_gone_from(self, touched: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> bool:
         """Whether storages that a step touched were buckets that are no more: of another layout, or of another fit."""
         return any(key in self._made and ref() is None for key, ref in touched.items())

@@ -5,6 +5,10 @@ replays are verified; step 3 is measured. What was measured (op times, the peak)
 into the final plan, which is in force from step 4 on. A step whose structure leaves its plan is recorded again,
 and after :data:`_MAX_DEVIATIONS` of them the shape is *unplanned*: it always runs under the floor policy, or
 plainly where that is known to fit.
+
+The budget is a promise. What is on the device beside the step is counted before each plan is made, and again when
+it grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards; where a
+budget has no room for it, that is an error while the plan is being found, and one warning once it was in force.
 """
 
 from __future__ import annotations
@@ -12,11 +16,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
+from collections.abc import Collection
 
 import torch
 
+from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime, scaled
+from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.stays import stored_bytes
@@ -25,12 +32,16 @@ from lightning_offload.plugins.correction import compute_factor, links_were_wron
 from lightning_offload.plugins.margin import plan_with_margin
 from lightning_offload.plugins.report_data import Phase
 from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
 _MAX_DEVIATIONS = 3
 _MEASURE_EVERY = 32
 _MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
+_ATYPICAL = 1.01  # a first measured peak that is so many times the predicted one shows that the recorded step was not
+_ATYPICAL_BYTES = 64 << 10  # like the others, if it is also that much more
+_MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,6 +52,9 @@ class StepKind:
         phase: What its next step does.
         graph: The recorded step.
         touched: The persistent storages that it touches, by identity; weak, since addresses are used again.
+        known: Those of them that were there when the recorded step began, gradients aside, with their bytes.
+        beside_bytes: What was on the device beside the step when the last look was taken.
+        headroom_bytes: What the plan in force leaves free because it is growing.
         program: The plan in force, compiled.
         state_version: Version of the persistent state that the plan was made for.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
@@ -48,7 +62,6 @@ class StepKind:
         spec: The device that the plan in force was made for.
         hardware_version: Version of the hardware that it was made for.
         usable_bytes: Device memory that there turned out to be, after running out of it.
-        unseen_bytes: Device memory that a step allocates and keeps outside of any tensor (library workspaces).
         num_corrections: Plans made again because planned steps did not take the time they should.
         computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
@@ -57,12 +70,19 @@ class StepKind:
         num_surprises: Steps in which backward wrote what the plan counts on.
         num_unfinished: Recordings without a backward, or in which an optimizer made its state.
         num_planned: Steps under a plan, or unplanned.
+        num_unmeasured: Those since the last one that was measured.
+        is_over: Whether a step under the final plan was measured above the budget.
+        has_warned: Whether that was told.
+        was_recorded_twice: Whether it was recorded again because the first recording was not typical.
         measured_peak_bytes: Peak of the last measured step, in total and by phase.
     """
 
     phase: Phase = "recording"
     graph: StepGraph | None = None
     touched: dict[int, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
+    known: list[tuple[weakref.ref[torch.UntypedStorage], int]] | None = None
+    beside_bytes: int = 0
+    headroom_bytes: int = 0
     program: Program | None = None
     state_version: int = -1
     shortfall_bytes: int = 0
@@ -70,7 +90,6 @@ class StepKind:
     spec: DeviceSpec | None = None
     hardware_version: int = -1
     usable_bytes: int | None = None
-    unseen_bytes: int = 0
     num_corrections: int = 0
     computing_seconds: float | None = None
     recorded_gradient_bytes: int = 0
@@ -81,6 +100,10 @@ class StepKind:
     num_surprises: int = 0
     num_unfinished: int = 0
     num_planned: int = 0
+    num_unmeasured: int = 0
+    is_over: bool = False
+    has_warned: bool = False
+    was_recorded_twice: bool = False
     measured_peak_bytes: int | None = None
     forward_peak_bytes: int | None = None
     backward_peak_bytes: int | None = None
@@ -114,15 +137,27 @@ class StepKind:
             return cls(phase="verifying", graph=graph)
         return cls(phase="planned", graph=graph, program=compile_plan(graph, plan))
 
-    def is_due_for_measurement(self) -> bool:
-        """Whether the coming planned step is one whose peak is counted: the first ones, then one in 32.
+    @property
+    def is_settling(self) -> bool:
+        """Whether the coming step is one of the first ones: up to the second under the final plan."""
+        return self.phase not in ("planned", "unplanned") or self.program is None or self.num_planned < 2
+
+    def is_due_for_measurement(self, *, can_count: bool) -> bool:
+        """Whether the coming planned step is one whose peak is counted: the first two, then one in 32.
 
         A plan's memory does not change from step to step, and counting costs host time.
+
+        Args:
+            can_count: Whether there is what counting starts from.
         """
         self.num_planned += 1
+        self.num_unmeasured += 1
         if self.program is not None and self.program.is_keep_all:
             return False
-        return self.num_planned <= 2 or self.num_planned % _MEASURE_EVERY == 0
+        is_due = can_count and (self.num_planned <= 2 or self.num_unmeasured >= _MEASURE_EVERY)
+        if is_due:
+            self.num_unmeasured = 0
+        return is_due
 
     def runs_plainly(self, budget_bytes: int | None) -> bool:
         """Whether there is nothing to do in its steps, not even to watch them."""
@@ -147,21 +182,76 @@ class StepKind:
         """Identities of the touched storages that still live."""
         return {key for key, reference in self.touched.items() if reference() is not None}
 
-    def set_extra_bytes(self, num_bytes: int) -> None:
-        """Count persistent state that the step does not touch; a change makes the plan void."""
-        num_bytes += self.unseen_bytes
-        if self.graph is not None and self.graph.extra_bytes != num_bytes:
-            self.graph = dataclasses.replace(self.graph, extra_bytes=num_bytes)
+    def bytes_beside(self, there: Census, gradients: Collection[int]) -> int | None:
+        """What is on the device beside the step, of all that is there before it; None where it is not known yet.
+
+        What the step touches counts in its graph, and gradients of earlier steps are counted apart. In place of what
+        the recorded step touched and what is gone by now (its batch, say) the coming step has its own.
+
+        Args:
+            there: All storages on the device.
+            gradients: Identities of gradients.
+        """
+        if self.known is None:
+            return None
+        not_beside = self.touched_now().union(gradients)
+        gone_bytes = sum(num_bytes for reference, num_bytes in self.known if reference() is None)
+        beside = sum(storage.nbytes() for key, storage in there.items() if key not in not_beside)
+        return max(0, beside - gone_bytes)
+
+    def bytes_beside_of(self, allocated_bytes: int, gradient_bytes: int) -> int | None:
+        """The same of the allocator's figure."""
+        if self.known is None:
+            return None
+        return max(0, allocated_bytes - gradient_bytes - sum(num_bytes for _, num_bytes in self.known))
+
+    def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
+        """Count what is on the device beside the step: plan anew where the plan in force has no room for it.
+
+        Where that grows again and again the plan leaves free as much as it grew, so that not every step is planned
+        anew.
+
+        Args:
+            num_bytes: What is there now.
+            budget_bytes: The budget.
+        """
+        self.beside_bytes = num_bytes
+        graph, plan = self.graph, self.plan
+        if graph is None:
+            return
+        growth = num_bytes - graph.extra_bytes
+        if plan is not None and self.phase == "planned":
+            limit = budget_bytes if budget_bytes is not None else plan.predicted_peak_bytes + growth
+            if 0 <= growth and plan.predicted_peak_bytes + growth <= limit:
+                return
+            if growth < 0 and -growth <= _MUCH_LESS * limit:
+                return
+        if growth:
+            self.headroom_bytes = max(0, growth) if self.phase == "planned" else 0
+            self.graph = dataclasses.replace(graph, extra_bytes=num_bytes)
             self.program = None
 
-    def recorded(self, recorder: Recorder, accumulated_bytes: int, *, is_typical: bool) -> None:
+    def recorded(
+        self,
+        recorder: Recorder,
+        live: LiveBytes | None,
+        gradients: Collection[int],
+        accumulated_bytes: int,
+        *,
+        is_typical: bool,
+    ) -> None:
         """Take the result of a recording over.
 
         Args:
             recorder: What recorded the step.
+            live: What counted its bytes.
+            gradients: Identities of the gradients that were there when it began.
             accumulated_bytes: Gradients of earlier steps that were there in its backward.
             is_typical: Whether later steps will be like it: not the one in which an optimizer makes its state.
         """
+        self.touched = recorder.persistent_ids()
+        if live is not None:
+            self.known = [found for key, found in live.touched.items() if key not in gradients]
         graph = recorder.finish()
         self.recorded_gradient_bytes = accumulated_bytes
         if not recorder.num_unpacks or not is_typical:
@@ -181,6 +271,7 @@ class StepKind:
         """A step left its plan: record the next one."""
         self.num_deviations += 1
         self.program = None
+        self.num_planned = 0
         self.phase = "recording" if self.num_deviations < _MAX_DEVIATIONS else "unplanned"
         if self.phase == "unplanned":
             _log.warning(
@@ -188,6 +279,12 @@ class StepKind:
                 "without a plan, everything saved is swapped out",
                 how,
             )
+
+    def learn_known(self, live: LiveBytes, gradients: Collection[int]) -> None:
+        """Know what the step touches, of a step that was planned in an earlier run."""
+        if self.known is None:
+            found = {key: entry for key, entry in live.touched.items() if key not in gradients}
+            self.known, self.touched = list(found.values()), {key: entry[0] for key, entry in found.items()}
 
     def record_again(self) -> None:
         """Record the next step in place of the recorded one: it touched what is not there any more."""
@@ -207,20 +304,63 @@ class StepKind:
             self.program = None
             self.phase = "verifying" if self.phase != "recording" else self.phase
 
-    def measured(self, times: OpTimes) -> None:
-        """Take over what a step under the plan showed; its peaks were noted before."""
+    def measured(self, times: OpTimes, budget_bytes: int | None, *, is_given: bool) -> None:
+        """Take over what a step under the plan showed; its peaks were noted before.
+
+        Args:
+            times: Of its ops.
+            budget_bytes: The budget.
+            is_given: Whether the plan is the user's own.
+        """
         assert self.graph is not None
         assert self.plan is not None
         self.graph = retime(self.graph, times)
         if self.phase == "verifying":
             self.phase = "measuring"
         elif self.phase == "measuring":
+            if self._is_atypical and not (is_given or self.was_recorded_twice):
+                self.was_recorded_twice = True
+                self.record_again()
+                return
             self.phase = "planned"
-            if self.measured_peak_bytes is not None:
-                predicted = self.plan.predicted_peak_bytes - self.shortfall_bytes
-                self.shortfall_bytes = max(0, self.measured_peak_bytes - predicted)
+            self._learn_shortfall()
             if not self._is_final:
                 self.program = None
+
+    @property
+    def _unforeseen_bytes(self) -> int:
+        """By how much the last measured peak exceeded what was predicted for it, without a margin."""
+        assert self.graph is not None
+        assert self.plan is not None
+        if self.measured_peak_bytes is None:
+            return 0
+        foreseen = self.plan.predicted_peak_bytes - self.shortfall_bytes - self.headroom_bytes
+        grown_bytes = max(0, self.beside_bytes - self.graph.extra_bytes)
+        return max(0, self.measured_peak_bytes - grown_bytes - foreseen)
+
+    @property
+    def _is_atypical(self) -> bool:
+        """Whether the recorded step was not like the measured one, as far as its peak tells."""
+        assert self.plan is not None
+        foreseen = self.plan.predicted_peak_bytes
+        return self._unforeseen_bytes > max(_ATYPICAL_BYTES, (_ATYPICAL - 1) * foreseen)
+
+    def _learn_shortfall(self) -> None:
+        self.shortfall_bytes = self._unforeseen_bytes
+
+    def check_peak(self, budget_bytes: int | None) -> None:
+        """Plan anew where a step under the final plan was measured above the budget.
+
+        Args:
+            budget_bytes: The budget.
+        """
+        measured = self.measured_peak_bytes
+        if budget_bytes is None or measured is None or measured <= budget_bytes or self.plan is None:
+            return
+        if self._unforeseen_bytes > self.shortfall_bytes:
+            self.shortfall_bytes = self._unforeseen_bytes
+            self.is_over = True
+            self.program = None
 
     def compare(
         self, step_seconds: float, stall_seconds: float, *, is_link_slower: bool, is_link_faster: bool = False
@@ -279,18 +419,47 @@ class StepKind:
             PlanError: The given plan is for another graph.
         """
         assert self.graph is not None
-        self.spec, self.computing_seconds = device, None
+        self.spec, self.computing_seconds, self.num_planned = device, None, 0
         if given is not None:
             self.program = compile_plan(self.graph, given)
             return
-        plan = plan_with_margin(
-            self.graph,
-            device,
-            budget_bytes,
-            usable_bytes=self.usable_bytes,
-            shortfall_bytes=self.shortfall_bytes,
-            policy=policy,
-            keep=self.graph.storages_saved_in(keep) | frozenset(self.mismatched),
-            is_provisional=self.phase != "planned",
-        )
+        self._plan_within(device, budget_bytes, policy, keep)
+
+    def _plan_within(self, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]) -> None:
+        assert self.graph is not None
+
+        def make(headroom_bytes: int, *, must_fit: bool) -> MemoryPlan:
+            assert self.graph is not None
+            return plan_with_margin(
+                self.graph,
+                device,
+                budget_bytes,
+                usable_bytes=self.usable_bytes,
+                shortfall_bytes=self.shortfall_bytes + headroom_bytes,
+                must_fit=must_fit,
+                policy=policy,
+                keep=self.graph.storages_saved_in(keep) | frozenset(self.mismatched),
+                is_provisional=self.phase != "planned",
+            )
+
+        try:
+            plan = make(self.headroom_bytes, must_fit=True)
+        except BudgetInfeasibleError:
+            if not self.headroom_bytes and not self.is_over:
+                raise
+            self.headroom_bytes = 0
+            plan = make(0, must_fit=not self.is_over)
+        if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
+            self._warn(budget_bytes, plan)
         self.program = compile_plan(self.graph, plan)
+
+    def _warn(self, budget_bytes: int, plan: MemoryPlan) -> None:
+        if not self.has_warned:
+            self.has_warned = True
+            _log.warning(
+                "a step was measured at %s, above the budget of %s (%d bytes), and no plan is below: the smallest "
+                "budget that has room for what the step was seen to need is %s (%d bytes); raise the budget or lower "
+                "the batch size",
+                format_bytes(self.measured_peak_bytes or 0), format_bytes(budget_bytes), budget_bytes,
+                format_bytes(plan.predicted_peak_bytes), plan.predicted_peak_bytes,
+            )  # fmt: skip

@@ -1,4 +1,8 @@
-"""Plans with a margin for what measured steps showed: memory that the plan does not foresee, or that is not there."""
+"""Plans with a margin for what measured steps showed: memory that the plan does not foresee, or that is not there.
+
+The margin is counted as what is on the device beside the step. So it is in the predicted peak, and in the smallest
+feasible budget that an error tells.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ def plan_with_margin(
     *,
     usable_bytes: int | None,
     shortfall_bytes: int,
+    must_fit: bool,
     **how: Any,
 ) -> MemoryPlan:
     """Plan a step so that its measured peak is within the budget; predictions and floor include the margin.
@@ -29,23 +34,20 @@ def plan_with_margin(
         budget_bytes: Peak of live device bytes allowed, None for no limit.
         usable_bytes: Device memory that there turned out to be, where that is less.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
+        must_fit: Whether a budget that cannot be met raises; the plan with the lowest peak is made otherwise.
         how: Further keywords of :func:`~lightning_offload.planning.policies.plan`.
 
     Raises:
         BudgetInfeasibleError: The budget is below the floor.
     """
+    counted = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + shortfall_bytes)
     limits = [limit for limit in (budget_bytes, usable_bytes) if limit is not None]
-    target = min(limits) - shortfall_bytes if limits else None
     try:
-        plan = make_plan(graph, device, target, **how)
+        plan = make_plan(counted, device, min(limits, default=None), **how)
     except BudgetInfeasibleError as error:
-        if target == budget_bytes or (budget_bytes is not None and error.floor_bytes > budget_bytes):
+        is_within_budget = budget_bytes is None or (error.floor_bytes <= budget_bytes and min(limits) < budget_bytes)
+        if must_fit and not is_within_budget:
             raise
-        # The budget itself can be met; only the margin for what was learned since cannot.
-        plan = make_plan(graph, device, error.floor_bytes, **how)
-    return dataclasses.replace(
-        plan,
-        budget_bytes=budget_bytes,
-        floor_bytes=min(plan.floor_bytes + shortfall_bytes, max(plan.floor_bytes, plan.plain_peak_bytes)),
-        predicted_peak_bytes=plan.predicted_peak_bytes + shortfall_bytes,
-    )
+        plan = make_plan(counted, device, error.floor_bytes, **how)
+    plain_peak_bytes = plan.plain_peak_bytes - shortfall_bytes
+    return dataclasses.replace(plan, budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes)

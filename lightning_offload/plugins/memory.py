@@ -21,7 +21,6 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.plugins.data_parallel import DataParallelModels
 from lightning_offload.plugins.devices import supported
 from lightning_offload.plugins.out_of_memory import with_second_attempt
-from lightning_offload.plugins.provision import provide_plan
 from lightning_offload.plugins.report_data import Report
 from lightning_offload.plugins.saved_state import dump_kinds, load_kinds
 from lightning_offload.plugins.settings import Budget, check_settings
@@ -190,8 +189,7 @@ class MemoryPlugin:
         steps = self._steps
         steps.finish_if_read()
         ledger, hardware = steps.ledger, steps.hardware
-        if ledger.kind.program is None and hardware is not None:
-            provide_plan(ledger.key, ledger.kind, hardware, steps.state, steps.settings)
+        steps.plan_if_needed()
         return ledger.report(
             budget_bytes=self.budget_bytes,
             tier_use=hardware.use() if hardware is not None else ledger.tier_use,

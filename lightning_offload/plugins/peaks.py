@@ -1,15 +1,25 @@
-"""What a device's own allocator counts: peaks between steps, and reserved memory. Nothing on a CPU, which has none.
+"""Peaks between steps: an optimizer's step above all, and what a device's allocator holds in reserve.
 
-Reading the allocator's statistics costs host time, so they are read around watched steps alone.
+On CUDA the allocator counts; reading its statistics costs host time, so they are read around watched steps alone. On
+a CPU the tensors that an optimizer's step makes are counted as those of a training step are, by a dispatch mode that
+the optimizer's own hooks put on and take off.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
+from typing_extensions import override
+
+from lightning_offload.capture.live import LiveBytes
+from lightning_offload.tensors.op_facts import facts_of
 
 
 class DevicePeaks:
-    """Reads the allocator at the seams between steps.
+    """Reads the allocator at the seams between steps, and counts in optimizers' steps where there is none.
 
     Attributes:
         optimizer_peak_bytes: The highest peak between a watched step and the one after it: the optimizer's.
@@ -20,14 +30,14 @@ class DevicePeaks:
         self.optimizer_peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
         self._was_watched = False
+        self._mode: _OptimizerMode | None = None
 
     def begin_step(self, device: torch.device, *, is_watched: bool) -> None:
         """Note what came after the last watched step; start counting anew if the coming one is watched."""
         if device.type != "cuda":
             return
         if self._was_watched:
-            # The most of them: with accumulated gradients an optimizer does not follow every step.
-            self.optimizer_peak_bytes = max(self.optimizer_peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+            self._note_optimizer(torch.cuda.max_memory_allocated(device))
             self.reserved_bytes = torch.cuda.memory_reserved(device)
         if is_watched:
             torch.cuda.reset_peak_memory_stats(device)
@@ -40,3 +50,61 @@ class DevicePeaks:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
+
+    def begin_optimizer(self, device: torch.device, there: Iterable[torch.UntypedStorage], more_bytes: int) -> None:
+        """Count what an optimizer's step makes, on a device whose allocator does not.
+
+        Args:
+            device: Where it runs.
+            there: What is there already.
+            more_bytes: What is there and in no census.
+        """
+        self.end_optimizer(is_whole=False)
+        self._mode = _OptimizerMode(LiveBytes(device, there), more_bytes)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def end_optimizer(self, *, is_whole: bool) -> None:
+        """Stop counting, if it was begun.
+
+        Args:
+            is_whole: Whether the optimizer's step has ended: not where it failed, or where a training step is inside.
+        """
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        if _get_current_dispatch_mode() is mode:
+            _pop_mode()
+        if is_whole:
+            self._note_optimizer(mode.live.peak_bytes + mode.more_bytes)
+
+    def _note_optimizer(self, peak_bytes: int) -> None:
+        # The most of them: with accumulated gradients an optimizer does not follow every step.
+        self.optimizer_peak_bytes = max(self.optimizer_peak_bytes or 0, peak_bytes)
+
+
+class _OptimizerMode(TorchDispatchMode):
+    """Counts what the ops inside make."""
+
+    def __init__(self, live: LiveBytes, more_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = live
+        self.more_bytes = more_bytes
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.live.on_op(facts_of(func), args, kwargs, out, 0.0)
+        return out
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_offload.capture.live import Census, live_storages
 from lightning_offload.plugins.data_parallel import DataParallelModels, GradientBuckets
 from lightning_offload.tensors.op_facts import is_plain, tensors_in
 
@@ -28,12 +29,17 @@ class PersistentState:
             made state, without the step's temporaries; None before the first.
     """
 
-    def __init__(self, before_optimizer_step: Callable[[list[Tensor]], None]) -> None:
+    def __init__(
+        self,
+        before_optimizer_step: Callable[[list[Tensor]], None],
+        after_optimizer_step: Callable[[], None] = lambda: None,
+    ) -> None:
         self.data_parallel = DataParallelModels()
         self.optimizer_state_bytes: int | None = None
         self.optimizer_peak_bytes: int | None = None
         self._version = 0
         self._before_optimizer_step = before_optimizer_step
+        self._after_optimizer_step = after_optimizer_step
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
@@ -71,14 +77,15 @@ class PersistentState:
         self._before_optimizer_step([p for group in optimizer.param_groups for p in group["params"]])
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        num_states = sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
-        if self._optimizers.get(optimizer) != num_states:
-            self._optimizers[optimizer] = num_states
+        num_tensors = sum(1 for _ in tensors_in(list(optimizer.state.values())))
+        if self._optimizers.get(optimizer) != num_tensors:
+            self._optimizers[optimizer] = num_tensors
             self._version += 1
             states = [state for each in self._optimizers for state in each.state.values()]
             self.optimizer_state_bytes = sum(_sizes(tensors_in(states)).values())
             all_state = {**_sizes(self.tensors()), **self.gradients(), **self.buckets.sizes()}
             self.optimizer_peak_bytes = sum(all_state.values())
+        self._after_optimizer_step()
 
     def trainable(self) -> Iterator[Tensor]:
         """Tensors that collect gradients, as far as they are known."""
@@ -95,12 +102,11 @@ class PersistentState:
         sizes = _sizes(p.grad for p in self.trainable() if p.grad is not None)
         return {key: size for key, size in sizes.items() if key not in buckets}
 
-    def bytes_beside(self, touched: Iterable[int], device: torch.device) -> int:
-        """Bytes on the device in storages (by identity) other than those that a step touches, gradients aside."""
-        known = set(touched)
-        sizes = _sizes(tensor for tensor in self.tensors() if tensor.device == device)
-        sizes.update(self.buckets.sizes(device))
-        return sum(size for key, size in sizes.items() if key not in known)
+    def storages(self, device: torch.device) -> Census:
+        """All storages on a device: those of every tensor that Python knows of, and those known here."""
+        known = (tensor for tensor in self.tensors() if tensor.device == device and is_plain(tensor))
+        storages = (tensor.untyped_storage() for tensor in known)
+        return {**live_storages(device), **{s._cdata: s for s in storages}, **self.buckets.storages(device)}
 
     def tensors(self) -> Iterator[Tensor]:
         """Parameters, buffers and optimizer state, some of them twice."""

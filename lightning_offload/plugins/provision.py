@@ -32,7 +32,6 @@ def provide_plan(key: str, kind: StepKind, hardware: Hardware, state: Persistent
         kind.state_version = state.version
         if state.buckets.are_gone_from(kind.touched):
             kind.record_again()
-        kind.set_extra_bytes(state.bytes_beside(kind.touched_now(), hardware.device))
     if kind.phase == "recording":
         return
     hardware.refresh()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from lightning_offload.capture.live import LiveBytes
+from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, clock_for
 from lightning_offload.capture.workspace import op_memory_for
@@ -25,9 +25,6 @@ from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all
 
-BytesBeside = Callable[[Iterable[int], torch.device], int]
-
-
 @dataclasses.dataclass(slots=True)
 class StepRun:
     """See the module's docstring.
@@ -38,13 +35,14 @@ class StepRun:
         executor: Executes it.
         recorder: Records it, if it is recorded.
         times: Measures its ops, if it runs under a plan that is not final.
-        live: Counts live bytes where the device does not.
+        live: Counts live bytes: where the device does not, and what a recorded step has to do with of what was there.
         verifier: Compares replays, if they are not trusted yet.
         clock: Measures the time spent in its scopes.
         optimizer_ran_inside: Whether an optimizer updated parameters within its scopes.
         state_version: Version of the persistent state when it began.
         old_gradients: Gradients that were there when it began: bytes by identity of the storage.
         accumulated: Those that were there when its backward began.
+        bytes_out_of_sight: What is on the device and in no census: buckets of DDP that were not met yet.
         device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
         is_watched: Whether its memory, its ops or its copies are measured.
         lane_times: What the lanes did, if that was measured.
@@ -66,12 +64,13 @@ class StepRun:
     state_version: int = 0
     old_gradients: dict[int, int] = dataclasses.field(default_factory=dict)
     accumulated: dict[int, int] = dataclasses.field(default_factory=dict)
+    bytes_out_of_sight: int = 0
     device_peak_bytes: int | None = None
     lane_times: dict[Tier, LaneTimes] | None = None
     seconds: float | None = None
 
     @contextlib.contextmanager
-    def timed(self, bytes_beside: BytesBeside) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
         """Around each of the step's scopes."""
         with self.clock.running():
             try:
@@ -79,13 +78,6 @@ class StepRun:
             finally:
                 if self.is_watched:
                     self._note_device_peak()
-                if self.recorder is not None:
-                    self._note_unseen_bytes(self.recorder, bytes_beside)
-
-    def _note_unseen_bytes(self, recorder: Recorder, bytes_beside: BytesBeside) -> None:
-        """What the device holds that no tensor explains; before an optimizer makes state that it would hold too."""
-        beside = bytes_beside(recorder.persistent_ids(), self.device)
-        self.kind.unseen_bytes = max(0, (recorder.unseen_bytes or 0) - beside)
 
     def _note_device_peak(self) -> None:
         peak = self.peaks.end_scope(self.device)
@@ -110,20 +102,25 @@ class StepRun:
 
         self.executor.on_backward = note
 
-    def finish(self, state: PersistentState) -> None:
-        """Hand what was seen to the kind of step."""
+    def finish(self, state: PersistentState, budget_bytes: int | None, *, is_given: bool) -> None:
+        """Hand what was seen to the kind of step.
+
+        Args:
+            state: What is on the device beside the steps.
+            budget_bytes: The budget.
+            is_given: Whether the plan is the user's own.
+        """
         kind = self.kind
         self._take_times()
         if not self.executor.num_unpacks and self.recorder is None:
             return
-        self._note_peaks(state.bytes_beside)
+        self._note_peaks()
         accumulated_bytes = sum(self.accumulated.values())
         if self.recorder is not None:
-            kind.touched = self.recorder.persistent_ids()
             state.buckets.place(self.recorder.all_reduced())
             kind.state_version = -1
             is_typical = not (self.optimizer_ran_inside and state.version != self.state_version)
-            kind.recorded(self.recorder, accumulated_bytes, is_typical=is_typical)
+            kind.recorded(self.recorder, self.live, self.old_gradients, accumulated_bytes, is_typical=is_typical)
             return
         kind.note_gradients(0, accumulated_bytes)
         if self.executor.has_deviated:
@@ -133,8 +130,14 @@ class StepRun:
             kind.surprised()
         if self.verifier is not None:
             kind.verified |= self.verifier.verified
-        if self.times is not None and kind.program is not None and kind.program is self.executor.program:
-            kind.measured(self.times)
+        if self.live is not None:
+            kind.learn_known(self.live, self.old_gradients)
+        if kind.program is None or kind.program is not self.executor.program:
+            return
+        if self.times is not None:
+            kind.measured(self.times, budget_bytes, is_given=is_given)
+        elif self.is_watched:
+            kind.check_peak(budget_bytes)
 
     def _take_times(self) -> None:
         self.seconds = self.clock.seconds()
@@ -142,18 +145,14 @@ class StepRun:
             self.lane_times = self.tiers.take_times()
             self.tiers.measure(False)
 
-    def _note_peaks(self, bytes_beside: BytesBeside) -> None:
+    def _note_peaks(self) -> None:
         kind = self.kind
         if self.device_peak_bytes is not None:
             kind.measured_peak_bytes = self.device_peak_bytes
         elif self.live is not None:
-            persistent = self.live.persistent_storages()
-            rest = sum(persistent.values()) + bytes_beside(persistent, self.device)
-            old = sum(size for key, size in self.old_gradients.items() if key not in persistent)
-            accumulated = sum(size for key, size in self.accumulated.items() if key not in persistent)
-            kind.forward_peak_bytes = self.live.forward_peak_bytes + rest + old
-            kind.backward_peak_bytes = self.live.backward_peak_bytes + rest + accumulated
-            kind.measured_peak_bytes = max(kind.forward_peak_bytes, kind.backward_peak_bytes)
+            kind.measured_peak_bytes = self.live.peak_bytes + self.bytes_out_of_sight
+            kind.forward_peak_bytes = self.live.forward_peak_bytes + self.bytes_out_of_sight
+            kind.backward_peak_bytes = self.live.backward_peak_bytes + self.bytes_out_of_sight
 
 
 def _op_times(kind: StepKind, device: torch.device) -> OpTimes | None:
@@ -174,13 +173,27 @@ def start_run(
     module: torch.nn.Module | None,
     verify: str,
     peaks: DevicePeaks,
+    there: Census | None,
 ) -> StepRun:
-    """Set up the executor and the observers that a step of this kind needs now."""
+    """Set up the executor and the observers that a step of this kind needs now.
+
+    Args:
+        kind: The kind of step.
+        tiers: Where its tensors may go.
+        device: Where it runs.
+        module: The model, where it is known.
+        verify: When replays are compared with their originals.
+        peaks: Reads the device's allocator.
+        there: The storages that are on the device; None where nobody looked.
+    """
     program = kind.program
     recorder = Recorder(device, module) if kind.phase == "recording" else None
     times = _op_times(kind, device)
-    is_watched = recorder is not None or times is not None or kind.is_due_for_measurement()
-    live = LiveBytes(device) if device.type == "cpu" and is_watched else None
+    is_on_cpu = device.type == "cpu"
+    can_count = there is not None or not is_on_cpu
+    is_watched = recorder is not None or times is not None or kind.is_due_for_measurement(can_count=can_count)
+    is_counted = there is not None and ((is_on_cpu and is_watched) or recorder is not None)
+    live = LiveBytes(device, there.values()) if there is not None and is_counted else None
     must_verify = program is not None and program.is_recomputing and verify != "never"
     verifier: Verifier | None = None
     if must_verify and (verify == "always" or kind.must_verify):

@@ -7,6 +7,7 @@ the scope was closed, until the next one begins. Whoever wants a step's figures 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.errors import UnsupportedError
+from lightning_offload.capture.live import Census, CensusClock
+from lightning_offload.errors import BudgetInfeasibleError, UnsupportedError
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.ledger import Ledger
+from lightning_offload.plugins.lifecycle import StepKind
 from lightning_offload.plugins.out_of_memory import out_of_memory
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.provision import learn_from, provide_plan
@@ -30,6 +33,9 @@ from lightning_offload.plugins.signature import step_signature
 from lightning_offload.runtime.mode import Executor, executing
 from lightning_offload.runtime.step_mode import mode_off, watch_backward
 from lightning_offload.runtime.user_code import seeing_user_code
+
+_SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
+_COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
 
 
 class Steps:
@@ -54,7 +60,7 @@ class Steps:
         self.settings = settings
         self.device = device
         self.hardware: Hardware | None = None
-        self.state = PersistentState(self._before_optimizer_step)
+        self.state = PersistentState(self._before_optimizer_step, self._after_optimizer_step)
         self.ledger = Ledger()
         self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self.optimizer_ran_inside = False
@@ -64,6 +70,7 @@ class Steps:
         self._is_attached = False
         self._is_open = False
         self._thread = 0
+        self._census_clock = CensusClock()
         self._end_watch: Callable[[], None] = _nothing
 
     @property
@@ -106,6 +113,7 @@ class Steps:
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent."""
         self.finish()
+        self.ledger.peaks.end_optimizer(is_whole=False)
         self.state.detach()
         self._wrappers.close()
         self._end_watch()
@@ -179,7 +187,7 @@ class Steps:
         _thread.num_open += 1
         self._thread = threading.get_ident()
         try:
-            with run.timed(self.state.bytes_beside), executing(run.executor, hooks=hooks):
+            with run.timed(), executing(run.executor, hooks=hooks):
                 yield
         except BaseException as error:
             self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside
@@ -205,21 +213,47 @@ class Steps:
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
         hardware = self.hardware_for(inputs)
-        kind = self.ledger.choose(step_signature(inputs))
+        kind, peaks = self.ledger.choose(step_signature(inputs)), self.ledger.peaks
+        peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
+        there = self._look_beside(kind, hardware, gradients)
         provide_plan(self.ledger.key, kind, hardware, self.state, self.settings)
         self.ledger.begin_step()
         if kind.runs_plainly(hardware.budget_bytes):
             return None
-        peaks = self.ledger.peaks
-        run = start_run(kind, hardware.tiers, hardware.device, self.module, self.settings.verify, peaks)
+        run = start_run(kind, hardware.tiers, hardware.device, self.module, self.settings.verify, peaks, there)
+        if kind.phase != "recording":
+            run.bytes_out_of_sight = self.state.buckets.expected_bytes(hardware.device)
         peaks.begin_step(hardware.device, is_watched=run.is_watched)
         run.state_version = self.state.version
         run.watch_gradients(gradients, self.state.gradients)
         self.executors.add(run.executor)
         self._run = run
         return run
+
+    def _look_beside(self, kind: StepKind, hardware: Hardware, gradients: dict[int, int]) -> Census | None:
+        """Count what is on the device beside a kind of step, where its plan is about to be made or time allows.
+
+        Returns:
+            The storages that are there, if they were listed.
+        """
+        clock, device = self._census_clock, hardware.device
+        if not (kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
+            return None
+        with clock:
+            there: Census | None = None
+            if device.type == "cpu" or kind.phase == "recording":
+                if kind.phase == "recording" and clock.is_due(_COLLECTING_SHARE):
+                    gc.collect()  # what waits for it is no part of the steps to come
+                there = self.state.storages(device)
+            if device.type == "cpu" and there is not None:
+                beside = kind.bytes_beside(there, gradients)
+            else:
+                beside = kind.bytes_beside_of(torch.cuda.memory_allocated(device), sum(gradients.values()))
+        if beside is not None:
+            kind.note_beside(beside + self.state.buckets.expected_bytes(device), hardware.budget_bytes)
+        return there
 
     def hardware_for(self, inputs: Any) -> Hardware:
         """The hardware that a step with these inputs runs on."""
@@ -236,7 +270,8 @@ class Steps:
             return
         if run.recorder is not None:
             self.state.learn_leaves(run.recorder.leaves)
-        run.finish(self.state)
+        budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
+        run.finish(self.state, budget_bytes, is_given=self.settings.plan is not None)
         self.ledger.end_step(run)
         if self.hardware is not None:
             learn_from(run, self.hardware)
@@ -245,6 +280,14 @@ class Steps:
         """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""
         if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
             self.finish()
+
+    def plan_if_needed(self) -> None:
+        """Have a plan for the kind of step that ran last, if there can be one; its next step raises if not."""
+        kind, hardware = self.ledger.kind, self.hardware
+        if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
+            self._look_beside(kind, hardware, self.state.gradients())
+            with contextlib.suppress(BudgetInfeasibleError):
+                provide_plan(self.ledger.key, kind, hardware, self.state, self.settings)
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the kinds of step whose signatures are not among those to keep.
@@ -263,6 +306,14 @@ class Steps:
         for executor in list(self.executors):
             if executor.is_recomputing:
                 executor.settle_readers_of(parameters)
+        device = self.device
+        if device is None or device.type != "cpu" or self._is_open or self._run is None or not self._run.is_watched:
+            return
+        there = self.state.storages(device).values()
+        self.ledger.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
+
+    def _after_optimizer_step(self) -> None:
+        self.ledger.peaks.end_optimizer(is_whole=True)
 
 
 class _Thread(threading.local):

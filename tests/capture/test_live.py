@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_offload.capture.live import LiveBytes
+from lightning_offload.capture.live import CensusClock, LiveBytes, live_storages
 from lightning_offload.tensors.op_facts import facts_of
 from tests.capture.devices import pretend_on
 from tests.capture.recording import CPU, observe
@@ -35,9 +37,9 @@ def test_peak_of_temporaries_by_hand() -> None:
         x + 1.0
 
     live = measure(step)
-    assert live.peak_bytes == live.forward_peak_bytes == 3 * ROW
+    assert live.made_bytes == 3 * ROW
+    assert live.peak_bytes == live.forward_peak_bytes == 4 * ROW
     assert live.backward_peak_bytes == 0
-    assert list(live.persistent_storages().values()) == [ROW]
 
 
 def test_views_and_in_place_ops_count_nothing() -> None:
@@ -49,7 +51,7 @@ def test_views_and_in_place_ops_count_nothing() -> None:
         y.view(10, 10).t()[:3].add_(1.0)
         y.zero_()
 
-    assert measure(step).peak_bytes == ROW
+    assert measure(step).made_bytes == ROW
 
 
 def test_backward_is_counted_apart() -> None:
@@ -62,27 +64,62 @@ def test_backward_is_counted_apart() -> None:
 
     live = measure(step)
     # forward: the result of exp, and the sum. It is swapped out while the program still holds it for the sum.
-    assert live.forward_peak_bytes == ROW + 4
+    assert live.forward_peak_bytes == x.nbytes + ROW + 4
     # backward: sum, seed, the result back (the seed is expanded without memory), and the product
-    assert live.backward_peak_bytes == 4 + 4 + 2 * ROW
+    assert live.backward_peak_bytes == x.nbytes + 4 + 4 + 2 * ROW
     assert live.peak_bytes == live.backward_peak_bytes
 
 
-def test_dead_persistent_storages_are_forgotten() -> None:
-    """A storage from before the step that has died since no longer counts as state."""
-    held = [torch.ones(100)]
-    live = LiveBytes(CPU)
-    observe(lambda: held[0] + 1.0, live)
-    assert list(live.persistent_storages().values()) == [ROW]
-    held.clear()
-    assert live.persistent_storages() == {}
+def test_what_was_there_counts_until_it_dies() -> None:
+    """Storages from before the step count from its beginning on, whether an op touches them or not."""
+    held = [torch.ones(100), torch.ones(200), torch.ones(300)]
+    live = LiveBytes(CPU, [tensor.untyped_storage() for tensor in held])
+
+    def step() -> None:
+        held[0] + 1.0
+        held.pop()
+        torch.ones(250) + 1.0
+
+    observe(step, live)
+    assert live.peak_bytes == max(6 * ROW + ROW, 3 * ROW + 2 * 1000)
+    assert [size for _, size in live.touched.values()] == [ROW]
+    assert live.made_bytes == 2 * 1000
+
+
+def test_census_lists_each_storage_once() -> None:
+    """Tensors that Python knows of, their gradients too; not what torch did not allocate, nor other devices."""
+    before = live_storages(CPU)
+    weight = torch.ones(100, requires_grad=True)
+    (weight * 2.0).sum().backward()
+    view, foreign = weight.detach()[:3], torch.from_numpy(np.ones(100))
+    elsewhere = torch.ones(100, device="meta")
+    found = {key: storage for key, storage in live_storages(CPU).items() if key not in before}
+    assert sorted(storage.nbytes() for storage in found.values()) == [ROW, ROW]
+    assert weight.untyped_storage()._cdata in found
+    assert list(live_storages(torch.device("meta")).values())[0].nbytes() == ROW
+    del view, foreign, elsewhere
+
+
+def test_censuses_take_no_more_than_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that took a second is due again after a hundred, for a share of one per cent."""
+    clock, now = CensusClock(), 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    assert clock.is_due(0.01)
+    with clock:
+        now = 1.0
+    now = 100.9
+    assert not clock.is_due(0.01)
+    assert clock.is_due(0.1)
+    now = 101.1
+    assert clock.is_due(0.01)
 
 
 def test_agrees_with_an_independent_tracker() -> None:
     """Over a training step of a small net the peak equals that of a tracker that does not trust the runtime."""
     net = nn.Sequential(nn.Linear(64, 128), nn.Sigmoid(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 8))
     x = torch.randn(16, 64)
-    live = LiveBytes(CPU)
+    there = [tensor.untyped_storage() for tensor in (*net.parameters(), x)]
+    live = LiveBytes(CPU, there)
 
     def step() -> None:
         loss: Tensor = net(x).square().mean()
@@ -92,7 +129,8 @@ def test_agrees_with_an_independent_tracker() -> None:
         tracker.register(net, x)
         with tracker.window() as window:
             observe(step, live)
-    assert live.peak_bytes + sum(live.persistent_storages().values()) == window.peak_bytes
+    assert live.peak_bytes == window.peak_bytes
+    assert len(live.touched) == len(there)
 
 
 def test_other_devices_of_the_type_do_not_count() -> None:
@@ -101,5 +139,4 @@ def test_other_devices_of_the_type_do_not_count() -> None:
     results = [pretend_on("cuda:0"), pretend_on("cuda:1")]
     for result in results:
         live.on_op(facts_of(torch.ops.aten.exp.default), (pretend_on("cuda:1"),), {}, result, 0.0)
-    assert live.peak_bytes == ROW
-    assert live.persistent_storages() == {}
+    assert live.peak_bytes == live.made_bytes == ROW

@@ -146,7 +146,7 @@ class Subject:
             seconds=clock.now,
             stall_seconds=executor.stall_seconds,
             replay_seconds=clock.replay_seconds,
-            peak_bytes=live.peak_bytes + sum(live.persistent_storages().values()),
+            peak_bytes=live.made_bytes + self.graph.persistent_bytes,
             gradients=take_gradients(self.model),
         )
 

@@ -7,13 +7,10 @@ import weakref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_offload.plugins.persistent import PersistentState
-
-CPU = torch.device("cpu")
-
 
 def hooks() -> int:
     """How many global hooks of optimizers there are."""
@@ -43,6 +40,26 @@ def test_optimizer_state_is_learnt_from_its_step() -> None:
         state.detach()
 
 
+def test_lists_in_the_state_are_looked_into() -> None:
+    """LBFGS keeps its history in lists that grow inside of one entry of the state."""
+    state = PersistentState(lambda parameters: None)
+    layer = nn.Linear(10, 10)
+    state.attach(layer)
+    try:
+        optimizer = LBFGS(layer.parameters(), lr=0.1, max_iter=1, history_size=3)
+        found = []
+        for step in range(6):
+            for p in layer.parameters():
+                p.grad = torch.full_like(p, 1.0 / (1 + step))
+            optimizer.step(lambda: torch.ones(()))
+            found.append((state.version, state.optimizer_state_bytes))
+        assert [version for version, _ in found[:4]] == [1, 2, 3, 4]
+        assert found[0][1] < found[1][1] < found[2][1] < found[3][1]  # type: ignore[operator]
+        assert found[4] == found[5]
+    finally:
+        state.detach()
+
+
 def test_stateless_optimizer_has_no_state() -> None:
     """SGD without momentum adds nothing."""
     state = PersistentState(lambda parameters: None)
@@ -55,8 +72,13 @@ def test_stateless_optimizer_has_no_state() -> None:
         state.detach()
 
 
-def test_bytes_beside_what_a_step_touches() -> None:
-    """Parameters, buffers and optimizer state count unless the step touched them; gradients never do."""
+def num_bytes(state: PersistentState) -> int:
+    """Bytes of parameters, buffers and optimizer state, each storage once."""
+    return sum({tensor.untyped_storage()._cdata: tensor.nbytes for tensor in state.tensors()}.values())
+
+
+def test_parameters_buffers_and_optimizer_state_are_known() -> None:
+    """They are the persistent state; gradients are not."""
     state = PersistentState(lambda parameters: None)
     net = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10))
     state.attach(net)
@@ -65,10 +87,7 @@ def test_bytes_beside_what_a_step_touches() -> None:
         trained(net, optimizer)
         every = sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
         moments = 2 * sum(p.nbytes for p in net.parameters()) + 4 * 4
-        assert state.bytes_beside((), CPU) == every + moments
-        touched = [p.untyped_storage()._cdata for p in net.parameters()]
-        assert state.bytes_beside(touched, CPU) == moments + sum(b.nbytes for b in net.buffers())
-        assert state.bytes_beside((), torch.device("meta")) == 0
+        assert num_bytes(state) == every + moments
     finally:
         state.detach()
 
@@ -96,7 +115,7 @@ def test_shared_storages_count_once() -> None:
     net = nn.Sequential(first, second)
     state.attach(net)
     try:
-        assert state.bytes_beside((), CPU) == 400
+        assert num_bytes(state) == 400
     finally:
         state.detach()
 
@@ -124,11 +143,11 @@ def test_leaves_are_learnt_without_a_module() -> None:
     state = PersistentState(lambda parameters: None)
     leaf = torch.ones(100, requires_grad=True)
     state.learn_leaves({id(leaf): weakref.ref(leaf)})
-    assert state.bytes_beside((), CPU) == 400
+    assert num_bytes(state) == 400
     leaf.sum().backward()
     assert list(state.gradients().values()) == [400]
     del leaf
-    assert state.bytes_beside((), CPU) == 0
+    assert num_bytes(state) == 0
 
 
 def test_nothing_is_kept_alive_and_all_hooks_go() -> None:
@@ -145,7 +164,7 @@ def test_nothing_is_kept_alive_and_all_hooks_go() -> None:
     del layer, optimizer
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
-    assert state.bytes_beside((), CPU) == 0
+    assert num_bytes(state) == 0
     state.detach()
     state.detach()
     assert hooks() == before
