@@ -74,6 +74,8 @@ class StepKind:
         is_over: Whether a step under the final plan was measured above the budget.
         has_warned: Whether that was told.
         was_recorded_twice: Whether it was recorded again because the first recording was not typical.
+        swapped_bytes: Saved bytes that left the device in the last step without a plan.
+        stayed_bytes: Saved bytes for which no tier had room in that step.
         measured_peak_bytes: Peak of the last measured step, in total and by phase.
     """
 
@@ -104,6 +106,8 @@ class StepKind:
     is_over: bool = False
     has_warned: bool = False
     was_recorded_twice: bool = False
+    swapped_bytes: int = 0
+    stayed_bytes: int = 0
     measured_peak_bytes: int | None = None
     forward_peak_bytes: int | None = None
     backward_peak_bytes: int | None = None

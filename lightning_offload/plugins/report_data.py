@@ -43,8 +43,8 @@ class Report:
         measured_step_seconds: Duration of the last step.
         plain_step_seconds: Predicted duration with everything kept.
         bound_seconds: Lower bound on the duration of any plan within the budget.
-        kept_bytes: Saved bytes that stay on the device.
-        swapped_bytes: Saved bytes that are swapped.
+        kept_bytes: Saved bytes that stay on the device, under the plan; in a step without one those that did.
+        swapped_bytes: Saved bytes that are swapped, likewise.
         recomputed_bytes: Saved bytes that are recomputed.
         host_peak_bytes: Most host memory that held swapped tensors at once.
         host_bytes: Host memory mapped for them.
@@ -54,7 +54,8 @@ class Report:
         stall_seconds: Time that compute waited for copies, in the last step where that was measured.
         forward_peak_bytes: Measured peak of forward.
         backward_peak_bytes: Measured peak of backward.
-        optimizer_peak_bytes: Peak of the optimizer's step; on a CPU its state, without temporaries.
+        optimizer_peak_bytes: Highest peak of an optimizer's step after a measured one; before there was one, on a CPU,
+            what the state, parameters and gradients take together.
         reserved_bytes: What the device's allocator holds, in use or not; None on a CPU.
         advice: What would make more of the device's memory usable, for people to read.
         policy: Who planned.
@@ -168,7 +169,10 @@ def make_report(
 ) -> Report:
     """The report of a kind of step, from its plan and from what the plugin measured."""
     plan, graph = kind.plan, kind.graph
-    num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
+    if phase in ("recording", "unplanned"):  # a plan there may be is not what the last step did
+        num_bytes: dict[Action, int] = {"keep": kind.stayed_bytes, "swap": kind.swapped_bytes, "recompute": 0}
+    else:
+        num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
     return Report(
         budget_bytes=budget_bytes,
         floor_bytes=plan.floor_bytes if plan else None,

@@ -112,6 +112,8 @@ class StepRun:
         """
         kind = self.kind
         self._take_times()
+        if isinstance(self.executor, StepExecutor) and self.executor.program is None:
+            kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.stayed_bytes
         if not self.executor.num_unpacks and self.recorder is None:
             return
         self._note_peaks()

@@ -51,6 +51,8 @@ class StepExecutor:
         deviation: How the step's structure left the program; "" while it has not.
         num_unpacks: Unpacks so far.
         on_backward: Called once, when backward begins, at the latest when the first saved tensor is read back.
+        swapped_bytes: Saved bytes that left the device under the floor policy.
+        stayed_bytes: Saved bytes that were to leave under the floor policy, and for which no tier had room.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StepExecutor:
         self.deviation = ""
         self.num_unpacks = 0
         self.on_backward: Callable[[], None] | None = None
+        self.swapped_bytes = self.stayed_bytes = 0
         self._lease: Lease | None = Lease()
         self._unread = weakref.ref(self._lease)
         self._device = device
@@ -220,7 +223,13 @@ class StepExecutor:
                 return self._leave_to_replay(value, tensor)
             place = self.program.places.get(value.index)
         release_now = decision is None or decision.release_op == AT_PACK
-        return self._residence.swap_out(value, storage, place, release_now=release_now)
+        has_left = self._residence.swap_out(value, storage, place, release_now=release_now)
+        if decision is None:
+            if has_left:
+                self.swapped_bytes += value.num_bytes
+            else:
+                self.stayed_bytes += value.num_bytes
+        return has_left
 
     def _leave_to_replay(self, value: Value, tensor: Tensor) -> bool:
         """Let a value be recomputed; False where it cannot be, or where that it can was not seen yet and is not now."""
