@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-unit check test-gpu bench bench-gpu docs clean
+.PHONY: help demo test test-unit test-budgets check test-gpu bench bench-gpu docs clean
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -41,6 +41,9 @@ TRAINING_TESTS := engine fuzz zoo lightning distributed adapters callbacks demo 
 
 test-unit: $(ENVIRONMENT) ## run the tests that train no whole model
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal $(TRAINING_TESTS:%=--ignore=tests/%)
+
+test-budgets: $(ENVIRONMENT) ## hold the budget's promise at 40 budgets on each of its trainings (half an hour)
+	$(TEST_THREADS) $(PY) -m tests.engine.sweep
 
 check: $(ENVIRONMENT) ## format, lint, types, import layers, spelling, doctests
 	$(PY) -m ruff format --check .

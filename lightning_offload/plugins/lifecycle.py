@@ -29,7 +29,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.stays import stored_bytes
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.correction import compute_factor, links_were_wrong
-from lightning_offload.plugins.margin import plan_with_margin
+from lightning_offload.plugins.margin import beside, plan_with_margin
 from lightning_offload.plugins.report_data import Phase
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
@@ -53,7 +53,6 @@ class StepKind:
         graph: The recorded step.
         touched: The persistent storages that it touches, by identity; weak, since addresses are used again.
         known: Those of them that were there when the recorded step began, gradients aside, with their bytes.
-        beside_bytes: What was on the device beside the step when the last look was taken.
         headroom_bytes: What the plan in force leaves free because it is growing.
         program: The plan in force, compiled.
         state_version: Version of the persistent state that the plan was made for.
@@ -83,7 +82,6 @@ class StepKind:
     graph: StepGraph | None = None
     touched: dict[int, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
     known: list[tuple[weakref.ref[torch.UntypedStorage], int]] | None = None
-    beside_bytes: int = 0
     headroom_bytes: int = 0
     program: Program | None = None
     state_version: int = -1
@@ -219,21 +217,24 @@ class StepKind:
             num_bytes: What is there now.
             budget_bytes: The budget.
         """
-        self.beside_bytes = num_bytes
         graph, plan = self.graph, self.plan
-        if graph is None:
+        if graph is None or graph.extra_bytes == num_bytes:
             return
+        counted_bytes = graph.extra_bytes + self.headroom_bytes
         growth = num_bytes - graph.extra_bytes
-        if plan is not None and self.phase == "planned":
-            limit = budget_bytes if budget_bytes is not None else plan.predicted_peak_bytes + growth
-            if 0 <= growth and plan.predicted_peak_bytes + growth <= limit:
+        self.graph = dataclasses.replace(graph, extra_bytes=num_bytes)
+        self.headroom_bytes = 0
+        if self.program is not None and plan is not None and self.phase == "planned":
+            more_bytes = num_bytes - counted_bytes
+            is_much_less = budget_bytes is not None and -more_bytes > _MUCH_LESS * budget_bytes
+            if more_bytes <= 0 and not is_much_less:
+                self.headroom_bytes = -more_bytes
                 return
-            if growth < 0 and -growth <= _MUCH_LESS * limit:
+            if more_bytes > 0 and (budget_bytes is None or plan.predicted_peak_bytes + more_bytes <= budget_bytes):
+                self.program = dataclasses.replace(self.program, plan=beside(plan, more_bytes))
                 return
-        if growth:
-            self.headroom_bytes = max(0, growth) if self.phase == "planned" else 0
-            self.graph = dataclasses.replace(graph, extra_bytes=num_bytes)
-            self.program = None
+            self.headroom_bytes = max(0, growth)
+        self.program = None
 
     def recorded(
         self,
@@ -308,12 +309,11 @@ class StepKind:
             self.program = None
             self.phase = "verifying" if self.phase != "recording" else self.phase
 
-    def measured(self, times: OpTimes, budget_bytes: int | None, *, is_given: bool) -> None:
+    def measured(self, times: OpTimes, *, is_given: bool) -> None:
         """Take over what a step under the plan showed; its peaks were noted before.
 
         Args:
             times: Of its ops.
-            budget_bytes: The budget.
             is_given: Whether the plan is the user's own.
         """
         assert self.graph is not None
@@ -327,41 +327,38 @@ class StepKind:
                 self.record_again()
                 return
             self.phase = "planned"
-            self._learn_shortfall()
+            self.shortfall_bytes = self._unforeseen_bytes
             if not self._is_final:
                 self.program = None
 
     @property
     def _unforeseen_bytes(self) -> int:
         """By how much the last measured peak exceeded what was predicted for it, without a margin."""
-        assert self.graph is not None
         assert self.plan is not None
         if self.measured_peak_bytes is None:
             return 0
         foreseen = self.plan.predicted_peak_bytes - self.shortfall_bytes - self.headroom_bytes
-        grown_bytes = max(0, self.beside_bytes - self.graph.extra_bytes)
-        return max(0, self.measured_peak_bytes - grown_bytes - foreseen)
+        return max(0, self.measured_peak_bytes - foreseen)
 
     @property
     def _is_atypical(self) -> bool:
         """Whether the recorded step was not like the measured one, as far as its peak tells."""
         assert self.plan is not None
         foreseen = self.plan.predicted_peak_bytes
-        return self._unforeseen_bytes > max(_ATYPICAL_BYTES, (_ATYPICAL - 1) * foreseen)
-
-    def _learn_shortfall(self) -> None:
-        self.shortfall_bytes = self._unforeseen_bytes
+        return foreseen > 0 and self._unforeseen_bytes > max(_ATYPICAL_BYTES, (_ATYPICAL - 1) * foreseen)
 
     def check_peak(self, budget_bytes: int | None) -> None:
-        """Plan anew where a step under the final plan was measured above the budget.
+        """Plan anew where a step under the final plan was measured above the budget; tell of one without a plan.
 
         Args:
             budget_bytes: The budget.
         """
         measured = self.measured_peak_bytes
-        if budget_bytes is None or measured is None or measured <= budget_bytes or self.plan is None:
+        if budget_bytes is None or measured is None or measured <= budget_bytes:
             return
-        if self._unforeseen_bytes > self.shortfall_bytes:
+        if self.plan is None:
+            self._warn(budget_bytes, measured)
+        elif self._unforeseen_bytes > self.shortfall_bytes:
             self.shortfall_bytes = self._unforeseen_bytes
             self.is_over = True
             self.program = None
@@ -454,10 +451,10 @@ class StepKind:
             self.headroom_bytes = 0
             plan = make(0, must_fit=not self.is_over)
         if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
-            self._warn(budget_bytes, plan)
+            self._warn(budget_bytes, plan.predicted_peak_bytes)
         self.program = compile_plan(self.graph, plan)
 
-    def _warn(self, budget_bytes: int, plan: MemoryPlan) -> None:
+    def _warn(self, budget_bytes: int, needed_bytes: int) -> None:
         if not self.has_warned:
             self.has_warned = True
             _log.warning(
@@ -465,5 +462,5 @@ class StepKind:
                 "budget that has room for what the step was seen to need is %s (%d bytes); raise the budget or lower "
                 "the batch size",
                 format_bytes(self.measured_peak_bytes or 0), format_bytes(budget_bytes), budget_bytes,
-                format_bytes(plan.predicted_peak_bytes), plan.predicted_peak_bytes,
+                format_bytes(needed_bytes), needed_bytes,
             )  # fmt: skip

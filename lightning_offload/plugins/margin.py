@@ -51,3 +51,13 @@ def plan_with_margin(
         plan = make_plan(counted, device, error.floor_bytes, **how)
     plain_peak_bytes = plan.plain_peak_bytes - shortfall_bytes
     return dataclasses.replace(plan, budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes)
+
+
+def beside(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
+    """The same plan beside so many bytes more, or fewer, that are on the device all the time."""
+    return dataclasses.replace(
+        plan,
+        floor_bytes=plan.floor_bytes + num_bytes,
+        plain_peak_bytes=plan.plain_peak_bytes + num_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes + num_bytes,
+    )

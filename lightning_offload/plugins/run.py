@@ -25,6 +25,7 @@ from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all
 
+
 @dataclasses.dataclass(slots=True)
 class StepRun:
     """See the module's docstring.
@@ -134,10 +135,10 @@ class StepRun:
             kind.verified |= self.verifier.verified
         if self.live is not None:
             kind.learn_known(self.live, self.old_gradients)
-        if kind.program is None or kind.program is not self.executor.program:
+        if kind.program is not self.executor.program:
             return
         if self.times is not None:
-            kind.measured(self.times, budget_bytes, is_given=is_given)
+            kind.measured(self.times, is_given=is_given)
         elif self.is_watched:
             kind.check_peak(budget_bytes)
 
@@ -202,7 +203,9 @@ def start_run(
         verifier = Verifier(tiers, kind.demote, kind.verified if verify == "first" else ())
     observers: list[StepObserver] = [o for o in (live, recorder, times) if o is not None]
     executor: Executor
-    if program is not None and program.is_keep_all and not observers and kind.phase == "planned":
+    # A kind of step that has left its plan before runs under what can give up what the plan keeps.
+    is_light = not observers and kind.phase == "planned" and not kind.num_deviations
+    if program is not None and program.is_keep_all and is_light:
         executor, is_watched = KeepingExecutor(program), False
     else:
         executor = StepExecutor(

@@ -78,6 +78,7 @@ class StepExecutor:
         self._num_packs = 0
         self._packs_before_op = 0
         self._blind: set[int] = set()
+        self._kept: list[weakref.ref[Handle]] = []
         self._lock = threading.RLock()
         self._table = ValueTable()
         self._following = Following(device, self._table)
@@ -161,11 +162,40 @@ class StepExecutor:
         return step
 
     def deviate(self, how: str) -> None:
-        """Leave the program: what follows in this step runs under the floor policy."""
+        """Leave the program: this step runs under the floor policy from now on.
+
+        Another structure may need more memory than the planned one. So in forward, while memory still grows, what the
+        plan kept leaves the device, too.
+        """
         self.deviation = f"after {self._num_packs} saved tensors {how}"
         _log.debug("the step left its plan: %s", self.deviation)
         for value in self._table.all_indexed():
             self._residence.release(value)
+        kept, self._kept = self._kept, []
+        if torch._C._current_graph_task_id() == -1:
+            for handle in (reference() for reference in kept):
+                if handle is not None and handle.kept is not None:
+                    self._give_up(handle, handle.kept)
+
+    def _give_up(self, handle: Handle, tensor: Tensor) -> None:
+        """Let a saved tensor leave the device that was kept."""
+        storage = tensor.untyped_storage()
+        value = self._table.find(storage)
+        if value is None:
+            value = Value(-1, storage.nbytes())
+            self._table.follow(value, storage)
+        if value.is_given:
+            return
+        if value.block is not None or self._residence.swap_out(value, storage, None, release_now=True):
+            self._let_go(handle, value, tensor)
+
+    @staticmethod
+    def _let_go(handle: Handle, value: Value, tensor: Tensor) -> None:
+        handle.value = value
+        handle.witness = witness_of(tensor)
+        handle.geometry = Geometry.of(tensor)
+        handle.kept = None
+        value.handles.append(weakref.ref(handle))
 
     def _run(
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_followed: bool
@@ -198,13 +228,29 @@ class StepExecutor:
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
         handle.value = value = self._table.find(tensor.untyped_storage()) if plain else None
+        is_planned = plain and self.program is not None and self._is_as_planned(index, tensor)
         if value is not None and self._leave(value, tensor):
-            handle.witness = witness_of(tensor)
-            handle.geometry = Geometry.of(tensor)
-            value.handles.append(weakref.ref(handle))
-        else:
-            handle.kept = tensor
+            self._let_go(handle, value, tensor)
+            return handle
+        handle.kept = tensor
+        if is_planned and self.program is not None:
+            if index in self.program.made_packs:
+                self._kept.append(weakref.ref(handle))
+            if value is None and self.program.records_backward:
+                self._recording.know(tensor)
         return handle
+
+    def _is_as_planned(self, index: int, tensor: Tensor) -> bool:
+        """Whether the step still follows its program; another tensor saved than the planned one ends that."""
+        assert self.program is not None
+        if self.has_deviated:
+            return False
+        planned, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
+        if index < len(planned) and planned[index] == num_bytes:
+            return True
+        was = f"{planned[index]} were" if index < len(planned) else "nothing was"
+        self.deviate(f"one of {num_bytes} bytes was saved where {was} expected")
+        return False
 
     def _leave(self, value: Value, tensor: Tensor) -> bool:
         """Let a saved value leave the device as the plan says; whether it need not be kept as it is."""

@@ -53,8 +53,10 @@ class Program:
         places: The same by storage index.
         prefetch: By ordinal of an unpack: the storages whose copies back are issued then.
         pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure.
+        made_packs: Ordinals of the packs whose storages the step made.
         is_keep_all: Whether the plan keeps everything, so that the step needs no dispatch mode.
         is_recomputing: Whether anything is recomputed.
+        records_backward: Whether anything is that backward made, for a backward of its own.
     """
 
     plan: MemoryPlan
@@ -65,8 +67,10 @@ class Program:
     places: dict[int, Place]
     prefetch: dict[int, tuple[int, ...]]
     pack_bytes: tuple[int, ...]
+    made_packs: frozenset[int]
     is_keep_all: bool
     is_recomputing: bool
+    records_backward: bool
 
 
 def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
@@ -104,8 +108,14 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         },
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),
+        made_packs=frozenset(
+            i
+            for i, save in enumerate(graph.saves)
+            if not graph.storages[graph.values[save.value].storage].is_persistent
+        ),
         is_keep_all=not decisions,
         is_recomputing=any(d.action == "recompute" for d in decisions.values()),
+        records_backward=any(b and s.record for b, s in zip(in_backward, steps, strict=True)),
     )
 
 

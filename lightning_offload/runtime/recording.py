@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_offload.runtime.environment import environment_on
 from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.table import ValueTable
-from lightning_offload.runtime.values import Call, Value
+from lightning_offload.runtime.values import Call, Value, witness_of
 from lightning_offload.tensors.op_facts import OpFacts, is_at_hand, is_plain
 
 
@@ -43,6 +43,19 @@ class Recording:
             if not value.has_source:
                 self._table.own(value, value.live())
         return call
+
+    def know(self, tensor: Tensor) -> None:
+        """Know a saved tensor from before the step, or one that no plan follows, before a call in backward reads it.
+
+        Where backward is differentiated again, autograd hands such a tensor to its ops as a view with a graph of its
+        own, of which nothing could be kept that notices a write and refers to no graph.
+        """
+        if is_at_hand(tensor, self._device) and not tensor.is_inference():
+            storage = tensor.untyped_storage()
+            value = Value(-1, storage.nbytes())
+            value.is_given = True
+            value.guards = ((witness_of(tensor), tensor._version),)
+            self._table.follow(value, storage)
 
     def _is_replayable_after_write(self, tensor: Tensor) -> bool:
         """Whether what a tensor holds can be had again once the storage is overwritten."""

@@ -114,6 +114,18 @@ class Value:
         if all(witness is not handle.witness for witness, _ in self.guards):
             self.guards = (*self.guards, (handle.witness, handle.version))
 
+    def forget_call(self, gone: object) -> None:
+        """Let go of the call, and of all that is kept for it, if nobody will want the value: neither autograd nor a call.
+
+        Called in backward alone: in forward another op may yet read or save what the program still holds.
+
+        Args:
+            gone: A handle or a call on it that goes right now.
+        """
+        wanted_by = (reference() for references in (self.handles, self.readers) for reference in references)
+        if self.call is not None and all(user is None or user is gone for user in wanted_by):
+            self.call = None
+
     def leave_origin(self) -> None:
         """Rely on the host copy or the call alone."""
         if self.origin is not None and self.storage is self.origin():
@@ -164,6 +176,11 @@ class Call:
     generator: tuple[torch.Generator, Tensor] | None
     results: dict[int, weakref.ref[Value]] = dataclasses.field(default_factory=dict)
 
+    def __del__(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            for value in self.inputs:
+                value.forget_call(self)
+
 
 class Lease:
     """Held by everything of a step that autograd may still unpack; gone when the last of it is."""
@@ -201,6 +218,8 @@ class Handle:
         observer = self.executor.observer
         if observer is not None:
             observer.on_release(self.index)
+        if self.value is not None and torch._C._current_graph_task_id() != -1:
+            self.value.forget_call(self)
 
     def check_version(self) -> None:
         """Raise as plain autograd does if the saved tensor was modified in place.

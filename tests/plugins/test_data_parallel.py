@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,7 +113,9 @@ def test_buckets_count_once(views: bool) -> None:
     try:
         parameters, buffers = 528, 2 * 40 + 8
         found = state.storages(CPU)
-        assert sum(found[tensor.untyped_storage()._cdata].nbytes() for tensor in state.tensors()) == parameters + buffers
+        assert (
+            sum(found[tensor.untyped_storage()._cdata].nbytes() for tensor in state.tensors()) == parameters + buffers
+        )
         assert sum(found[key].nbytes() for key in buckets.sizes()) == 528
         train(model)
         assert sum(state.gradients().values()) == (0 if views else 528)

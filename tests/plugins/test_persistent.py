@@ -12,6 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_offload.plugins.persistent import PersistentState
 
+
 def hooks() -> int:
     """How many global hooks of optimizers there are."""
     return len(torch_optimizer._global_optimizer_pre_hooks) + len(torch_optimizer._global_optimizer_post_hooks)
