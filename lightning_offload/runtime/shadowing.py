@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
@@ -47,7 +48,9 @@ class Shadowed:
     num_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def note(self, holder: str, tensor: Tensor) -> None:
-        """Count a tensor."""
+        """Count a tensor; not one that a compiler or a prediction only thinks of."""
+        if is_fake(tensor):
+            return
         plain = detached(tensor)[1]
         self.num_tensors[holder] = self.num_tensors.get(holder, 0) + 1
         size = tensor.untyped_storage().nbytes() if plain else 0

@@ -102,6 +102,8 @@ HOW: dict[str, Callable[[Body, Tensor], Tensor]] = {
     "checkpoint-on-cpu": lambda body, x: _checkpoint(lambda x: _on_cpu(body, x), x),
     "hooks": _hooked,
 }
+
+
 HIDDEN = {
     "selective": {} if RESPECTS else {SELECTIVE: 4},
     "selective-nested": {} if RESPECTS else {SELECTIVE: 4},
@@ -235,6 +237,24 @@ def test_model_that_checkpoints_itself_is_exact(name: str, caplog: pytest.LogCap
     assert plain_bytes is not None
     memory = _attached(budget=max(1 << 20, (floor_bytes + plain_bytes) // 2))
     assert _train(MODELS[name], memory) == expected
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "selective"])
+def test_compiled_checkpoint_is_exact(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A compiler that traces a checkpoint within a step hides nothing, and nothing is told."""
+
+    def train(memory: MemoryPlugin | None) -> list[list[bytes]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        model.compile(backend="aot_eager")
+        return [_step(model, memory) for _ in range(NUM_STEPS)]
+
+    expected = train(None)
+    for policy in ("all-recompute", "all-swap"):
+        with _attached(policy=policy) as memory:
+            assert train(memory) == expected, policy
+    assert not [record for record in caplog.records if record.name.startswith("lightning_offload")]
 
 
 @pytest.mark.parametrize("name", HIDDEN)

@@ -106,7 +106,7 @@ def test_folder_that_is_not_writable(tmp_path: Path) -> None:
 
 def test_host_budget_without_the_host() -> None:
     """A host budget without the host tier is refused, with the fix."""
-    with pytest.raises(PolicyError, match="^host_budget='2MiB' means nothing with tier='disk': leave it out, or"):
+    with pytest.raises(PolicyError, match=r"^host_budget='2MiB' means nothing with tier='disk': leave it out, or"):
         MemoryPlugin(tier="disk", host_budget="2MiB")
     assert MemoryPlugin(tier="auto", host_budget="2MiB").enabled
 
