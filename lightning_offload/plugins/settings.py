@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ Budget = int | float | str | None
 Tier = Literal["auto", "host", "disk"]
 Verify = Literal["first", "always", "never"]
 
+_log = logging.getLogger(__name__)
 _SWITCH = "LIGHTNING_OFFLOAD"
 _MARGIN = 0.03  # of a device's memory, left for what the allocator rounds up and for other libraries
 
@@ -56,7 +58,7 @@ def check_settings(
         BudgetError: A budget cannot be read.
         PolicyError: No such policy, or ``tier`` or ``verify`` is none of the allowed words.
         PlanError: The plan file is missing or malformed.
-        SpillError: The spill folder is missing or not writable.
+        SpillError: The spill folder is missing or not writable, and would be used.
     """
     if not isinstance(budget, float):
         resolve_budget(budget, device_bytes=None)
@@ -69,16 +71,14 @@ def check_settings(
     _check_type("keep", keep, (str, Sequence), PolicyError)
     if any(not isinstance(pattern, str) for pattern in keep):
         raise PolicyError(f"keep={keep!r} is not understood: give patterns of module names, such as ['lm_head*']")
-    if spill_dir is not None:
+    if spill_dir is not None and tier != "host":
         _check_folder(Path(spill_dir))
     if tier == "disk" and host_budget is not None:
         raise PolicyError(
             f"host_budget={host_budget!r} means nothing with tier='disk': leave it out, or use tier='auto'"
         )
     if tier == "host" and spill_dir is not None:
-        raise PolicyError(
-            f"spill_dir={str(spill_dir)!r} means nothing with tier='host': leave it out, or use tier='auto'"
-        )
+        _log.info("spill_dir=%r is not used with tier='host', which has no disk", str(spill_dir))
     return Settings(
         budget=budget,
         policy=check_policy(policy),

@@ -29,6 +29,7 @@ from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.provision import learn_from, provide_plan
 from lightning_offload.plugins.run import StepRun, start_run
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
+from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.signature import step_signature
 from lightning_offload.runtime.mode import Executor, executing
 from lightning_offload.runtime.step_mode import mode_off, watch_backward
@@ -54,6 +55,7 @@ class Steps:
         ledger: The kinds of step met so far.
         executors: Those that still hold something.
         optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
+        shadows: What the hooks of steps do not see.
     """
 
     def __init__(self, settings: Settings, module: torch.nn.Module | None, device: torch.device | None) -> None:
@@ -64,6 +66,7 @@ class Steps:
         self.ledger = Ledger()
         self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self.optimizer_ran_inside = False
+        self.shadows = Shadows()
         self._module = weakref.ref(module) if module is not None else None
         self._wrappers = contextlib.ExitStack()
         self._run: StepRun | None = None
@@ -187,7 +190,8 @@ class Steps:
         _thread.num_open += 1
         self._thread = threading.get_ident()
         try:
-            with run.timed(), executing(run.executor, hooks=hooks):
+            shadowed = self.shadows.around(run.executor.pack) if hooks else contextlib.nullcontext()
+            with run.timed(), executing(run.executor, hooks=hooks), shadowed:
                 yield
         except BaseException as error:
             self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside

@@ -37,7 +37,7 @@ from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.writes import Writes, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import Effects, OpFacts, effects, facts_of, is_plain
+from lightning_offload.tensors.op_facts import Effects, OpFacts, detached, effects, facts_of
 
 _log = logging.getLogger(__name__)
 
@@ -218,13 +218,12 @@ class StepExecutor:
     def pack(self, tensor: Tensor) -> Handle:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
         with unseen:
-            return self._pack(tensor.detach())
+            return self._pack(*detached(tensor))
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _pack(self, tensor: Tensor, plain: bool) -> Handle:
         index = self._num_packs
         self._num_packs = index + 1
         handle = Handle(self, self._lease, index, tensor)
-        plain = is_plain(tensor)
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
         handle.value = value = self._table.find(tensor.untyped_storage()) if plain else None

@@ -95,6 +95,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
     layout = plan_layout(graph, plan)
+    saved = [graph.values[save.value].storage for save in graph.saves]
     in_backward = [op.phase == "backward" for op in graph.ops]
     is_strict = any(b and s.is_busy for b, s in zip(in_backward, steps, strict=True))
     return Program(
@@ -108,11 +109,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         },
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),
-        made_packs=frozenset(
-            i
-            for i, save in enumerate(graph.saves)
-            if not graph.storages[graph.values[save.value].storage].is_persistent
-        ),
+        made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
         is_keep_all=not decisions,
         is_recomputing=any(d.action == "recompute" for d in decisions.values()),
         records_backward=any(b and s.record for b, s in zip(in_backward, steps, strict=True)),

@@ -115,7 +115,7 @@ class Value:
             self.guards = (*self.guards, (handle.witness, handle.version))
 
     def forget_call(self, gone: object) -> None:
-        """Let go of the call, and of all that is kept for it, if nobody will want the value: neither autograd nor a call.
+        """Let go of the call, and of all that is kept for it, if neither autograd nor a call will want the value.
 
         Called in backward alone: in forward another op may yet read or save what the program still holds.
 

@@ -290,10 +290,28 @@ def _covers_storage(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is one strided block of memory: no sparse, nested, quantised or wrapper-subclass tensor."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    """Whether a tensor is one strided block of memory: no sparse, nested, quantised or wrapper-subclass tensor.
+
+    Nor one of the zeros without memory that forward-mode differentiation makes.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor():
         return False
     return type(tensor) in _PLAIN_TYPES or not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+def detached(tensor: Tensor) -> tuple[Tensor, bool]:
+    """A saved tensor without its graph, and whether it is plain.
+
+    The wrappers of ``torch.func`` and of batched gradients have no memory that could be asked for. They meet no
+    dispatch mode, but a custom function may save them.
+    """
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        with torch._C._DisableTorchDispatch():  # it has no rule for `detach`, which a mode makes of `data`
+            return tensor.data, False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor.detach(), False
+    tensor = tensor.detach()
+    return tensor, is_plain(tensor)
 
 
 def is_at_hand(tensor: Tensor, device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,24 @@ def test_folder_that_is_not_writable(tmp_path: Path) -> None:
         MemoryPlugin(spill_dir=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("tier", "keyword", "item"), [("disk", "host_budget", "2MiB"), ("host", "spill_dir", os.fspath(Path.home()))]
-)
-def test_keywords_that_mean_nothing_together(tier: str, keyword: str, item: str) -> None:
-    """A host budget without the host and a spill folder without the disk are refused, with the fix."""
-    with pytest.raises(PolicyError, match=f"^{keyword}='{item}' means nothing with tier='{tier}': leave it out, or"):
-        MemoryPlugin(tier=tier, **{keyword: item})  # type: ignore[arg-type]
-    assert MemoryPlugin(tier="auto", **{keyword: item}).enabled  # type: ignore[arg-type]
+def test_host_budget_without_the_host() -> None:
+    """A host budget without the host tier is refused, with the fix."""
+    with pytest.raises(PolicyError, match=r"^host_budget='2MiB' means nothing with tier='disk': leave it out, or"):
+        MemoryPlugin(tier="disk", host_budget="2MiB")
+    assert MemoryPlugin(tier="auto", host_budget="2MiB").enabled
+
+
+def test_spill_folder_without_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A spill folder is no error with the host tier, so that the tier can be changed alone; it need not even exist."""
+    with caplog.at_level(logging.INFO):
+        assert MemoryPlugin(tier="host", spill_dir=tmp_path / "missing").enabled
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"spill_dir='{tmp_path / 'missing'}' is not used with tier='host', which has no disk")
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert MemoryPlugin(spill_dir=tmp_path).enabled
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("tier", ["auto", "host", "disk"])

@@ -1,0 +1,87 @@
+"""What of a step's saved tensors never comes to its hooks is counted, and brought to them where torch can."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils import checkpoint
+
+from lightning_offload.runtime import shadowing
+from lightning_offload.runtime.shadowing import Shadowed, noticing
+
+Caching: Any = checkpoint._CachingTorchDispatchMode
+
+
+def _pack(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _resolve() -> Any:
+    """Stands in for torch's own look at the hooks around a checkpoint, which 2.13 does not have."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _mode(respect: bool | None) -> Any:
+    """A selective checkpoint's mode as torch 2.14 and later prepare it before they enter it."""
+    mode = Caching(lambda *_: True, {})
+    mode.respect_saved_tensors_hooks = respect
+    return mode
+
+
+@pytest.fixture
+def torch_214(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch can pass what a selective checkpoint caches to the hooks around it."""
+    monkeypatch.setattr(shadowing, "_resolve", _resolve)
+
+
+@pytest.mark.usefixtures("torch_214")
+@pytest.mark.parametrize("said", [None, True, False])
+def test_selective_checkpoint_is_told_to_respect_our_hooks(said: bool | None) -> None:
+    """Unless the model has said what it wants; and no longer than the step is open."""
+    with saved_tensors_hooks(_pack, _unpack), noticing(Shadowed(), _pack):
+        with _mode(said) as mode:
+            pass
+        assert mode.respect_saved_tensors_hooks is (said is not False)
+        with save_on_cpu(), _mode(said) as mode:
+            pass
+        assert mode.respect_saved_tensors_hooks is said
+    with saved_tensors_hooks(_pack, _unpack), _mode(said) as mode:
+        pass
+    assert mode.respect_saved_tensors_hooks is said
+
+
+def test_hooks_of_another_thread_are_not_counted() -> None:
+    """A step is open in one thread; what others save is their own."""
+    shadowed = Shadowed()
+
+    def save() -> None:
+        with save_on_cpu():
+            torch.ones(3, requires_grad=True).sin()
+
+    with noticing(shadowed, _pack):
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+        assert shadowed.num_tensors == {}
+        save()
+    assert shadowed.num_tensors == {"save_on_cpu": 1}
+    assert shadowed.num_bytes == {"save_on_cpu": 12}
+
+
+def test_hooks_of_the_model_are_left_as_they_were() -> None:
+    """Hooks that were entered in a step are the same objects, with the same functions, afterwards."""
+    hooks = saved_tensors_hooks(_pack, _unpack)
+    shadowed = Shadowed()
+    with noticing(shadowed, _unpack), hooks:
+        torch.ones(3, requires_grad=True).sin()
+    assert hooks.pack_hook is _pack
+    assert shadowed.num_tensors == {"_pack": 1}
