@@ -1,0 +1,236 @@
+"""The entries: each is an op, a custom function or a module of torch's own test catalogues, in one dtype.
+
+torch tests itself on them: `op_db`, `module_db`, `autograd_function_db` and `custom_op_db` in `torch.testing`. What
+they hold moves with torch's version, and so does what is tested here.
+
+A sample is built by `Sample.build`, which makes its parameters and a function that runs one forward. Inputs that
+require a gradient become parameters; the op gets copies of them, made in the step, which lie in memory as the
+catalogue had them, so that the inputs of the op itself leave the device or are recomputed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.autograd_function_db import autograd_function_db
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.testing._internal.custom_op_db import custom_op_db
+from torch.utils._pytree import tree_map_only
+
+SHARE = "LIGHTNING_OFFLOAD_CATALOGUE"
+"""The environment variable that, set to "all", has every sample of every entry run, and not a share of them."""
+
+SEED = 20
+DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+Forward = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """One way to call an op or a module.
+
+    Attributes:
+        build: Makes, from the global generator, a module that holds what is trained and the function that runs one
+            forward on it, whose result is a tree with tensors in it.
+    """
+
+    build: Callable[[], tuple[nn.Module, Forward]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """An op, a function or a module in one dtype.
+
+    Attributes:
+        name: What the tests call it.
+        samples: Makes its samples.
+    """
+
+    name: str
+    samples: Callable[[], Iterator[Sample]]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Held(nn.Module):
+    """Holds the tensors that an op is given and that require a gradient."""
+
+    def __init__(self, leaves: list[Tensor]) -> None:
+        super().__init__()
+        self.leaves = nn.ParameterList([nn.Parameter(leaf) for leaf in leaves])
+
+
+def share_of(entries: list[Entry]) -> list[Entry]:
+    """The entries of this run: all of them, or of each op and module one dtype, chosen by its name."""
+    if os.environ.get(SHARE) == "all":
+        return entries
+    of_one: dict[str, list[Entry]] = {}
+    for entry in entries:
+        of_one.setdefault(entry.name.rpartition("-")[0], []).append(entry)
+    return [found[_number(name) % len(found)] for name, found in of_one.items()]
+
+
+def samples_of(entry: Entry) -> list[Sample]:
+    """The samples of this run: all of them, or one chosen by the entry's name."""
+    torch.manual_seed(SEED)
+    samples = list(entry.samples())
+    if os.environ.get(SHARE) == "all" or not samples:
+        return samples
+    return [samples[_number(entry.name) % len(samples)]]
+
+
+def _number(name: str) -> int:
+    """A number that is the same in every process and for ever."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+
+
+# ---- ops and functions
+
+
+def op_entries() -> list[Entry]:
+    """The differentiable ops of `op_db`, and their in-place variants."""
+    return [*_entries(op_db), *_entries(op_db, is_inplace=True)]
+
+
+def function_entries() -> list[Entry]:
+    """Functions with a backward of their own, and custom ops."""
+    return [*_entries(autograd_function_db), *_entries(custom_op_db)]
+
+
+def _entries(infos: list[Any], *, is_inplace: bool = False) -> list[Entry]:
+    return [
+        Entry(f"{_name(info)}{'_' * is_inplace}-{_dtype_name(dtype)}", functools.partial(_op_samples, info, dtype, is_inplace))
+        for info in infos
+        if info.supports_autograd and (info.get_inplace() is not None or not is_inplace)
+        for dtype in DTYPES
+        if dtype in info.supported_backward_dtypes("cpu") and dtype in info.supported_dtypes("cpu")
+    ]
+
+
+def _name(info: Any) -> str:
+    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _op_samples(info: Any, dtype: torch.dtype, is_inplace: bool) -> Iterator[Sample]:
+    op = info.get_inplace() if is_inplace else info.get_op()
+    for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+        if is_inplace and (sample.broadcasts_input or not _is_trained(sample.input)):
+            continue
+        yield Sample(functools.partial(_build_op, op, sample))
+
+
+def _is_trained(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.requires_grad
+
+
+def _build_op(op: Any, sample: Any) -> tuple[nn.Module, Forward]:
+    given = (sample.input, *sample.args)
+    leaves: list[Tensor] = []
+    again: list[Callable[[Tensor], Tensor]] = []
+
+    def hold(tensor: Tensor) -> Any:
+        if not tensor.requires_grad:
+            return tensor
+        leaf, remake = _taken_apart(tensor)
+        leaves.append(leaf)
+        again.append(remake)
+        return _Slot(len(leaves) - 1)
+
+    args, kwargs = tree_map_only(Tensor, hold, (given, dict(sample.kwargs)))
+    module = _Held(leaves)
+
+    def forward() -> Any:
+        def fill(slot: _Slot) -> Tensor:
+            return again[slot.index](module.leaves[slot.index])
+
+        filled, named = tree_map_only(_Slot, fill, (args, kwargs))
+        return sample.output_process_fn_grad(op(*filled, **named))
+
+    return module, forward
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    index: int
+
+
+def _taken_apart(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The memory of a tensor, as a leaf, and how to have the tensor again from it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.detach().clone(), Tensor.clone
+    plain = tensor.detach()
+    is_conj, is_neg = plain.is_conj(), plain.is_neg()
+    plain = plain.conj() if is_conj else plain
+    plain = torch._neg_view(plain) if is_neg else plain
+    size, stride = plain.size(), plain.stride()
+    clone = plain.clone()
+    if clone.stride() != stride:
+        num_elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if plain.numel() else 0
+        clone = plain.as_strided((num_elements,), (1,)).clone()
+
+    def again(leaf: Tensor) -> Tensor:
+        made = leaf.clone()
+        if made.stride() != stride or made.size() != size:
+            made = made.as_strided(size, stride)
+        made = made.conj() if is_conj else made
+        return torch._neg_view(made) if is_neg else made
+
+    return clone, again
+
+
+# ---- modules
+
+
+def module_entries() -> list[Entry]:
+    """The modules of `module_db`, as they train and as they evaluate where that differs."""
+    return [
+        Entry(
+            f"{info.name}{'' if is_training else '.eval'}-{_dtype_name(dtype)}",
+            functools.partial(_module_samples, info, dtype, is_training),
+        )
+        for info in module_db
+        for is_training in ((True, False) if info.train_and_eval_differ else (True,))
+        for dtype in DTYPES
+        if dtype in info.supported_dtypes("cpu")
+    ]
+
+
+def _module_samples(info: Any, dtype: torch.dtype, is_training: bool) -> Iterator[Sample]:
+    inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=is_training)
+    for item in inputs:
+        if item.forward_input is not None:
+            yield Sample(functools.partial(_build_module, info, item, dtype, is_training))
+
+
+def _build_module(info: Any, item: Any, dtype: torch.dtype, is_training: bool) -> tuple[nn.Module, Forward]:
+    constructor = item.constructor_input
+    options = dict(constructor.kwargs)
+    module = info.module_cls(*constructor.args, **options).to(dtype).train(is_training)
+    given = item.forward_input
+
+    class _Call:
+        input = given.args[0] if given.args else None
+        args = given.args[1:]
+        kwargs = given.kwargs
+
+        @staticmethod
+        def output_process_fn_grad(out: Any) -> Any:
+            return out
+
+    held, forward = _build_op(module, _Call)
+    held.add_module("module", module)
+    return held, forward

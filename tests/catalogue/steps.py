@@ -1,0 +1,70 @@
+"""Runs one sample for five steps, plainly or under a memory plugin, and notes every bit that it leaves."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_offload import MemoryPlugin
+from tests.catalogue.samples import Sample
+from tests.engine.harness import Outcome
+
+NUM_STEPS = 5
+POLICIES = ("all-swap", "all-recompute")
+TRAIN_SEED = 21
+
+
+def run_steps(sample: Sample, memory: MemoryPlugin | None) -> Outcome:
+    """Run a sample's steps; outputs, gradients, buffers and random state of each."""
+    torch.manual_seed(TRAIN_SEED)
+    module, forward = sample.build()
+    outcome = Outcome()
+    with memory if memory is not None else nullcontext():
+        for index in range(NUM_STEPS):
+            with memory.step() if memory is not None else nullcontext():
+                out = forward()
+                loss = _loss(out, index)
+                if loss is not None:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            _note(outcome, f"step{index}", module, out, loss)
+            del out, loss
+            module.zero_grad(set_to_none=True)
+    return outcome
+
+
+def _loss(out: Any, index: int) -> Tensor | None:
+    """A weighted sum of all that can be differentiated; other weights in each step."""
+    generator = torch.Generator().manual_seed(index)
+    terms = []
+    for leaf in tree_leaves(out):
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            continue
+        tensor = _dense(leaf)
+        weight = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
+        term = (tensor * weight).sum()
+        terms.append((term.real + term.imag if term.is_complex() else term).double())
+    return torch.stack(terms).sum() if terms else None
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.is_nested:
+        return torch.cat([part.reshape(-1) for part in tensor.unbind()])
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _note(outcome: Outcome, name: str, module: nn.Module, out: Any, loss: Tensor | None) -> None:
+    outcome.add(f"{name}/loss", loss)
+    outcome.add(f"{name}/out", [_read(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+    for key, leaf in module.named_parameters():
+        outcome.add(f"{name}/grad/{key}", _read(leaf.grad))
+    outcome.add(f"{name}/buffers", {key: _read(buffer) for key, buffer in module.named_buffers()})
+    outcome.add(f"{name}/rng", hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest())
+
+
+def _read(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _dense(tensor.detach())
