@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +27,13 @@ from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.custom_op_db import custom_op_db
 from torch.utils._pytree import tree_map_only
 
+setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # which torch's test utilities take away  # noqa: B010
+
 SHARE = "LIGHTNING_OFFLOAD_CATALOGUE"
 """The environment variable that, set to "all", has every sample of every entry run, and not a share of them."""
 
 SEED = 20
+NUM_FIRST = 8
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 Forward = Callable[[], Any]
@@ -51,10 +56,12 @@ class Entry:
     """An op, a function or a module in one dtype.
 
     Attributes:
+        family: The op, in place or not, the function or the module.
         name: What the tests call it.
         samples: Makes its samples.
     """
 
+    family: str
     name: str
     samples: Callable[[], Iterator[Sample]]
 
@@ -71,22 +78,23 @@ class _Held(nn.Module):
 
 
 def share_of(entries: list[Entry]) -> list[Entry]:
-    """The entries of this run: all of them, or of each op and module one dtype, chosen by its name."""
+    """The entries of this run: all of them, or one of each op, function and module, chosen by its name."""
     if os.environ.get(SHARE) == "all":
         return entries
     of_one: dict[str, list[Entry]] = {}
     for entry in entries:
-        of_one.setdefault(entry.name.rpartition("-")[0], []).append(entry)
+        of_one.setdefault(entry.family, []).append(entry)
     return [found[_number(name) % len(found)] for name, found in of_one.items()]
 
 
 def samples_of(entry: Entry) -> list[Sample]:
-    """The samples of this run: all of them, or one chosen by the entry's name."""
+    """The samples of this run: all of them, or one of the first few, chosen by the entry's name."""
     torch.manual_seed(SEED)
-    samples = list(entry.samples())
-    if os.environ.get(SHARE) == "all" or not samples:
-        return samples
-    return [samples[_number(entry.name) % len(samples)]]
+    is_all = os.environ.get(SHARE) == "all"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says of its own catalogues
+        samples = list(itertools.islice(entry.samples(), None if is_all else NUM_FIRST))
+    return samples if is_all or not samples else [samples[_number(entry.name) % len(samples)]]
 
 
 def _number(name: str) -> int:
@@ -109,7 +117,11 @@ def function_entries() -> list[Entry]:
 
 def _entries(infos: list[Any], *, is_inplace: bool = False) -> list[Entry]:
     return [
-        Entry(f"{_name(info)}{'_' * is_inplace}-{_dtype_name(dtype)}", functools.partial(_op_samples, info, dtype, is_inplace))
+        Entry(
+            _name(info),
+            f"{_name(info)}{'_' * is_inplace}-{_dtype_name(dtype)}",
+            functools.partial(_op_samples, info, dtype, is_inplace),
+        )
         for info in infos
         if info.supports_autograd and (info.get_inplace() is not None or not is_inplace)
         for dtype in DTYPES
@@ -138,7 +150,12 @@ def _is_trained(item: Any) -> bool:
 
 
 def _build_op(op: Any, sample: Any) -> tuple[nn.Module, Forward]:
-    given = (sample.input, *sample.args)
+    return _built(op, (sample.input, *sample.args), dict(sample.kwargs), sample.output_process_fn_grad)
+
+
+def _built(
+    op: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], process: Callable[[Any], Any]
+) -> tuple[nn.Module, Forward]:
     leaves: list[Tensor] = []
     again: list[Callable[[Tensor], Tensor]] = []
 
@@ -150,17 +167,17 @@ def _build_op(op: Any, sample: Any) -> tuple[nn.Module, Forward]:
         again.append(remake)
         return _Slot(len(leaves) - 1)
 
-    args, kwargs = tree_map_only(Tensor, hold, (given, dict(sample.kwargs)))
-    module = _Held(leaves)
+    args, kwargs = tree_map_only(Tensor, hold, (given, named))
+    held = _Held(leaves)
 
     def forward() -> Any:
         def fill(slot: _Slot) -> Tensor:
-            return again[slot.index](module.leaves[slot.index])
+            return again[slot.index](held.leaves[slot.index])
 
-        filled, named = tree_map_only(_Slot, fill, (args, kwargs))
-        return sample.output_process_fn_grad(op(*filled, **named))
+        filled, filled_by_name = tree_map_only(_Slot, fill, (args, kwargs))
+        return process(op(*filled, **filled_by_name))
 
-    return module, forward
+    return held, forward
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,15 +194,15 @@ def _taken_apart(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     plain = plain.conj() if is_conj else plain
     plain = torch._neg_view(plain) if is_neg else plain
     size, stride = plain.size(), plain.stride()
-    clone = plain.clone()
-    if clone.stride() != stride:
-        num_elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if plain.numel() else 0
-        clone = plain.as_strided((num_elements,), (1,)).clone()
+    clone, offset = plain.clone(), 0
+    if clone.stride() != stride or plain.untyped_storage().nbytes() != plain.numel() * plain.element_size():
+        num_elements = plain.untyped_storage().nbytes() // plain.element_size()
+        clone, offset = plain.as_strided((num_elements,), (1,), 0).clone(), int(plain.storage_offset())
 
     def again(leaf: Tensor) -> Tensor:
         made = leaf.clone()
         if made.stride() != stride or made.size() != size:
-            made = made.as_strided(size, stride)
+            made = made.as_strided(size, stride, offset)
         made = made.conj() if is_conj else made
         return torch._neg_view(made) if is_neg else made
 
@@ -199,6 +216,7 @@ def module_entries() -> list[Entry]:
     """The modules of `module_db`, as they train and as they evaluate where that differs."""
     return [
         Entry(
+            f"{info.name}{'' if is_training else '.eval'}",
             f"{info.name}{'' if is_training else '.eval'}-{_dtype_name(dtype)}",
             functools.partial(_module_samples, info, dtype, is_training),
         )
@@ -217,20 +235,8 @@ def _module_samples(info: Any, dtype: torch.dtype, is_training: bool) -> Iterato
 
 
 def _build_module(info: Any, item: Any, dtype: torch.dtype, is_training: bool) -> tuple[nn.Module, Forward]:
-    constructor = item.constructor_input
-    options = dict(constructor.kwargs)
-    module = info.module_cls(*constructor.args, **options).to(dtype).train(is_training)
-    given = item.forward_input
-
-    class _Call:
-        input = given.args[0] if given.args else None
-        args = given.args[1:]
-        kwargs = given.kwargs
-
-        @staticmethod
-        def output_process_fn_grad(out: Any) -> Any:
-            return out
-
-    held, forward = _build_op(module, _Call)
+    constructor, given = item.constructor_input, item.forward_input
+    module = info.module_cls(*constructor.args, **constructor.kwargs).to(dtype).train(is_training)
+    held, forward = _built(module, tuple(given.args), dict(given.kwargs), lambda out: out)
     held.add_module("module", module)
     return held, forward

@@ -3,20 +3,56 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_offload import MemoryPlugin
-from tests.catalogue.samples import Sample
-from tests.engine.harness import Outcome
+from tests.catalogue.samples import Entry, Sample, samples_of
+from tests.engine.harness import Outcome, differences
 
 NUM_STEPS = 5
 POLICIES = ("all-swap", "all-recompute")
 TRAIN_SEED = 21
+
+
+def check(entry: Entry) -> None:
+    """Compare an entry's samples, under each policy, with plain PyTorch.
+
+    A warning that plain PyTorch gives as well is torch's own. Where two plain runs differ, or plain PyTorch raises, there
+    is nothing to compare with: the test is skipped for such samples, once the others have passed.
+    """
+    samples, left_out = samples_of(entry), []
+    for number, sample in enumerate(samples):
+        with warnings.catch_warnings(record=True) as known:
+            warnings.simplefilter("always")
+            try:
+                plain = run_steps(sample, None)
+            except (RuntimeError, NotImplementedError) as error:
+                left_out.append(f"{number}: {str(error).splitlines()[0]}")
+                continue
+            if differences(plain, run_steps(sample, None)):
+                left_out.append(f"{number}: two runs differ")
+                continue
+        for policy in POLICIES:
+            with warnings.catch_warnings(record=True) as given:
+                warnings.simplefilter("always")
+                found = differences(plain, run_steps(sample, MemoryPlugin(policy=policy)))
+            assert not found, f"sample {number} under {policy}:\n  " + "\n  ".join(found)
+            assert _texts(given) <= _texts(known)
+    if left_out:
+        pytest.skip(f"plain PyTorch alone, {entry}, sample {'; '.join(left_out)}")
+    if not samples:
+        pytest.skip("torch's catalogue has no such sample")
+
+
+def _texts(found: list[warnings.WarningMessage]) -> set[tuple[type[Warning], str]]:
+    return {(warning.category, str(warning.message)) for warning in found}
 
 
 def run_steps(sample: Sample, memory: MemoryPlugin | None) -> Outcome:
@@ -52,6 +88,8 @@ def _loss(out: Any, index: int) -> Tensor | None:
 
 
 def _dense(tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.complex32:
+        tensor = tensor.to(torch.complex64)
     if tensor.is_nested:
         return torch.cat([part.reshape(-1) for part in tensor.unbind()])
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
@@ -67,4 +105,7 @@ def _note(outcome: Outcome, name: str, module: nn.Module, out: Any, loss: Tensor
 
 
 def _read(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _dense(tensor.detach())
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return torch.zeros_like(tensor) if tensor._is_zerotensor() else _dense(tensor)  # the former has no memory to read
