@@ -18,14 +18,22 @@ from torch import Tensor
 _Keys = torch._C.DispatchKeySet
 _LAZY = _Keys(torch._C.DispatchKey.Conjugate) | _Keys(torch._C.DispatchKey.Negative)
 _LAZY = _LAZY | _Keys(torch._C.DispatchKey.ZeroTensor)
+_AUTOCAST = torch._C.DispatchKey.AutocastCPU
+_WITHIN_A_MODE = torch._C.DispatchKey.PythonTLSSnapshot
+_BILINEAR = torch.ops.aten._trilinear.default
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, within a mode or without one: Note [keys inside a mode]."""
-    if not _has_complex(args) and not (kwargs and _has_complex(kwargs.values())):
+    is_complex = _has_complex(args) or (kwargs and _has_complex(kwargs.values()))
+    if not is_complex and func is not _BILINEAR:
         return func(*args, **kwargs)
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded - _LAZY):
+    excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
+    if func is _BILINEAR and excluded.has(_WITHIN_A_MODE):
+        with torch._C._RestorePythonTLSSnapshot():  # as the program called the op
+            is_on = not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST)
+        excluded = excluded - _Keys(_AUTOCAST) if is_on else excluded
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         return func(*args, **kwargs)
 
 

@@ -77,3 +77,25 @@ def test_keys_within_a_mode() -> None:
     assert no in seen
     assert yes in seen
     assert not any(torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys)
+
+
+@pytest.mark.parametrize("action", [None, "swap", "recompute"])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_bilinear_under_autocast(enabled: bool, action: str | None) -> None:
+    """The ops within the kernel of ``bilinear`` autocast where, and only where, the program has autocast on."""
+    layer = torch.nn.Bilinear(16, 16, 8)
+    x = torch.randn(12, 16).requires_grad_()
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            return layer((x * 1.5).sin(), (x * 0.5).cos()).exp().sum()
+
+    program = compiled(step, action) if action else None  # type: ignore[arg-type]
+    layer.zero_grad()
+    x.grad = None
+    expected = plain(step, x, layer.weight)
+    layer.zero_grad()
+    for verify in (False, True):
+        found, _ = planned(step, x, layer.weight, program=program, verify=verify)
+        layer.zero_grad()
+        assert found == expected
