@@ -30,7 +30,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
     if func is _BILINEAR and excluded.has(_WITHIN_A_MODE):
-        with torch._C._RestorePythonTLSSnapshot():  # as the program called the op
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            # As it was where the program called the op.
             is_on = not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST)
         excluded = excluded - _Keys(_AUTOCAST) if is_on else excluded
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):

@@ -1,4 +1,4 @@
-"""torch's own catalogues; `LIGHTNING_OFFLOAD_CATALOGUE=all` has all of them run (`make test-catalogue`), not a share."""
+"""torch's own catalogues: a share of them, or all with `LIGHTNING_OFFLOAD_CATALOGUE=all` (`make test-catalogue`)."""
 
 from __future__ import annotations
 
