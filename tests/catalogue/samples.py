@@ -93,7 +93,7 @@ def share_of(entries: list[Entry]) -> list[Entry]:
 
 def samples_of(entry: Entry) -> list[Sample]:
     """The samples of this run: all of them, or one of the first few, chosen by the entry's name."""
-    torch.manual_seed(SEED)
+    torch.default_generator.manual_seed(SEED)
     is_all = os.environ.get(SHARE) == "all"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch says of its own catalogues
@@ -150,7 +150,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _op_samples(info: Any, dtype: torch.dtype, is_inplace: bool) -> Iterator[Sample]:
     op = info.get_inplace() if is_inplace else info.get_op()
-    for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+    for sample in info.sample_inputs_func(info, "cpu", dtype, True):  # not sample_inputs, which reads all the stack
         if is_inplace and (sample.broadcasts_input or not _is_trained(sample.input)):
             continue
         yield Sample(functools.partial(_build_op, op, sample), _limit_of(info.name, sample.kwargs))

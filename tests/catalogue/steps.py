@@ -17,6 +17,8 @@ from tests.catalogue.samples import Entry, Sample, samples_of
 from tests.engine.harness import Outcome, differences
 
 NUM_STEPS = 5
+MANY = 50
+UNEVEN = "plain runs differ"
 POLICIES = ("all-swap", "all-recompute")
 TRAIN_SEED = 21
 
@@ -24,35 +26,44 @@ TRAIN_SEED = 21
 def check(entry: Entry) -> None:
     """Compare an entry's samples, under each policy, with plain PyTorch.
 
-    A warning that plain PyTorch gives as well is torch's own. Where two plain runs differ, or plain PyTorch raises,
-    there is nothing to compare with: the test is skipped for such samples, once the others have passed, and so it is
-    for a known limit.
+    A warning that plain PyTorch gives as well is torch's own. Where plain runs differ (two are compared, and many where
+    a plan seems to change a bit), or plain PyTorch raises, there is nothing to compare with: the test is skipped for
+    such samples, once the others have passed, and so it is for a known limit.
     """
-    samples, left_out = samples_of(entry), []
-    for number, sample in enumerate(samples):
-        if sample.limit:
-            left_out.append(f"{number}: {sample.limit}")
-            continue
-        with warnings.catch_warnings(record=True) as known:
-            warnings.simplefilter("always")
-            try:
-                plain = run_steps(sample, None)
-            except (RuntimeError, NotImplementedError) as error:
-                left_out.append(f"{number}: {str(error).splitlines()[0]}")
-                continue
-            if differences(plain, run_steps(sample, None)):
-                left_out.append(f"{number}: two runs differ")
-                continue
-        for policy in POLICIES:
-            with warnings.catch_warnings(record=True) as given:
-                warnings.simplefilter("always")
-                found = differences(plain, run_steps(sample, MemoryPlugin(policy=policy)))
-            assert not found, f"sample {number} under {policy}:\n  " + "\n  ".join(found)
-            assert _texts(given) <= _texts(known)
+    samples = samples_of(entry)
+    left_out = [f"{number}: {why}" for number, sample in enumerate(samples) if (why := _why_not(sample))]
     if left_out:
         pytest.skip(f"{entry}, sample {'; '.join(left_out)}")
     if not samples:
         pytest.skip("torch's catalogue has no such sample")
+
+
+def _why_not(sample: Sample) -> str:
+    """Why a sample cannot be compared; "" where it was, and gives the same bits."""
+    if sample.limit:
+        return sample.limit
+    with warnings.catch_warnings(record=True) as known:
+        warnings.simplefilter("always")
+        try:
+            plain = run_steps(sample, None)
+        except (RuntimeError, NotImplementedError) as error:
+            return str(error).splitlines()[0]
+        if _is_uneven(sample, plain, 1):
+            return UNEVEN
+    for policy in POLICIES:
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            found = differences(plain, run_steps(sample, MemoryPlugin(policy=policy)))
+            if found and _is_uneven(sample, plain, MANY):
+                return UNEVEN
+        assert not found, f"under {policy}:\n  " + "\n  ".join(found)
+        assert _texts(given) <= _texts(known)
+    return ""
+
+
+def _is_uneven(sample: Sample, plain: Outcome, num_runs: int) -> bool:
+    """Whether further plain runs differ: some algorithms (LAPACK's gelsy) depend on where memory happens to lie."""
+    return any(differences(plain, run_steps(sample, None)) for _ in range(num_runs))
 
 
 def _texts(found: list[warnings.WarningMessage]) -> set[tuple[type[Warning], str]]:
@@ -61,7 +72,7 @@ def _texts(found: list[warnings.WarningMessage]) -> set[tuple[type[Warning], str
 
 def run_steps(sample: Sample, memory: MemoryPlugin | None) -> Outcome:
     """Run a sample's steps; outputs, gradients, buffers and random state of each."""
-    torch.manual_seed(TRAIN_SEED)
+    torch.default_generator.manual_seed(TRAIN_SEED)  # manual_seed notes the stack each time
     module, forward = sample.build()
     outcome = Outcome()
     with memory if memory is not None else nullcontext():
