@@ -31,14 +31,14 @@ def check(entry: Entry) -> None:
     such samples, once the others have passed, and so it is for a known limit.
     """
     samples = samples_of(entry)
-    left_out = [f"{number}: {why}" for number, sample in enumerate(samples) if (why := _why_not(sample))]
+    left_out = [f"{number}: {why}" for number, sample in enumerate(samples) if (why := _why_not(number, sample))]
     if left_out:
         pytest.skip(f"{entry}, sample {'; '.join(left_out)}")
     if not samples:
         pytest.skip("torch's catalogue has no such sample")
 
 
-def _why_not(sample: Sample) -> str:
+def _why_not(number: int, sample: Sample) -> str:
     """Why a sample cannot be compared; "" where it was, and gives the same bits."""
     if sample.limit:
         return sample.limit
@@ -56,7 +56,7 @@ def _why_not(sample: Sample) -> str:
             found = differences(plain, run_steps(sample, MemoryPlugin(policy=policy)))
             if found and _is_uneven(sample, plain, MANY):
                 return UNEVEN
-        assert not found, f"under {policy}:\n  " + "\n  ".join(found)
+        assert not found, f"sample {number} under {policy}:\n  " + "\n  ".join(found)
         assert _texts(given) <= _texts(known)
     return ""
 
