@@ -18,6 +18,7 @@ from torch import Tensor
 _Keys = torch._C.DispatchKeySet
 _LAZY = _Keys(torch._C.DispatchKey.Conjugate) | _Keys(torch._C.DispatchKey.Negative)
 _LAZY = _LAZY | _Keys(torch._C.DispatchKey.ZeroTensor)
+_SEQUENCES = frozenset({list, tuple})
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
 _WITHIN_A_MODE = torch._C.DispatchKey.PythonTLSSnapshot
 _BILINEAR = torch.ops.aten._trilinear.default
@@ -25,9 +26,15 @@ _BILINEAR = torch.ops.aten._trilinear.default
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, within a mode or without one: Note [keys inside a mode]."""
-    is_complex = _has_complex(args) or (kwargs and _has_complex(kwargs.values()))
-    if not is_complex and func is not _BILINEAR:
-        return func(*args, **kwargs)
+    for item in args:
+        if item.__class__ in _SEQUENCES:
+            if _has_complex(item):
+                break
+        elif isinstance(item, Tensor) and item.is_complex():
+            break
+    else:
+        if func is not _BILINEAR and not (kwargs and _has_complex(kwargs.values())):
+            return func(*args, **kwargs)
     excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
     if func is _BILINEAR and excluded.has(_WITHIN_A_MODE):
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
@@ -43,6 +50,8 @@ def _has_complex(items: Any) -> bool:
         if isinstance(item, Tensor):
             if item.is_complex():
                 return True
-        elif isinstance(item, (list, tuple)) and item and not isinstance(item[0], (int, float)) and _has_complex(item):
+        elif isinstance(item, (int, float)):  # sizes and strides: no tensor among them
+            return False
+        elif item.__class__ in _SEQUENCES and _has_complex(item):
             return True
     return False
