@@ -24,10 +24,10 @@ from torch import Tensor
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
 from lightning_offload.runtime.cursor import ProgramCursor
 from lightning_offload.runtime.following import Following
+from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.program import OpStep, Program
 from lightning_offload.runtime.recording import Recording
 from lightning_offload.runtime.residence import Residence
-from lightning_offload.runtime.step_mode import CHANGED_BY_MODES, leave_for_this_node
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.tiers import Tiers
@@ -76,8 +76,6 @@ class StepExecutor:
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
         self._num_packs = 0
-        self._packs_before_op = 0
-        self._blind: set[int] = set()
         self._kept: list[weakref.ref[Handle]] = []
         self._lock = threading.RLock()
         self._table = ValueTable()
@@ -126,18 +124,16 @@ class StepExecutor:
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program, with what the plan asks for around it."""
         if unseen.depth:
-            return func(*args, **kwargs)
+            return call(func, args, kwargs)
         with unseen:
             facts = facts_of(func)
             if facts.is_query:
                 return func(*args, **kwargs)
-            if facts.name in CHANGED_BY_MODES:
-                self._blind.update(range(self._packs_before_op, self._num_packs))
-            self._packs_before_op = self._num_packs
             step = self._next_step(facts)
             if step is not None and step.release:
                 self._release(step.release)
-            call = self._recording.record(func, facts, args, kwargs) if step is not None and step.record else None
+            is_recorded = step is not None and step.record
+            recorded = self._recording.record(func, facts, args, kwargs) if is_recorded else None
             rewritten = self._writes.before_op(facts, args, kwargs) if facts.mutates else []
             is_followed = step is None or bool(step.register)
             out, did = self._run(func, facts, args, kwargs, is_followed=is_followed)
@@ -147,7 +143,7 @@ class StepExecutor:
                 if tensor.untyped_storage()._cdata == key:
                     self._following.new(tensor, -1)
             if did is not None:
-                how = self._following.op(facts, did, step, call)
+                how = self._following.op(facts, did, step, recorded)
                 if how:
                     self.deviate(how)
             return out
@@ -203,11 +199,11 @@ class StepExecutor:
         """Run an op, and tell the observer; its result, and what it did if that is to be followed."""
         observer = self.observer
         if observer is None:
-            out = func(*args, **kwargs)
+            out = call(func, args, kwargs)
             return out, effects(facts, args, kwargs, out) if is_followed else None
         observer.before_op()
         start = time.perf_counter()
-        out = func(*args, **kwargs)
+        out = call(func, args, kwargs)
         seconds = time.perf_counter() - start
         did = effects(facts, args, kwargs, out) if is_followed else None
         observer.on_op(facts, args, kwargs, out, seconds, did)
@@ -325,8 +321,6 @@ class StepExecutor:
         self.num_unpacks += 1
         if self.observer is not None:
             self.observer.on_unpack(handle.index)
-        if handle.index in self._blind:
-            leave_for_this_node()
 
     def _read(self, handle: Handle) -> Tensor:
         """The saved tensor, sharing the version counter of the one that was saved."""

@@ -15,7 +15,7 @@ import torch
 
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.keeping import KeepingExecutor
-from lightning_offload.runtime.step_mode import StepMode
+from lightning_offload.runtime.step_mode import StepMode, watch_backward
 
 Executor = StepExecutor | KeepingExecutor
 
@@ -34,6 +34,7 @@ def executing(executor: Executor, *, hooks: bool = True) -> Iterator[None]:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
             stack.enter_context(_yielding_to_functorch(executor))
         if isinstance(executor, StepExecutor) and (hooks or executor.watches_backward):
+            stack.callback(watch_backward(contextlib.nullcontext))  # Note [modes change backward]
             stack.enter_context(StepMode(executor.dispatch))
         yield
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_offload.errors import OffloadError, ReplayError
+from lightning_offload.runtime import kernel_keys
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.movers import storage_bytes
 from lightning_offload.runtime.values import Blank, Call, Ref, Value
@@ -223,7 +224,7 @@ class Replay:
         """Run a call; what it makes on its device, in order."""
         with _generator_state(call):
             try:
-                out = call.func(*args, **kwargs)
+                out = kernel_keys.call(call.func, args, kwargs)
             except (OffloadError, torch.OutOfMemoryError):
                 raise
             except Exception as error:

@@ -2,10 +2,11 @@
 
 The mode is an *infra mode*: ``torch.compile``d modules stay compiled under it.
 
-Note [modes change backward]: some autograd formulas (``prod``, full ``max``) ask whether any dispatch mode is on
-(``isTensorSubclassLike``) and then compute the same gradient in another way, with other roundings. So the mode is
-off in backward wherever backward need not be seen, and where it must be, it is taken off for the nodes of such
-ops: autograd restores a thread's modes after each node, so what ``unpack`` pops is gone for that node alone.
+Note [modes change backward]: some autograd formulas (``prod``, full ``max``, ``masked_fill`` with a tensor) ask whether
+any dispatch mode is on (``isTensorSubclassLike``) and then compute the same gradient in another way, with other
+roundings or other strides. So the mode is off in backward wherever backward need not be seen, and where it must be, it
+is taken off for the nodes of such formulas, which are found by name in autograd's graph before it runs: autograd
+restores a thread's modes after each node, so what a hook before the node pops is gone for that node alone.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from typing_extensions import override
 
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 CHANGED_BY_MODES = frozenset(
-    f"aten.{name}"
+    f"{name}Backward"
     for name in (
-        "prod.default", "prod.dim_int", "cumprod.default", "max.default", "min.default", "median.default",
-        "nanmedian.default",
+        "Prod", "Cumprod", "Max", "Min", "Median", "Nanmedian", "MaskedFill", "LinalgDet", "LinalgEig", "LinalgEigh",
+        "LinalgMatrixExp", "LinalgHouseholderProduct", "Ormqr", "BinaryCrossEntropy", "BinaryCrossEntropyBackward",
+        "BinaryCrossEntropyWithLogits",
     )
 )  # fmt: skip
-"""Ops whose backward computes otherwise under a mode: Note [modes change backward]."""
+"""Nodes, but for their numbers, whose formula computes otherwise under a mode: Note [modes change backward].
+
+Formulas that only choose between a call in place and the same call out of place (``clamp``, ``topk``, ``take``) are not
+among them: what they give is the same.
+"""
 
 
 class StepMode(TorchDispatchMode):
@@ -56,10 +63,38 @@ class StepMode(TorchDispatchMode):
         return True
 
 
-def leave_for_this_node() -> None:
-    """Called inside ``unpack``: the rest of the autograd node runs without our mode."""
+def _leave(_: Any) -> None:
+    """A hook before a node: the node runs without our mode."""
     if isinstance(_get_current_dispatch_mode(), StepMode):
         _pop_mode()
+
+
+@contextlib.contextmanager
+def _mode_off_where_it_matters(roots: Any) -> Iterator[None]:
+    """Run a backward from these tensors, or edges, in which nodes that a mode would change run without ours."""
+    handles = []
+    if isinstance(_get_current_dispatch_mode(), StepMode):
+        for node in _nodes(roots):
+            if node.name().rstrip("0123456789") in CHANGED_BY_MODES:
+                handles.append(node.register_prehook(_leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nodes(roots: Any) -> Iterator[Any]:
+    """Every node of autograd's graph that leads to some roots."""
+    stack = [root.grad_fn if isinstance(root, Tensor) else getattr(root, "node", None) for root in roots]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend(following for following, _ in node.next_functions)
 
 
 @contextlib.contextmanager
@@ -85,6 +120,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack:
         for around in list(_watchers):
             stack.enter_context(around())
+        stack.enter_context(_mode_off_where_it_matters(args[0]))
         return _original_run_backward(*args, **kwargs)
 
 

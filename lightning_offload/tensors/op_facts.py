@@ -19,7 +19,8 @@ ALL_REDUCE = "c10d.allreduce_"
 _NAMESPACES = frozenset({"aten", "prims"})
 
 # Contents undefined (empty), side effects or hidden state (set_, resize_, sync batch norm), outputs that depend
-# on more than the arguments (data_ptr-like, sparse layouts), or results that alias in undeclared ways.
+# on more than the arguments (data_ptr-like, sparse layouts; autocast, which is off in replays, in _trilinear), or
+# results that alias in undeclared ways.
 _DENIED_PREFIXES = (
     "empty",
     "new_empty",
@@ -36,7 +37,7 @@ _DENIED = frozenset(
         "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", "batch_norm_stats",
         "batch_norm_update_stats", "record_stream", "_local_scalar_dense", "_cudnn_rnn", "miopen_rnn",
         "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "to_sparse", "_to_sparse", "coalesce", "_coalesce",
-        "_pin_memory", "_fused_moving_avg_obs_fq_helper", "lift", "lift_fresh", "_assert_async",
+        "_pin_memory", "_fused_moving_avg_obs_fq_helper", "lift", "lift_fresh", "_assert_async", "_trilinear",
     }
 )  # fmt: skip
 

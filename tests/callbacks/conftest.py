@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.calibrated_once import calibrated_once as calibrated_once
+from tests.calibrated_once import calibrations as calibrations
 from tests.lightning_runs import NOTICES, MakeTrainer, silence, trainer_factory
 from tests.lightning_runs import quiet_log as quiet_log
 from tests.one_thread import one_thread as one_thread
@@ -21,14 +22,6 @@ _NOTICES = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     silence(items, Path(__file__).parent, _NOTICES)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Links are measured once for a file of tests, not for each recording."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LIGHTNING_OFFLOAD_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture

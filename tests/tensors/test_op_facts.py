@@ -309,3 +309,14 @@ def test_written_parts_of_a_storage_count_as_read() -> None:
         assert facts.made_anew((whole, 0.5)) is not None
     assert facts_of(aten.bernoulli_.Tensor).made_anew((base, base)) is None
     assert facts_of(aten.add_.Tensor).made_anew((base, base)) is None
+
+
+def test_facts_of_an_op_that_is_defined_anew() -> None:
+    """An op that is taken away and defined again under its name, with another schema, has facts of its own."""
+    found = []
+    for schema in ("_lo_test_op(Tensor(a!) x) -> ()", "_lo_test_op(Tensor x) -> Tensor"):
+        library = torch.library.Library("aten", "FRAGMENT")
+        library.define(schema)
+        found.append(facts_of(torch.ops.aten._lo_test_op.default))
+        library._destroy()
+    assert [facts.mutates for facts in found] == [True, False]
