@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,8 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _pop_mode
+
+from lightning_offload import MemoryPlugin
 
 OURS = "lightning-offload"
 """How the names of our threads and spill files begin."""
@@ -59,9 +62,16 @@ def fixed_seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
-def only_its_own_tensors() -> Iterator[None]:
-    """Set aside the objects of other tests: their tensors count in no budget, and nobody looks through them."""
-    gc.freeze()
+def only_its_own_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no budget count what is left of other tests, and of plain runs before a plugin is made; nobody looks at it."""
+    make = MemoryPlugin.__init__
+
+    @functools.wraps(make)
+    def make_with_the_rest_set_aside(plugin: MemoryPlugin, *args: Any, **kwargs: Any) -> None:
+        gc.freeze()
+        make(plugin, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryPlugin, "__init__", make_with_the_rest_set_aside)
     yield
     gc.unfreeze()
 

@@ -80,7 +80,7 @@ def run_demo(config: DemoConfig, folder: Path, console: Console) -> DemoSummary:
         ours = train(config, OffloadStrategy(budget=budget_bytes), advance, state_path=ours_path)
         announce("comparing in a separate process")
         verdict = compare_in_process(plain_path, ours_path)
-    summary = summarise(plain, ours, floor_bytes, budget_bytes, identical=verdict["identical"])
+    summary = summarise(config, plain, ours, floor_bytes, budget_bytes, identical=verdict["identical"])
     summary.write(summary_path)
     if ours.report is not None:
         _save_page(ours.report, folder / "report.html", console)
@@ -136,7 +136,7 @@ def compare_in_process(plain_path: Path, ours_path: Path) -> dict[str, Any]:
 
 
 def summarise(
-    plain: RunResult, ours: RunResult, floor_bytes: int, budget_bytes: int, *, identical: bool
+    config: DemoConfig, plain: RunResult, ours: RunResult, floor_bytes: int, budget_bytes: int, *, identical: bool
 ) -> DemoSummary:
     """Put the figures of both runs together.
 
@@ -149,6 +149,7 @@ def summarise(
     return DemoSummary(
         identical=identical,
         budget_bytes=budget_bytes,
+        tracked_steps=(config.num_warmup_steps + 1, config.num_warmup_steps + config.num_tracked_steps),
         plain_peak_bytes=plain.peak_bytes,
         measured_peak_bytes=ours.peak_bytes,
         predicted_peak_bytes=report.predicted_peak_bytes,

@@ -18,6 +18,7 @@ class DemoSummary:
     Attributes:
         identical: Whether losses, weights, statistics, optimizer and random state are the same, bit for bit.
         budget_bytes: The budget that was set.
+        tracked_steps: First and last of the steps, counted from 1, whose live bytes the demo counted, in both runs.
         plain_peak_bytes: Measured peak of the plain run.
         measured_peak_bytes: Measured peak within the budget, by the demo's own tracker.
         predicted_peak_bytes: Peak that the plan promised.
@@ -31,6 +32,7 @@ class DemoSummary:
 
     identical: bool
     budget_bytes: int
+    tracked_steps: tuple[int, int]
     plain_peak_bytes: int
     measured_peak_bytes: int
     predicted_peak_bytes: int
@@ -76,7 +78,7 @@ def result_table(summary: DemoSummary, verdict: dict[str, bool], title: str) -> 
     table.add_row("smallest feasible budget", "-", format_bytes(summary.floor_bytes))
     table.add_row("peak predicted", "-", format_bytes(summary.predicted_peak_bytes))
     table.add_row(
-        "peak measured",
+        "peak measured, steps {} to {}".format(*summary.tracked_steps),
         format_bytes(summary.plain_peak_bytes),
         f"{format_bytes(summary.measured_peak_bytes)} ({share:.0%})",
     )

@@ -116,6 +116,11 @@ class StepKind:
         return self.program.plan if self.program is not None else None
 
     @property
+    def margin_bytes(self) -> int:
+        """What the plan in force counts beyond the graph."""
+        return self.shortfall_bytes + self.headroom_bytes
+
+    @property
     def saved_bytes(self) -> int:
         """What the storages that the step saves and made take on a lower tier: the most that any plan could swap."""
         if self.graph is None:
@@ -327,8 +332,9 @@ class StepKind:
                 self.record_again()
                 return
             self.phase = "planned"
-            self.shortfall_bytes = self._unforeseen_bytes
-            if not self._is_final:
+            unforeseen_bytes = self._unforeseen_bytes
+            if not self._is_final(unforeseen_bytes):
+                self.shortfall_bytes = unforeseen_bytes
                 self.program = None
 
     @property
@@ -337,7 +343,7 @@ class StepKind:
         assert self.plan is not None
         if self.measured_peak_bytes is None:
             return 0
-        foreseen = self.plan.predicted_peak_bytes - self.shortfall_bytes - self.headroom_bytes
+        foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
         return max(0, self.measured_peak_bytes - foreseen)
 
     @property
@@ -397,13 +403,12 @@ class StepKind:
         self.program = self.measured_peak_bytes = None
         self.num_planned = 0
 
-    @property
-    def _is_final(self) -> bool:
+    def _is_final(self, unforeseen_bytes: int) -> bool:
         """Whether nothing measured can change the plan: one that keeps everything, and fits."""
         plan = self.plan
         if plan is None or plan.decisions:
             return False
-        return plan.budget_bytes is None or plan.predicted_peak_bytes + self.shortfall_bytes <= plan.budget_bytes
+        return plan.budget_bytes is None or plan.predicted_peak_bytes + unforeseen_bytes <= plan.budget_bytes
 
     def replan(
         self,

@@ -173,6 +173,8 @@ def make_report(
         num_bytes: dict[Action, int] = {"keep": kind.stayed_bytes, "swap": kind.swapped_bytes, "recompute": 0}
     else:
         num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
+    if graph is not None:  # as it was planned: with the margin
+        graph = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + kind.margin_bytes)
     return Report(
         budget_bytes=budget_bytes,
         floor_bytes=plan.floor_bytes if plan else None,

@@ -79,7 +79,7 @@ def _body(view: PlanView, drawn: dict[str, Plot]) -> str:
     if "measured" in drawn:
         sections.append(section(
             "Predicted against measured",
-            "What the plan promised beside what the last measured steps took.",
+            "What the plan promised beside what the last measured step took.",
             _place(view, "measured", drawn), measured_table(view),
         ))  # fmt: skip
     if "policies" in drawn:

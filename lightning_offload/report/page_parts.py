@@ -88,7 +88,7 @@ def _figure_rows(view: PlanView) -> list[tuple[str, str, str, bool]]:
 
 
 def _measured(value: float | None, kind: str) -> str:
-    return f"measured {or_dash(value, kind)}" if value is not None else ""
+    return f"last measured: {or_dash(value, kind)}" if value is not None else ""
 
 
 def _card(label: str, value: str, beside: str, alarm: bool) -> str:

@@ -16,6 +16,7 @@ MIB = 1 << 20
 GOOD = DemoSummary(
     identical=True,
     budget_bytes=150 * MIB,
+    tracked_steps=(4, 6),
     plain_peak_bytes=200 * MIB,
     measured_peak_bytes=149 * MIB,
     predicted_peak_bytes=148 * MIB,
@@ -36,6 +37,7 @@ def test_file_holds_the_documented_keys(tmp_path: Path):
     assert list(content) == [
         "identical",
         "budget_bytes",
+        "tracked_steps",
         "plain_peak_bytes",
         "measured_peak_bytes",
         "predicted_peak_bytes",

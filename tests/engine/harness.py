@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -194,7 +193,6 @@ def run(
     Returns:
         Losses, gradients, parameters, buffers, optimizer state and random states, empty without `record`.
     """
-    gc.freeze()  # what other runs left counts in no budget
     torch.manual_seed(BUILD_SEED)
     model = case.build().to(device).train()
     job = Job(model=model, optimizers=case.optimizers(model))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,8 +51,7 @@ def train_step(model: nn.Module, batch: Tensor, memory: MemoryPlugin | None = No
 
 @contextlib.contextmanager
 def attached(model: nn.Module, **keywords: Any) -> Iterator[MemoryPlugin]:
-    """A plugin that serves a model; what is there beside it, the leftovers of other runs above all, is set aside."""
-    gc.freeze()
+    """A plugin that serves a model."""
     memory = MemoryPlugin(module=model, **keywords)
     with memory:
         yield memory

@@ -108,7 +108,7 @@ def test_measured_figures_stand_beside_predicted_ones() -> None:
     plan = plan_of(SIX, MIXED, budget_bytes=600)
     text = body(measured=MEASURED)
     assert f"predicted peak {plan.predicted_peak_bytes} B measured 700 B" in text
-    assert "measured 15.00 s" in text
+    assert "last measured: 15.00 s" in text
     share = 100 * (700 / plan.predicted_peak_bytes - 1)
     assert f"peak of the step {plan.predicted_peak_bytes} B 700 B {share:+.1f} %" in text
     assert re.search(r"forward peak \d+ B n/a n/a", text)
