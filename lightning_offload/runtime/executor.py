@@ -37,7 +37,7 @@ from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.writes import Writes, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import Effects, OpFacts, effects, facts_of, is_plain
+from lightning_offload.tensors.op_facts import Effects, OpFacts, detached, effects, facts_of, is_plain
 
 _log = logging.getLogger(__name__)
 
@@ -176,8 +176,9 @@ class StepExecutor:
         start = time.perf_counter()
         out = func(*args, **kwargs)
         seconds = time.perf_counter() - start
-        did = effects(facts, args, kwargs, out) if is_followed else None
-        observer.on_op(facts, args, kwargs, out, seconds, did)
+        with NotSeen():
+            did = effects(facts, args, kwargs, out) if is_followed else None
+            observer.on_op(facts, args, kwargs, out, seconds, did)
         return out, did
 
     # ---- saved tensors
@@ -185,7 +186,7 @@ class StepExecutor:
     def pack(self, tensor: Tensor) -> Handle:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
         with unseen:
-            return self._pack(tensor.detach())
+            return self._pack(detached(tensor))
 
     def _pack(self, tensor: Tensor) -> Handle:
         index = self._num_packs

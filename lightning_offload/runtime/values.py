@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_offload.runtime.copies import Block, Copy
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.tensors.geometry import Geometry
-from lightning_offload.tensors.op_facts import OpFacts
+from lightning_offload.tensors.op_facts import OpFacts, detached
 
 if TYPE_CHECKING:
     from lightning_offload.runtime.executor import StepExecutor
@@ -232,7 +232,7 @@ _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 def witness_of(tensor: Tensor) -> Tensor:
     """A tensor without memory that shares another's version counter."""
-    witness = tensor.detach()
+    witness = detached(tensor)
     witness.data = _empty_like(tensor)
     return witness
 
@@ -247,9 +247,10 @@ def on_counter_of(witness: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    key = (tensor.dtype, tensor.device)
     if isinstance(tensor, FakeTensor):
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    if key not in _EMPTY:
-        _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return _EMPTY[key]
+    key = (tensor.dtype, tensor.device)
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty

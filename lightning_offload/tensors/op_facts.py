@@ -155,22 +155,22 @@ class OpFacts:
                 yield from (args[i] for i in statistics if args[i] is not None)
 
 
-_CACHE: dict[Any, OpFacts] = {}
+_CACHE: dict[int, tuple[Any, OpFacts]] = {}  # by identity, since overloads hash slowly; which keeps them alive
 
 
 def exposed(tensor: Tensor) -> None:
     """Stands for a call that gives a tensor's raw memory away: from then on it may be written unseen."""
 
 
-_CACHE[exposed] = OpFacts("python.exposed", False, False, False, (), True, ())
+_CACHE[id(exposed)] = exposed, OpFacts("python.exposed", False, False, False, (), True, ())
 
 
 def facts_of(func: Any) -> OpFacts:
     """Facts about an ``OpOverload``, or about a higher-order operator (of which nothing is assumed)."""
-    facts = _CACHE.get(func)
-    if facts is None:
-        facts = _CACHE[func] = _inspect(func)
-    return facts
+    known = _CACHE.get(id(func))
+    if known is None:
+        known = _CACHE[id(func)] = func, _inspect(func)
+    return known[1]
 
 
 def _inspect(func: Any) -> OpFacts:
@@ -294,6 +294,14 @@ def is_plain(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
     return type(tensor) in _PLAIN_TYPES or not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """What ``tensor.detach()`` gives; past our dispatch mode where that is the only one, which takes longer than it."""
+    if type(tensor) in _PLAIN_TYPES and torch._C._len_torch_dispatch_stack() == 1:
+        with torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+            return tensor.detach()
+    return tensor.detach()
 
 
 def is_at_hand(tensor: Tensor, device: torch.device) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.copies import Copy, HostCopy
-from lightning_offload.runtime.cpu_lanes import CpuLanes
+from lightning_offload.runtime.cpu_lanes import SMALL_BYTES, CpuLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.lanes import FakeLanes, Lanes
 from lightning_offload.runtime.movers import CpuMover, memory_bytes, storage_bytes
@@ -104,13 +104,13 @@ def test_threads_start_with_the_first_copy_and_end_with_close() -> None:
 
     lanes, pool = CpuLanes(), HostPool()
     assert ours() == set()
-    storage, block = storage_of(1, 4096), block_of(pool, 4096)
+    storage, block = storage_of(1, SMALL_BYTES + 1), block_of(pool, SMALL_BYTES + 1)
     copy = lanes.swap_out(storage, block)
     assert ours() == {"lightning-offload-swap-out"}
     lanes.close()
     assert copy.is_done
     assert ours() == set()
-    back = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
+    back = torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8).untyped_storage()
     inline = lanes.swap_in(block, back)
     assert inline.is_done
     assert torch.equal(storage_bytes(back), storage_bytes(storage))
@@ -131,9 +131,10 @@ def test_worker_lets_go_of_the_storage_before_it_reports() -> None:
     lanes, pool = CpuLanes(), HostPool()
     try:
         for seed in range(50):
-            storage = storage_of(seed, 4096)
+            num_bytes = SMALL_BYTES + seed % 2
+            storage = storage_of(seed, num_bytes)
             alive = weakref.ref(storage)
-            lanes.swap_out(storage, block_of(pool, 4096)).wait()
+            lanes.swap_out(storage, block_of(pool, num_bytes)).wait()
             del storage
             assert alive() is None
     finally:
