@@ -178,8 +178,9 @@ class Recorder(StepObserver):
         read, made, num_fresh = did if did is not None else effects(facts, args, kwargs, out)
         is_replayable = facts.may_replay(self._device.type, args)
         inputs: dict[int, None] = {}
+        device = self._device
         for tensor in read:
-            if self._counts(tensor):
+            if tensor.device == device and is_plain(tensor):
                 inputs[self._value_of(tensor)] = None
             elif is_replayable and not is_at_hand(tensor, self._device):
                 is_replayable = False
@@ -263,8 +264,10 @@ class Recorder(StepObserver):
     def _value_of(self, tensor: Tensor) -> int:
         """The value a tensor holds; a storage not seen before was there before the step."""
         storage = tensor.untyped_storage()
-        index = self._find(storage)
-        if index is None:
+        reference = self._live.get(storage._cdata)
+        if reference is not None and reference() is storage:
+            index = reference.index
+        else:
             index = self._follow(storage, -1)
             self._new_value(index, -1)
         if self._storages.birth[index] < 0 and tensor.requires_grad and tensor.is_leaf:

@@ -200,8 +200,8 @@ class Replay:
         for v in call.inputs:
             readers[v] -= 1
         _copy_written(call, storage_of, own, readers, self.notice)
-        args = tuple(_thaw(item, storage_of, self.notice) for item in call.args)
-        kwargs = {name: _thaw(item, storage_of, self.notice) for name, item in call.kwargs.items()}
+        args = tuple([_thaw(item, storage_of, self.notice) for item in call.args])
+        kwargs = call.kwargs and {name: _thaw(item, storage_of, self.notice) for name, item in call.kwargs.items()}
         for v in call.inputs:
             if readers[v] == 0:
                 own.pop(v, None)
@@ -221,13 +221,16 @@ class Replay:
 
     def _made_by(self, call: Call, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
         """Run a call; what it makes on its device, in order."""
-        with _generator_state(call):
-            try:
+        try:
+            if call.generator is None:
                 out = call.func(*args, **kwargs)
-            except (OffloadError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                raise ReplayError(f"{call.facts.name} could not be run again: {error}") from error
+            else:
+                with _generator_state(*call.generator):
+                    out = call.func(*args, **kwargs)
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ReplayError(f"{call.facts.name} could not be run again: {error}") from error
         _, made, num_fresh = effects(call.facts, args, kwargs, out)
         for tensor in made[:num_fresh]:
             self.notice(tensor.untyped_storage())
@@ -265,11 +268,7 @@ def _written_refs(call: Call) -> Iterator[Ref]:
 
 
 @contextlib.contextmanager
-def _generator_state(call: Call) -> Iterator[None]:
-    if call.generator is None:
-        yield
-        return
-    generator, state = call.generator
+def _generator_state(generator: torch.Generator, state: Tensor) -> Iterator[None]:
     current = generator.get_state()
     generator.set_state(state)
     try:

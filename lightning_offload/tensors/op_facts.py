@@ -226,7 +226,7 @@ def _gather(tree: Any, found: list[Tensor]) -> list[Tensor]:
                 found.append(item)
             elif isinstance(item, _TREES):
                 _gather(item, found)
-    elif isinstance(tree, dict):
+    elif isinstance(tree, dict) and tree:
         _gather(list(tree.values()), found)
     return found
 
@@ -261,6 +261,9 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
     given = _gather(args, [])
     if kwargs:
         _gather(kwargs, given)
+    if isinstance(out, Tensor) and not facts.mutates:  # nearly all calls
+        is_fresh = is_plain(out) and not _shares_storage(out, given)
+        return Effects(given, [out], 1) if is_fresh else Effects(given, [], 0)
     seen = {t.untyped_storage()._cdata for t in given if is_plain(t)}
     made: list[Tensor] = []
     for tensor in (out,) if isinstance(out, Tensor) else _gather(out, []):
@@ -277,6 +280,14 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
             written.add(key)
             made.append(tensor)
     return Effects(_gather(kwargs, _gather(args_read, [])), made, num_fresh)
+
+
+def _shares_storage(tensor: Tensor, others: list[Tensor]) -> bool:
+    key = tensor.untyped_storage()._cdata
+    for other in others:
+        if is_plain(other) and other.untyped_storage()._cdata == key:
+            return True
+    return False
 
 
 def _covers_storage(tensor: Tensor) -> bool:
