@@ -211,7 +211,7 @@ class StepExecutor:
         if value is not None and self._leave(value, tensor):
             handle.witness = witness_of(tensor)
             handle.geometry = Geometry.of(tensor)
-            value.handles.append(weakref.ref(handle))
+            value.note_handle(handle)
         else:
             handle.kept = tensor
         return handle
@@ -267,13 +267,16 @@ class StepExecutor:
             if in_backward:
                 self._begin_unpack(handle)
             handle.check_version()
-            with unseen:
+            unseen.depth += 1
+            try:
                 if in_backward and self.program is not None and not self.has_deviated:
                     # What is needed now is first in the lane; what comes later overlaps with the wait or replay for it.
                     if handle.value is not None:
                         self._residence.fetch(handle.value)
                     self._residence.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
                 return self._read(handle)
+            finally:
+                unseen.depth -= 1
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:

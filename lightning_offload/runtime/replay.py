@@ -66,7 +66,7 @@ def record_call(
     return Call(
         func=func,
         facts=facts,
-        args=(*first, *[_freeze(item, value_of, inputs) for item in args[len(first) :]]),
+        args=(*first, *[_freeze(item, value_of, inputs) for item in (args[1:] if first else args)]),
         kwargs={name: _freeze(item, value_of, inputs) for name, item in kwargs.items()} if kwargs else {},
         inputs=tuple(inputs),
         device=device,

@@ -65,8 +65,8 @@ class Value:
         self.block: Block | None = None
         self.call: Call | None = None
         self.original: Block | None = None
-        self.readers: list[weakref.ref[Call]] = []
-        self.handles: list[weakref.ref[Handle]] = []
+        self.readers: Sequence[weakref.ref[Call]] = ()
+        self.handles: Sequence[weakref.ref[Handle]] = ()
         self.is_given = False
         self.is_ours = False
         self.is_handed_out = False
@@ -101,6 +101,20 @@ class Value:
             self.guards = ((handle.witness, handle.version),)
         elif self.block is not None or self.call is not None:
             self.leave_origin()
+
+    def note_reader(self, call: Call) -> None:
+        """A call reads it."""
+        if isinstance(self.readers, list):
+            self.readers.append(weakref.ref(call))
+        else:  # most have none, and a list each would burden the garbage collector
+            self.readers = [weakref.ref(call)]
+
+    def note_handle(self, handle: Handle) -> None:
+        """Autograd has a handle on it."""
+        if isinstance(self.handles, list):
+            self.handles.append(weakref.ref(handle))
+        else:
+            self.handles = [weakref.ref(handle)]
 
     def owns(self, storage: torch.UntypedStorage, stream: Any) -> None:
         """Hold memory that the runtime allocated for it, on a compute stream; nobody else knows it yet."""
@@ -138,8 +152,12 @@ class Blank:
     geometry: Geometry
 
 
-@dataclasses.dataclass(eq=False)
-class Call:
+class _Referable:
+    __slots__ = ("__weakref__",)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Call(_Referable):
     """One dispatched call with its own arguments, ready to be replayed.
 
     Attributes:

@@ -38,19 +38,20 @@ class Geometry(NamedTuple):
 
     def view(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor with this geometry on a storage; detached, sharing memory with it."""
-        if torch.is_grad_enabled():  # seldom: entering no_grad takes as long as all the rest
-            with torch.no_grad():
-                return self._view(storage)
-        return self._view(storage)
-
-    def _view(self, storage: torch.UntypedStorage) -> Tensor:
-        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-        tensor.set_(storage, self.offset, self.size, self.stride)
-        if self.conj:
-            tensor = tensor.conj()
-        if self.neg:
-            tensor = torch._neg_view(tensor)
-        return tensor
+        has_grad = torch.is_grad_enabled()
+        if has_grad:
+            torch._C._set_grad_enabled(False)  # entering no_grad would take as long as all the rest
+        try:
+            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            tensor.set_(storage, self.offset, self.size, self.stride)
+            if self.conj:
+                tensor = tensor.conj()
+            if self.neg:
+                tensor = torch._neg_view(tensor)
+            return tensor
+        finally:
+            if has_grad:
+                torch._C._set_grad_enabled(True)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
