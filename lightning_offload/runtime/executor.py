@@ -32,7 +32,7 @@ from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.user_code import NotSeen
-from lightning_offload.runtime.values import Call, Handle, Lease, Value, on_counter_of, witness_of
+from lightning_offload.runtime.values import Call, Handle, Lease, Value, emptied, on_counter_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.writes import Writes, count_writes
 from lightning_offload.tensors.geometry import Geometry
@@ -209,8 +209,8 @@ class StepExecutor:
             self.observer.on_pack(index, tensor, plain)
         handle.value = value = self._table.find(tensor.untyped_storage()) if plain else None
         if value is not None and self._leave(value, tensor):
-            handle.witness = witness_of(tensor)
             handle.geometry = Geometry.of(tensor)
+            emptied(tensor)  # the handle's witness from now on
             value.note_handle(handle)
         else:
             handle.kept = tensor

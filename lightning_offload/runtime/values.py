@@ -250,16 +250,20 @@ _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 def witness_of(tensor: Tensor) -> Tensor:
     """A tensor without memory that shares another's version counter."""
-    witness = detached(tensor)
-    witness.data = _empty_like(tensor)
-    return witness
+    return emptied(detached(tensor))
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """A tensor of our own, without its memory from now on; it keeps its version counter."""
+    tensor.data = _empty_like(tensor)
+    return tensor
 
 
 def on_counter_of(witness: Tensor, tensor: Tensor) -> Tensor:
     """A tensor's memory behind a witness's version counter."""
     if isinstance(tensor, FakeTensor):  # has no memory to put there
         return tensor
-    shared = witness.detach()
+    shared = detached(witness)
     shared.data = tensor
     return shared
 

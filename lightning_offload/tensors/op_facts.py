@@ -310,7 +310,7 @@ def is_plain(tensor: Tensor) -> bool:
 def detached(tensor: Tensor) -> Tensor:
     """What ``tensor.detach()`` gives; past our dispatch mode where that is the only one, which takes longer than it."""
     if type(tensor) in _PLAIN_TYPES and torch._C._len_torch_dispatch_stack() == 1:
-        with torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+        with torch._C._DisableTorchDispatch():
             return tensor.detach()
     return tensor.detach()
 
