@@ -196,7 +196,8 @@ class StepExecutor:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
         unseen.depth += 1
         try:
-            return self._pack(detached(tensor))
+            with NotSeen():
+                return self._pack(detached(tensor))
         finally:
             unseen.depth -= 1
 

@@ -284,10 +284,7 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
 
 def _shares_storage(tensor: Tensor, others: list[Tensor]) -> bool:
     key = tensor.untyped_storage()._cdata
-    for other in others:
-        if is_plain(other) and other.untyped_storage()._cdata == key:
-            return True
-    return False
+    return any(is_plain(other) and other.untyped_storage()._cdata == key for other in others)
 
 
 def _covers_storage(tensor: Tensor) -> bool:
