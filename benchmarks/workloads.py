@@ -136,6 +136,41 @@ class _ManyOps(nn.Module):
         return x
 
 
+def recurrence(device: torch.device, *, quick: bool) -> Workload:
+    """Return a gated recurrence unrolled in Python: 17,000 ops on a few elements each, forward and backward.
+
+    Args:
+        device: Where it runs.
+        quick: Whether a few steps of it will do.
+    """
+    length, width, batch_size = (4 if quick else 386), 16, 4
+    torch.manual_seed(0)
+    return Workload(
+        model=_Recurrence(width, length).to(device),
+        batch=(torch.randn(batch_size, width, device=device),),
+        loss=lambda model, batch: model(batch[0]).sum(),
+        config={"batch_size": batch_size, "width": width, "length": length},
+    )
+
+
+class _Recurrence(nn.Module):
+    """A gated cell that reads the same input again and again."""
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.of_input = nn.Linear(width, 2 * width)
+        self.of_state = nn.Linear(width, 2 * width)
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x)
+        for _ in range(self.length):
+            gate, new = (self.of_input(x) + self.of_state(state)).chunk(2, -1)
+            gate = torch.sigmoid(gate)
+            state = (1 - gate) * torch.tanh(new) + gate * state
+        return state
+
+
 class _Checkpointed(nn.Module):
     """A module whose insides are computed again in backward, by PyTorch's own means."""
 

@@ -63,7 +63,7 @@ def fixed_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def only_its_own_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let no budget count what is left of other tests, and of plain runs before a plugin is made; nobody looks at it."""
+    """Let no budget count what is left of other tests, nor of plain runs before a plugin is made."""
     make = MemoryPlugin.__init__
 
     @functools.wraps(make)

@@ -34,7 +34,9 @@ TITLE = "Step time against plain PyTorch"
 _FITS_GOAL = 1.03
 _HALF_GOAL = 1.15
 _DISK_STALL_GOAL = 0.25  # of the time that the transfers take
-_NUM_CASES = 9
+_RECURRENCE_GOAL = 3.0
+_RECORDING_GOAL = 60.0  # microseconds per op
+_NUM_CASES = 12
 _MAX_PLANNING_STEPS = 12
 _NUM_WARMUP_STEPS = 2
 _NUM_STALL_STEPS = 11
@@ -105,6 +107,7 @@ def run(options: Options, progress: Progress) -> Measurements:
     resnet = functools.partial(workloads.demo_resnet, device, quick=quick)
     gpt2 = functools.partial(workloads.gpt2, device, quick=quick)
     tiny = functools.partial(workloads.many_ops, device, num_elements=_TINY_ELEMENTS, quick=quick)
+    recurrence = functools.partial(workloads.recurrence, device, quick=quick)
     small = functools.partial(workloads.many_ops, device, num_elements=_SMALL_ELEMENTS, quick=quick)
 
     limits = _managed(collector, "ResNet-50, budget fits the plain step", resnet, _Limits.roomy, _FITS_GOAL)
@@ -120,7 +123,12 @@ def run(options: Options, progress: Progress) -> Measurements:
     _managed(collector, "tiny ops, all kept", tiny, _Limits.roomy, None, per_op=True)
     _managed(collector, "small ops, half of the savings", small, _Limits.half, None, per_op=True)
 
-    named = {"resnet50": resnet, "gpt2": gpt2, "tiny_ops": tiny, "small_ops": small}
+    _recording(collector, "recurrence of 17,000 tiny ops, recorded", recurrence)
+    for policy, steady_goal in (("auto", _RECURRENCE_GOAL), ("all-swap", None)):
+        case = f"recurrence of 17,000 tiny ops, half of the savings, {policy}"
+        _managed(collector, case, recurrence, _Limits.half, steady_goal, per_op=True, policy=policy)
+
+    named = {"recurrence": recurrence, "resnet50": resnet, "gpt2": gpt2, "tiny_ops": tiny, "small_ops": small}
     config: dict[str, Any] = {name: make().config for name, make in named.items()}
     return Measurements(rows=collector.rows, config=config, repeats=options.num_pairs, spread=collector.spread)
 
@@ -156,6 +164,29 @@ def _managed(
             microseconds = quartiles(seconds)[1] * 1e6 / num_ops
             collector.note(case, **{f"{name}_host_microseconds_per_op": microseconds})
     return limits
+
+
+def _recording(collector: _Collector, case: str, make: _Make) -> None:
+    """Compare a plain step with the first of its kind, which is recorded; each is, as the one before is forgotten."""
+    collector.progress.update(collector.task, description=case)
+    plain, managed = make(), make()
+    with MemoryPlugin("1TiB", module=managed.model) as memory:
+
+        def record() -> None:
+            memory.forget()
+            managed.step(functools.partial(memory.step, *managed.batch))
+
+        _warm_up(plain.step)
+        _warm_up(record)
+        times = collector.time(case, plain.step, record, None)
+    num_ops = workloads.count_ops(plain)
+    microseconds = {
+        name: quartiles(seconds)[1] * 1e6 / num_ops
+        for name, seconds in (("plain", times.plain_seconds), ("recording", times.other_seconds))
+    }
+    collector.note(case, plain_host_microseconds_per_op=microseconds["plain"])
+    metric = "recording_host_microseconds_per_op"
+    collector.rows.append(Row(case=case, metric=metric, value=microseconds["recording"], goal=_RECORDING_GOAL))
 
 
 def _note_disk(collector: _Collector, case: str, memory: MemoryPlugin, step: Callable[[], None]) -> None:

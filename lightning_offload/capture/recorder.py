@@ -176,28 +176,34 @@ class Recorder(StepObserver):
         if workspace_bytes and tries_algorithms(facts.name):
             workspace_bytes = 0
         read, made, num_fresh = did if did is not None else effects(facts, args, kwargs, out)
-        is_replayable = facts.may_replay(self._device.type, args)
-        inputs: dict[int, None] = {}
+        device = self._device
+        is_replayable = facts.may_replay(device.type, args)
+        inputs: list[int] = []
         for tensor in read:
-            if self._counts(tensor):
-                inputs[self._value_of(tensor)] = None
-            elif is_replayable and not is_at_hand(tensor, self._device):
+            if tensor.device == device and is_plain(tensor):
+                inputs.append(self._value_of(tensor))
+            elif is_replayable and not is_at_hand(tensor, device):
                 is_replayable = False
-        index, tick = len(self._ops), self._next_tick()
-        outputs = [
-            self._make(tensor, index, tick, fresh=position < num_fresh)
-            for position, tensor in enumerate(made)
-            if self._counts(tensor)
-        ]
+        index, tick = len(self._ops), self._tick
+        self._tick = tick + 1
+        outputs: list[int] = []
+        for position, tensor in enumerate(made):
+            if tensor.device == device:  # and it is plain: others count as made by nobody
+                if position < num_fresh:
+                    storage = self._follow(tensor.untyped_storage(), tick)
+                else:
+                    storage = self._value_storage[self._value_of(tensor)]
+                outputs.append(self._new_value(storage, index))
         in_backward = torch._C._current_graph_task_id() != -1
-        self._saw_backward_op |= in_backward
+        if in_backward:
+            self._saw_backward_op = True
         self._ops.append(
             _Row(
                 facts.name,
                 self._backward_module if in_backward else self._modules.current(),
                 in_backward,
                 tick,
-                tuple(inputs),
+                tuple(dict.fromkeys(inputs)) if len(inputs) > 1 else tuple(inputs),  # each once
                 tuple(outputs),
                 is_replayable and len(outputs) == len(made),
                 workspace_bytes,
@@ -263,21 +269,15 @@ class Recorder(StepObserver):
     def _value_of(self, tensor: Tensor) -> int:
         """The value a tensor holds; a storage not seen before was there before the step."""
         storage = tensor.untyped_storage()
-        index = self._find(storage)
-        if index is None:
+        reference = self._live.get(storage._cdata)
+        if reference is not None and reference() is storage:
+            index = reference.index
+        else:
             index = self._follow(storage, -1)
             self._new_value(index, -1)
         if self._storages.birth[index] < 0 and tensor.requires_grad and tensor.is_leaf:
             self.leaves.setdefault(id(tensor), weakref.ref(tensor))
         return self._latest[index]
-
-    def _make(self, tensor: Tensor, op: int, tick: int, *, fresh: bool) -> int:
-        """A new value, on a new storage or on one that was written."""
-        if fresh:
-            index = self._follow(tensor.untyped_storage(), tick)
-        else:
-            index = self._value_storage[self._value_of(tensor)]
-        return self._new_value(index, op)
 
     def _follow(self, storage: torch.UntypedStorage, birth: int) -> int:
         reference = _Watched(storage, self._note_death)
@@ -296,9 +296,9 @@ class Recorder(StepObserver):
         return self._storages.add(num_bytes, birth)
 
     def _new_value(self, storage: int, producer: int) -> int:
+        self._latest[storage] = value = len(self._value_storage)
         self._value_storage.append(storage)
         self._value_producer.append(producer)
-        self._latest[storage] = value = len(self._value_storage) - 1
         return value
 
     # ---- result

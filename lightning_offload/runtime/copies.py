@@ -100,9 +100,18 @@ def without_frames(error: BaseException) -> BaseException:
 
 def done_copy() -> HostCopy:
     """A copy that is done."""
+    return failed_copy(None)
+
+
+def failed_copy(error: BaseException | None) -> HostCopy:
+    """A copy that is over, and has failed if there is an error."""
     copy = HostCopy()
-    copy.finish()
+    copy.finish(error)
     return copy
+
+
+DONE = done_copy()
+"""A copy that is done; any number of them, since it never changes."""
 
 
 class Block:

@@ -1,4 +1,7 @@
-"""Lanes of a CPU: one worker thread for each direction, which copies outside the GIL."""
+"""Lanes of a CPU: one worker thread for each direction, which copies outside the GIL.
+
+Handing a small copy to a thread costs more than making it, so whoever asks for one makes it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.copies import Block, Copy, HostCopy
+from lightning_offload.runtime.copies import DONE, Block, Copy, HostCopy, failed_copy, without_frames
 from lightning_offload.runtime.host_pool import HostBlock
 from lightning_offload.runtime.lanes import Lanes, LaneTimes
 from lightning_offload.runtime.movers import CpuMover
 from lightning_offload.runtime.worker import Job, Worker
+
+SMALL_BYTES = 16 << 10
+"""Up to here the thread that asks for a copy makes it; chosen by judgement, other sizes were not compared."""
 
 Transfer = Callable[[torch.UntypedStorage, HostBlock], None]
 
@@ -68,11 +74,38 @@ class _CpuWorker(Worker[HostBlock]):
     def __init__(self, name: str, transfer: Transfer) -> None:
         super().__init__(name)
         self._transfer = transfer
+        self._small_bytes = 0  # apart from the thread's, which adds to its own at the same time
+        self._small_seconds = 0.0
 
     def copy(self, storage: torch.UntypedStorage, block: HostBlock) -> Copy:
+        """Have a copy made, or make it where it is small.
+
+        Nothing under way has to do with a small copy: a lane's user waits for what fills a storage or a block before
+        it asks for the next copy of either, and a block is handed out again only when its last copy has ended.
+        """
+        if block.num_bytes <= SMALL_BYTES:
+            return self._copy_small(storage, block)
         copy = HostCopy()
         self.submit(Job(None, storage, block, copy))
         return copy
+
+    def _copy_small(self, storage: torch.UntypedStorage, block: HostBlock) -> Copy:
+        start = time.perf_counter()
+        try:
+            self._transfer(storage, block)
+        except Exception as error:  # reported to the thread that waits, as that of a large copy is
+            return failed_copy(without_frames(error))
+        finally:
+            self._small_seconds += time.perf_counter() - start
+            self._small_bytes += block.num_bytes
+        return DONE
+
+    @override
+    def take(self) -> tuple[int, float]:
+        num_bytes, seconds = super().take()
+        num_bytes, seconds = num_bytes + self._small_bytes, seconds + self._small_seconds
+        self._small_bytes, self._small_seconds = 0, 0.0
+        return num_bytes, seconds
 
     @override
     def _perform(self, job: Job[HostBlock]) -> None:

@@ -11,6 +11,7 @@ that they change is found by the verify step, unless they change later.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,7 @@ def _precision(backend: str, op: str) -> list[_Setting]:
     write = getattr(torch._C, "_set_fp32_precision_setter", None)
     if read is None or write is None:
         return []
-    return [_Setting(lambda: read(backend, op), lambda value: write(backend, op, value))]
+    return [_Setting(functools.partial(read, backend, op), functools.partial(write, backend, op))]
 
 
 def _reduction(name: str) -> list[_Setting]:

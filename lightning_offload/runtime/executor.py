@@ -32,12 +32,12 @@ from lightning_offload.runtime.switch import unseen
 from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.user_code import NotSeen
-from lightning_offload.runtime.values import Handle, Lease, Value, on_counter_of, witness_of
+from lightning_offload.runtime.values import Call, Handle, Lease, Value, emptied, on_counter_of
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.writes import Writes, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import Effects, OpFacts, detached, effects, facts_of
+from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of
 
 _log = logging.getLogger(__name__)
 
@@ -125,18 +125,43 @@ class StepExecutor:
         """Run one op of the program, with what the plan asks for around it."""
         if unseen.depth:
             return call(func, args, kwargs)
-        with unseen:
-            facts = facts_of(func)
-            if facts.is_query:
-                return func(*args, **kwargs)
-            step = self._next_step(facts)
-            if step is not None and step.release:
-                self._release(step.release)
-            is_recorded = step is not None and step.record
-            recorded = self._recording.record(func, facts, args, kwargs) if is_recorded else None
-            rewritten = self._writes.before_op(facts, args, kwargs) if facts.mutates else []
-            is_followed = step is None or bool(step.register)
-            out, did = self._run(func, facts, args, kwargs, is_followed=is_followed)
+        unseen.depth = 1  # as entering it does, in less time
+        try:
+            return self._dispatch(func, args, kwargs)
+        finally:
+            unseen.depth = 0
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        facts = facts_of(func)
+        if facts.is_query:
+            return func(*args, **kwargs)
+        step = self._next_step(facts)
+        recorded: Call | None = None
+        rewritten: list[tuple[Tensor, int]] = []
+        if facts.mutates or (step is not None and (step.release or step.record)):
+            with NotSeen():
+                if step is not None and step.release:
+                    self._release(step.release)
+                if step is not None and step.record:
+                    recorded = self._recording.record(func, facts, args, kwargs)
+                if facts.mutates:
+                    rewritten = self._writes.before_op(facts, args, kwargs)
+        is_followed = step is None or bool(step.register)
+        observer = self.observer
+        if observer is None:
+            out = call(func, args, kwargs)
+            if not (is_followed or rewritten or facts.is_foreach_write):
+                return out
+            seconds = 0.0
+        else:
+            observer.before_op()
+            start = time.perf_counter()
+            out = call(func, args, kwargs)
+            seconds = time.perf_counter() - start
+        with NotSeen():
+            did = effects(facts, args, kwargs, out) if is_followed else None
+            if observer is not None:
+                observer.on_op(facts, args, kwargs, out, seconds, did)
             if facts.is_foreach_write:
                 count_writes(facts, args, kwargs)
             for tensor, key in rewritten:
@@ -146,7 +171,7 @@ class StepExecutor:
                 how = self._following.op(facts, did, step, recorded)
                 if how:
                     self.deviate(how)
-            return out
+        return out
 
     def _next_step(self, facts: OpFacts) -> OpStep | None:
         """The program's entry for this op; None under the floor policy."""
@@ -188,33 +213,21 @@ class StepExecutor:
     @staticmethod
     def _let_go(handle: Handle, value: Value, tensor: Tensor) -> None:
         handle.value = value
-        handle.witness = witness_of(tensor)
         handle.geometry = Geometry.of(tensor)
         handle.kept = None
-        value.handles.append(weakref.ref(handle))
-
-    def _run(
-        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_followed: bool
-    ) -> tuple[Any, Effects | None]:
-        """Run an op, and tell the observer; its result, and what it did if that is to be followed."""
-        observer = self.observer
-        if observer is None:
-            out = call(func, args, kwargs)
-            return out, effects(facts, args, kwargs, out) if is_followed else None
-        observer.before_op()
-        start = time.perf_counter()
-        out = call(func, args, kwargs)
-        seconds = time.perf_counter() - start
-        did = effects(facts, args, kwargs, out) if is_followed else None
-        observer.on_op(facts, args, kwargs, out, seconds, did)
-        return out, did
+        emptied(tensor)  # the handle's witness from now on
+        value.note_handle(handle)
 
     # ---- saved tensors
 
     def pack(self, tensor: Tensor) -> Handle:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
-        with unseen:
-            return self._pack(*detached(tensor))
+        unseen.depth += 1
+        try:
+            with NotSeen():
+                return self._pack(*as_saved(tensor))
+        finally:
+            unseen.depth -= 1
 
     def _pack(self, tensor: Tensor, plain: bool) -> Handle:
         index = self._num_packs
@@ -304,13 +317,16 @@ class StepExecutor:
             if in_backward:
                 self._begin_unpack(handle)
             handle.check_version()
-            with unseen:
+            unseen.depth += 1
+            try:
                 if in_backward and self.program is not None and not self.has_deviated:
                     # What is needed now is first in the lane; what comes later overlaps with the wait or replay for it.
                     if handle.value is not None:
                         self._residence.fetch(handle.value)
                     self._residence.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
                 return self._read(handle)
+            finally:
+                unseen.depth -= 1
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:

@@ -48,8 +48,10 @@ class Following:
             for tensor in made[: did.num_fresh]:
                 self.new(tensor, -1)
             return ""
-        num_fresh = sum(tensor.device == self._device for tensor in made[: did.num_fresh])
-        made = [tensor for tensor in made if tensor.device == self._device]  # attention gives CPU seeds on CUDA
+        num_fresh = did.num_fresh
+        if len(made) != 1 or made[0].device != self._device:  # attention gives CPU seeds on CUDA
+            num_fresh = sum([tensor.device == self._device for tensor in made[:num_fresh]])
+            made = [tensor for tensor in made if tensor.device == self._device]
         if len(made) != len(step.num_bytes):
             return f"{facts.name} made {len(made)} tensors in place of {len(step.num_bytes)}"
         for position, index in step.register:

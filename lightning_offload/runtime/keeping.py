@@ -16,7 +16,7 @@ from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.values import Lease, raise_modified
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import detached
+from lightning_offload.tensors.op_facts import as_saved
 
 _Packed = tuple[Tensor, int, Lease | None]
 
@@ -62,7 +62,7 @@ class KeepingExecutor:
         """Take a tensor that autograd saves; never held itself, cf. :mod:`~lightning_offload.runtime.values`."""
         index = self._num_packs
         self._num_packs = index + 1
-        tensor, plain = detached(tensor)
+        tensor, plain = as_saved(tensor)
         if plain and not self.deviation:
             expected, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
             if index >= len(expected) or num_bytes != expected[index]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.copies import Block, Copy, done_copy
+from lightning_offload.runtime.copies import DONE, Block, Copy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class FakeLanes(Lanes):
 
     @override
     def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
-        return done_copy()
+        return DONE
 
     @override
     def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
-        return done_copy()
+        return DONE

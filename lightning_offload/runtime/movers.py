@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.copies import Copy, done_copy
+from lightning_offload.runtime.copies import DONE, Copy
 
 
 class Mover(abc.ABC):
@@ -58,12 +58,12 @@ class CpuMover(Mover):
     @override
     def to_host(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
         ctypes.memmove(address, storage.data_ptr() + offset, num_bytes)
-        return done_copy()
+        return DONE
 
     @override
     def to_device(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
         ctypes.memmove(storage.data_ptr() + offset, address, num_bytes)
-        return done_copy()
+        return DONE
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

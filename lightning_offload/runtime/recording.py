@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Recording:
         except Unrecordable:
             return None
         for value in call.inputs:
-            value.readers.append(weakref.ref(call))
+            value.note_reader(call)
             if not value.has_source:
                 self._table.own(value, value.live())
         return call

@@ -67,7 +67,7 @@ def record_call(
     return Call(
         func=func,
         facts=facts,
-        args=(*first, *[_freeze(item, value_of, inputs) for item in args[len(first) :]]),
+        args=(*first, *[_freeze(item, value_of, inputs) for item in (args[1:] if first else args)]),
         kwargs={name: _freeze(item, value_of, inputs) for name, item in kwargs.items()} if kwargs else {},
         inputs=tuple(inputs),
         device=device,
@@ -201,8 +201,8 @@ class Replay:
         for v in call.inputs:
             readers[v] -= 1
         _copy_written(call, storage_of, own, readers, self.notice)
-        args = tuple(_thaw(item, storage_of, self.notice) for item in call.args)
-        kwargs = {name: _thaw(item, storage_of, self.notice) for name, item in call.kwargs.items()}
+        args = tuple([_thaw(item, storage_of, self.notice) for item in call.args])
+        kwargs = call.kwargs and {name: _thaw(item, storage_of, self.notice) for name, item in call.kwargs.items()}
         for v in call.inputs:
             if readers[v] == 0:
                 own.pop(v, None)
@@ -222,13 +222,16 @@ class Replay:
 
     def _made_by(self, call: Call, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
         """Run a call; what it makes on its device, in order."""
-        with _generator_state(call):
-            try:
+        try:
+            if call.generator is None:
                 out = kernel_keys.call(call.func, args, kwargs)
-            except (OffloadError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                raise ReplayError(f"{call.facts.name} could not be run again: {error}") from error
+            else:
+                with _generator_state(*call.generator):
+                    out = kernel_keys.call(call.func, args, kwargs)
+        except (OffloadError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ReplayError(f"{call.facts.name} could not be run again: {error}") from error
         _, made, num_fresh = effects(call.facts, args, kwargs, out)
         for tensor in made[:num_fresh]:
             self.notice(tensor.untyped_storage())
@@ -266,11 +269,7 @@ def _written_refs(call: Call) -> Iterator[Ref]:
 
 
 @contextlib.contextmanager
-def _generator_state(call: Call) -> Iterator[None]:
-    if call.generator is None:
-        yield
-        return
-    generator, state = call.generator
+def _generator_state(generator: torch.Generator, state: Tensor) -> Iterator[None]:
     current = generator.get_state()
     generator.set_state(state)
     try:

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from lightning_offload.tensors.op_facts import detached
+from lightning_offload.tensors.op_facts import as_saved
 
 SELECTIVE = "selective checkpointing"
 """Names the holder of tensors that a selective checkpoint caches."""
@@ -51,7 +51,7 @@ class Shadowed:
         """Count a tensor; not one that a compiler or a prediction only thinks of."""
         if is_fake(tensor):
             return
-        plain = detached(tensor)[1]
+        plain = as_saved(tensor)[1]
         self.num_tensors[holder] = self.num_tensors.get(holder, 0) + 1
         size = tensor.untyped_storage().nbytes() if plain else 0
         self.num_bytes[holder] = self.num_bytes.get(holder, 0) + size

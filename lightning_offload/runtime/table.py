@@ -29,7 +29,7 @@ class ValueTable:
 
     def __init__(self) -> None:
         self._entries: _Entries = {}
-        self._by_index: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        self._by_index: dict[int, weakref.ref[Value]] = {}
         self._forget = _forgetter(self._entries)
 
     def find(self, storage: torch.UntypedStorage) -> Value | None:
@@ -42,11 +42,13 @@ class ValueTable:
 
     def indexed(self, index: int) -> Value | None:
         """The live value on a storage of the step graph."""
-        return self._by_index.get(index)
+        reference = self._by_index.get(index)
+        return reference() if reference is not None else None
 
     def all_indexed(self) -> list[Value]:
         """The live values on storages of the step graph."""
-        return list(self._by_index.values())
+        values = [reference() for reference in self._by_index.values()]
+        return [value for value in values if value is not None]
 
     def follow(self, value: Value, storage: torch.UntypedStorage) -> None:
         """Know a value by its storage for as long as that lives."""
@@ -55,7 +57,7 @@ class ValueTable:
         value.origin = origin
         self._entries[origin.key] = value
         if value.index >= 0:
-            self._by_index[value.index] = value
+            self._by_index[value.index] = weakref.ref(value)
 
     def own(self, value: Value, storage: torch.UntypedStorage | None) -> None:
         """Let a value hold its memory; from then on it lives by who needs it."""

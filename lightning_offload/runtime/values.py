@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_offload.runtime.copies import Block, Copy
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.tensors.geometry import Geometry
-from lightning_offload.tensors.op_facts import OpFacts
+from lightning_offload.tensors.op_facts import OpFacts, detached
 
 if TYPE_CHECKING:
     from lightning_offload.runtime.executor import StepExecutor
@@ -65,8 +65,8 @@ class Value:
         self.block: Block | None = None
         self.call: Call | None = None
         self.original: Block | None = None
-        self.readers: list[weakref.ref[Call]] = []
-        self.handles: list[weakref.ref[Handle]] = []
+        self.readers: Sequence[weakref.ref[Call]] = ()
+        self.handles: Sequence[weakref.ref[Handle]] = ()
         self.is_given = False
         self.is_ours = False
         self.is_handed_out = False
@@ -101,6 +101,20 @@ class Value:
             self.guards = ((handle.witness, handle.version),)
         elif self.block is not None or self.call is not None:
             self.leave_origin()
+
+    def note_reader(self, call: Call) -> None:
+        """A call reads it."""
+        if isinstance(self.readers, list):
+            self.readers.append(weakref.ref(call))
+        else:  # most have none, and a list each would burden the garbage collector
+            self.readers = [weakref.ref(call)]
+
+    def note_handle(self, handle: Handle) -> None:
+        """Autograd has a handle on it."""
+        if isinstance(self.handles, list):
+            self.handles.append(weakref.ref(handle))
+        else:
+            self.handles = [weakref.ref(handle)]
 
     def owns(self, storage: torch.UntypedStorage, stream: Any) -> None:
         """Hold memory that the runtime allocated for it, on a compute stream; nobody else knows it yet."""
@@ -150,8 +164,12 @@ class Blank:
     geometry: Geometry
 
 
-@dataclasses.dataclass(eq=False)
-class Call:
+class _Referable:
+    __slots__ = ("__weakref__",)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Call(_Referable):
     """One dispatched call with its own arguments, ready to be replayed.
 
     Attributes:
@@ -251,24 +269,29 @@ _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 def witness_of(tensor: Tensor) -> Tensor:
     """A tensor without memory that shares another's version counter."""
-    witness = tensor.detach()
-    witness.data = _empty_like(tensor)
-    return witness
+    return emptied(detached(tensor))
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """A tensor of our own, without its memory from now on; it keeps its version counter."""
+    tensor.data = _empty_like(tensor)
+    return tensor
 
 
 def on_counter_of(witness: Tensor, tensor: Tensor) -> Tensor:
     """A tensor's memory behind a witness's version counter."""
     if isinstance(tensor, FakeTensor):  # has no memory to put there
         return tensor
-    shared = witness.detach()
+    shared = detached(witness)
     shared.data = tensor
     return shared
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    key = (tensor.dtype, tensor.device)
     if isinstance(tensor, FakeTensor):
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    if key not in _EMPTY:
-        _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return _EMPTY[key]
+    key = (tensor.dtype, tensor.device)
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty

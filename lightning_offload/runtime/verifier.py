@@ -10,7 +10,6 @@ on the device: Note [Rehearsals]. So no value is given up in this step that coul
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection
 
@@ -76,7 +75,7 @@ class Verifier:
         """
         assert value.original is not None
         original = self._tiers.bytes_of(value.original).untyped_storage()
-        if not self._is_same(value, geometry.view(storage), dataclasses.replace(geometry, device=_HOST).view(original)):
+        if not self._is_same(value, geometry.view(storage), geometry._replace(device=_HOST).view(original)):
             self.mismatch(value, geometry, "it does not give the same bits")
             self._tiers.swap_in(value.original, storage).wait()
         return storage

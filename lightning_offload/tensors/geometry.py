@@ -6,14 +6,13 @@ negated tensors are rebuilt exactly, without copying.
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Size, stride and offset in elements, dtype, device, and the lazy conjugate and negative bits."""
 
     size: tuple[int, ...]
@@ -28,7 +27,7 @@ class Geometry:
     def of(cls, tensor: Tensor) -> Geometry:
         """The geometry of a strided tensor."""
         return cls(
-            tuple(int(n) for n in tensor.shape),
+            tuple(map(int, tensor.shape)),
             tensor.stride(),
             int(tensor.storage_offset()),
             tensor.dtype,
@@ -39,14 +38,20 @@ class Geometry:
 
     def view(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor with this geometry on a storage; detached, sharing memory with it."""
-        with torch.no_grad():
+        has_grad = torch.is_grad_enabled()
+        if has_grad:
+            torch._C._set_grad_enabled(False)  # entering no_grad would take as long as all the rest
+        try:
             tensor = torch.empty(0, dtype=self.dtype, device=self.device)
             tensor.set_(storage, self.offset, self.size, self.stride)
             if self.conj:
                 tensor = tensor.conj()
             if self.neg:
                 tensor = torch._neg_view(tensor)
-        return tensor
+            return tensor
+        finally:
+            if has_grad:
+                torch._C._set_grad_enabled(True)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -55,6 +55,8 @@ class _Several(StepObserver):
     def __init__(self, observers: tuple[StepObserver, ...]) -> None:
         for name in (name for name in vars(StepObserver) if not name.startswith("_")):
             calls = [getattr(observer, name) for observer in observers]
+            base = getattr(StepObserver, name)
+            calls = [call for call in calls if getattr(call, "__func__", None) is not base]  # which do nothing
             setattr(self, name, _tell(calls))
 
 

@@ -156,22 +156,22 @@ class OpFacts:
                 yield from (args[i] for i in statistics if args[i] is not None)
 
 
-_CACHE: dict[Any, OpFacts] = {}
+_CACHE: dict[int, tuple[Any, OpFacts]] = {}  # by identity, since overloads hash slowly; which keeps them alive
 
 
 def exposed(tensor: Tensor) -> None:
     """Stands for a call that gives a tensor's raw memory away: from then on it may be written unseen."""
 
 
-_CACHE[exposed] = OpFacts("python.exposed", False, False, False, (), True, ())
+_CACHE[id(exposed)] = exposed, OpFacts("python.exposed", False, False, False, (), True, ())
 
 
 def facts_of(func: Any) -> OpFacts:
     """Facts about an ``OpOverload``, or about a higher-order operator (of which nothing is assumed)."""
-    facts = _CACHE.get(func)
-    if facts is None:
-        facts = _CACHE[func] = _inspect(func)
-    return facts
+    known = _CACHE.get(id(func))
+    if known is None:
+        known = _CACHE[id(func)] = func, _inspect(func)
+    return known[1]
 
 
 def _inspect(func: Any) -> OpFacts:
@@ -227,7 +227,7 @@ def _gather(tree: Any, found: list[Tensor]) -> list[Tensor]:
                 found.append(item)
             elif isinstance(item, _TREES):
                 _gather(item, found)
-    elif isinstance(tree, dict):
+    elif isinstance(tree, dict) and tree:
         _gather(list(tree.values()), found)
     return found
 
@@ -262,6 +262,9 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
     given = _gather(args, [])
     if kwargs:
         _gather(kwargs, given)
+    if isinstance(out, Tensor) and not facts.mutates:  # nearly all calls
+        is_fresh = is_plain(out) and not _shares_storage(out, given)
+        return Effects(given, [out], 1) if is_fresh else Effects(given, [], 0)
     seen = {t.untyped_storage()._cdata for t in given if is_plain(t)}
     made: list[Tensor] = []
     for tensor in (out,) if isinstance(out, Tensor) else _gather(out, []):
@@ -278,6 +281,11 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
             written.add(key)
             made.append(tensor)
     return Effects(_gather(kwargs, _gather(args_read, [])), made, num_fresh)
+
+
+def _shares_storage(tensor: Tensor, others: list[Tensor]) -> bool:
+    key = tensor.untyped_storage()._cdata
+    return any(is_plain(other) and other.untyped_storage()._cdata == key for other in others)
 
 
 def _covers_storage(tensor: Tensor) -> bool:
@@ -300,7 +308,15 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES or not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
 
 
-def detached(tensor: Tensor) -> tuple[Tensor, bool]:
+def detached(tensor: Tensor) -> Tensor:
+    """What ``tensor.detach()`` gives; past our dispatch mode where that is the only one, which takes longer than it."""
+    if type(tensor) in _PLAIN_TYPES and torch._C._len_torch_dispatch_stack() == 1:
+        with torch._C._DisableTorchDispatch():
+            return tensor.detach()
+    return tensor.detach()
+
+
+def as_saved(tensor: Tensor) -> tuple[Tensor, bool]:
     """A saved tensor without its graph, and whether it is plain.
 
     The wrappers of ``torch.func`` and of batched gradients have no memory that could be asked for. They meet no
@@ -311,7 +327,7 @@ def detached(tensor: Tensor) -> tuple[Tensor, bool]:
             return tensor.data, False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return tensor.detach(), False
-    tensor = tensor.detach()
+    tensor = detached(tensor)
     return tensor, is_plain(tensor)
 
 

@@ -33,15 +33,15 @@ def test_overhead_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]):
     assert all(list(row) == ["case", "metric", "value", "goal"] for row in result["rows"])
     assert all(math.isfinite(row["value"]) for row in result["rows"])
     goals = sorted((row["metric"], row["goal"]) for row in result["rows"] if row["goal"] is not None)
-    ratios, stalls = [("ratio", goal) for goal in (1.03, 1.03, 1.15)], [("stall_share_of_transfers", 0.25)] * 2
-    assert goals == ratios + stalls
+    ratios, stalls = [("ratio", goal) for goal in (1.03, 1.03, 1.15, 3.0)], [("stall_share_of_transfers", 0.25)] * 2
+    assert goals == [*ratios, ("recording_host_microseconds_per_op", 60.0), *stalls]
     cases = {row["case"] for row in result["rows"]}
     for case in cases:
         metrics = [row["metric"] for row in result["rows"] if row["case"] == case]
         assert {"ratio", "ratio_low", "ratio_high", "plain_step_seconds", "step_seconds"} <= set(metrics)
         assert len(metrics) == len(set(metrics))
     per_op = [row for row in result["rows"] if row["metric"].endswith("_host_microseconds_per_op")]
-    assert len(per_op) == 4
+    assert len(per_op) == 10
 
 
 def test_full_run_is_stored_and_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -46,6 +46,13 @@ def test_ops_are_counted_in_forward_and_backward():
     assert workloads.count_ops(workload) >= 4 * workload.config["length"]
 
 
+def test_recurrence_has_as_many_ops_as_it_says():
+    """They are 17,000, give or take what another version of torch makes of a cell."""
+    workload = workloads.recurrence(CPU, quick=False)
+    assert 16_000 < workloads.count_ops(workload) < 18_000
+    assert workloads.count_ops(workloads.recurrence(CPU, quick=True)) < 300
+
+
 def test_language_model_is_gpt2_with_twelve_layers():
     """The full workload has the published number of parameters."""
     with torch.device("meta"):

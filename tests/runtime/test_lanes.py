@@ -12,7 +12,7 @@ import torch
 
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.copies import Copy, HostCopy
-from lightning_offload.runtime.cpu_lanes import CpuLanes
+from lightning_offload.runtime.cpu_lanes import SMALL_BYTES, CpuLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.lanes import FakeLanes, Lanes
 from lightning_offload.runtime.movers import CpuMover, memory_bytes, storage_bytes
@@ -72,21 +72,22 @@ def test_copies_of_one_direction_run_in_order(lanes: Lanes) -> None:
     assert torch.equal(bytes_in(block), storage_bytes(storages[-1]))
 
 
-def test_failed_copy_raises_in_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the worker reaches each ``wait``, and the lane goes on with the next copy."""
+@pytest.mark.parametrize("size", [13, SMALL_BYTES + 13])
+def test_failed_copy_raises_in_who_waits(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a copy reaches each ``wait``, whoever makes it, and the lane goes on with the next copy."""
     lanes = CpuLanes()
     original = CpuMover.to_host
 
     def failing(self: CpuMover, mark: Any, storage: torch.UntypedStorage, *rest: int) -> Copy:
-        if storage.nbytes() == 13:
+        if storage.nbytes() == size:
             raise MemoryError("no such page")
         return original(self, mark, storage, *rest)
 
     monkeypatch.setattr(CpuMover, "to_host", failing)
     pool = HostPool()
     try:
-        bad = lanes.swap_out(storage_of(1, 13), block_of(pool, 13))
-        good = lanes.swap_out(storage_of(2, 14), block_of(pool, 14))
+        bad = lanes.swap_out(storage_of(1, size), block_of(pool, size))
+        good = lanes.swap_out(storage_of(2, size + 1), block_of(pool, size + 1))
         for _ in range(2):
             with pytest.raises(SpillError, match="no such page") as caught:
                 bad.wait()
@@ -104,18 +105,42 @@ def test_threads_start_with_the_first_copy_and_end_with_close() -> None:
 
     lanes, pool = CpuLanes(), HostPool()
     assert ours() == set()
-    storage, block = storage_of(1, 4096), block_of(pool, 4096)
+    storage, block = storage_of(1, SMALL_BYTES + 1), block_of(pool, SMALL_BYTES + 1)
     copy = lanes.swap_out(storage, block)
     assert ours() == {"lightning-offload-swap-out"}
     lanes.close()
     assert copy.is_done
     assert ours() == set()
-    back = torch.zeros(4096, dtype=torch.uint8).untyped_storage()
+    back = torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8).untyped_storage()
     inline = lanes.swap_in(block, back)
     assert inline.is_done
     assert torch.equal(storage_bytes(back), storage_bytes(storage))
     assert ours() == set()
     lanes.close()
+
+
+def test_small_copies_are_made_by_who_asks_for_them() -> None:
+    """They are done at once, beside large ones that are under way, start no thread, and count with the others."""
+    lanes, pool = CpuLanes(), HostPool()
+    try:
+        small = [(storage_of(seed, SMALL_BYTES - seed), block_of(pool, SMALL_BYTES - seed)) for seed in range(5)]
+        assert all(lanes.swap_out(storage, block).is_done for storage, block in small)
+        assert not any(thread.name.startswith("lightning-offload") for thread in threading.enumerate())
+        large, room = storage_of(9, 8 << 20), block_of(pool, 8 << 20)
+        under_way = lanes.swap_out(large, room)
+        backs = [torch.zeros(storage.nbytes(), dtype=torch.uint8) for storage, _ in small]
+        for (_, block), back in zip(small, backs, strict=True):
+            assert lanes.swap_in(block, back.untyped_storage()).is_done
+        assert all(torch.equal(back, storage_bytes(storage)) for (storage, _), back in zip(small, backs, strict=True))
+        under_way.wait()
+        assert torch.equal(bytes_in(room), storage_bytes(large))
+        num_bytes = sum(storage.nbytes() for storage, _ in small)
+        times = lanes.take_times()
+        assert (times.out_bytes, times.in_bytes) == (num_bytes + (8 << 20), num_bytes)
+        assert times.in_seconds > 0.0
+        assert lanes.take_times().out_bytes == 0
+    finally:
+        lanes.close()
 
 
 def test_copies_under_way_are_finished_by_close() -> None:
@@ -131,9 +156,10 @@ def test_worker_lets_go_of_the_storage_before_it_reports() -> None:
     lanes, pool = CpuLanes(), HostPool()
     try:
         for seed in range(50):
-            storage = storage_of(seed, 4096)
+            num_bytes = SMALL_BYTES + seed % 2
+            storage = storage_of(seed, num_bytes)
             alive = weakref.ref(storage)
-            lanes.swap_out(storage, block_of(pool, 4096)).wait()
+            lanes.swap_out(storage, block_of(pool, num_bytes)).wait()
             del storage
             assert alive() is None
     finally:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from lightning_offload.capture.live import LiveBytes
+from lightning_offload.capture.recorder import Recorder
+from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.step_mode import StepMode, watch_backward
-from tests.runtime.executing import compiled, executor_for, gradients, plain, planned, under
+from lightning_offload.tensors.observer import observe_all
+from tests.runtime.executing import CPU, compiled, executor_for, gradients, plain, planned, under
 
 
 def hooks() -> object:
@@ -152,3 +160,47 @@ def test_watched_backwards() -> None:
     x.sin().sum().backward()
     end()
     assert len(entered) == 6
+
+
+class _Calls(TorchFunctionMode):
+    """Counts the calls of torch that come from Python, ops that a dispatch mode runs aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += not isinstance(func, torch._ops.OpOverload)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute", None])
+def test_a_function_mode_of_the_program_sees_the_program_alone(action: str | None) -> None:
+    """Our own calls of torch in backward go past it: it counts what it counts without us."""
+    x = leaf()
+
+    def step() -> Tensor:
+        y = (x * 2.0).sin()
+        y.mul_(1.5)
+        return (y.exp() @ x.detach()).relu()
+
+    program = compiled(step, action) if action else None  # type: ignore[arg-type]
+    x.grad = None
+    expected = plain(step, x)
+
+    def counted(executor: StepExecutor | None) -> tuple[int, list[bytes]]:
+        calls = _Calls()
+        end = watch_backward(lambda: calls)  # around the engine, as a mode around ``backward()`` is off inside of it
+        try:
+            with executing(executor) if executor is not None else contextlib.nullcontext():
+                step().backward()
+        finally:
+            end()
+        return calls.num_calls, gradients((x,))
+
+    num_calls, found = counted(None)
+    assert found == expected[:-1]
+    for observer in (None, observe_all((LiveBytes(CPU), Recorder(CPU)))):
+        executor = executor_for(program, observer=observer)
+        assert counted(executor) == (num_calls, found)
+        assert not executor.has_deviated

@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of, is_at_hand, is_plain, tensors_in
+from lightning_offload.tensors.op_facts import (
+    OpFacts,
+    detached,
+    effects,
+    facts_of,
+    is_at_hand,
+    is_plain,
+    tensors_in,
+)
 
 aten = torch.ops.aten
 
@@ -244,6 +253,57 @@ def test_effects_of_a_view_make_nothing() -> None:
     assert len(read) == 2
     assert positions(made, [x]) == [0]
     assert fresh == 0
+
+
+@pytest.mark.parametrize("as_sequence", [False, True])
+def test_effects_are_the_same_for_a_result_and_a_list_of_it(as_sequence: bool) -> None:
+    """The short way for one result finds what the long one does: a fresh result, an alias, an argument itself."""
+    x, y = torch.ones(3, 2), torch.ones(3, 2)
+    for func, args, out, num_fresh in (
+        (aten.add.Tensor, (x, y), x + y, 1),
+        (aten.t.default, (x,), x.t(), 0),
+        (aten.select.int, (y, 0, 1), y[1], 0),
+        (aten.contiguous.default, (x,), x, 0),
+        (aten.cat.default, ([x, y],), torch.cat([x, y]), 1),
+        (aten.stack.default, ([x, y],), y[0], 0),  # as if a kernel gave a part of an argument
+        (aten.ones.default, ([2],), torch.ones(2), 1),
+    ):
+        did = effects(facts_of(func), args, {}, [out] if as_sequence else out)
+        assert did.num_fresh == num_fresh
+        assert [made is out for made in did.made] == [True] * num_fresh
+        assert [id(read) for read in did.read] == [id(read) for read in tensors_in(args)]
+
+
+class _Seen(TorchDispatchMode):
+    """Counts ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_detaching_shares_memory_and_versions_and_passes_a_lone_mode() -> None:
+    """What is detached is what ``detach`` gives; a mode beside the one that is ours sees it as it sees any op."""
+    x = (torch.ones(3, requires_grad=True) * 2.0)[1:]
+    with _Seen() as lone:
+        alone = detached(x)
+    assert lone.names == []
+    with _Seen() as outer, _Seen() as inner:
+        beside = detached(x)
+    assert (outer.names, inner.names) == (["aten.detach.default"], ["aten.detach.default"])
+    for found in (alone, beside, detached(x)):
+        assert found.untyped_storage() is x.untyped_storage()
+        assert (found.shape, found.stride(), found.storage_offset()) == (x.shape, x.stride(), x.storage_offset())
+        assert found.grad_fn is None
+        assert not found.requires_grad
+        assert found._version == x._version
+    with torch.no_grad():
+        x.add_(1.0)
+    assert alone._version == x._version == detached(x)._version
 
 
 def test_effects_leave_sparse_results_out() -> None:
