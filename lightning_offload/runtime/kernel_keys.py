@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_offload.runtime.user_code import NotSeen
+
 _Keys = torch._C.DispatchKeySet
 _LAZY = _Keys(torch._C.DispatchKey.Conjugate) | _Keys(torch._C.DispatchKey.Negative)
 _LAZY = _LAZY | _Keys(torch._C.DispatchKey.ZeroTensor)
@@ -26,15 +28,13 @@ _BILINEAR = torch.ops.aten._trilinear.default
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, within a mode or without one: Note [keys inside a mode]."""
-    for item in args:
-        if item.__class__ in _SEQUENCES:
-            if _has_complex(item):
-                break
-        elif isinstance(item, Tensor) and item.is_complex():
-            break
+    if torch._C._len_torch_function_stack():
+        with NotSeen():
+            is_complex = _takes_complex(args, kwargs)
     else:
-        if func is not _BILINEAR and not (kwargs and _has_complex(kwargs.values())):
-            return func(*args, **kwargs)
+        is_complex = _takes_complex(args, kwargs)
+    if not is_complex and func is not _BILINEAR:
+        return func(*args, **kwargs)
     excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
     if func is _BILINEAR and excluded.has(_WITHIN_A_MODE):
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
@@ -43,6 +43,16 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         excluded = excluded - _Keys(_AUTOCAST) if is_on else excluded
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         return func(*args, **kwargs)
+
+
+def _takes_complex(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for item in args:
+        if item.__class__ in _SEQUENCES:
+            if _has_complex(item):
+                return True
+        elif isinstance(item, Tensor) and item.is_complex():
+            return True
+    return bool(kwargs) and _has_complex(kwargs.values())
 
 
 def _has_complex(items: Any) -> bool:

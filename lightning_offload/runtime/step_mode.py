@@ -86,7 +86,8 @@ def _mode_off_where_it_matters(roots: Any) -> Iterator[None]:
 
 def _nodes(roots: Any) -> Iterator[Any]:
     """Every node of autograd's graph that leads to some roots."""
-    stack = [root.grad_fn if isinstance(root, Tensor) else getattr(root, "node", None) for root in roots]
+    with torch._C.DisableTorchFunction():
+        stack = [root.grad_fn if isinstance(root, Tensor) else getattr(root, "node", None) for root in roots]
     seen = set()
     while stack:
         node = stack.pop()
