@@ -78,6 +78,7 @@ class LiveBytes(StepObserver):
         peak_bytes: Peak of all storages that are known.
         forward_peak_bytes: The same, in forward alone.
         backward_peak_bytes: The same, in backward alone.
+        lap_peak_bytes: The same, since :meth:`begin_lap`.
         made_bytes: Peak of storages made in the step.
         touched: Those of the storages that were there when it began that an op of it had to do with: a weak reference
             and bytes by identity.
@@ -94,8 +95,13 @@ class LiveBytes(StepObserver):
         for storage in there:
             self._follow(storage, is_older=True)
             self._untouched[storage._cdata] = (self._live[storage._cdata], storage.nbytes())
-        self.peak_bytes = self.forward_peak_bytes = self._live_bytes
+        self.peak_bytes = self.forward_peak_bytes = self.lap_peak_bytes = self._live_bytes
         self.backward_peak_bytes = 0
+
+    def begin_lap(self) -> None:
+        """Measure the peak of what comes next, too."""
+        self._forget_dead()
+        self.lap_peak_bytes = self._live_bytes
 
     @override
     def on_op(
@@ -105,6 +111,12 @@ class LiveBytes(StepObserver):
             if tensor.device == self._device and is_plain(tensor):
                 self._add(tensor.untyped_storage(), is_older=True)
         for tensor in tensors_in(out):
+            if tensor.device == self._device and is_plain(tensor):
+                self._add(tensor.untyped_storage(), is_older=False)
+
+    @override
+    def on_made(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
             if tensor.device == self._device and is_plain(tensor):
                 self._add(tensor.untyped_storage(), is_older=False)
 
@@ -123,6 +135,17 @@ class LiveBytes(StepObserver):
                 self.touched[storage._cdata] = entry
             return
         self._untouched.pop(storage._cdata, None)  # died, and its identity is used again
+        self._forget_dead()
+        self._follow(storage, is_older=is_older)
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self.lap_peak_bytes = max(self.lap_peak_bytes, self._live_bytes)
+        self.made_bytes = max(self.made_bytes, self._live_bytes - self._older_bytes)
+        if torch._C._current_graph_task_id() == -1:
+            self.forward_peak_bytes = max(self.forward_peak_bytes, self._live_bytes)
+        else:
+            self.backward_peak_bytes = max(self.backward_peak_bytes, self._live_bytes)
+
+    def _forget_dead(self) -> None:
         while self._dead:
             key, reference, size, was_older = self._dead.popleft()
             self._live_bytes -= size
@@ -130,13 +153,6 @@ class LiveBytes(StepObserver):
                 self._older_bytes -= size
             if self._live.get(key) is reference:
                 del self._live[key]
-        self._follow(storage, is_older=is_older)
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        self.made_bytes = max(self.made_bytes, self._live_bytes - self._older_bytes)
-        if torch._C._current_graph_task_id() == -1:
-            self.forward_peak_bytes = max(self.forward_peak_bytes, self._live_bytes)
-        else:
-            self.backward_peak_bytes = max(self.backward_peak_bytes, self._live_bytes)
 
     def _follow(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
         size, key, dead = storage.nbytes(), storage._cdata, self._dead

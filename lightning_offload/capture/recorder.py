@@ -212,6 +212,15 @@ class Recorder(StepObserver):
         )
 
     @override
+    def on_made(self, tensors: list[Tensor]) -> None:
+        if self._closed:
+            return
+        tick = self._next_tick()
+        for tensor in tensors:
+            if self._counts(tensor) and self._find(tensor.untyped_storage()) is None:
+                self._new_value(self._follow(tensor.untyped_storage(), tick), -1)
+
+    @override
     def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
         if self._closed:
             return

@@ -39,9 +39,8 @@ _MAX_DEVIATIONS = 3
 _MEASURE_EVERY = 32
 _MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
-_ATYPICAL = 1.01  # a first measured peak that is so many times the predicted one shows that the recorded step was not
-_ATYPICAL_BYTES = 64 << 10  # like the others, if it is also that much more
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
+_SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and ends no training that runs
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +71,7 @@ class StepKind:
         num_unmeasured: Those since the last one that was measured.
         is_over: Whether a step under the final plan was measured above the budget.
         has_warned: Whether that was told.
-        was_recorded_twice: Whether it was recorded again because the first recording was not typical.
+        was_restored: Whether its graph is from an earlier run: with DDP's buckets in the layout that they come to have.
         swapped_bytes: Saved bytes that left the device in the last step without a plan.
         stayed_bytes: Saved bytes for which no tier had room in that step.
         measured_peak_bytes: Peak of the last measured step, in total and by phase.
@@ -103,7 +102,7 @@ class StepKind:
     num_unmeasured: int = 0
     is_over: bool = False
     has_warned: bool = False
-    was_recorded_twice: bool = False
+    was_restored: bool = False
     swapped_bytes: int = 0
     stayed_bytes: int = 0
     measured_peak_bytes: int | None = None
@@ -141,8 +140,8 @@ class StepKind:
     def restored(cls, graph: StepGraph, plan: MemoryPlan | None) -> StepKind:
         """A kind of step known from an earlier run; planned anew where its plan was for another setting."""
         if plan is None:
-            return cls(phase="verifying", graph=graph)
-        return cls(phase="planned", graph=graph, program=compile_plan(graph, plan))
+            return cls(phase="verifying", graph=graph, was_restored=True)
+        return cls(phase="planned", graph=graph, program=compile_plan(graph, plan), was_restored=True)
 
     @property
     def is_settling(self) -> bool:
@@ -235,7 +234,8 @@ class StepKind:
             if more_bytes <= 0 and not is_much_less:
                 self.headroom_bytes = -more_bytes
                 return
-            if more_bytes > 0 and (budget_bytes is None or plan.predicted_peak_bytes + more_bytes <= budget_bytes):
+            fits = budget_bytes is None or plan.predicted_peak_bytes + more_bytes <= budget_bytes
+            if more_bytes > 0 and (fits or self._is_slightly_over(plan.floor_bytes + more_bytes, budget_bytes)):
                 self.program = dataclasses.replace(self.program, plan=beside(plan, more_bytes))
                 return
             self.headroom_bytes = max(0, growth)
@@ -272,7 +272,7 @@ class StepKind:
         if self.graph is None or self.graph.digest() != graph.digest():
             self.mismatched.clear()
             self.verified.clear()
-        self.graph = graph
+        self.graph, self.was_restored = graph, False
         self.program = None
         self.phase = "verifying"
         self.note_gradients(self.old_gradient_bytes, accumulated_bytes)
@@ -286,7 +286,7 @@ class StepKind:
         if self.phase == "unplanned":
             _log.warning(
                 "the model's structure changes from step to step under the same input shapes (%s): such steps run "
-                "without a plan, everything saved is swapped out",
+                "without a plan, everything saved is swapped out, and no prediction keeps their peak within the budget",
                 how,
             )
 
@@ -314,12 +314,11 @@ class StepKind:
             self.program = None
             self.phase = "verifying" if self.phase != "recording" else self.phase
 
-    def measured(self, times: OpTimes, *, is_given: bool) -> None:
+    def measured(self, times: OpTimes) -> None:
         """Take over what a step under the plan showed; its peaks were noted before.
 
         Args:
             times: Of its ops.
-            is_given: Whether the plan is the user's own.
         """
         assert self.graph is not None
         assert self.plan is not None
@@ -327,15 +326,15 @@ class StepKind:
         if self.phase == "verifying":
             self.phase = "measuring"
         elif self.phase == "measuring":
-            if self._is_atypical and not (is_given or self.was_recorded_twice):
-                self.was_recorded_twice = True
-                self.record_again()
-                return
             self.phase = "planned"
-            unforeseen_bytes = self._unforeseen_bytes
+            unforeseen_bytes, known_bytes = self._unforeseen_bytes, self.shortfall_bytes
+            self.shortfall_bytes = unforeseen_bytes
             if not self._is_final(unforeseen_bytes):
-                self.shortfall_bytes = unforeseen_bytes
                 self.program = None
+            elif self.program is not None:  # what it keeps stays; its figures are those of the step as it was seen
+                self.program = dataclasses.replace(
+                    self.program, plan=beside(self.program.plan, unforeseen_bytes - known_bytes)
+                )
 
     @property
     def _unforeseen_bytes(self) -> int:
@@ -345,13 +344,6 @@ class StepKind:
             return 0
         foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
         return max(0, self.measured_peak_bytes - foreseen)
-
-    @property
-    def _is_atypical(self) -> bool:
-        """Whether the recorded step was not like the measured one, as far as its peak tells."""
-        assert self.plan is not None
-        foreseen = self.plan.predicted_peak_bytes
-        return foreseen > 0 and self._unforeseen_bytes > max(_ATYPICAL_BYTES, (_ATYPICAL - 1) * foreseen)
 
     def check_peak(self, budget_bytes: int | None) -> None:
         """Plan anew where a step under the final plan was measured above the budget; tell of one without a plan.
@@ -434,14 +426,14 @@ class StepKind:
     def _plan_within(self, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]) -> None:
         assert self.graph is not None
 
-        def make(headroom_bytes: int, *, must_fit: bool) -> MemoryPlan:
+        def make(margin_bytes: int, *, must_fit: bool) -> MemoryPlan:
             assert self.graph is not None
             return plan_with_margin(
                 self.graph,
                 device,
                 budget_bytes,
                 usable_bytes=self.usable_bytes,
-                shortfall_bytes=self.shortfall_bytes + headroom_bytes,
+                shortfall_bytes=margin_bytes,
                 must_fit=must_fit,
                 policy=policy,
                 keep=self.graph.storages_saved_in(keep) | frozenset(self.mismatched),
@@ -449,23 +441,41 @@ class StepKind:
             )
 
         try:
-            plan = make(self.headroom_bytes, must_fit=True)
-        except BudgetInfeasibleError:
-            if not self.headroom_bytes and not self.is_over:
+            plan = make(self.margin_bytes, must_fit=True)
+        except BudgetInfeasibleError as error:
+            without_margin_bytes = error.floor_bytes - self.margin_bytes
+            needed_bytes = without_margin_bytes + self.shortfall_bytes
+            is_margin_too_much = budget_bytes is not None and without_margin_bytes <= budget_bytes
+            is_accepted = (self.is_over and is_margin_too_much) or self._is_slightly_over(needed_bytes, budget_bytes)
+            if not (self.headroom_bytes or is_accepted):
                 raise
             self.headroom_bytes = 0
-            plan = make(0, must_fit=not self.is_over)
+            plan = make(self.shortfall_bytes, must_fit=not is_accepted)
         if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
             self._warn(budget_bytes, plan.predicted_peak_bytes)
         self.program = compile_plan(self.graph, plan)
+
+    def _is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
+        """Whether training goes on although no plan is within the budget any more; that is told once.
+
+        Args:
+            floor_bytes: The lowest peak of any plan now.
+            budget_bytes: The budget.
+        """
+        if budget_bytes is None or self.phase not in ("measuring", "planned"):
+            return False
+        if not budget_bytes < floor_bytes <= (1 + _SLIGHTLY_OVER) * budget_bytes:
+            return False
+        self._warn(budget_bytes, floor_bytes)
+        return True
 
     def _warn(self, budget_bytes: int, needed_bytes: int) -> None:
         if not self.has_warned:
             self.has_warned = True
             _log.warning(
-                "a step was measured at %s, above the budget of %s (%d bytes), and no plan is below: the smallest "
-                "budget that has room for what the step was seen to need is %s (%d bytes); raise the budget or lower "
-                "the batch size",
-                format_bytes(self.measured_peak_bytes or 0), format_bytes(budget_bytes), budget_bytes,
+                "no plan is within the budget of %s (%d bytes) any more: steps were measured at up to %s, and the "
+                "smallest budget that has room for what they need and for what is on the device beside them is %s "
+                "(%d bytes); raise the budget or lower the batch size",
+                format_bytes(budget_bytes), budget_bytes, format_bytes(self.measured_peak_bytes or 0),
                 format_bytes(needed_bytes), needed_bytes,
             )  # fmt: skip

@@ -37,7 +37,7 @@ class DevicePeaks:
         if device.type != "cuda":
             return
         if self._was_watched:
-            self._note_optimizer(torch.cuda.max_memory_allocated(device))
+            self.note_optimizer(torch.cuda.max_memory_allocated(device))
             self.reserved_bytes = torch.cuda.memory_reserved(device)
         if is_watched:
             torch.cuda.reset_peak_memory_stats(device)
@@ -75,10 +75,10 @@ class DevicePeaks:
         if _get_current_dispatch_mode() is mode:
             _pop_mode()
         if is_whole:
-            self._note_optimizer(mode.live.peak_bytes + mode.more_bytes)
+            self.note_optimizer(mode.live.peak_bytes + mode.more_bytes)
 
-    def _note_optimizer(self, peak_bytes: int) -> None:
-        # The most of them: with accumulated gradients an optimizer does not follow every step.
+    def note_optimizer(self, peak_bytes: int) -> None:
+        """Take over the peak of an optimizer's step: the most of them, since with accumulation not every step has one."""
         self.optimizer_peak_bytes = max(self.optimizer_peak_bytes or 0, peak_bytes)
 
 

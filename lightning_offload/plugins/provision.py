@@ -30,7 +30,7 @@ def provide_plan(key: str, kind: StepKind, hardware: Hardware, state: Persistent
         return
     if kind.touched and kind.state_version != state.version:
         kind.state_version = state.version
-        if state.buckets.are_gone_from(kind.touched):
+        if not kind.was_restored and state.buckets.are_gone_from(kind.touched):
             kind.record_again()
     if kind.phase == "recording":
         return

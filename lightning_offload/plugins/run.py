@@ -103,13 +103,12 @@ class StepRun:
 
         self.executor.on_backward = note
 
-    def finish(self, state: PersistentState, budget_bytes: int | None, *, is_given: bool) -> None:
+    def finish(self, state: PersistentState, budget_bytes: int | None) -> None:
         """Hand what was seen to the kind of step.
 
         Args:
             state: What is on the device beside the steps.
             budget_bytes: The budget.
-            is_given: Whether the plan is the user's own.
         """
         kind = self.kind
         self._take_times()
@@ -138,7 +137,7 @@ class StepRun:
         if kind.program is not self.executor.program:
             return
         if self.times is not None:
-            kind.measured(self.times, is_given=is_given)
+            kind.measured(self.times)
         elif self.is_watched:
             kind.check_peak(budget_bytes)
 

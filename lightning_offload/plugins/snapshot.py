@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.random_states import RandomStates, undo_generator
+from lightning_offload.tensors.op_facts import is_plain
 
 __all__ = ["MAX_DATA_BYTES", "MAX_ITEMS", "Memento", "Restore", "take_snapshot"]
 
@@ -165,8 +166,17 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from _parts(inner)
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory; where the host is the device, too, in memory that does not count as the device's."""
+    if not is_plain(tensor) or tensor.device.type != "cpu" or not tensor.nbytes or tensor.is_conj() or tensor.is_neg():
+        return tensor.to("cpu", copy=True)
+    like = torch.empty_like(tensor, device="meta")  # its strides, without gaps
+    memory = torch.frombuffer(bytearray(tensor.nbytes), dtype=torch.uint8).view(tensor.dtype)
+    return memory.as_strided(like.size(), like.stride()).copy_(tensor)
+
+
 def _undo_tensor(tensor: Tensor) -> Restore:
-    copied = tensor.detach().to("cpu", copy=True)
+    copied = _on_host(tensor.detach())
     is_strided = tensor.layout is torch.strided
     target = tensor.detach() if is_strided else tensor  # the same memory, which others have none of their own
 
@@ -183,7 +193,7 @@ def _undo_tensor(tensor: Tensor) -> Restore:
 def _undo_gradient(tensor: Tensor) -> Restore:
     if tensor.grad is None:
         return lambda: setattr(tensor, "grad", None)
-    copied, device = tensor.grad.detach().to("cpu", copy=True), tensor.grad.device
+    copied, device = _on_host(tensor.grad.detach()), tensor.grad.device
     still_there = weakref.ref(tensor.grad)
 
     def undo() -> None:

@@ -74,6 +74,7 @@ class Steps:
         self._is_open = False
         self._thread = 0
         self._census_clock = CensusClock()
+        self._num_optimizers = 0  # whose step is under way: one may call another
         self._end_watch: Callable[[], None] = _nothing
 
     @property
@@ -219,6 +220,7 @@ class Steps:
         hardware = self.hardware_for(inputs)
         kind, peaks = self.ledger.choose(step_signature(inputs)), self.ledger.peaks
         peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
+        self._num_optimizers = 0
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients)
@@ -275,7 +277,7 @@ class Steps:
         if run.recorder is not None:
             self.state.learn_leaves(run.recorder.leaves)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
-        run.finish(self.state, budget_bytes, is_given=self.settings.plan is not None)
+        run.finish(self.state, budget_bytes)
         self.ledger.end_step(run)
         if self.hardware is not None:
             learn_from(run, self.hardware)
@@ -305,19 +307,33 @@ class Steps:
         self.ledger.forget(keep)
 
     def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
-        if self._is_open and self._run is not None:
-            self._run.optimizer_ran_inside = True
+        run = self._run
+        if self._is_open and run is not None:
+            run.optimizer_ran_inside = True
         for executor in list(self.executors):
             if executor.is_recomputing:
                 executor.settle_readers_of(parameters)
+        self._num_optimizers += 1
         device = self.device
-        if device is None or device.type != "cpu" or self._is_open or self._run is None or not self._run.is_watched:
+        if self._num_optimizers > 1 or run is None or device is None or device.type != "cpu":
             return
-        there = self.state.storages(device).values()
-        self.ledger.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
+        if self._is_open:
+            if run.live is not None:
+                run.live.begin_lap()
+        elif run.is_watched:
+            there = self.state.storages(device).values()
+            self.ledger.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
 
     def _after_optimizer_step(self) -> None:
-        self.ledger.peaks.end_optimizer(is_whole=True)
+        if not self._num_optimizers:  # a training step began within it
+            return
+        self._num_optimizers -= 1
+        if self._num_optimizers:  # that of an optimizer which has another one inside
+            return
+        peaks, run = self.ledger.peaks, self._run
+        peaks.end_optimizer(is_whole=True)
+        if self._is_open and run is not None and run.live is not None:
+            peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
 
 
 class _Thread(threading.local):

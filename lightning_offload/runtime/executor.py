@@ -173,6 +173,12 @@ class StepExecutor:
                     self.deviate(how)
         return out
 
+    def made(self, tensors: list[Tensor]) -> None:
+        """Hear of tensors that autograd made out of our sight."""
+        if self.observer is not None:
+            with unseen, NotSeen():
+                self.observer.on_made(tensors)
+
     def _next_step(self, facts: OpFacts) -> OpStep | None:
         """The program's entry for this op; None under the floor policy."""
         if self._cursor is None or self.has_deviated:

@@ -35,7 +35,7 @@ def executing(executor: Executor, *, hooks: bool = True) -> Iterator[None]:
             stack.enter_context(_yielding_to_functorch(executor))
         if isinstance(executor, StepExecutor) and (hooks or executor.watches_backward):
             stack.callback(watch_backward(contextlib.nullcontext))  # Note [modes change backward]
-            stack.enter_context(StepMode(executor.dispatch))
+            stack.enter_context(StepMode(executor.dispatch, executor.made))
         yield
 
 

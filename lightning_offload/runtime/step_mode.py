@@ -6,7 +6,8 @@ Note [modes change backward]: some autograd formulas (``prod``, full ``max``, ``
 any dispatch mode is on (``isTensorSubclassLike``) and then compute the same gradient in another way, with other
 roundings or other strides. So the mode is off in backward wherever backward need not be seen, and where it must be, it
 is taken off for the nodes of such formulas, which are found by name in autograd's graph before it runs: autograd
-restores a thread's modes after each node, so what a hook before the node pops is gone for that node alone.
+restores a thread's modes after each node, so what a hook before the node pops is gone for that node alone. What such a
+node made is told by a hook after it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from typing_extensions import override
 
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Made = Callable[[list[Tensor]], None]
 
 CHANGED_BY_MODES = frozenset(
     f"{name}Backward"
@@ -38,13 +40,18 @@ among them: what they give is the same.
 
 
 class StepMode(TorchDispatchMode):
-    """Hands every op to an executor's ``dispatch``."""
+    """Hands every op to an executor's ``dispatch``.
+
+    Attributes:
+        made: Is told of the gradients that a node of autograd made without the mode, if anybody is.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._dispatch = dispatch
+        self.made = made
 
     @override
     def __torch_dispatch__(
@@ -73,10 +80,17 @@ def _leave(_: Any) -> None:
 def _mode_off_where_it_matters(roots: Any) -> Iterator[None]:
     """Run a backward from these tensors, or edges, in which nodes that a mode would change run without ours."""
     handles = []
-    if isinstance(_get_current_dispatch_mode(), StepMode):
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, StepMode):
+        made = mode.made
+
+        def tell(gradients: Any, _: Any) -> None:
+            if made is not None:
+                made([gradient for gradient in gradients if gradient is not None])
+
         for node in _nodes(roots):
             if node.name().rstrip("0123456789") in CHANGED_BY_MODES:
-                handles.append(node.register_prehook(_leave))
+                handles += (node.register_prehook(_leave), node.register_hook(tell))
     try:
         yield
     finally:

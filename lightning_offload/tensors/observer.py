@@ -25,6 +25,9 @@ class StepObserver:
     ) -> None:
         """An op of the program ran for ``seconds``; ``did`` is what it read and made, where that is known already."""
 
+    def on_made(self, tensors: list[Tensor]) -> None:
+        """Autograd made tensors by ops that were not seen."""
+
     def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
         """Autograd saved a tensor, the ``index``-th of the step."""
 

@@ -301,11 +301,14 @@ def _covers_storage(tensor: Tensor) -> bool:
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is one strided block of memory: no sparse, nested, quantised or wrapper-subclass tensor.
 
-    Nor one of the zeros without memory that forward-mode differentiation makes.
+    Nor one of the zeros without memory that forward-mode differentiation makes, nor a lazy parameter without a shape.
     """
+    is_subclass = type(tensor) not in _PLAIN_TYPES
+    if is_subclass and torch.nn.parameter.is_lazy(tensor):
+        return False
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor():
         return False
-    return type(tensor) in _PLAIN_TYPES or not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+    return not (is_subclass and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor))
 
 
 def detached(tensor: Tensor) -> Tensor:

@@ -201,6 +201,7 @@ def _op_like(op: Op, seconds: float, workspace_bytes: int) -> Op:
         outputs=op.outputs,
         replayable=op.replayable,
         workspace_bytes=workspace_bytes,
+        unreplayed=op.unreplayed,
     )
 
 

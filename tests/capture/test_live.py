@@ -54,6 +54,26 @@ def test_views_and_in_place_ops_count_nothing() -> None:
     assert measure(step).made_bytes == ROW
 
 
+def test_a_lap_has_a_peak_of_its_own() -> None:
+    """What was freed before it began does not count in it; what is still there does."""
+    live = LiveBytes(CPU)
+    x = torch.ones(100)
+
+    def step() -> None:
+        a, b = x + 1.0, x + 2.0
+        del a
+        live.begin_lap()
+        c = b + 1.0
+        del b
+        c + 1.0
+
+    observe(step, live)
+    assert live.peak_bytes == live.lap_peak_bytes == 3 * ROW
+    del step
+    live.begin_lap()
+    assert live.lap_peak_bytes == ROW
+
+
 def test_backward_is_counted_apart() -> None:
     """Peaks of forward and backward are separate; a swapped tensor counts again when it is back."""
     x = torch.ones(100, requires_grad=True)
@@ -88,7 +108,8 @@ def test_what_was_there_counts_until_it_dies() -> None:
 
 def test_census_lists_each_storage_once() -> None:
     """Tensors that Python knows of, their gradients too; not what torch did not allocate, nor other devices."""
-    before = live_storages(CPU)
+    before, meta = live_storages(CPU), torch.device("meta")
+    before_on_meta = live_storages(meta)
     weight = torch.ones(100, requires_grad=True)
     (weight * 2.0).sum().backward()
     view, foreign = weight.detach()[:3], torch.from_numpy(np.ones(100))
@@ -96,7 +117,8 @@ def test_census_lists_each_storage_once() -> None:
     found = {key: storage for key, storage in live_storages(CPU).items() if key not in before}
     assert sorted(storage.nbytes() for storage in found.values()) == [ROW, ROW]
     assert weight.untyped_storage()._cdata in found
-    assert [storage.nbytes() for storage in live_storages(torch.device("meta")).values()] == [ROW]
+    found = {key: storage for key, storage in live_storages(meta).items() if key not in before_on_meta}
+    assert [storage.nbytes() for storage in found.values()] == [ROW]
     del view, foreign, elsewhere
 
 

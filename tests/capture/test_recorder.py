@@ -124,6 +124,19 @@ def test_unseen_backward_is_made_up_for() -> None:
     assert graph.gradient_bytes == x.nbytes + y.nbytes
 
 
+def test_what_a_node_made_out_of_sight_is_born_in_the_step() -> None:
+    """The gradient of a formula that runs without the mode: it counts from there on, and not as if it had been there."""
+    x = leaf()
+    y = x.detach() + 1.0
+    graph = record(lambda: (x * y).sin().prod().backward())  # type: ignore[no-untyped-call]
+    check(graph)
+    assert not any("prod" in name for name in op_names(graph, "backward"))
+    (unseen,) = (value for value in graph.values if value.producer < 0 <= graph.storages[value.storage].birth)
+    assert graph.storages[unseen.storage].num_bytes == 400
+    assert graph.storages[unseen.storage].death < graph.num_ticks
+    assert sorted(s.num_bytes for s in graph.storages if s.is_persistent and s.num_bytes) == [400, 400]
+
+
 def test_views_share_one_storage() -> None:
     """Transposes and slices are ops that make no value; what they save is the value viewed."""
     x = leaf()

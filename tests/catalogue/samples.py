@@ -28,7 +28,8 @@ from torch.testing._internal.custom_op_db import custom_op_db
 from torch.utils._pytree import tree_map_only
 
 # torch's test utilities, once imported, forbid other tests to set flags of torch.backends.
-setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+assert not torch.backends.flags_frozen()
 
 SHARE = "LIGHTNING_OFFLOAD_CATALOGUE"
 """The environment variable that, set to "all", has every sample of every entry run, and not a share of them."""

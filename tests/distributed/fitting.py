@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import tempfile
 from typing import Any
@@ -63,7 +64,13 @@ def fit(
             optimizers.extend(optimizer.state_dict() for optimizer in trainer.optimizers)
 
     trainer.callbacks.append(ReadOptimizers())
-    trainer.fit(module, data(), ckpt_path=ckpt_path)
+    batches = data()
+    gc.collect()
+    gc.freeze()  # neither the data nor what earlier fits left is the step's
+    try:
+        trainer.fit(module, batches, ckpt_path=ckpt_path)
+    finally:
+        gc.unfreeze()
     state = {
         "losses": module.losses,
         "weights": module.state_dict(),

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -110,6 +111,9 @@ def buckets_count() -> None:
     """What the plan holds persistent is exactly parameters, buffers, optimizer state, the batch, and the buckets."""
 
     class Read(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            module.losses.clear()  # what the user keeps counts, too
+
         def on_train_end(self, trainer: Any, module: Any) -> None:
             nonlocal num_bytes
             state = [t for s in trainer.optimizers[0].state.values() for t in s.values()]
@@ -127,7 +131,9 @@ def buckets_count() -> None:
         found = planned.graph.persistent_bytes - num_bytes
         # find_unused_parameters has a map of the parameters used beside, 4 bytes each, on the host and on the device
         num_parameters = len(list(ConvNet().parameters()))
-        assert found == (2 * 4 * num_parameters if "find_unused_parameters" in keywords else 0), (keywords, found)
+        expected = 2 * 4 * num_parameters if "find_unused_parameters" in keywords else 0
+        # Lightning broadcasts whether there was a SIGTERM: gloo's thread may still hold that tensor
+        assert found in (expected, expected + 8), (keywords, found)
 
 
 def buckets_go_with_the_fit() -> None:
@@ -138,6 +144,9 @@ def buckets_go_with_the_fit() -> None:
     for num_epochs in (1, 2):
         trainer.fit_loop.max_epochs = num_epochs
         trainer.fit(module, images(8))
+        deadline = time.monotonic() + 1  # gloo's thread may still hold the last one
+        while trainer.strategy.memory.data_parallel.buckets.sizes() and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert trainer.strategy.memory.data_parallel.buckets.sizes() == {}
     gc.enable()
 

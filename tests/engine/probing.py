@@ -45,7 +45,7 @@ def levels(name: str, wrap: Wrap = Wrap.WHOLE) -> Levels:
         floors.append(report.floor_bytes or 0)
         peaks.append(report.plain_peak_bytes or 0)
 
-    steps = NUM_PROBING_STEPS if case.static else case.steps
+    steps = NUM_PROBING_STEPS if case.static and not case.grows else case.steps
     run(case, memory=memory, wrap=wrap, around=around, steps=steps, record=False)
     found = Levels(floor_bytes=max(floors), plain_peak_bytes=max(peaks))
     assert 0 < found.floor_bytes <= found.plain_peak_bytes, found
@@ -59,7 +59,7 @@ def plain_outcome(name: str) -> Outcome:
 
 
 def run_within(case: Case, budget_bytes: int, wrap: Wrap) -> tuple[Outcome, str]:
-    """Run a case within a budget; one whose graph changes may raise the budget to what a new graph needs.
+    """Run a case within a budget; one whose graph changes, or whose state grows, may raise the budget to what a new graph needs.
 
     Returns:
         The outcome, and the phase in which the last step left the plugin.
@@ -68,7 +68,7 @@ def run_within(case: Case, budget_bytes: int, wrap: Wrap) -> tuple[Outcome, str]
         try:
             return run_with(case, MemoryPlugin(budget=budget_bytes), wrap)
         except BudgetInfeasibleError as error:
-            if case.static:
+            if case.static and not case.grows:
                 raise
             if error.floor_bytes <= budget_bytes:
                 raise AssertionError(f"{budget_bytes} is said to be infeasible and feasible") from error

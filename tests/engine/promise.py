@@ -5,7 +5,8 @@ alive and the last one is gone before the next step begins. `LiveStorageTracker`
 that were made since the job began. The promise, for steps from the fourth of a kind on:
 
 * the true peak of the step is within the budget, or `BudgetInfeasibleError` was raised on entering a step, at the
-  latest the fourth; where structure or state change later on, at the latest the step that would not fit,
+  latest the fourth; where structure or state change later on, at the latest the step that would not fit, or, where
+  no plan is in force any more, one warning told of it,
 * `report().measured_peak_bytes` is, to 2%, the true peak of the step that it was measured in,
 * losses and weights are those of plain training, bit for bit, and there is no other error.
 """
@@ -322,13 +323,19 @@ def _judge_error(case: Case, budget_bytes: int, training: Training) -> Iterator[
 
 def _judge_peaks(budget_bytes: int, training: Training) -> Iterator[str]:
     step = training.highest
-    if step is not None and step.window.peak_bytes > budget_bytes:
+    is_over = step is not None and step.window.peak_bytes > budget_bytes
+    if step is not None and is_over and not _was_told(step, training):
         ratio = step.window.peak_bytes / budget_bytes
         yield f"over: {ratio:.3f} of the budget in step {step.number} at {step.window.peak_op}"
     for report in training.watch.reports.values():
         predicted = report.predicted_peak_bytes or 0
         if training.has_ended and report.phase == "planned" and predicted > budget_bytes:
             yield f"accepted: a plan of {predicted / budget_bytes:.3f} of the budget is in force"
+
+
+def _was_told(step: Step, training: Training) -> bool:
+    """Whether a step ran without a plan, of which the user was warned that nothing keeps its peak within the budget."""
+    return training.watch.reports[step.kind].phase == "unplanned"
 
 
 def _judge_figures(case: Case, training: Training) -> Iterator[str]:

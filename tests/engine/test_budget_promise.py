@@ -13,6 +13,8 @@ import pytest
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.capture.live import CensusClock
+from tests.calibrated_once import calibrated_once as calibrated_once
+from tests.calibrated_once import calibrations as calibrations
 from tests.engine.promise import NUM_HEIGHTS, Training, is_close, judge, probe, train, try_budget
 from tests.zoo.cases_loops import LOOPS, LOOPS_BY_NAME
 
@@ -78,8 +80,8 @@ def test_optimizer_peak_is_the_true_one(name: str) -> None:
 @pytest.mark.parametrize("name", TYPICAL)
 def test_peaks_of_forward_and_backward_are_the_true_ones(name: str) -> None:
     """Each to 2%, in every step that was measured."""
-    steps = [step for step in _unbounded(name).steps if step.is_steady and step.measured is not None]
-    assert steps
+    steps = [step for step in _unbounded(name).steps if step.measured is not None]
+    assert len(steps) >= 2
     for step in steps:
         assert step.measured is not None
         assert is_close(step.measured[0], step.window.peak_bytes)
@@ -93,8 +95,9 @@ def test_judge_notices() -> None:
     assert training.highest is not None
     peak = training.highest.window.peak_bytes
     assert judge(case, peak, training, training.digest) == []
-    (over,) = judge(case, peak - 1, training, training.digest)
+    over, accepted = judge(case, peak - 1, training, training.digest)
     assert over.startswith("over")
+    assert accepted.startswith("accepted")
     (bits,) = judge(case, peak, training, "0")
     assert bits.startswith("bits")
     measured, training.highest.measured = training.highest.measured, (peak // 2, None, None)

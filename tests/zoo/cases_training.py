@@ -230,7 +230,7 @@ TRAINING: tuple[Case, ...] = (
     body_case("frozen-half-way", _wave, train_step=_frozen_half_way, steps=7, static=False),
     body_case("skipped-layers", module=_Skipping, steps=8, static=False),
     body_case("sparse-adjacency", module=_Graph, depth=2),
-    body_case("lbfgs", torch.tanh, train_step=closure_step, optimizers=_lbfgs, depth=2),
+    body_case("lbfgs", torch.tanh, train_step=closure_step, optimizers=_lbfgs, depth=2, grows=True),
     Case(name="mode-switch", build=_dropped, batch=rows, train_step=_mode_switch, static=False, steps=8),
     Case(
         name="changing-shapes",
