@@ -47,7 +47,9 @@ def test_overhead_is_soon_that_of_true_figures(name: str, link: float, height: f
             assert step.is_exact, where
             assert step.peak_bytes <= budget_bytes, where
             assert step.measured_seconds == pytest.approx(STEP_SECONDS + step.overhead_seconds, rel=0.05), where
-        assert len({step.plan.decisions for step in steps}) == 2, f"{why}: the plan was not made again, or not only once"
+        assert len({step.plan.decisions for step in steps}) == 2, (
+            f"{why}: the plan was not made again, or not only once"
+        )
         assert max(step.overhead_seconds for step in steps[2:]) <= allowed, why
 
 
