@@ -78,7 +78,7 @@ class DevicePeaks:
             self.note_optimizer(mode.live.peak_bytes + mode.more_bytes)
 
     def note_optimizer(self, peak_bytes: int) -> None:
-        """Take over the peak of an optimizer's step: the most of them, since with accumulation not every step has one."""
+        """Take over the peak of an optimizer's step: the highest, since with accumulation not every step has one."""
         self.optimizer_peak_bytes = max(self.optimizer_peak_bytes or 0, peak_bytes)
 
 

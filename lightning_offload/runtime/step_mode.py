@@ -79,7 +79,7 @@ def _leave(_: Any) -> None:
 @contextlib.contextmanager
 def _mode_off_where_it_matters(roots: Any) -> Iterator[None]:
     """Run a backward from these tensors, or edges, in which nodes that a mode would change run without ours."""
-    handles = []
+    handles: list[Any] = []
     mode = _get_current_dispatch_mode()
     if isinstance(mode, StepMode):
         made = mode.made

@@ -125,7 +125,7 @@ def test_unseen_backward_is_made_up_for() -> None:
 
 
 def test_what_a_node_made_out_of_sight_is_born_in_the_step() -> None:
-    """The gradient of a formula that runs without the mode: it counts from there on, and not as if it had been there."""
+    """The gradient of a formula that runs without the mode counts from there on, not as if it had been there before."""
     x = leaf()
     y = x.detach() + 1.0
     graph = record(lambda: (x * y).sin().prod().backward())  # type: ignore[no-untyped-call]

@@ -59,7 +59,7 @@ def plain_outcome(name: str) -> Outcome:
 
 
 def run_within(case: Case, budget_bytes: int, wrap: Wrap) -> tuple[Outcome, str]:
-    """Run a case within a budget; one whose graph changes, or whose state grows, may raise the budget to what a new graph needs.
+    """Run a case within a budget; one whose graph changes, or whose state grows, may raise it to what is needed then.
 
     Returns:
         The outcome, and the phase in which the last step left the plugin.
