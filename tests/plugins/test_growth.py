@@ -1,0 +1,161 @@
+"""What is on the device beside the steps grows while a plan is in force."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_offload.capture.live import CensusClock
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.plugins import lifecycle
+from tests.plugins.training import attached, middle_budget, net, report_of, rows, train_step
+
+KIB = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at what is beside every step, as is done where time allows."""
+    monkeypatch.setattr(CensusClock, "is_due", lambda clock, share: True)
+
+
+def floor_of_net() -> int:
+    """The smallest feasible budget."""
+    floor = report_of(net(), rows(), budget="64MiB").floor_bytes
+    assert floor is not None
+    return floor
+
+
+def test_a_list_of_losses_ends_no_training_at_the_floor(caplog: pytest.LogCaptureFixture) -> None:
+    """Up to 0.1% of the budget is exceeded with one warning that gives the figures."""
+    model, batch, budget, kept = net(), rows(), floor_of_net(), []
+    expected = train_step(model, batch)
+    with attached(model, budget=budget) as memory, caplog.at_level(logging.WARNING):
+        for step in range(10):
+            assert train_step(model, batch, memory) == expected
+            if step >= 2:
+                kept.append(torch.ones(32))
+        report = memory.report()
+    assert report.phase == "planned"
+    assert budget < (report.floor_bytes or 0) <= 1.001 * budget
+    (warning,) = (record.getMessage() for record in caplog.records if "no plan is within" in record.message)
+    assert f"({budget} bytes)" in warning
+
+
+def test_more_than_that_is_refused_before_the_step() -> None:
+    """With what is needed now, which works; hooks are off."""
+    model, batch, budget, kept = net(), rows(), floor_of_net(), []
+    with attached(model, budget=budget) as memory:
+        for _ in range(5):
+            train_step(model, batch, memory)
+        kept.append(torch.ones(256 * KIB // 4))
+        with pytest.raises(BudgetInfeasibleError) as caught:
+            train_step(model, batch, memory)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert caught.value.floor_bytes == budget + 256 * KIB
+
+
+def test_there_is_another_plan_where_there_is_room() -> None:
+    """The true peak stays within the budget while the user keeps more and more, until nothing is left to plan."""
+    model, batch = net(), rows()
+    budget, kept = middle_budget(model, batch), list[Tensor]()
+    with attached(model, budget=budget) as memory:
+        moved = []
+        for step in range(12):
+            train_step(model, batch, memory)
+            report = memory.report()
+            if step >= 3:
+                assert (report.predicted_peak_bytes or 0) <= budget
+                assert (report.measured_peak_bytes or 0) <= budget
+                moved.append(report.swapped_bytes + report.recomputed_bytes)
+                kept.append(torch.ones(256 * KIB // 4))
+    assert moved == sorted(moved)
+    assert moved[-1] > moved[0]
+
+
+def test_not_every_growth_takes_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new plan leaves free by how much that grew: the next growth has room already."""
+    model, batch = net(), rows()
+    budget, kept, num_plans = middle_budget(model, batch), list[Tensor](), 0
+    make = lifecycle.plan_with_margin
+
+    def count(*args: Any, **keywords: Any) -> MemoryPlan:
+        nonlocal num_plans
+        num_plans += 1
+        return make(*args, **keywords)
+
+    with attached(model, budget=budget) as memory:
+        for _ in range(6):
+            train_step(model, batch, memory)
+        monkeypatch.setattr(lifecycle, "plan_with_margin", count)
+        for _ in range(8):
+            kept.append(torch.ones(256 * KIB // 4))
+            train_step(model, batch, memory)
+    assert 1 <= num_plans <= 5
+
+
+class Outer(Optimizer):
+    """An optimizer that calls another one within its step, after a copy of all weights."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {})
+        self.inner = SGD(self.param_groups, lr=0.1, foreach=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        copies = [p.clone() for group in self.param_groups for p in group["params"]]
+        del copies
+        self.inner.step()
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_peak_of_an_optimizer_with_another_one_inside(is_inside: bool) -> None:
+    """Is that of the outer one's whole step, in a training step or after it."""
+    model, batch = net(), rows()
+    with attached(model, policy="all-swap", budget="64MiB") as memory:
+        optimizer = Outer(model.parameters())
+        for _ in range(6):
+            with memory.step(batch):
+                model(batch).square().mean().backward()
+                if is_inside:
+                    optimizer.step()
+            if not is_inside:
+                optimizer.step()
+            optimizer.zero_grad()
+        report = memory.report()
+    weights = sum(p.nbytes for p in model.parameters())
+    used = sum(p.nbytes for name, p in model.named_parameters() if "unused" not in name)
+    assert report.optimizer_peak_bytes is not None
+    assert weights + used + weights <= report.optimizer_peak_bytes <= weights + used + weights + batch.nbytes + KIB
+
+
+def test_an_optimizer_that_fails_leaves_nothing() -> None:
+    """Its ops are not watched any more, and later figures are true."""
+    model, batch = net(), rows()
+
+    class Failing(Adam):
+        def step(self, closure: Any = None) -> None:
+            raise KeyError("on purpose")
+
+    before = len(_get_current_dispatch_mode_stack())
+    with attached(model, policy="all-swap", budget="64MiB") as memory:
+        good, bad = SGD(model.parameters(), lr=0.1), Failing(model.parameters())
+        for _ in range(5):
+            with memory.step(batch):
+                model(batch).square().mean().backward()
+            with contextlib.suppress(KeyError):
+                bad.step()
+            good.zero_grad()
+        with memory.step(batch):
+            model(batch).square().mean().backward()
+        good.step()
+        assert memory.report().phase == "planned"
+    assert len(_get_current_dispatch_mode_stack()) == before
