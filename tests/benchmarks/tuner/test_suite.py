@@ -65,6 +65,10 @@ def test_rows_have_the_goals_of_a_right_choice(measured: Measurements, record: R
     assert len(rows) == sum(row.case == CASE for row in measured.rows)
 
 
+SHUFFLED_LOADER_BYTES = 180_000
+"""The order of the samples, and little else: it lies beside the finder's steps, not beside those of the grid."""
+
+
 def test_the_plan_matters_and_its_peaks_are_foreseen(record: Record) -> None:
     """Plain training ends at the size that the budget was made for, the plan goes further; peaks are within 5%."""
     # the budget is the peak at that size to the byte, and what else the tuning process holds counts
@@ -77,7 +81,8 @@ def test_the_plan_matters_and_its_peaks_are_foreseen(record: Record) -> None:
     both = [found for found in record.measured if found.batch_size in predicted]
     assert len(both) >= 3
     for found in both:
-        assert found.peak_bytes == pytest.approx(predicted[found.batch_size][1], rel=0.05)
+        more = predicted[found.batch_size][1] - found.peak_bytes
+        assert -0.05 * found.peak_bytes <= more <= 0.05 * found.peak_bytes + SHUFFLED_LOADER_BYTES
 
 
 def test_a_job_that_fails_is_an_error_row_and_a_note(measured: Measurements) -> None:
