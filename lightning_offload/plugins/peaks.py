@@ -7,11 +7,17 @@ the optimizer's own hooks put on and take off.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from typing_extensions import override
 
 from lightning_offload.capture.live import LiveBytes
@@ -31,6 +37,7 @@ class DevicePeaks:
         self.reserved_bytes: int | None = None
         self._was_watched = False
         self._mode: _OptimizerMode | None = None
+        self._thread = 0
 
     def begin_step(self, device: torch.device, *, is_watched: bool) -> None:
         """Note what came after the last watched step; start counting anew if the coming one is watched."""
@@ -52,7 +59,10 @@ class DevicePeaks:
         return peak
 
     def begin_optimizer(self, device: torch.device, there: Iterable[torch.UntypedStorage], more_bytes: int) -> None:
-        """Count what an optimizer's step makes, on a device whose allocator does not.
+        """Count what an optimizer's step makes, on a device whose allocator does not, where no mode is on yet.
+
+        A hook has no part that an exception would run: a mode that lies on that of somebody else could be what that
+        takes off in its place.
 
         Args:
             device: Where it runs.
@@ -60,26 +70,38 @@ class DevicePeaks:
             more_bytes: What is there and in no census.
         """
         self.end_optimizer(is_whole=False)
-        self._mode = _OptimizerMode(LiveBytes(device, there), more_bytes)
+        if torch._C._len_torch_dispatch_stack():
+            return
+        self._mode, self._thread = _OptimizerMode(LiveBytes(device, there), more_bytes), threading.get_ident()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end_optimizer(self, *, is_whole: bool) -> None:
         """Stop counting, if it was begun.
 
         Args:
-            is_whole: Whether the optimizer's step has ended: not where it failed, or where a training step is inside.
+            is_whole: Whether the optimizer's step has ended: not where it failed, or where a backward is inside.
         """
+        if self._mode is None or self._thread != threading.get_ident():
+            return  # it is on another thread's stack
         mode, self._mode = self._mode, None
-        if mode is None:
-            return
-        if _get_current_dispatch_mode() is mode:
-            _pop_mode()
+        _take_off(mode)
         if is_whole:
             self.note_optimizer(mode.live.peak_bytes + mode.more_bytes)
 
     def note_optimizer(self, peak_bytes: int) -> None:
         """Take over the peak of an optimizer's step: the highest, since with accumulation not every step has one."""
         self.optimizer_peak_bytes = max(self.optimizer_peak_bytes or 0, peak_bytes)
+
+
+def _take_off(mode: TorchDispatchMode) -> None:
+    """Take a mode off this thread's stack, wherever it lies there."""
+    if mode not in _get_current_dispatch_mode_stack():
+        return
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
 
 
 class _OptimizerMode(TorchDispatchMode):

@@ -6,6 +6,7 @@ optimizer-step hooks. Tensors are known by weak reference; nothing is kept alive
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -43,6 +44,7 @@ class PersistentState:
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
+        self._lock = threading.Lock()
         self._hooks: list[Any] = []
 
     @property
@@ -79,20 +81,25 @@ class PersistentState:
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         num_tensors = sum(1 for _ in tensors_in(list(optimizer.state.values())))
         if self._optimizers.get(optimizer) != num_tensors:
-            self._optimizers[optimizer] = num_tensors
+            with self._lock:
+                self._optimizers[optimizer] = num_tensors
             self._version += 1
-            states = [state for each in self._optimizers for state in each.state.values()]
+            states = [state for each in self._all_optimizers() for state in list(each.state.values())]
             self.optimizer_state_bytes = sum(_sizes(tensors_in(states)).values())
             all_state = {**_sizes(self.tensors()), **self.gradients(), **self.buckets.sizes()}
             self.optimizer_peak_bytes = sum(all_state.values())
         self._after_optimizer_step()
+
+    def _all_optimizers(self) -> list[torch.optim.Optimizer]:
+        with self._lock:  # optimizers of other threads are heard of, too
+            return list(self._optimizers)
 
     def trainable(self) -> Iterator[Tensor]:
         """Tensors that collect gradients, as far as they are known."""
         module = self._module() if self._module is not None else None
         if module is not None:
             yield from module.parameters()
-        for optimizer in self._optimizers:
+        for optimizer in self._all_optimizers():
             yield from (p for group in optimizer.param_groups for p in group["params"])
         yield from (leaf for leaf in (reference() for reference in self._leaves.values()) if leaf is not None)
 
@@ -114,7 +121,7 @@ class PersistentState:
         module = self._module() if self._module is not None else None
         if module is not None:
             yield from module.buffers()
-        for optimizer in self._optimizers:
+        for optimizer in self._all_optimizers():
             yield from tensors_in(list(optimizer.state.values()))
 
 

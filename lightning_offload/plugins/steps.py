@@ -170,6 +170,7 @@ class Steps:
         """Around every backward of the process: those of the open or pending step are watched where they must be."""
         run = self._run
         is_nested = torch._C._current_graph_task_id() != -1
+        self.ledger.peaks.end_optimizer(is_whole=False)  # a mode would change it: Note [modes change backward]
         if run is None or run.executor.is_spent or not (is_nested or threading.get_ident() == self._thread):
             yield  # another's
             return
@@ -182,7 +183,7 @@ class Steps:
             elif not executor.watches_backward:
                 stack.enter_context(mode_off())
             if executor.sees_user_code:
-                stack.enter_context(seeing_user_code(executor.dispatch))
+                stack.enter_context(seeing_user_code(executor.dispatch, executor.made))
             yield
 
     @contextlib.contextmanager
@@ -313,6 +314,8 @@ class Steps:
         for executor in list(self.executors):
             if executor.is_recomputing:
                 executor.settle_readers_of(parameters)
+        if threading.get_ident() != self._thread:
+            return
         self._num_optimizers += 1
         device = self.device
         if self._num_optimizers > 1 or run is None or device is None or device.type != "cpu":
@@ -325,8 +328,8 @@ class Steps:
             self.ledger.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
 
     def _after_optimizer_step(self) -> None:
-        if not self._num_optimizers:  # a training step began within it
-            return
+        if not self._num_optimizers or threading.get_ident() != self._thread:
+            return  # a training step began within it, or it is another thread's
         self._num_optimizers -= 1
         if self._num_optimizers:  # that of an optimizer which has another one inside
             return

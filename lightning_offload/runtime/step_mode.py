@@ -71,8 +71,8 @@ class StepMode(TorchDispatchMode):
 
 
 def _leave(_: Any) -> None:
-    """A hook before a node: the node runs without our mode."""
-    if isinstance(_get_current_dispatch_mode(), StepMode):
+    """A hook before a node: it runs without our mode, which is there twice where user code in backward is seen."""
+    while isinstance(_get_current_dispatch_mode(), StepMode):
         _pop_mode()
 
 
@@ -115,15 +115,14 @@ def _nodes(roots: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def mode_off() -> Iterator[None]:
     """Run a backward without our mode, if it is the innermost one."""
-    mode = _get_current_dispatch_mode()
-    if not isinstance(mode, StepMode):
-        yield
-        return
-    _pop_mode()
+    modes = []
+    while isinstance(_get_current_dispatch_mode(), StepMode):
+        modes.append(_pop_mode())
     try:
         yield
     finally:
-        _push_mode(mode)
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]

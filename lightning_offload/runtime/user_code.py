@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from typing_extensions import override
 
-from lightning_offload.runtime.step_mode import Dispatch, StepMode
+from lightning_offload.runtime.step_mode import Dispatch, Made, StepMode
 from lightning_offload.runtime.switch import unseen
 from lightning_offload.tensors.op_facts import exposed, tensors_in
 
@@ -42,9 +42,10 @@ _RAW_MEMORY: frozenset[Any] = frozenset(
 
 
 class _SeeUserCode(TorchFunctionMode):
-    def __init__(self, dispatch: Dispatch) -> None:
+    def __init__(self, dispatch: Dispatch, made: Made) -> None:
         super().__init__()
         self._dispatch = dispatch
+        self._made = made
 
     @override
     def __torch_function__(
@@ -57,17 +58,22 @@ class _SeeUserCode(TorchFunctionMode):
             for tensor in tensors_in(args[:1]):
                 self._dispatch(exposed, (tensor,), {})
             return func(*args, **kwargs)
-        with StepMode(self._dispatch):
+        with StepMode(self._dispatch, self._made):
             return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def seeing_user_code(dispatch: Dispatch) -> Iterator[None]:
-    """Around a backward: what the program's own code does in it goes through a dispatch function."""
+def seeing_user_code(dispatch: Dispatch, made: Made) -> Iterator[None]:
+    """Around a backward: what the program's own code does in it goes through a dispatch function.
+
+    Args:
+        dispatch: Runs an op.
+        made: Is told of what autograd makes out of its sight.
+    """
     if any(isinstance(mode, _SeeUserCode) for mode in _get_current_function_mode_stack()):
         yield
         return
-    with _SeeUserCode(dispatch):
+    with _SeeUserCode(dispatch, made):
         yield
 
 

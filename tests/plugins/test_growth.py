@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_offload.capture.live import CensusClock
 from lightning_offload.errors import BudgetInfeasibleError
@@ -100,62 +97,3 @@ def test_not_every_growth_takes_another_plan(monkeypatch: pytest.MonkeyPatch) ->
             kept.append(torch.ones(256 * KIB // 4))
             train_step(model, batch, memory)
     assert 1 <= num_plans <= 5
-
-
-class Outer(Optimizer):
-    """An optimizer that calls another one within its step, after a copy of all weights."""
-
-    def __init__(self, weights: Any) -> None:
-        super().__init__(weights, {})
-        self.inner = SGD(self.param_groups, lr=0.1, foreach=False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        copies = [p.clone() for group in self.param_groups for p in group["params"]]
-        del copies
-        self.inner.step()
-
-
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_peak_of_an_optimizer_with_another_one_inside(is_inside: bool) -> None:
-    """Is that of the outer one's whole step, in a training step or after it."""
-    model, batch = net(), rows()
-    with attached(model, policy="all-swap", budget="64MiB") as memory:
-        optimizer = Outer(model.parameters())
-        for _ in range(6):
-            with memory.step(batch):
-                model(batch).square().mean().backward()
-                if is_inside:
-                    optimizer.step()
-            if not is_inside:
-                optimizer.step()
-            optimizer.zero_grad()
-        report = memory.report()
-    weights = sum(p.nbytes for p in model.parameters())
-    used = sum(p.nbytes for name, p in model.named_parameters() if "unused" not in name)
-    assert report.optimizer_peak_bytes is not None
-    assert weights + used + weights <= report.optimizer_peak_bytes <= weights + used + weights + batch.nbytes + KIB
-
-
-def test_an_optimizer_that_fails_leaves_nothing() -> None:
-    """Its ops are not watched any more, and later figures are true."""
-    model, batch = net(), rows()
-
-    class Failing(Adam):
-        def step(self, closure: Any = None) -> None:
-            raise KeyError("on purpose")
-
-    before = len(_get_current_dispatch_mode_stack())
-    with attached(model, policy="all-swap", budget="64MiB") as memory:
-        good, bad = SGD(model.parameters(), lr=0.1), Failing(model.parameters())
-        for _ in range(5):
-            with memory.step(batch):
-                model(batch).square().mean().backward()
-            with contextlib.suppress(KeyError):
-                bad.step()
-            good.zero_grad()
-        with memory.step(batch):
-            model(batch).square().mean().backward()
-        good.step()
-        assert memory.report().phase == "planned"
-    assert len(_get_current_dispatch_mode_stack()) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.step_mode import StepMode
 from lightning_offload.tensors.observer import StepObserver
@@ -74,6 +76,43 @@ def test_within_a_checkpoint(reentrant: bool) -> None:
         return made.sum()
 
     assert planned(step, x, program=None)[0] == plain(step, x)
+
+
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+@pytest.mark.parametrize("how", ["reentrant-checkpoint", "backward-in-hook", "grad-in-hook"])
+def test_within_a_backward_of_the_program_s_own(how: str, policy: str) -> None:
+    """Where user code in backward is seen there are two modes, and such a node runs without both."""
+
+    def inner(t: Tensor) -> Tensor:
+        return ((t * 0.1 + 1.0).prod(1, keepdim=True) * 3.3).sin() + t
+
+    def hook(gradient: Tensor) -> Tensor:
+        with torch.enable_grad():
+            t = gradient.detach().requires_grad_()
+            if how == "grad-in-hook":
+                return gradient + torch.autograd.grad(inner(t).sum(), t)[0]
+            inner(t).sum().backward()
+            assert t.grad is not None
+            return gradient + t.grad
+
+    def run(memory: MemoryPlugin | None) -> list[bytes]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 64), torch.nn.Tanh(), torch.nn.Linear(64, 30))
+        found = []
+        with memory or contextlib.nullcontext():
+            for _ in range(5):
+                with memory.step() if memory is not None else contextlib.nullcontext():
+                    out = model(leaf().detach())
+                    if how == "reentrant-checkpoint":
+                        out = checkpoint(inner, out, use_reentrant=True)
+                    else:
+                        out.register_hook(hook)
+                    out.square().mean().backward()
+                found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+                model.zero_grad()
+        return found
+
+    assert run(MemoryPlugin(budget="64MiB", policy=policy)) == run(None)
 
 
 def test_formulas_differentiated_again() -> None:
