@@ -18,6 +18,10 @@ NUM_RETRIES = 8
 """How often a case whose graph changes may find that a new graph needs a larger budget."""
 
 
+MARGIN = 1.1
+"""Replays may turn out to take more than was predicted: near the floor that makes a budget infeasible by so much."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
     """The smallest feasible budget of a case and the peak of its plain step."""
@@ -68,7 +72,7 @@ def run_within(case: Case, budget_bytes: int, wrap: Wrap) -> tuple[Outcome, str]
         try:
             return run_with(case, MemoryPlugin(budget=budget_bytes), wrap)
         except BudgetInfeasibleError as error:
-            if case.static and not case.grows:
+            if case.static and not case.grows and error.floor_bytes > MARGIN * budget_bytes:
                 raise
             if error.floor_bytes <= budget_bytes:
                 raise AssertionError(f"{budget_bytes} is said to be infeasible and feasible") from error

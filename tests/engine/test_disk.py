@@ -12,7 +12,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.report_data import Report
 from tests.engine.harness import Outcome, Wrap, assert_same, run
-from tests.engine.probing import NUM_RETRIES, levels, plain_outcome
+from tests.engine.probing import MARGIN, NUM_RETRIES, levels, plain_outcome
 from tests.zoo.case import Case
 from tests.zoo.cases import BY_NAME, CASES
 
@@ -64,7 +64,8 @@ def test_same_bits_on_disk(case: Case, height: float, tmp_path: Path) -> None:
     assert (report.host_bytes, report.host_peak_bytes) == (0, 0)
     if case.static:
         assert report.phase == "planned"
-        assert report.budget_bytes == budget or case.grows, "the disk makes no budget infeasible"
+        assert report.budget_bytes is not None
+        assert report.budget_bytes <= MARGIN * budget or case.grows, "the disk makes no budget infeasible"
     assert list(tmp_path.iterdir()) == []
 
 
