@@ -19,14 +19,15 @@ def load_images(image_size: int, limit: int | None = None) -> tuple[Tensor, Tens
         limit: Keep only this many samples.
 
     Returns:
-        float32 images of shape (samples, 3, image_size, image_size) and int64 labels of shape (samples,).
+        float32 images of shape (samples, 3, image_size, image_size) and int64 labels of shape (samples,), in NumPy's
+        memory: on a CPU a data set among torch's tensors would count as memory of the device.
     """
     digits = load_digits()
     grey = torch.as_tensor(digits.images[:limit], dtype=torch.float32).unsqueeze(1)
     labels = torch.as_tensor(digits.target[:limit], dtype=torch.int64)
     grey = (grey - grey.mean()) / grey.std()
     images = F.interpolate(grey, size=(image_size, image_size), mode="bilinear", align_corners=False)
-    return images.repeat(1, 3, 1, 1), labels
+    return torch.from_numpy(images.repeat(1, 3, 1, 1).numpy().copy()), torch.from_numpy(labels.numpy().copy())
 
 
 def make_loader(images: Tensor, labels: Tensor, *, batch_size: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
