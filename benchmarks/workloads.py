@@ -55,7 +55,7 @@ def demo_resnet(device: torch.device, *, quick: bool, checkpointed: bool = False
             assert isinstance(stage, nn.Sequential)
             for index, block in enumerate(stage):
                 stage[index] = _Checkpointed(block)
-    images, labels = load_images(size, limit=batch_size)
+    images, labels = (tensor.clone() for tensor in load_images(size, limit=batch_size))  # a batch is the device's
     return Workload(
         model=model.to(device),
         batch=(images.to(device), labels.to(device)),
