@@ -59,10 +59,10 @@ class DevicePeaks:
         return peak
 
     def begin_optimizer(self, device: torch.device, there: Iterable[torch.UntypedStorage], more_bytes: int) -> None:
-        """Count what an optimizer's step makes, on a device whose allocator does not, where no mode is on yet.
+        """Count what an optimizer's step makes, on a device whose allocator does not.
 
-        A hook has no part that an exception would run: a mode that lies on that of somebody else could be what that
-        takes off in its place.
+        A hook has no part that an exception would run, so the mode goes under those of others: what they take off, on
+        leaving, is their own.
 
         Args:
             device: Where it runs.
@@ -70,10 +70,8 @@ class DevicePeaks:
             more_bytes: What is there and in no census.
         """
         self.end_optimizer(is_whole=False)
-        if torch._C._len_torch_dispatch_stack():
-            return
         self._mode, self._thread = _OptimizerMode(LiveBytes(device, there), more_bytes), threading.get_ident()
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        _lay_under_all(self._mode)
 
     def end_optimizer(self, *, is_whole: bool) -> None:
         """Stop counting, if it was begun.
@@ -91,6 +89,13 @@ class DevicePeaks:
     def note_optimizer(self, peak_bytes: int) -> None:
         """Take over the peak of an optimizer's step: the highest, since with accumulation not every step has one."""
         self.optimizer_peak_bytes = max(self.optimizer_peak_bytes or 0, peak_bytes)
+
+
+def _lay_under_all(mode: TorchDispatchMode) -> None:
+    """Put a mode under all of this thread's stack."""
+    above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+    for other in (mode, *reversed(above)):
+        _push_mode(other)
 
 
 def _take_off(mode: TorchDispatchMode) -> None:
