@@ -72,6 +72,7 @@ class StepKind:
         is_over: Whether a step under the final plan was measured above the budget.
         has_warned: Whether that was told.
         was_restored: Whether its graph is from an earlier run: with DDP's buckets in the layout that they come to have.
+        is_beside_known: Whether what is on the device beside its steps was counted, since the last recording.
         swapped_bytes: Saved bytes that left the device in the last step without a plan.
         stayed_bytes: Saved bytes for which no tier had room in that step.
         measured_peak_bytes: Peak of the last measured step, in total and by phase.
@@ -103,6 +104,7 @@ class StepKind:
     is_over: bool = False
     has_warned: bool = False
     was_restored: bool = False
+    is_beside_known: bool = False
     swapped_bytes: int = 0
     stayed_bytes: int = 0
     measured_peak_bytes: int | None = None
@@ -188,8 +190,8 @@ class StepKind:
         """Identities of the touched storages that still live."""
         return {key for key, reference in self.touched.items() if reference() is not None}
 
-    def bytes_beside(self, there: Census, gradients: Collection[int]) -> int | None:
-        """What is on the device beside the step, of all that is there before it; None where it is not known yet.
+    def bytes_beside(self, there: Census, gradients: Collection[int], *, has_inputs: bool) -> int | None:
+        """What is on the device beside the step; None where it is not known yet.
 
         What the step touches counts in its graph, and gradients of earlier steps are counted apart. In place of what
         the recorded step touched and what is gone by now (its batch, say) the coming step has its own.
@@ -197,19 +199,21 @@ class StepKind:
         Args:
             there: All storages on the device.
             gradients: Identities of gradients.
+            has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
         """
         if self.known is None:
             return None
         not_beside = self.touched_now().union(gradients)
-        gone_bytes = sum(num_bytes for reference, num_bytes in self.known if reference() is None)
         beside = sum(storage.nbytes() for key, storage in there.items() if key not in not_beside)
-        return max(0, beside - gone_bytes)
+        gone_bytes = sum(num_bytes for reference, num_bytes in self.known if reference() is None)
+        return max(0, beside - gone_bytes) if has_inputs else beside
 
-    def bytes_beside_of(self, allocated_bytes: int, gradient_bytes: int) -> int | None:
+    def bytes_beside_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
         """The same of the allocator's figure."""
         if self.known is None:
             return None
-        return max(0, allocated_bytes - gradient_bytes - sum(num_bytes for _, num_bytes in self.known))
+        touched = sum(num_bytes for reference, num_bytes in self.known if has_inputs or reference() is not None)
+        return max(0, allocated_bytes - gradient_bytes - touched)
 
     def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
         """Count what is on the device beside the step: plan anew where the plan in force has no room for it.
@@ -222,6 +226,7 @@ class StepKind:
             budget_bytes: The budget.
         """
         graph, plan = self.graph, self.plan
+        self.is_beside_known = graph is not None
         if graph is None or graph.extra_bytes == num_bytes:
             return
         counted_bytes = graph.extra_bytes + self.headroom_bytes
@@ -272,7 +277,7 @@ class StepKind:
         if self.graph is None or self.graph.digest() != graph.digest():
             self.mismatched.clear()
             self.verified.clear()
-        self.graph, self.was_restored = graph, False
+        self.graph, self.was_restored, self.is_beside_known = graph, False, False
         self.program = None
         self.phase = "verifying"
         self.note_gradients(self.old_gradient_bytes, accumulated_bytes)

@@ -224,7 +224,7 @@ class Steps:
         self._num_optimizers = 0
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
-        there = self._look_beside(kind, hardware, gradients)
+        there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         provide_plan(self.ledger.key, kind, hardware, self.state, self.settings)
         self.ledger.begin_step()
         if kind.runs_plainly(hardware.budget_bytes):
@@ -239,8 +239,16 @@ class Steps:
         self._run = run
         return run
 
-    def _look_beside(self, kind: StepKind, hardware: Hardware, gradients: dict[int, int]) -> Census | None:
+    def _look_beside(
+        self, kind: StepKind, hardware: Hardware, gradients: dict[int, int], *, has_inputs: bool
+    ) -> Census | None:
         """Count what is on the device beside a kind of step, where its plan is about to be made or time allows.
+
+        Args:
+            kind: The kind of step.
+            hardware: Where it runs.
+            gradients: The sizes of gradients that are there.
+            has_inputs: Whether the inputs of the coming step are there.
 
         Returns:
             The storages that are there, if they were listed.
@@ -255,9 +263,11 @@ class Steps:
                     gc.collect()  # what waits for it is no part of the steps to come
                 there = self.state.storages(device)
             if device.type == "cpu" and there is not None:
-                beside = kind.bytes_beside(there, gradients)
+                beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
             else:
-                beside = kind.bytes_beside_of(torch.cuda.memory_allocated(device), sum(gradients.values()))
+                beside = kind.bytes_beside_of(
+                    torch.cuda.memory_allocated(device), sum(gradients.values()), has_inputs=has_inputs
+                )
         if beside is not None:
             kind.note_beside(beside + self.state.buckets.expected_bytes(device), hardware.budget_bytes)
         return there
@@ -292,7 +302,8 @@ class Steps:
         """Have a plan for the kind of step that ran last, if there can be one; its next step raises if not."""
         kind, hardware = self.ledger.kind, self.hardware
         if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
-            self._look_beside(kind, hardware, self.state.gradients())
+            if not kind.is_beside_known:
+                self._look_beside(kind, hardware, self.state.gradients(), has_inputs=self._is_open)
             with contextlib.suppress(BudgetInfeasibleError):
                 provide_plan(self.ledger.key, kind, hardware, self.state, self.settings)
 

@@ -97,3 +97,26 @@ def test_not_every_growth_takes_another_plan(monkeypatch: pytest.MonkeyPatch) ->
             kept.append(torch.ones(256 * KIB // 4))
             train_step(model, batch, memory)
     assert 1 <= num_plans <= 5
+
+
+def test_a_plan_made_between_steps_is_that_of_the_next_step() -> None:
+    """A report has a plan made; the last batch is gone then, and the coming one is not there yet."""
+    model = net()
+    state_bytes = 2 * sum(p.nbytes for p in model.parameters())
+    with attached(model, budget=middle_budget(model, rows()) + state_bytes) as memory:
+        optimizer = torch.optim.Adam(model.parameters())
+        made = []
+        for _ in range(6):
+            batch = rows()
+            with memory.step(batch):
+                ledger = memory._steps.ledger
+                assert not made or ledger.kind.plan is made[-1]
+                model(batch).square().mean().backward()
+            del batch
+            optimizer.step()
+            optimizer.zero_grad()
+            memory.report()
+            plan = ledger.kind.plan
+            assert plan is not None
+            made.append(plan)
+    assert len({plan.predicted_peak_bytes for plan in made[1:]}) == 1
