@@ -14,9 +14,9 @@ from benchmarks.papers.captures import Family
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 
 _SHRINK = 0.995
 _MAX_SHRINKS = 20
@@ -41,12 +41,12 @@ class Peaks:
 
 def peaks(graph: StepGraph, spec: DeviceSpec) -> Peaks:
     """Return the peaks of a step."""
-    setting = Setting(Problem(graph), spec, None)
-    plain, floor = setting.plain, setting.floor
+    request = PlanRequest(Problem(graph), spec, None)
+    plain, floor = request.plain, request.floor
     return Peaks(
         plain_bytes=plain.peak_bytes,
         floor_bytes=floor.peak_bytes,
-        floor_op=setting.floor_op,
+        floor_op=request.floor_op,
         floor_slowdown=floor.step_seconds / plain.step_seconds,
     )
 
@@ -69,7 +69,7 @@ def largest_plain_batch(family: Family, budget_bytes: int) -> int:
     """Return the largest batch that fits with everything kept."""
 
     def peak(size: int) -> int:
-        return Setting(Problem(family.at(size)), family.spec, None).plain.peak_bytes
+        return PlanRequest(Problem(family.at(size)), family.spec, None).plain.peak_bytes
 
     return secant(peak, budget_bytes, low=1, high=family.batch_sizes[0])
 

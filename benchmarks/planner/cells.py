@@ -15,9 +15,9 @@ import torch
 from examples.models import MODELS
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.catalog import device_spec
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import POLICIES
+from lightning_offload.planning.planner import POLICIES
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.plugins.fake import record_fake
 
 MODEL_NAMES = (
@@ -94,19 +94,19 @@ def cells(
     spec = device_spec(device, dtype=dtype)
     step = record_fake(MODELS[model].step(batch_size, getattr(torch, dtype)))
     problem = Problem(step.on(spec))
-    free = Setting(problem, spec, None)
+    free = PlanRequest(problem, spec, None)
     floor_bytes, plain_bytes = free.floor.peak_bytes, free.plain.peak_bytes
     for height in heights:
         budget_bytes = floor_bytes + int(height * (plain_bytes - floor_bytes))
-        setting = Setting(problem, spec, budget_bytes)
-        bound_seconds = setting.relaxed.seconds
+        request = PlanRequest(problem, spec, budget_bytes)
+        bound_seconds = request.relaxed.seconds
         start = time.perf_counter()
-        seconds = {"auto": POLICIES["auto"](setting).predicted_step_seconds}
+        seconds = {"auto": POLICIES["auto"](request).predicted_step_seconds}
         planning_seconds = time.perf_counter() - start
         for name, policy in POLICIES.items():
             if name != "auto":
                 try:
-                    seconds[name] = policy(setting).predicted_step_seconds
+                    seconds[name] = policy(request).predicted_step_seconds
                 except BudgetInfeasibleError:
                     continue
         yield Cell(

@@ -11,7 +11,7 @@ from lightning_offload.cli.plan import planned, state_of
 from lightning_offload.cli.setting import Checked, Options, check_options
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.policies import POLICIES
+from lightning_offload.planning.planner import POLICIES
 from lightning_offload.units import format_bytes, format_seconds
 
 

@@ -18,8 +18,8 @@ from lightning_offload.cli.setting import Checked, Options, check_options, kept_
 from lightning_offload.errors import BudgetInfeasibleError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.units import format_bytes, format_seconds
 
 LAUNCH_SECONDS = 5e-6
@@ -64,7 +64,7 @@ class Trials:
     checked: Checked
     tell: Tell
     graphs: dict[int, StepGraph] = dataclasses.field(default_factory=dict)
-    settings: dict[int, Setting] = dataclasses.field(default_factory=dict)
+    settings: dict[int, PlanRequest] = dataclasses.field(default_factory=dict)
     plans: dict[int, MemoryPlan] = dataclasses.field(default_factory=dict)
 
     def graph(self, batch_size: int) -> StepGraph:
@@ -74,12 +74,12 @@ class Trials:
             self.graphs[batch_size] = self.checked.workload.capture(batch_size, self.checked.device).graph
         return self.graphs[batch_size]
 
-    def setting(self, batch_size: int) -> Setting:
+    def setting(self, batch_size: int) -> PlanRequest:
         """Its memory with everything kept, and at the least."""
         if batch_size not in self.settings:
             graph = self.graph(batch_size)
             problem = Problem(graph, kept_storages(graph, self.checked.options.keep))
-            self.settings[batch_size] = Setting(problem, self.checked.device, self.checked.budget_bytes)
+            self.settings[batch_size] = PlanRequest(problem, self.checked.device, self.checked.budget_bytes)
         return self.settings[batch_size]
 
     def plain_bytes(self, batch_size: int) -> int:

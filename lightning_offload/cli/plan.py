@@ -20,7 +20,7 @@ from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.policies import plan as make_plan
+from lightning_offload.planning.planner import plan as make_plan
 
 if TYPE_CHECKING:
     from lightning_offload.cli.workload import Captured

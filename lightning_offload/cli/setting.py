@@ -13,7 +13,7 @@ from lightning_offload.errors import BudgetError, PlanError, UnsupportedError
 from lightning_offload.graph import catalog
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.policies import check_policy
+from lightning_offload.planning.planner import check_policy
 from lightning_offload.units import format_bytes, resolve_budget
 
 if TYPE_CHECKING:

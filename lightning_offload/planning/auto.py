@@ -1,16 +1,16 @@
 """The planner: keep, swap or recompute for each storage so that the step fits the budget and costs little.
 
-Good choices come from three sides: orders in which storages leave the device (:mod:`~.orders`), of which the shortest
-prefix that fits is taken; fractions of a linear relaxation (:mod:`~.rounding`); and every published policy, so that
-none of them is ever better. The best one is improved by small changes (:mod:`~.local_search`). Every trial is
-simulated in full. The floor's choice, waiting for each copy, is the last resort, so there is a plan whenever the
-budget is at least the floor.
+Good choices come from three sides: orders in which storages leave the device (:func:`~.search.families`), of which
+the shortest prefix that fits is taken; fractions of a linear relaxation (:func:`~.search.roundings`); and every
+published policy, so that none of them is ever better. The best one is improved by small changes
+(:func:`~.search.improve`). Every trial is simulated in full. The floor's choice, waiting for each copy, is the last
+resort, so there is a plan whenever the budget is at least the floor.
 
 Effort is counted in simulations and grows with the gap to the bound, by the number of storages; it is less for long
 steps, and where the simulation is not compiled. So plans do not depend on the machine's speed. A limit in seconds is
 used up: small changes go on until then, and what is not begun by then is left.
 
-Shortfall: a heuristic, so no optimality is claimed; every plan reports its gap to :mod:`~.bound`.
+Shortfall: a heuristic, so no optimality is claimed; every plan reports its gap to the bound of :mod:`~.relaxation`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.arrays import Codes
 from lightning_offload.planning.kernels import kernels_for
-from lightning_offload.planning.local_search import improve
-from lightning_offload.planning.orders import Order, families
-from lightning_offload.planning.plans import Setting, build_plan
+from lightning_offload.planning.policies import PUBLISHED
 from lightning_offload.planning.relaxation import MAX_ITEMS
-from lightning_offload.planning.rounding import roundings
-from lightning_offload.planning.search import Choice, Search
+from lightning_offload.planning.request import PlanRequest, build_plan
+from lightning_offload.planning.search import Choice, Order, Search, families, improve, roundings
 
 _CLOSE = 1.01  # to the lower bound, in multiples of it
 _ROUNDS = ((1.001, 4), (_CLOSE, 16), (_CLOSE, 64))  # of local search: gaps to the bound, and trials for each candidate
@@ -40,78 +38,76 @@ _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _OPTIMAL = 1 + 1e-9  # of the lower bound: no policy can be faster
 
 
-def auto(setting: Setting) -> MemoryPlan:
+def auto(request: PlanRequest) -> MemoryPlan:
     """Plan a step within a budget, as fast as the search finds.
 
     Raises:
         BudgetInfeasibleError: The budget is below the floor.
     """
-    limit = setting.budget_bytes
-    if limit is None or setting.plain.peak_bytes <= limit:
-        return build_plan(setting, "auto", {}, setting.plain)
-    setting.require_feasible()
-    search = Search(setting)
-    is_few = setting.is_provisional or setting.problem.num_rows > _MANY_ROWS
-    search.try_(setting.problem.codes(setting.floor_actions))
+    limit = request.budget_bytes
+    if limit is None or request.plain.peak_bytes <= limit:
+        return build_plan(request, "auto", {}, request.plain)
+    request.require_feasible()
+    search = Search(request)
+    is_few = request.is_provisional or request.problem.num_rows > _MANY_ROWS
+    search.try_(request.problem.codes(request.floor_actions))
     starts = [
-        c for order in families(setting, few=is_few) if not search.is_over and (c := _shortest_prefix(search, order))
+        c for order in families(request, few=is_few) if not search.is_over and (c := _shortest_prefix(search, order))
     ]
-    if setting.is_provisional:
-        return _plan(setting, search.best, None)
-    if len(setting.problem.candidates) <= MAX_ITEMS and not search.is_over:
+    if request.is_provisional:
+        return _plan(request, search.best, None)
+    if len(request.problem.candidates) <= MAX_ITEMS and not search.is_over:
         starts += _rounded(search)
     rival = _best_policy(search)
     starts += [search.best] if search.best is not None else []
     _improve(search, starts)
-    return _plan(setting, search.best, rival)
+    return _plan(request, search.best, rival)
 
 
 def _rounded(search: Search) -> list[Choice]:
     """Choices from relaxations, more of them while none is close to the bound."""
     found = []
-    for codes, rest in roundings(search.setting):
+    for codes, rest in roundings(search.request):
         found.append(_filled(search, codes, rest))
         if search.is_over or search.is_within(_CLOSE):
             break
     return [choice for choice in found if choice is not None]
 
 
-def _plan(setting: Setting, best: Choice | None, rival: MemoryPlan | None) -> MemoryPlan:
+def _plan(request: PlanRequest, best: Choice | None, rival: MemoryPlan | None) -> MemoryPlan:
     """The fastest of the best choice, the best policy's plan, and the floor's."""
-    seconds = best.seconds if best is not None else setting.floor.step_seconds
+    seconds = best.seconds if best is not None else request.floor.step_seconds
     if rival is not None and rival.predicted_step_seconds < seconds:
         return dataclasses.replace(rival, policy="auto")
-    if best is None or seconds > setting.floor.step_seconds:
-        return build_plan(setting, "auto", setting.floor_actions, setting.floor)
-    problem = setting.problem
-    timeline = setting.simulator.timeline(best.codes, best.no_memo)
+    if best is None or seconds > request.floor.step_seconds:
+        return build_plan(request, "auto", request.floor_actions, request.floor)
+    problem = request.problem
+    timeline = request.simulator.timeline(best.codes, best.no_memo)
     no_memo = frozenset(int(s) for s in problem.order[np.flatnonzero(best.no_memo)])
-    return build_plan(setting, "auto", problem.actions(best.codes), timeline, no_memo)
+    return build_plan(request, "auto", problem.actions(best.codes), timeline, no_memo)
 
 
 def _best_policy(search: Search) -> MemoryPlan | None:
     """The fastest plan of a published policy; their choices are tried with schedules of our own as well."""
-    from lightning_offload.planning.policies import PUBLISHED  # which this is one of, for whoever asks by name
-
-    setting = search.setting
+    request = search.request
     plans = []
     for policy in PUBLISHED.values():
         if search.is_out_of_time or search.is_within(_OPTIMAL):
             break
         try:
-            plan = policy(setting)
+            plan = policy(request)
         except BudgetInfeasibleError:
             continue
         plans.append(plan)
         actions = {decision.storage: decision.action for decision in plan.decisions}
         no_memo = frozenset(decision.storage for decision in plan.decisions if not decision.memo)
-        search.try_(setting.problem.codes(actions), setting.problem.flags(no_memo))
+        search.try_(request.problem.codes(actions), request.problem.flags(no_memo))
     return min(plans, key=lambda plan: plan.predicted_step_seconds, default=None)
 
 
 def _shortest_prefix(search: Search, order: Order, codes: Codes | None = None) -> Choice | None:
     """The shortest feasible prefix of an order; chains may make a longer one worse, so the end is tried too."""
-    problem = search.setting.problem
+    problem = search.request.problem
     base = np.zeros(len(problem.candidates), dtype=np.int8) if codes is None else codes
     numbers = np.array([problem.number[s] for s, _ in order], dtype=np.int64)
     actions = problem.codes(dict(order))[numbers] if order else np.zeros(0, dtype=np.int8)
@@ -142,21 +138,21 @@ def _filled(search: Search, codes: Codes, rest: Order) -> Choice | None:
 
 def _improve(search: Search, starts: list[Choice]) -> None:
     """Improve the best choice in rounds, each longer than the one before, while the gap to the bound is worth it."""
-    setting = search.setting
+    request = search.request
     choice = min(starts, key=lambda c: c.seconds, default=None)
     if choice is None or not choice.is_feasible:
         return
-    num_rows = max(1, setting.problem.num_rows)
+    num_rows = max(1, request.problem.num_rows)
     num_left = _max_rows(num_rows) // num_rows
-    for number, (gap, trials) in enumerate(_rounds(is_timed=setting.seconds is not None)):
+    for number, (gap, trials) in enumerate(_rounds(is_timed=request.seconds is not None)):
         before = search.num_trials
-        num_trials = max(_MIN_TRIALS, trials * len(setting.problem.candidates))
-        if setting.seconds is None:
+        num_trials = max(_MIN_TRIALS, trials * len(request.problem.candidates))
+        if request.seconds is None:
             num_trials = min(num_trials, num_left)
             num_left -= num_trials
         if num_trials <= 0 or search.is_over or search.is_within(gap):
             return
-        choice = improve(search, choice, num_trials, seed=setting.seed + number)
+        choice = improve(search, choice, num_trials, seed=request.seed + number)
         if search.num_trials == before:
             return
 

@@ -35,7 +35,7 @@ from lightning_offload.planning.gradients import (
     make_buckets,
 )
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.spans import follow
+from lightning_offload.planning.trace import follow
 
 __all__ = ["DEVICES", "Bucket", "Cluster", "ClusterStep", "StepProfile", "profile_step", "scale", "scaling"]
 

@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.planning.chains import anchors
-from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.problem import Problem, anchors
 from lightning_offload.planning.simulator import Timeline, simulate
 from lightning_offload.planning.tiers import HostRoom
 

@@ -1,33 +1,27 @@
-"""A step graph as a planner sees it: flat arrays over ticks, and the storages there is a choice about.
+"""A step graph as a planner sees it: the storages there is a choice about, what replays of them cost, and flat columns.
 
-A saved storage is a *candidate* if it may leave the device: made in the step, saved in one value that is the
-last one written to it, and large enough to be worth it. Others are kept, and counted as fixed.
+A saved storage is a *candidate* if it may leave the device: made in the step, saved in one value that is the last one
+written to it, and large enough to be worth it. Others are kept, and counted as fixed.
+
+A candidate's *source* is what one replay of it reads and costs if every saved value around it is at hand. Where what
+it reads is recomputed as well, replays form a *chain*; `anchors` are the storages that break chains at a length.
+
+The simulator's inner loops read the problem as columns of plain numbers (:mod:`~.arrays`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_offload.graph.host_layout import LiveRanges, stored_bytes
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.graph.stays import Stays
 from lightning_offload.graph.step_graph import Save, StepGraph
-from lightning_offload.planning.arrays import (
-    KEEP,
-    RECOMPUTE,
-    SWAP,
-    Codes,
-    StepArrays,
-    StoredArrays,
-    as_lists,
-    step_arrays,
-    stored_arrays,
-)
-from lightning_offload.planning.sources import Source, find_source
+from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes, StepArrays, StoredArrays
 
 MIN_BYTES = 64 << 10
 """Smaller saved storages are always kept, unless the whole step is small: cf. :func:`min_bytes`."""
@@ -91,7 +85,7 @@ class Problem:
 
     def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset()) -> None:
         self.graph = graph
-        self.stays = Stays(graph)
+        self.stays = LiveRanges(graph)
         self.views: dict[type, object] = {}
         self._sources: dict[int, Source | None] = {}
         self.last_value = last_values(graph)
@@ -231,11 +225,6 @@ class Problem:
     def _can_have(self, value: int, replayable: list[bool]) -> bool:
         return replayable[value] or self.is_saved_for_good(value) or self.is_given(value)
 
-    def is_live(self, value: int, tick: int) -> bool:
-        """Whether the program itself still holds a value at a tick."""
-        storage = self.graph.values[value].storage
-        return self.graph.storages[storage].death > tick and self.written_until[value] > tick
-
     def _base(self, saves: dict[int, list[Save]]) -> Bytes:
         """Bytes of storages while the program holds them, of saved ones that are always kept, and of workspaces."""
         graph = self.graph
@@ -296,3 +285,179 @@ def _unpacks(graph: StepGraph) -> list[Unpack]:
         ),
         key=lambda unpack: unpack.tick,
     )
+
+
+MAX_REPLAYED_OPS = 256
+"""Replays of more ops in a row that save nothing are no choice; the limit keeps long chains of them affordable."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a value comes from.
+
+    Attributes:
+        seconds: Time of the ops that make it from saved values and from those that are always there.
+        saved: The saved values that they read.
+    """
+
+    seconds: float
+    saved: tuple[int, ...]
+
+
+def find_source(problem: Problem, candidate: Candidate) -> Source | None:
+    """Walk back from a candidate to the saved values around it; None where that is too far, or impossible."""
+    if not candidate.can_recompute:
+        return None
+    values, ops = problem.graph.values, problem.graph.ops
+    seconds, saved = 0.0, dict[int, None]()
+    stack, seen = [candidate.value], set[int]()
+    while stack:
+        producer = values[stack.pop()].producer
+        if producer in seen or producer < 0:
+            continue
+        seen.add(producer)
+        if len(seen) > MAX_REPLAYED_OPS:
+            return None
+        seconds += ops[producer].seconds
+        for v in ops[producer].inputs:
+            if problem.is_saved_for_good(v):
+                saved[v] = None
+            elif not problem.is_given(v):
+                stack.append(v)
+    return Source(seconds=seconds, saved=tuple(saved))
+
+
+def replay_cost(problem: Problem, candidate: Candidate, chain_bytes: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds to replay a storage from the saved tensors around it, and the bytes of the chain behind it.
+
+    Args:
+        problem: The step.
+        candidate: The storage.
+        chain_bytes: By saved value: the bytes of the chain that its own replay would need; 0 if it is at hand.
+
+    Returns:
+        Infinite for both where it cannot be replayed, or only by very many ops in a row that save nothing.
+    """
+    source = problem.source(candidate)
+    if source is None:
+        return float("inf"), float("inf")
+    return source.seconds, candidate.num_bytes + sum([chain_bytes.get(v, 0.0) for v in source.saved])
+
+
+def anchors(problem: Problem, limit_bytes: float) -> set[int]:
+    """Storages that must be at hand so that no chain of replays has more than a number of bytes."""
+    found: set[int] = set()
+    chain_bytes: dict[int, float] = {}
+    for c in sorted(problem.candidates.values(), key=lambda c: c.value):
+        _, chain = replay_cost(problem, c, chain_bytes)
+        if chain > limit_bytes and c.can_swap:
+            found.add(c.storage)
+            chain = 0.0
+        chain_bytes[c.value] = chain
+    return found
+
+
+def step_arrays(problem: Problem) -> StepArrays:
+    """Lay a problem out as columns."""
+    graph, candidates = problem.graph, list(problem.candidates.values())
+    saved = saved_storages(problem)
+    number = {storage: i for i, storage in enumerate(saved)}
+    op_at = np.zeros(graph.num_ticks + 3, dtype=bool)
+    op_at[problem.op_ticks] = True
+    given = [problem.is_given(v) for v in range(len(graph.values))]
+    inputs = [[v for v in dict.fromkeys(op.inputs) if not given[v]] for op in graph.ops]
+    outputs = [list(dict.fromkeys(op.outputs)) for op in graph.ops]
+    in_begin, flat_inputs = _ragged(inputs)
+    out_begin, flat_outputs = _ragged(outputs)
+    values, storages = graph.values, graph.storages
+    saved_value = [problem.last_value[s] for s in saved]
+    number_of = np.full(len(values), -1, dtype=np.int64)
+    number_of[saved_value] = np.arange(len(saved))
+    wanted = [unpack for unpack in problem.unpacks if unpack.storage in problem.candidates]
+    death = _column(storages[v.storage].death for v in values)
+    packs = [problem.stays.begin[s] for s in saved]
+    by_pack = np.argsort(_column(packs[: len(candidates)]), kind="stable")
+    return StepArrays(
+        seconds=problem.seconds,
+        base=problem.base,
+        next_op=_next_ticks(op_at, graph.num_ticks),
+        last_op=_last_ticks(op_at),
+        unpack_tick=problem.unpack_ticks,
+        wanted=_column(number[unpack.storage] for unpack in wanted),
+        wanted_tick=_column(unpack.tick for unpack in wanted),
+        num_candidates=_column([len(candidates)]),
+        size=_column(storages[s].num_bytes for s in saved),
+        value=_column(saved_value),
+        death=_column(storages[s].death for s in saved),
+        pack=_column(packs),
+        release=_column(problem.release[s] for s in saved),
+        dropped=_column(problem.stays.dropped[s] for s in saved),
+        by_pack=by_pack,
+        rank=np.argsort(by_pack),
+        by_death=np.argsort(_column(c.death for c in candidates), kind="stable"),
+        live_until=np.minimum(death, _column(problem.written_until)),
+        saved=number_of,
+        storage=_column(v.storage for v in values),
+        producer=_column(v.producer for v in values),
+        made_bytes=_column(0 if storages[v.storage].is_persistent else storages[v.storage].num_bytes for v in values),
+        op_seconds=np.array([op.seconds for op in graph.ops], dtype=np.float64),
+        op_workspace=_column(op.workspace_bytes for op in graph.ops),
+        in_begin=in_begin,
+        inputs=flat_inputs,
+        out_begin=out_begin,
+        outputs=flat_outputs,
+        replayed=_column(_replayed_ops(problem, inputs)),
+    )
+
+
+def stored_arrays(problem: Problem) -> StoredArrays:
+    """What saved storages take on their tiers."""
+    saved = saved_storages(problem)
+    return StoredArrays(
+        num_bytes=_column(stored_bytes(problem.graph.storages[s].num_bytes) for s in saved),
+        begin=_column(problem.stays.begin[s] for s in saved),
+        dropped=_column(problem.stays.dropped[s] for s in saved),
+    )
+
+
+def saved_storages(problem: Problem) -> list[int]:
+    """The storages that have numbers, by number."""
+    others = (s for s, v in problem.last_value.items() if problem.is_saved_for_good(v) and not problem.is_given(v))
+    return [*problem.candidates, *(s for s in others if s not in problem.candidates)]
+
+
+def as_lists(columns: StepArrays) -> StepArrays:
+    """The same columns as lists, which plain Python reads several times faster than arrays."""
+    return StepArrays(*(column.tolist() for column in columns))
+
+
+def _replayed_ops(problem: Problem, inputs: Sequence[Sequence[int]]) -> list[int]:
+    values = problem.graph.values
+    found = {values[c.value].producer for c in problem.candidates.values() if c.can_recompute}
+    stack = list(found)
+    while stack:
+        for v in inputs[stack.pop()]:
+            producer = values[v].producer
+            if producer >= 0 and producer not in found and not problem.is_saved_for_good(v):
+                found.add(producer)
+                stack.append(producer)
+    return sorted(found, reverse=True)
+
+
+def _next_ticks(op_at: npt.NDArray[np.bool_], end: int) -> npt.NDArray[np.int64]:
+    ticks = np.where(op_at, np.arange(len(op_at)), end)
+    return np.minimum.accumulate(ticks[::-1])[::-1].copy()
+
+
+def _last_ticks(op_at: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    return np.maximum.accumulate(np.where(op_at, np.arange(len(op_at)), -1))
+
+
+def _column(numbers: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(numbers, dtype=np.int64)
+
+
+def _ragged(lists: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    begin = np.zeros(len(lists) + 1, dtype=np.int64)
+    np.cumsum([len(items) for items in lists], out=begin[1:])
+    return begin, _column(v for items in lists for v in items)

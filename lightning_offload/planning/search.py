@@ -1,17 +1,61 @@
-"""What all searches share: choices that were simulated, the best ones so far, and when to stop."""
+"""What the planner's search is made of: simulated choices, orders, roundings, small changes.
+
+A :class:`Search` simulates choices, remembers the best ones and says when to stop.
+
+Orders in which storages leave the device, cheapest bytes first: parametric families of them.
+
+Each family prices a storage by its cheaper action. They differ in the share of its copies' duration that a swap is
+priced at (how much of it may be hidden depends on all the others) and in the bytes that a chain of replays may
+accumulate before it is broken by a storage that is swapped, or kept.
+
+Where host memory is limited and there is no disk, an order swaps what fits the host, cheapest first, and recomputes
+what it would have swapped beyond that. Where all swaps go to disk they are priced at the disk's rate; where only some
+do, at the link's, and the simulation tells.
+
+Choices made whole from the fractions of a relaxation.
+
+A relaxed plan keeps, swaps or recomputes fractions of storages; few of them are truly fractional, so most of it is a
+choice already. It does not know two things: that copies back need room ahead of their need, and that a chain of
+replays takes memory for all that is made on the way. For the first the relaxation is asked for less than the budget,
+by several margins; for the second some storages, *anchors*, may not be recomputed, so that no chain is longer than a
+number of bytes. What is missing after rounding is filled up in the order of the fractions.
+
+Improves a choice by small changes: simulated annealing.
+
+A change for the worse is accepted with a probability that falls with the harm and with the temperature, which falls
+geometrically from a thousandth of the plain step's duration to a hundred-thousandth; cf. Kirkpatrick, Gelatt and
+Vecchi, "Optimization by simulated annealing" (Science 220, 1983). Starting so cool keeps most of a good start.
+Changes are one storage's action, or two storages' at once: what leaves the device makes room for what stays, so
+mostly neighbours in the step are exchanged, now and then any two. That a recomputed storage stays for its later
+reads, or is made again for each, counts as two actions: where room is short it decides whether anything can be
+recomputed at all.
+
+The cost is the step's duration; for a choice that does not fit it is raised by a penalty in proportion to the excess,
+so that the search may pass through such choices on its way to better ones. Where storages are large, few changes
+lead from one that fits to another. Deterministic for a seed.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_offload.planning.arrays import Codes
-from lightning_offload.planning.plans import Setting
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Action, Tier
+from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes
+from lightning_offload.planning.links import in_rates, out_rates
+from lightning_offload.planning.problem import Candidate, Problem, anchors, replay_cost
+from lightning_offload.planning.relaxation import Relaxation, relax
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Outcome
+from lightning_offload.planning.tiers import HostRoom, must_fit_host
 
 _AS_GOOD = 1.0005  # of the lower bound
 _HOPELESS = 2.0  # as slow as that multiple of the best, a choice need not be simulated to its end
@@ -46,22 +90,22 @@ class Search:
     """See the module's docstring.
 
     Args:
-        setting: The step, the device, the budget, and how long to search.
+        request: The step, the device, the budget, and how long to search.
 
     Attributes:
-        setting: Likewise.
+        request: Likewise.
         best: The fastest feasible choice so far, None before there is one.
         num_trials: Simulations so far.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
         self.best: Choice | None = None
         self.num_trials = 0
-        self._limit = setting.budget_bytes
-        self._deadline = None if setting.seconds is None else time.perf_counter() + setting.seconds
+        self._limit = request.budget_bytes
+        self._deadline = None if request.seconds is None else time.perf_counter() + request.seconds
         self._seen: dict[bytes, Choice] = {}
-        self._memoised = np.zeros(len(setting.problem.candidates), dtype=np.bool_)
+        self._memoised = np.zeros(len(request.problem.candidates), dtype=np.bool_)
 
     @property
     def is_over(self) -> bool:
@@ -75,7 +119,7 @@ class Search:
 
     def is_within(self, ratio: float) -> bool:
         """Whether the best is at most this multiple of the lower bound."""
-        return self.best is not None and self.best.seconds <= ratio * self.setting.relaxed.seconds
+        return self.best is not None and self.best.seconds <= ratio * self.request.relaxed.seconds
 
     def try_(self, codes: Codes, no_memo: Flags | None = None) -> Choice:
         """Simulate a choice, once."""
@@ -85,7 +129,7 @@ class Search:
         if choice is None:
             self.num_trials += 1
             most = _HOPELESS * self.best.seconds if self.best is not None else math.inf
-            outcome = self.setting.simulator.run(codes, no_memo if no_memo.any() else None, max_seconds=most)
+            outcome = self.request.simulator.run(codes, no_memo if no_memo.any() else None, max_seconds=most)
             fits = self._limit is None or outcome.peak_bytes <= self._limit
             fits = fits and outcome.overflow_bytes == 0 and outcome.step_seconds < math.inf
             if len(self._seen) * len(key) > _MAX_SEEN_BYTES:
@@ -94,3 +138,217 @@ class Search:
             if fits and (self.best is None or choice.seconds < self.best.seconds):
                 self.best = choice
         return choice
+
+
+_FIRST, _LAST = 1e-3, 1e-5  # temperatures, in plain steps
+_PENALTY = 10.0  # in plain steps, for exceeding the budget by all that the plain step does
+_NEIGHBOURHOOD = 12
+_SINGLE = 0.45  # share of changes of one storage
+_NEARBY = 0.65  # share of exchanges that are between neighbours
+_MAX_IDLE = 3  # proposals for each trial: many repeat others
+
+
+def improve(search: Search, start: Choice, num_trials: int, *, seed: int = 0) -> Choice:
+    """The best choice found from a feasible one.
+
+    Args:
+        search: Simulates choices.
+        start: Where to begin.
+        num_trials: Simulations to spend.
+        seed: Of the random changes.
+    """
+    rng = random.Random(seed)
+    moves = _Moves(search.request.problem, rng)
+    cost = _Cost(search.request)
+    current = best = start
+    current_cost = cost(start)
+    hot = _FIRST * search.request.plain.step_seconds
+    first = search.num_trials
+    for _ in range(_MAX_IDLE * num_trials):
+        done = (search.num_trials - first) / num_trials
+        if search.is_over or done >= 1 or not moves.are_any:
+            break
+        choice = search.try_(*moves.changed(current.codes, current.no_memo))
+        choice_cost = cost(choice)
+        harm = choice_cost - current_cost
+        if harm <= 0 or rng.random() < math.exp(-harm / (hot * (_LAST / _FIRST) ** done)):
+            current, current_cost = choice, choice_cost
+            if choice.is_feasible and choice.seconds < best.seconds:
+                best = choice
+    return best
+
+
+class _Cost:
+    """Duration, and a penalty for what does not fit."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        assert request.budget_bytes is not None
+        self._limit = request.budget_bytes
+        excess = max(1, request.plain.peak_bytes - self._limit)
+        self._seconds_per_byte = _PENALTY * request.plain.step_seconds / excess
+
+    def __call__(self, choice: Choice) -> float:
+        if choice.is_feasible:
+            return choice.seconds
+        excess = max(0, choice.outcome.peak_bytes - self._limit) + choice.outcome.overflow_bytes
+        return choice.seconds + self._seconds_per_byte * excess
+
+
+class _Moves:
+    """Random changes of a choice."""
+
+    def __init__(self, problem: Problem, rng: random.Random) -> None:
+        self._rng = rng
+        self._options: list[list[tuple[int, bool]]] = []  # by candidate: actions, and whether made for each read anew
+        for c in problem.candidates.values():
+            swap = [(SWAP, False)] if c.can_swap else []
+            recompute = [(RECOMPUTE, False), (RECOMPUTE, True)] if c.can_recompute else []
+            self._options.append([(KEEP, False), *swap, *recompute])
+        self._movable = [i for i, options in enumerate(self._options) if len(options) > 1]
+
+    @property
+    def are_any(self) -> bool:
+        """Whether anything can be changed."""
+        return bool(self._movable)
+
+    def changed(self, codes: Codes, no_memo: Flags) -> tuple[Codes, Flags]:
+        """A copy with one or two other actions."""
+        rng, movable = self._rng, self._movable
+        codes, no_memo = np.array(codes), np.array(no_memo)
+        place = rng.randrange(len(movable))
+        self._change(codes, no_memo, movable[place])
+        if rng.random() >= _SINGLE and len(movable) > 1:
+            if rng.random() < _NEARBY:
+                other = place + rng.choice((-1, 1)) * rng.randint(1, _NEIGHBOURHOOD)
+                other = min(max(other, 0), len(movable) - 1)
+            else:
+                other = rng.randrange(len(movable))
+            if other != place:
+                self._change(codes, no_memo, movable[other])
+        return codes, no_memo
+
+    def _change(self, codes: Codes, no_memo: Flags, i: int) -> None:
+        now = (int(codes[i]), bool(no_memo[i]))
+        codes[i], no_memo[i] = self._rng.choice([option for option in self._options[i] if option != now])
+
+
+Order = list[tuple[int, Action]]
+"""Storages with their actions."""
+
+_SWAP_WEIGHTS = (0.02, 0.1, 0.3, 1.0, 3.0)
+_CHAIN_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)
+_BREAKS: tuple[Action, ...] = ("swap", "keep")
+_FEW_WEIGHTS = (0.02, 0.3, 3.0)
+_FEW_FRACTIONS = (1.0, 0.1, 0.01)
+
+
+def families(request: PlanRequest, *, few: bool = False) -> Iterator[Order]:
+    """Different orders.
+
+    Args:
+        request: The step, the device and the budget.
+        few: Whether to leave out those between others, for steps that take long to simulate.
+    """
+    weights, fractions = (_FEW_WEIGHTS, _FEW_FRACTIONS) if few else (_SWAP_WEIGHTS, _CHAIN_FRACTIONS)
+    candidates = sorted(request.problem.candidates.values(), key=lambda c: c.value)
+    seen: set[tuple[tuple[int, Action], ...]] = set()
+    for weight, fraction, break_by in itertools.product(weights, fractions, _BREAKS):
+        order = _fit_host(request, _order(request, candidates, weight, fraction, break_by))
+        if tuple(order) not in seen:
+            seen.add(tuple(order))
+            yield order
+
+
+def _order(
+    request: PlanRequest, candidates: Sequence[Candidate], swap_weight: float, chain_fraction: float, break_by: Action
+) -> Order:
+    problem, device = request.problem, request.device
+    chain_limit = chain_fraction * max(1, request.plain.peak_bytes - problem.graph.persistent_bytes)
+    rate = _swap_rate(device, swap_weight)
+    chain_bytes: dict[int, float] = {}
+    priced: list[tuple[float, int, Action]] = []
+    for c in candidates:
+        swap = c.num_bytes * rate + device.overhead_seconds
+        replay, chain = replay_cost(problem, c, chain_bytes)
+        replay += device.overhead_seconds
+        can_replay = c.can_recompute and (chain <= chain_limit or not c.can_swap)
+        if not can_replay and (not c.can_swap or (break_by == "keep" and c.can_recompute)):
+            chain_bytes[c.value] = 0.0
+            continue
+        action: Action = "recompute" if can_replay and (replay <= swap or not c.can_swap) else "swap"
+        chain_bytes[c.value] = chain if action == "recompute" else 0.0
+        priced.append(((replay if action == "recompute" else swap) / c.num_bytes, c.storage, action))
+    priced.sort(key=lambda row: row[:2])
+    return [(storage, action) for _, storage, action in priced]
+
+
+def _swap_rate(device: DeviceSpec, weight: float) -> float:
+    """Seconds that a swap is priced at per byte: what compute loses to it, or a share of its copies' duration."""
+    out, back = out_rates(device), in_rates(device)
+    tier: Tier = "disk" if device.host_memory_bytes == 0 and device.has_disk else "host"
+    return max((out.link + back.link) * device.copy_interference, (out.of(tier) + back.of(tier)) * weight)
+
+
+def _fit_host(request: PlanRequest, order: Order) -> Order:
+    """Swap only what the host has room for, so that each prefix fits; recompute or keep the rest."""
+    problem, device = request.problem, request.device
+    if device.host_memory_bytes is None or not must_fit_host(device):
+        return order
+    candidates = problem.candidates
+    room = HostRoom(problem, device.host_memory_bytes, (s for s, c in candidates.items() if c.can_recompute))
+    fitting: Order = []
+    for s, action in order:
+        if action == "recompute" or room.take(s):
+            fitting.append((s, action))
+        elif candidates[s].can_recompute:
+            fitting.append((s, "recompute"))
+    return fitting
+
+
+_MARGINS = (1.0, 0.9)
+_ROUNDED_CHAIN_FRACTIONS = (None, 0.1)
+_HALF = 0.5
+
+
+def roundings(request: PlanRequest) -> Iterator[tuple[Codes, Order]]:
+    """Choices, each with the order in which to add to it until it fits.
+
+    Args:
+        request: The step, the device and the budget.
+    """
+    assert request.budget_bytes is not None
+    problem, floor_bytes = request.problem, request.floor.peak_bytes
+    span = request.plain.peak_bytes - floor_bytes
+    seen: set[frozenset[int]] = set()
+    for fraction in _ROUNDED_CHAIN_FRACTIONS:
+        fixed = frozenset() if fraction is None else frozenset(anchors(problem, fraction * span))
+        if fixed in seen:
+            continue
+        seen.add(fixed)
+        for margin in _MARGINS:
+            budget = floor_bytes + int(margin * (request.budget_bytes - floor_bytes))
+            if margin == 1.0 and not fixed:
+                yield _round(request, request.relaxed)
+            else:
+                yield _round(request, relax(problem, request.device, budget, no_recompute=fixed))
+
+
+def _round(request: PlanRequest, relaxed: Relaxation) -> tuple[Codes, Order]:
+    problem = request.problem
+    count = len(problem.candidates)
+    swap, recompute = np.zeros(count), np.zeros(count)
+    for fractions, column in ((relaxed.swap, swap), (relaxed.recompute, recompute)):
+        for storage, fraction in fractions.items():
+            column[problem.number[storage]] = fraction
+    away = swap + recompute
+    action = np.where(swap >= recompute, SWAP, RECOMPUTE)
+    codes = np.where(away >= _HALF, action, KEEP).astype(np.int8)
+    size = [c.num_bytes for c in problem.candidates.values()]
+    rest: Order = []
+    for i in np.lexsort((np.arange(count), np.negative(size), -away)).tolist():
+        candidate = problem.candidates[int(problem.order[i])]
+        if codes[i] != KEEP or not (candidate.can_swap or candidate.can_recompute):
+            continue
+        swaps = candidate.can_swap and (away[i] == 0 or action[i] == SWAP or not candidate.can_recompute)
+        rest.append((candidate.storage, "swap" if swaps else "recompute"))
+    return codes, rest

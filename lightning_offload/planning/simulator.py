@@ -1,36 +1,217 @@
 """Predicts memory over time and the duration of a step under a choice of actions.
 
-Memory is exact by construction, at the granularity of ticks: a plan fixes the op before which the device copy
-of a swap is released and the unpack at which its copy back is issued, and the runtime waits rather than exceed
-them, whatever the speed of the link. Only time depends on the performance model: FIFO lanes for the copies
-(:mod:`~.lane_times`), ops and replays one after another on the compute lane, and compute slowed down by the share
-of the copies that the device's ``copy_interference`` says. Which swaps go to disk follows from the choice of
-actions and the device (:mod:`~.tiers`).
+Memory is exact by construction, at the granularity of ticks: a plan fixes the op before which the device copy of a
+swap is released and the unpack at which its copy back is issued, and the runtime waits rather than exceed them,
+whatever the speed of the link. Only time depends on the performance model: FIFO lanes for the copies
+(:mod:`~.links`), ops and replays one after another on the compute lane, and compute slowed down by the share of the
+copies that the device's ``copy_interference`` says. Which swaps go to disk follows from the choice of actions and the
+device (:mod:`~.tiers`).
 
-A simulation makes three passes over flat columns (:mod:`~.arrays`, :mod:`~.kernels`): what backward needs, when
-copies are made and the memory that follows, and the time of it all. :func:`simulate` speaks of storages;
-a search that tries many choices uses a :class:`Simulator`, which takes and gives arrays.
+A simulation makes three passes over flat columns (:mod:`~.arrays`, :mod:`~.kernels`): what backward needs
+(:func:`residency`), when copies are made and the memory that follows, and the time of it all. :func:`simulate` speaks
+of storages; a search that tries many choices uses a :class:`Simulator`, which takes and gives arrays.
+
+The first pass walks the unpacks in order and does what the runtime would: what is still alive is used, swapped
+storages are brought back, recomputed ones are replayed from what is at hand, and values made on the way stay for
+their own unpack if they are memoised. A replayed value needs its inputs until it is replayed, so their stay is
+extended.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Action, Tier
 from lightning_offload.planning.arrays import SWAP, Buffers, Codes, StepArrays
-from lightning_offload.planning.kernels import Kernels, kernels_for
-from lightning_offload.planning.kernels.buffers import Buckets, Events, Gaps, Lanes, Links, Needs, Room, Transfers
+from lightning_offload.planning.kernels import PLAIN, Kernels, kernels_for
+from lightning_offload.planning.kernels.buffers import (
+    Buckets,
+    Events,
+    Gaps,
+    Lanes,
+    Links,
+    Needs,
+    Room,
+    Scratch,
+    Transfers,
+)
 from lightning_offload.planning.kernels.prefetches import BLOCK
-from lightning_offload.planning.lane_times import in_rates, out_rates
-from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.residency import Actions, find_needs
+from lightning_offload.planning.links import in_rates, out_rates
+from lightning_offload.planning.problem import Bytes, Problem, saved_storages
 from lightning_offload.planning.tiers import TierChoice, choose_tiers
-from lightning_offload.planning.timeline import NEVER, NO_LIMIT, ON_DEMAND, Outcome, Schedule, Timeline
 
-__all__ = ["NEVER", "Outcome", "Schedule", "Simulator", "Timeline", "simulate"]
+NO_LIMIT = 1 << 62
+"""More bytes than there are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When copies are made, for policies that say so themselves.
+
+    Attributes:
+        release: By swapped storage: tick of the op before which its device copy is released; -1, at its pack, for
+            the others.
+        prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1, on demand, for the
+            others. One that comes before the device copy is released, or after its need, is on demand.
+        tiers: By swapped storage: where it goes; None to let the device decide.
+    """
+
+    release: Mapping[int, int]
+    prefetch: Mapping[int, int]
+    tiers: Mapping[int, Tier] | None = None
+
+
+ON_DEMAND = Schedule(release={}, prefetch={})
+"""Every copy is waited for."""
+
+
+class Outcome(NamedTuple):
+    """What a search wants to know of a simulated step.
+
+    Attributes:
+        peak_bytes: Most bytes on the device at once.
+        step_seconds: Duration.
+        stall_seconds: Time that compute waits for copies.
+        overflow_bytes: By how much the host would have to be larger; a choice with any is infeasible.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    stall_seconds: float
+    overflow_bytes: int
+
+
+NEVER = Outcome(NO_LIMIT, float("inf"), float("inf"), 0)
+"""A step that was not simulated to its end."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        memory: Live device bytes at each tick.
+        peak_bytes: Its maximum.
+        peak_tick: Where that is.
+        step_seconds: Duration.
+        stall_seconds: Time that compute waits for copies.
+        release_tick: By swapped storage: tick at which its device copy is released; -1 at its pack.
+        prefetch: By swapped storage: ordinal of the unpack at which its copy back is issued; -1 on demand. In the order
+            of their needs, which is that of copies issued at the same unpack.
+        tiers: By swapped storage: where it goes.
+        out_seconds: By swapped storage: when its copy out ends.
+        in_seconds: By swapped storage: when its copy back ends; without those that are not copied back.
+        host_peak_bytes: Most bytes on the host at once, each storage rounded up to what it takes there.
+        disk_peak_bytes: The same for the disk.
+        overflow_bytes: By how much the host would have to be larger; a choice with any is infeasible.
+    """
+
+    memory: Bytes
+    peak_bytes: int
+    peak_tick: int
+    step_seconds: float
+    stall_seconds: float
+    release_tick: Mapping[int, int]
+    prefetch: Mapping[int, int]
+    tiers: Mapping[int, Tier]
+    out_seconds: Mapping[int, float]
+    in_seconds: Mapping[int, float]
+    host_peak_bytes: int
+    disk_peak_bytes: int
+    overflow_bytes: int
+
+
+Actions = Mapping[int, Action]
+
+
+@dataclasses.dataclass(slots=True)
+class Residency:
+    """What backward needs, by storage and by tick.
+
+    Attributes:
+        needed_at: First tick at which a swapped or recomputed storage must be on the device.
+        held_until: First tick at which nobody needs it any more.
+        replay_seconds: Time of the replays at an unpack's tick.
+        transient_bytes: Memory of those replays beyond the values that stay.
+        num_replayed: Ops replayed.
+    """
+
+    needed_at: dict[int, int]
+    held_until: dict[int, int]
+    replay_seconds: dict[int, float]
+    transient_bytes: dict[int, int]
+    num_replayed: int = 0
+
+
+def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = frozenset()) -> Residency:
+    """Walk the step's unpacks under a choice of actions (storages without one are kept)."""
+    found = find_needs(problem, problem.codes(actions), problem.flags(no_memo), PLAIN)
+    assert found is not None
+    needs = found[1]
+    saved = saved_storages(problem)
+    ticks = problem.lists.wanted_tick
+    replayed = [k for k, num_calls in enumerate(needs.num_calls) if num_calls]
+    return Residency(
+        needed_at={saved[i]: tick for i, tick in enumerate(needs.needed) if tick >= 0},
+        held_until={**problem.release, **dict(zip(saved, needs.held, strict=True))},
+        replay_seconds={ticks[k]: needs.seconds[k] for k in replayed},
+        transient_bytes={ticks[k]: needs.transient[k] for k in replayed},
+        num_replayed=sum(needs.num_calls),
+    )
+
+
+def find_needs(
+    problem: Problem,
+    codes: Codes,
+    no_memo: npt.NDArray[np.bool_] | None,
+    kernels: Kernels,
+    max_replay_seconds: float = float("inf"),
+) -> tuple[Any, Needs] | None:
+    """Run the static pass; the codes of all saved storages, and what they need, in the kernels' columns.
+
+    Args:
+        problem: The step.
+        codes: By candidate: its action.
+        no_memo: By candidate: whether it is not kept when it is replayed on the way to another.
+        kernels: The form of the loops.
+        max_replay_seconds: Give up, with None, where replays take longer.
+    """
+    new, step = Buffers(kernels.is_compiled), problem.columns(kernels.is_compiled)
+    num_saved, num_wanted = len(step.size), len(step.wanted)
+    padded = np.zeros(num_saved, dtype=np.int8)
+    padded[: len(codes)] = codes
+    columns = new.copy(padded), new.copy(np.zeros(len(codes), dtype=np.bool_) if no_memo is None else no_memo)
+    needs = Needs(
+        needed=new.whole(num_saved, -1),
+        held=new.copy(step.release),
+        stored=new.copy(step.dropped),
+        seconds=new.real(num_wanted),
+        num_calls=new.whole(num_wanted),
+        transient=new.whole(num_wanted),
+    )
+    is_done = kernels.find_needs(step, *columns, needs, _scratch(problem, step, new), max_replay_seconds)
+    return (columns[0], needs) if is_done else None
+
+
+def _scratch(problem: Problem, step: StepArrays, new: Buffers) -> Scratch:
+    num_values, num_ops = len(step.saved), len(step.op_seconds)
+    return Scratch(
+        seen=new.whole(num_ops),
+        stack=new.whole(len(step.inputs) + num_ops + 1),
+        calls=new.whole(num_ops),
+        readers=new.whole(num_values),
+        own=new.whole(num_values),
+        writer=new.whole(len(problem.graph.storages)),
+        held_through=new.whole(num_values),
+        stored_through=new.whole(num_values),
+    )
+
 
 _NOTEWORTHY = 1e-3  # share of the step that compute waits, above which other prefetches are tried
 _ROUNDING = 1e-9  # share of the step by which its duration may differ for no reason but the order of sums
@@ -69,6 +250,7 @@ class _Pass(NamedTuple):
     needs: Needs
     starts: Any
     transfers: Transfers
+    lanes: Lanes
     memory: Any
     peak_tick: int
     step_seconds: float
@@ -179,7 +361,9 @@ class Simulator:
             stall_seconds=made.stall_seconds,
             release_tick={s: int(release[i]) for i, s in named},
             prefetch={s: int(prefetch[i]) for i, s in self._by_need(named, needed) if is_given or needed[i] >= 0},
-            tiers={s: "disk" if stored.on_disk[i] else "host" for i, s in named},
+            tiers={s: "disk" if made.transfers.on_disk[i] else "host" for i, s in named},
+            out_seconds={s: float(made.lanes.out_end[i]) for i, s in named},
+            in_seconds={s: float(made.lanes.in_end[i]) for i, s in named if made.lanes.in_end[i] >= 0},
             host_peak_bytes=stored.host_peak_bytes,
             disk_peak_bytes=stored.disk_peak_bytes,
             overflow_bytes=stored.overflow_bytes,
@@ -232,7 +416,7 @@ class Simulator:
         count, busy = len(self.problem.candidates), new.whole(self.problem.graph.num_ticks + 1)
         lanes = Lanes(new.real(count), new.real(count, -1.0), new.real(2), new.real(2), busy)
         seconds, stalls = kernels.run_step(step, codes, starts, self._links, transfers, events, lanes)
-        return _Pass(needs, starts, transfers, room.memory, peak_tick, seconds, stalls, stored)
+        return _Pass(needs, starts, transfers, lanes, room.memory, peak_tick, seconds, stalls, stored)
 
     @property
     def _limit(self) -> int:
@@ -263,6 +447,8 @@ class Simulator:
             for column, wished in ((release, schedule.release), (prefetch, schedule.prefetch)):
                 for storage, moment in wished.items():
                     column[self.problem.number[storage]] = moment
+            for storage, tier in (schedule.tiers or {}).items():
+                on_disk[self.problem.number[storage]] = tier == "disk"
         return Transfers(on_disk, release, prefetch)
 
     def _tiers(self, codes: Codes, needs: Needs, starts: Any) -> TierChoice:

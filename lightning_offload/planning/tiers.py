@@ -3,7 +3,7 @@
 All of it goes to the host where that has room. Where it has not, and there is a disk, the storages that are away
 longest go to disk, until what is on the host at once fits: a slow tier is hidden best behind a long absence.
 Without a disk a choice that does not fit is infeasible, and planners take from :class:`HostRoom` what they swap.
-What a storage takes, and for how long, is what :mod:`~lightning_offload.graph.stays` says.
+What a storage takes, and for how long, is what :mod:`~lightning_offload.graph.host_layout` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.stays import stored_bytes
+from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.planning.problem import Problem
 
 Ints = npt.NDArray[np.int64]

@@ -16,7 +16,7 @@ import torch
 from lightning_offload.capture.observed import Observed, updated
 from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.layout import Layout
+from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.devices import HostRefusedError, measure_spec, nominal_spec
 from lightning_offload.plugins.host_memory import available_bytes

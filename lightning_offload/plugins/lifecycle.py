@@ -25,8 +25,8 @@ from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime, scaled
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.graph.stays import stored_bytes
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.correction import compute_factor, links_were_wrong
 from lightning_offload.plugins.margin import beside, plan_with_margin

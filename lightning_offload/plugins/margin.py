@@ -13,7 +13,7 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.policies import plan as make_plan
+from lightning_offload.planning.planner import plan as make_plan
 
 
 def plan_with_margin(
@@ -35,7 +35,7 @@ def plan_with_margin(
         usable_bytes: Device memory that there turned out to be, where that is less.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
         must_fit: Whether a budget that cannot be met raises; the plan with the lowest peak is made otherwise.
-        how: Further keywords of :func:`~lightning_offload.planning.policies.plan`.
+        how: Further keywords of :func:`~lightning_offload.planning.planner.plan`.
 
     Raises:
         BudgetInfeasibleError: The budget is below the floor.

@@ -37,7 +37,7 @@ class MemoryPlugin:
             of bytes, ``"12GiB"``, a float in (0, 1] as a fraction of device memory, or None for all that the
             device has (on a CPU: no limit).
         policy: Who plans: "auto", "keep-all", "all-swap", "all-recompute", or a published system ("superneurons");
-            :data:`~lightning_offload.planning.policies.POLICIES` has them all.
+            :data:`~lightning_offload.planning.planner.POLICIES` has them all.
         tier: Where swapped tensors go: "host", "disk", or "auto": to the host, and to disk what has no room there.
         host_budget: Most host memory for swapped tensors; by default most of what is free.
         spill_dir: Folder for the spill file, which has no name there and goes with the process; by default that of

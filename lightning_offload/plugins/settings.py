@@ -13,7 +13,7 @@ import torch
 
 from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies import check_policy
+from lightning_offload.planning.planner import check_policy
 from lightning_offload.units import resolve_budget
 
 Budget = int | float | str | None

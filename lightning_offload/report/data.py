@@ -9,9 +9,9 @@ from lightning_offload.errors import BudgetInfeasibleError, PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import Save, StepGraph
-from lightning_offload.planning.policies import POLICIES, plan
+from lightning_offload.planning.planner import POLICIES, plan
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.spans import StepTimeline, follow
+from lightning_offload.planning.trace import StepTrace, follow
 
 __all__ = ["MeasuredStep", "PlanView", "PolicyOutcome", "Stored", "compare_policies", "view_plan"]
 
@@ -149,8 +149,8 @@ class PlanView:
     graph: StepGraph
     plan: MemoryPlan
     device: DeviceSpec
-    planned: StepTimeline
-    plain: StepTimeline
+    planned: StepTrace
+    plain: StepTrace
     stored: tuple[Stored, ...]
     measured: MeasuredStep | None
     comparison: tuple[PolicyOutcome, ...]

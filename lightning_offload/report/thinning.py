@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from lightning_offload.planning.spans import Span
+from lightning_offload.planning.trace import Span
 
 __all__ = ["Block", "merge_spans", "thin_curve"]
 

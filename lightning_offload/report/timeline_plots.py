@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_offload.planning.spans import Lane, Span, StepTimeline
+from lightning_offload.planning.trace import Lane, Span, StepTrace
 from lightning_offload.report.data import PlanView
 from lightning_offload.report.scale import Unit, bytes_unit, escape, seconds_unit, shorten
 from lightning_offload.report.thinning import Block, merge_spans, thin_curve
@@ -82,7 +82,7 @@ def _time_axis(unit: Unit, extent: list[float]) -> dict[str, Any]:
 
 
 def _curve(
-    view: PlanView, step: StepTimeline, name: str, time: Unit, unit: Unit, *, color: str, dash: str = "solid",
+    view: PlanView, step: StepTrace, name: str, time: Unit, unit: Unit, *, color: str, dash: str = "solid",
     fill: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     chosen = thin_curve(step.tick_seconds, step.memory, NUM_BINS)

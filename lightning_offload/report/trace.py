@@ -18,7 +18,7 @@ from lightning_offload import __version__
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.spans import Lane, Span, StepTimeline
+from lightning_offload.planning.trace import Lane, Span, StepTrace
 from lightning_offload.report.data import PlanView, view_plan
 from lightning_offload.report.files import check_path, write_text
 
@@ -133,7 +133,7 @@ def _arrow(span: Span) -> Iterator[Event]:
     yield event if leaves else {**event, "bp": "e"}
 
 
-def _counter(name: str, step: StepTimeline) -> Iterator[Event]:
+def _counter(name: str, step: StepTrace) -> Iterator[Event]:
     changes = np.flatnonzero(np.concatenate(([True], step.memory[1:] != step.memory[:-1])))
     for i in changes.tolist():
         yield _count(name, float(step.tick_seconds[i]), int(step.memory[i]))

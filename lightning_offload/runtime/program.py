@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from lightning_offload.errors import PlanError
-from lightning_offload.graph.layout import Layout, plan_layout
+from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.runtime.tiers import Place

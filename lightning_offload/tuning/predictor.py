@@ -19,9 +19,9 @@ from typing import final
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import check_policy, plan
+from lightning_offload.planning.planner import check_policy, plan
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.tuning.step_model import StepModel, check_size
 from lightning_offload.tuning.trial import Prediction
 
@@ -182,7 +182,7 @@ class Predictor:
 
     def _step_needs(self, batch_size: int) -> int:
         if self.policy in ("auto", _PLAIN):
-            setting = Setting(Problem(self.step_model.at(batch_size), self.keep), self.device, None)
+            setting = PlanRequest(Problem(self.step_model.at(batch_size), self.keep), self.device, None)
             return (setting.floor if self.policy == "auto" else setting.plain).peak_bytes
         try:
             return self.plan(batch_size).predicted_peak_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_offload.planning.policies import POLICIES
+from lightning_offload.planning.planner import POLICIES
 from tests.cli.running import SMALL, json_of, option, output_of, refused, rows_of
 
 RESULT_KEYS = {

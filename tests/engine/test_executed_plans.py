@@ -13,8 +13,8 @@ import pytest
 from lightning_offload import MemoryPlugin
 from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
 from lightning_offload.graph.memory_plan import AT_PACK, Action
-from lightning_offload.planning.plans import Setting, build_plan
 from lightning_offload.planning.problem import Candidate, Problem
+from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.simulator import simulate
 from tests.engine.harness import Outcome, assert_same, run
 from tests.engine.live_tracker import LiveStorageTracker
@@ -92,7 +92,7 @@ def plan_for(graph: StepGraph, name: str) -> MemoryPlan:
     if limit is not None:
         no_memo = frozenset(s for s, action in actions.items() if action == "recompute" and rng.random() < 0.3)
     timeline = simulate(problem, actions, spec, limit_bytes=limit, no_memo=no_memo)
-    return build_plan(Setting(problem, spec, None), name, actions, timeline, no_memo)
+    return build_plan(PlanRequest(problem, spec, None), name, actions, timeline, no_memo)
 
 
 def _drawn(rng: random.Random, weights: Mapping[Action, float], candidate: Candidate) -> Action:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_offload.capture.live import LiveBytes
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
-from lightning_offload.planning.policies import plan as make_plan
+from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import HostPool

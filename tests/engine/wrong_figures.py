@@ -22,8 +22,8 @@ from lightning_offload.capture import observed
 from lightning_offload.capture.timing import scaled
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, MemoryPlan
-from lightning_offload.planning.policies import plan as make_plan
-from lightning_offload.planning.spans import follow
+from lightning_offload.planning.planner import plan as make_plan
+from lightning_offload.planning.trace import follow
 from lightning_offload.plugins import hardware, run
 from lightning_offload.plugins.signature import step_signature
 from lightning_offload.tensors.observer import observe_all

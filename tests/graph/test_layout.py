@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from lightning_offload.graph import Decision, StepGraph
-from lightning_offload.graph.layout import ALIGNMENT, Block, most_bytes, place, plan_layout
+from lightning_offload.graph.host_layout import (
+    ALIGNMENT,
+    Block,
+    LiveRanges,
+    most_bytes,
+    place,
+    plan_layout,
+    stored_bytes,
+)
 from lightning_offload.graph.memory_plan import Action, Tier
-from lightning_offload.graph.stays import Stays, stored_bytes
 from lightning_offload.planning.problem import Problem
 from tests.capture.recording import record
 from tests.graph.building import chain, step_graphs
@@ -105,7 +112,7 @@ def test_layout_without_swaps_is_empty() -> None:
 
 def _stored(graph: StepGraph, decisions: list[Decision], tier: Tier) -> dict[int, Block]:
     """What a plan puts on a tier, by storage."""
-    stays = Stays(graph)
+    stays = LiveRanges(graph)
     ends = stays.ends({d.storage for d in decisions if d.action == "recompute"})
     return {
         d.storage: Block(

@@ -13,8 +13,8 @@ import itertools
 import numpy as np
 
 from lightning_offload.graph import DeviceSpec
+from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import Action, Tier
-from lightning_offload.graph.stays import stored_bytes
 from lightning_offload.planning.kernels.prefetches import LOOKAHEAD
 from lightning_offload.planning.problem import Candidate, Problem
 from lightning_offload.planning.simulator import Schedule, Timeline
@@ -111,6 +111,8 @@ class _Step:
             release_tick=dict(self.release),
             prefetch=dict(self.prefetch),
             tiers=self.tiers,
+            out_seconds=self.gone,
+            in_seconds=self.here,
             host_peak_bytes=self.host_peak,
             disk_peak_bytes=self.disk_peak,
             overflow_bytes=max(0, self.host_peak - room) if room is not None else 0,
@@ -175,7 +177,8 @@ class _Step:
     def _follow(self, schedule: Schedule) -> None:
         for c in self.swapped:
             wished = schedule.release.get(c.storage, -1)
-            self.release[c.storage] = release = min(wished, self._first_need(c)) if wished >= c.pack_tick else -1
+            until = self._first_need(c) if c.storage in self.backward.needed else max(c.release, c.death)
+            self.release[c.storage] = release = min(wished, until) if wished >= c.pack_tick else -1
             ordinal = schedule.prefetch.get(c.storage, -1)
             tick = self.problem.unpacks[ordinal].tick if ordinal >= 0 else -1
             is_possible = c.storage in self.backward.needed and max(c.death, release, 0) <= tick < self._first_need(c)
@@ -257,8 +260,8 @@ class _Step:
     def _time(self) -> tuple[float, float]:
         """Tick by tick: copies out begin, releases wait, copies back begin, needs wait, then work is done."""
         out, back, needed = self._lane_out(), self._lane_back(), self.backward.needed
-        gone: dict[int, float] = {}
-        here: dict[int, float] = {}
+        self.gone = gone = dict[int, float]()
+        self.here = here = dict[int, float]()
         now = stalled = copied = 0.0
         for tick in range(len(self.problem.base)):
             for c in (c for c in self.swapped if c.pack_tick == tick):

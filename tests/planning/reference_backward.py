@@ -46,7 +46,7 @@ class Backward:
 
     def _at_hand(self, value: int, tick: int) -> bool:
         problem = self.problem
-        if problem.is_live(value, tick) or problem.is_given(value):
+        if is_live(problem, value, tick) or problem.is_given(value):
             return True
         if not problem.is_saved_for_good(value):
             return False
@@ -107,3 +107,9 @@ def saved_behind(problem: Problem, value: int) -> set[int]:
             elif not problem.is_given(read) and read not in pending:
                 pending.append(read)
     return found
+
+
+def is_live(problem: Problem, value: int, tick: int) -> bool:
+    """Whether the program itself still holds a value at a tick."""
+    storage = problem.graph.values[value].storage
+    return problem.graph.storages[storage].death > tick and problem.written_until[value] > tick

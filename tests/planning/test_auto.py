@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import Decision, MemoryPlan, StepGraph
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs
 
 NET = chain(*(100 + 10 * i for i in range(12)))
@@ -22,12 +22,12 @@ SHARED = dataclasses.replace(DEVICE, copy_interference=0.5, overhead_seconds=0.0
 
 def floor_of(graph: StepGraph) -> int:
     """The smallest feasible budget."""
-    return Setting(Problem(graph), DEVICE, None).floor.peak_bytes
+    return PlanRequest(Problem(graph), DEVICE, None).floor.peak_bytes
 
 
 def plain_peak(graph: StepGraph) -> int:
     """The peak with everything kept."""
-    return Setting(Problem(graph), DEVICE, None).plain.peak_bytes
+    return PlanRequest(Problem(graph), DEVICE, None).plain.peak_bytes
 
 
 def test_no_budget_keeps_everything() -> None:
@@ -94,7 +94,7 @@ def test_infeasible_without_an_op_names_the_state() -> None:
 def test_kept_modules_raise_the_floor() -> None:
     """What the user keeps is kept, and counts."""
     kept = frozenset({3, 5})
-    low = Setting(Problem(NET, kept), DEVICE, None).floor.peak_bytes
+    low = PlanRequest(Problem(NET, kept), DEVICE, None).floor.peak_bytes
     assert low > floor_of(NET)
     found = plan(NET, DEVICE, low, keep=kept)
     assert not kept & {decision.storage for decision in found.decisions}
@@ -167,7 +167,7 @@ def test_slow_disk_is_priced_as_such() -> None:
 def test_short_host_without_disk_mixes() -> None:
     """Where the host has room for little, that is used and the rest recomputed."""
     short = dataclasses.replace(SHARED, host_memory_bytes=6 * 4096, d2h_bytes_per_second=1e9, h2d_bytes_per_second=1e9)
-    low = Setting(Problem(PAGES), short, None).floor.peak_bytes
+    low = PlanRequest(Problem(PAGES), short, None).floor.peak_bytes
     found = plan(PAGES, short, low)
     assert {d.action for d in found.decisions} == {"swap", "recompute"}
     assert found.predicted_host_bytes <= 6 * 4096
@@ -176,8 +176,8 @@ def test_short_host_without_disk_mixes() -> None:
 @given(graph=step_graphs(), height=st.floats(0, 1.1))
 def test_any_step_is_planned_within_its_budget(graph: StepGraph, height: float) -> None:
     """Feasible whenever the budget is at least the floor; deterministic; consistent with its own graph."""
-    setting = Setting(Problem(graph), SHARED, None)
-    low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
+    request = PlanRequest(Problem(graph), SHARED, None)
+    low, high = request.floor.peak_bytes, request.plain.peak_bytes
     budget = int(low + height * (high - low))
     found = plan(graph, SHARED, budget)
     assert found == plan(graph, SHARED, budget)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lightning_offload.errors import PlanError
 from lightning_offload.planning.cluster import DEVICES, Cluster, StepProfile, profile_step, scale, scaling
 from lightning_offload.planning.collectives import Choice, exchange_cost
-from lightning_offload.planning.plans import Setting, build_plan
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.simulator import simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain
 from tests.planning.clusters import clusters, faster, flat, link, profile, profiles, simulated_end
@@ -224,7 +224,7 @@ def test_a_planned_step() -> None:
     problem = Problem(graph)
     first = problem.graph.values[graph.saves[0].value].storage
     timeline = simulate(problem, {first: "swap"}, DEVICE, overlap=False)
-    plan = build_plan(Setting(problem, DEVICE, None), "test", {first: "swap"}, timeline)
+    plan = build_plan(PlanRequest(problem, DEVICE, None), "test", {first: "swap"}, timeline)
     found = profile_step(problem, plan, DEVICE, batch_size=4, bucket_bytes=100)
     assert found.step_seconds == timeline.step_seconds > 9.0
     assert found.buckets[-1].ready_seconds == pytest.approx(found.step_seconds)
@@ -239,7 +239,9 @@ def test_overhead_is_spread_over_the_step() -> None:
     graph, slow = trained().build(), dataclasses.replace(DEVICE, overhead_seconds=0.5)
     problem = Problem(graph)
     first = problem.graph.values[graph.saves[0].value].storage
-    plan = build_plan(Setting(problem, slow, None), "test", {first: "swap"}, simulate(problem, {first: "swap"}, slow))
+    plan = build_plan(
+        PlanRequest(problem, slow, None), "test", {first: "swap"}, simulate(problem, {first: "swap"}, slow)
+    )
     found = profile_step(problem, plan, slow, batch_size=4, bucket_bytes=100)
     assert found.step_seconds == plan.predicted_step_seconds
     assert found.buckets[-1].ready_seconds == pytest.approx(found.step_seconds)

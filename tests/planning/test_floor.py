@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, StepGraph
-from lightning_offload.graph.layout import plan_layout
-from lightning_offload.planning.chains import anchors, replay_cost
+from lightning_offload.graph.host_layout import plan_layout
 from lightning_offload.planning.floor import swap_everything, swap_what_fits
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import POLICIES, plan
-from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.planner import POLICIES, plan
+from lightning_offload.planning.problem import Problem, anchors, replay_cost
+from lightning_offload.planning.request import PlanRequest
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 
 PAGE = 4096
@@ -30,15 +29,15 @@ def on_host(limit: int | None) -> DeviceSpec:
 
 def floor_bytes(graph: StepGraph, device: DeviceSpec) -> int:
     """The smallest feasible budget."""
-    return Setting(Problem(graph), device, None).floor.peak_bytes
+    return PlanRequest(Problem(graph), device, None).floor.peak_bytes
 
 
 def test_host_that_holds_everything_is_as_good_as_one_without_limit() -> None:
     """To the byte: the floor is that of everything swapped."""
-    setting = Setting(Problem(NET), on_host(SWAPPED_BYTES), None)
-    assert setting.floor_actions == swap_everything(Problem(NET))
-    assert setting.floor.peak_bytes == floor_bytes(NET, DEVICE)
-    assert not setting.lowest.is_host_short
+    request = PlanRequest(Problem(NET), on_host(SWAPPED_BYTES), None)
+    assert request.floor_actions == swap_everything(Problem(NET))
+    assert request.floor.peak_bytes == floor_bytes(NET, DEVICE)
+    assert not request.lowest.is_host_short
 
 
 def test_disk_makes_up_for_a_short_host() -> None:
@@ -52,7 +51,7 @@ def test_floor_rises_as_the_host_shrinks() -> None:
     floors = [floor_bytes(NET, on_host(n * SWAPPED_BYTES // 8)) for n in range(8, -1, -1)]
     assert floors[0] == floor_bytes(NET, DEVICE)
     assert floors == sorted(floors)
-    assert floors[0] < floors[-1] < Setting(Problem(NET), DEVICE, None).plain.peak_bytes
+    assert floors[0] < floors[-1] < PlanRequest(Problem(NET), DEVICE, None).plain.peak_bytes
 
 
 def test_what_cannot_be_recomputed_is_swapped_first() -> None:
@@ -71,9 +70,9 @@ def test_what_cannot_be_recomputed_is_swapped_first() -> None:
         b.unpack(save)
         b.op()
         b.release(save)
-    setting = Setting(Problem(b.build()), on_host(PAGE), None)
-    assert setting.floor_actions == {1: "swap", 2: "recompute"}
-    assert setting.lowest.is_host_short
+    request = PlanRequest(Problem(b.build()), on_host(PAGE), None)
+    assert request.floor_actions == {1: "swap", 2: "recompute"}
+    assert request.lowest.is_host_short
 
 
 def test_what_saves_most_is_swapped_next() -> None:
@@ -89,17 +88,17 @@ def test_what_saves_most_is_swapped_next() -> None:
         b.unpack(save)
         b.op()
         b.release(save)
-    setting = Setting(Problem(b.build()), on_host(5 * PAGE), None)
-    assert setting.floor_actions == {1: "recompute", 2: "swap", 3: "swap"}
+    request = PlanRequest(Problem(b.build()), on_host(5 * PAGE), None)
+    assert request.floor_actions == {1: "recompute", 2: "swap", 3: "swap"}
 
 
 def test_long_chains_are_broken() -> None:
     """Without any tier some storages of a long net are kept, since replaying all at once would need them all."""
     net = chain(*[PAGE] * 64)
-    setting = Setting(Problem(net), on_host(0), None)
-    assert set(setting.floor_actions.values()) == {"recompute"}
-    assert 0 < len(setting.floor_actions) < 64
-    assert setting.floor.peak_bytes < 25 * PAGE
+    request = PlanRequest(Problem(net), on_host(0), None)
+    assert set(request.floor_actions.values()) == {"recompute"}
+    assert 0 < len(request.floor_actions) < 64
+    assert request.floor.peak_bytes < 25 * PAGE
 
 
 def test_swap_what_fits_keeps_the_rest() -> None:
@@ -151,10 +150,10 @@ def test_error_does_not_name_a_host_that_suffices() -> None:
 @given(graph=step_graphs(unit=1000), device=tiered_devices(unit=1000), height=st.floats(0, 1.1))
 def test_auto_is_feasible_from_the_floor_up(graph: StepGraph, device: DeviceSpec, height: float) -> None:
     """Whatever the step and the tiers: within the budget, within the host, and on no tier that is not there."""
-    setting = Setting(Problem(graph), device, None)
-    low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
+    request = PlanRequest(Problem(graph), device, None)
+    low, high = request.floor.peak_bytes, request.plain.peak_bytes
     assert low <= high
-    assert setting.floor.overflow_bytes == 0
+    assert request.floor.overflow_bytes == 0
     budget = int(low + height * (high - low))
     found = plan(graph, device, budget)
     assert found == plan(graph, device, budget)
@@ -189,5 +188,5 @@ def test_all_policies_respect_the_host(graph: StepGraph, device: DeviceSpec, pol
 @given(graph=step_graphs(unit=1000), limit=st.integers(0, 100).map(lambda n: n * 1000))
 def test_more_host_memory_never_needs_more_than_everything_kept(graph: StepGraph, limit: int) -> None:
     """The floor lies between that of a host without limit and the plain peak."""
-    setting = Setting(Problem(graph), on_host(limit), None)
-    assert floor_bytes(graph, DEVICE) <= setting.floor.peak_bytes <= setting.plain.peak_bytes
+    request = PlanRequest(Problem(graph), on_host(limit), None)
+    assert floor_bytes(graph, DEVICE) <= request.floor.peak_bytes <= request.plain.peak_bytes

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.planning.bound import bound_seconds
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.relaxation.clock import Case
+from lightning_offload.planning.relaxation import relax
+from lightning_offload.planning.relaxation.facts import Case
 from lightning_offload.planning.relaxation.model import Model
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Schedule, Timeline, simulate
 from tests.graph.building import GraphBuilder, chain, step_graphs, tiered_devices
 
@@ -87,7 +87,7 @@ def test_floor_is_the_smallest_peak_of_all_choices(graph: StepGraph, device: Dev
     """No choice of actions has a smaller peak than the floor: auto is feasible whenever anything is."""
     problem = Problem(graph)
     peaks = [simulate(problem, actions, device, overlap=False).peak_bytes for actions in all_choices(problem)]
-    assert Setting(problem, device, None).floor.peak_bytes == min(peaks)
+    assert PlanRequest(problem, device, None).floor.peak_bytes == min(peaks)
 
 
 @settings(max_examples=25)
@@ -97,13 +97,13 @@ def test_fractions_cost_less_than_wholes_and_those_less_than_plans(
 ) -> None:
     """The program's optimum is at most that without fractions, and that, like the bound, at most every choice's."""
     problem = Problem(graph)
-    setting = Setting(problem, device, None)
-    low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
+    request = PlanRequest(problem, device, None)
+    low, high = request.floor.peak_bytes, request.plain.peak_bytes
     budget = int(low + height * (high - low))
     best = min(timeline.step_seconds for timeline in feasible_timelines(problem, device, budget, memos=True))
-    assert bound_seconds(problem, device, budget) <= best * (1 + 1e-9)
+    assert relax(problem, device, budget).seconds <= best * (1 + 1e-9)
     if budget < high:
-        model = Model(Case.of(problem, device, setting.plain, budget), range(graph.num_ticks), integral=True)
+        model = Model(Case.of(problem, device, request.plain, budget), range(graph.num_ticks), integral=True)
         fractions, wholes = model.solve(10.0), model.program.solve_integral(10.0)
         assert fractions is not None
         assert wholes is not None
@@ -124,7 +124,7 @@ def test_bound_is_below_every_plan_at_its_own_peak(graph: StepGraph, device: Dev
     timeline = random_plan(problem, device, random.Random(seed))
     if timeline.overflow_bytes or timeline.peak_bytes >= plain.peak_bytes:
         return
-    assert bound_seconds(problem, device, timeline.peak_bytes) <= timeline.step_seconds * (1 + 1e-9)
+    assert relax(problem, device, timeline.peak_bytes).seconds <= timeline.step_seconds * (1 + 1e-9)
     solution = Model(Case.of(problem, device, plain, timeline.peak_bytes), range(graph.num_ticks)).solve(10.0)
     assert solution is not None  # else the bound would have been the cheaper one
 
@@ -171,8 +171,8 @@ def test_search_is_close_to_the_best_choice(device: DeviceSpec) -> None:
 
 def _ratio(graph: StepGraph, device: DeviceSpec, height: float) -> float:
     problem = Problem(graph)
-    setting = Setting(problem, device, None)
-    low, high = setting.floor.peak_bytes, setting.plain.peak_bytes
+    request = PlanRequest(problem, device, None)
+    low, high = request.floor.peak_bytes, request.plain.peak_bytes
     budget = int(low + height * (high - low))
     best = min(timeline.step_seconds for timeline in feasible_timelines(problem, device, budget, memos=True))
     return plan(graph, device, budget).predicted_step_seconds / best

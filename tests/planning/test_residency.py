@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from lightning_offload.graph import StepGraph
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.residency import residency
-from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.simulator import residency, simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain
 
 FOUR = chain(10, 20, 30, 40, seconds=1.0)

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_offload.graph import DeviceSpec, StepGraph
-from lightning_offload.graph.layout import Block, most_bytes
+from lightning_offload.graph.host_layout import Block, most_bytes, stored_bytes
 from lightning_offload.graph.memory_plan import Action, Tier
-from lightning_offload.graph.stays import stored_bytes
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.simulator import simulate
 from lightning_offload.planning.tiers import HostRoom, must_fit_host

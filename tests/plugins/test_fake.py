@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.plugins.fake import Step, record_fake_step
 from tests.capture.recording import record
 from tests.graph.building import DEVICE

@@ -13,7 +13,7 @@ import torch
 
 from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.layout import Layout
+from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import Decision, MemoryPlan
 from lightning_offload.plugins import hardware as module
 from lightning_offload.plugins.hardware import Hardware

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_offload.graph import Action, Decision, DeviceSpec, MemoryPlan, StepGraph
-from lightning_offload.planning.plans import Setting, build_plan
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.simulator import simulate
 from tests.graph.building import DEVICE, GraphBuilder
 
@@ -55,7 +55,7 @@ def plan_of(
     problem = Problem(graph)
     timeline = simulate(problem, actions, device, limit_bytes=budget_bytes)
     return dataclasses.replace(
-        build_plan(Setting(problem, device, None), policy, actions, timeline), budget_bytes=budget_bytes
+        build_plan(PlanRequest(problem, device, None), policy, actions, timeline), budget_bytes=budget_bytes
     )
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_offload.errors import PlanError, PolicyError
 from lightning_offload.graph import StepGraph
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import POLICIES
+from lightning_offload.planning.planner import POLICIES
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.report import MeasuredStep, PolicyOutcome, compare_policies
 from lightning_offload.report.data import view_plan
 from tests.graph.building import GraphBuilder
@@ -75,7 +75,7 @@ def test_plan_of_another_step_is_refused() -> None:
 
 def test_comparison_has_each_policy_with_its_overhead_or_its_floor() -> None:
     """Every registered one by default, in their order; below the plain peak keeping everything is infeasible."""
-    setting = Setting(Problem(SIX), CARD, None)
+    setting = PlanRequest(Problem(SIX), CARD, None)
     budget = (setting.floor.peak_bytes + setting.plain.peak_bytes) // 2
     outcomes = compare_policies(SIX, CARD, budget)
     assert [outcome.policy for outcome in outcomes] == list(POLICIES)

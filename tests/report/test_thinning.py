@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_offload.planning.spans import Span
+from lightning_offload.planning.trace import Span
 from lightning_offload.report.thinning import merge_spans, thin_curve
 
 

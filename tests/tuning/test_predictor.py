@@ -9,7 +9,7 @@ import pytest
 
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError, TuningError
 from lightning_offload.graph import StepGraph
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.tuning import predictor as predictor_module
 from lightning_offload.tuning.throughput import Predictor, StepModel
 from lightning_offload.tuning.trial import Prediction

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lightning_offload.errors import TuningError
 from lightning_offload.graph import StepGraph
 from lightning_offload.graph.step_graph import check
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.tuning.throughput import StepModel
 from tests.capture.recording import record
 from tests.graph.building import chain
@@ -67,7 +67,7 @@ def test_recorded_models_are_predicted_to_the_byte(name: str, sizes: tuple[int, 
         predicted, true = model.at(n), family(n)
         assert untimed(predicted) == untimed(true)
         assert predicted.digest() == true.digest()
-        mine, others = (Setting(Problem(graph), A100, None) for graph in (predicted, true))
+        mine, others = (PlanRequest(Problem(graph), A100, None) for graph in (predicted, true))
         assert mine.plain.peak_bytes == others.plain.peak_bytes
         assert mine.floor.peak_bytes == others.floor.peak_bytes
 

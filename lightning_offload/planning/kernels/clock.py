@@ -1,7 +1,7 @@
 """Time: when ticks begin, when copies end, and how long the step takes.
 
 Lanes are (time from which the link is free, time from which the disk is free). Rates of a direction are seconds per
-byte of the link, of the disk, and of the link under a disk copy; :mod:`~lightning_offload.planning.lane_times` says
+byte of the link, of the disk, and of the link under a disk copy; :mod:`~lightning_offload.planning.links` says
 what they mean.
 
 Columns are those of :class:`~lightning_offload.planning.arrays.StepArrays`.

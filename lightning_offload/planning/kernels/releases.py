@@ -57,7 +57,7 @@ def follow(step: StepArrays, codes: Any, needs: Needs, transfers: Transfers, mem
     for s in range(step.num_candidates[0]):
         if codes[s] != SWAP:
             continue
-        need = needed[s] if needed[s] >= 0 else step.release[s]
+        need = needed[s] if needed[s] >= 0 else max(step.release[s], death[s])  # the program may hold it for longer
         release[s] = min(release[s], need) if release[s] >= pack[s] else -1
         occupy(memory, death[s], release[s], size[s])
         tick = ticks[prefetch[s]] if prefetch[s] >= 0 else -1

@@ -1,36 +1,29 @@
-"""Named policies: pure functions of one signature, ``policy(setting) -> MemoryPlan``.
+"""The published systems as policies: pure functions of one signature, ``policy(request) -> MemoryPlan``.
 
-``auto`` is the planner. ``keep-all``, ``all-swap`` and ``all-recompute`` are fixed choices, the others are published
-systems, each in a module that cites its paper and says where it departs. Some of these do as much as the budget asks
-for, others ignore how much it would allow; all fail where they do not fit.
+Each is in a module that cites its paper and says where it departs. Some do as much as the budget asks for, others
+ignore how much it would allow; all fail where they do not fit. :mod:`~.planner` plans by name.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 from collections.abc import Callable
+from typing import Any
 
-from lightning_offload.errors import BudgetInfeasibleError, PolicyError
-from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.layout import plan_layout
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.auto import auto
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.accudnn import accudnn
 from lightning_offload.planning.policies.capuchin import capuchin
 from lightning_offload.planning.policies.checkpoint import checkpoint, checkpoint_sqrt
 from lightning_offload.planning.policies.cpu_offload import cpu_offload
-from lightning_offload.planning.policies.fixed import all_recompute, all_swap, keep_all
 from lightning_offload.planning.policies.layrub import layrub
 from lightning_offload.planning.policies.layup import layup
 from lightning_offload.planning.policies.save_on_cpu import save_on_cpu
 from lightning_offload.planning.policies.superneurons import superneurons
 from lightning_offload.planning.policies.swap_out_in import swap_out_in
 from lightning_offload.planning.policies.vdnn import vdnn_all, vdnn_conv, vdnn_dyn
-from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 
-Policy = Callable[[Setting], MemoryPlan]
+Policy = Callable[[PlanRequest], MemoryPlan]
 
 PUBLISHED: dict[str, Policy] = {
     "save-on-cpu": save_on_cpu,
@@ -49,73 +42,8 @@ PUBLISHED: dict[str, Policy] = {
 }
 """Those of others."""
 
-POLICIES: dict[str, Policy] = {
-    "auto": auto,
-    "keep-all": keep_all,
-    "all-swap": all_swap,
-    "all-recompute": all_recompute,
-    **PUBLISHED,
-}
-_MAX_RETRIES = 3
 
-
-def check_policy(name: str) -> str:
-    """The name of a policy, checked.
-
-    Raises:
-        PolicyError: There is none of that name.
-    """
-    if not isinstance(name, str) or name not in POLICIES:
-        raise PolicyError(f"unknown policy {name!r}: choose one of {', '.join(map(repr, POLICIES))}")
-    return name
-
-
-def plan(
-    graph: StepGraph,
-    device: DeviceSpec,
-    budget_bytes: int | None,
-    *,
-    policy: str = "auto",
-    keep: frozenset[int] = frozenset(),
-    seconds: float | None = None,
-    seed: int = 0,
-    is_provisional: bool = False,
-) -> MemoryPlan:
-    """Plan a step.
-
-    Args:
-        graph: The recorded step.
-        device: Where it runs.
-        budget_bytes: Peak of live device bytes allowed, None for no limit.
-        policy: Who plans.
-        keep: Storages that must stay on the device.
-        seconds: When to stop searching, roughly; by default a search ends by itself, after an effort that does not
-            depend on the machine's speed.
-        seed: Of what a search does at random.
-        is_provisional: Whether the plan is soon made again, so that little effort is enough.
-
-    Raises:
-        PolicyError: No such policy.
-        BudgetInfeasibleError: The policy cannot meet the budget; names the smallest it can meet.
-    """
-    make, problem = POLICIES[check_policy(policy)], Problem(graph, keep)
-    made = make(Setting(problem, device, budget_bytes, seconds, seed, is_provisional))
-    limit = planned_for = device.host_memory_bytes
-    for _ in range(_MAX_RETRIES):
-        excess = _host_excess(graph, made, limit)
-        if planned_for is None or excess <= 0:
-            break
-        planned_for = max(0, planned_for - excess)
-        try:
-            smaller = dataclasses.replace(device, host_memory_bytes=planned_for)
-            made = make(Setting(problem, smaller, budget_bytes, seconds, seed, is_provisional))
-        except BudgetInfeasibleError:
-            break  # offsets are hints: what has no place of its own may still find one
-    return made
-
-
-def _host_excess(graph: StepGraph, made: MemoryPlan, limit_bytes: int | None) -> int:
-    """By how much a plan's layout on the host is larger than it may be: stays that do not nest leave gaps."""
-    if limit_bytes is None or made.predicted_host_bytes == 0:
-        return 0
-    return plan_layout(graph, made).tier_bytes["host"] - limit_bytes
+def __getattr__(name: str) -> Any:
+    if name in {"POLICIES", "check_policy", "plan"}:  # which were here
+        return getattr(importlib.import_module("lightning_offload.planning.planner"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,40 +14,40 @@ paper's other half, the choice of minibatch and learning rate, is no memory poli
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Choice, Ordered, fit_host, fits, plan_of, shortest_prefix, swap
 from lightning_offload.planning.policies.layers import layers_of
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import simulate
 
 _MAX_REPAIRS = 24
 
 
-def accudnn(setting: Setting) -> MemoryPlan:
+def accudnn(request: PlanRequest) -> MemoryPlan:
     """Swap storages of the longest reuse distance, and repair what stalls."""
-    layers = layers_of(setting.problem)
+    layers = layers_of(request.problem)
     by_distance = sorted(layers.swappable(), key=lambda s: (-layers.away_seconds(layers.by_storage[s]), s))
-    allowed = fit_host(setting, by_distance)
+    allowed = fit_host(request, by_distance)
     order: Ordered = [(s, "swap") for s in allowed]
-    choice = shortest_prefix(setting, "accudnn", order)
+    choice = shortest_prefix(request, "accudnn", order)
     if choice.actions:
-        choice = _repair(setting, choice, allowed)
-    return plan_of(setting, "accudnn", choice.timeline, choice.actions)
+        choice = _repair(request, choice, allowed)
+    return plan_of(request, "accudnn", choice.timeline, choice.actions)
 
 
-def _repair(setting: Setting, choice: Choice, allowed: list[int]) -> Choice:
+def _repair(request: PlanRequest, choice: Choice, allowed: list[int]) -> Choice:
     """Give up swaps, then exchange them, shortest reuse distance first, where the step still fits and gets faster."""
     swapped = [s for s in reversed(allowed) if s in choice.actions]
     for s in swapped[:_MAX_REPAIRS]:
-        choice = _better(setting, choice, set(choice.actions) - {s})
+        choice = _better(request, choice, set(choice.actions) - {s})
     others = [s for s in allowed if s not in choice.actions]
     remaining = [s for s in swapped if s in choice.actions]
     for s, other in list(zip(remaining, others, strict=False))[:_MAX_REPAIRS]:
-        choice = _better(setting, choice, (set(choice.actions) - {s}) | {other})
+        choice = _better(request, choice, (set(choice.actions) - {s}) | {other})
     return choice
 
 
-def _better(setting: Setting, choice: Choice, storages: set[int]) -> Choice:
+def _better(request: PlanRequest, choice: Choice, storages: set[int]) -> Choice:
     actions = swap(sorted(storages))
-    timeline = simulate(setting.problem, actions, setting.device, limit_bytes=setting.budget_bytes)
-    is_better = fits(setting, timeline) and timeline.step_seconds < choice.timeline.step_seconds
+    timeline = simulate(request.problem, actions, request.device, limit_bytes=request.budget_bytes)
+    is_better = fits(request, timeline) and timeline.step_seconds < choice.timeline.step_seconds
     return Choice(actions, timeline) if is_better else choice

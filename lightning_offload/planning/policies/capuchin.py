@@ -21,52 +21,52 @@ from __future__ import annotations
 import heapq
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.lane_times import in_rates, out_rates
-from lightning_offload.planning.plans import Setting
+from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
 from lightning_offload.planning.policies.layers import Layer, Layers, layers_of
+from lightning_offload.planning.request import PlanRequest
 
 
-def capuchin(setting: Setting) -> MemoryPlan:
+def capuchin(request: PlanRequest) -> MemoryPlan:
     """Swap by free time, then take the cheaper action by bytes."""
-    choice = shortest_prefix(setting, "capuchin", eviction_order(setting))
-    return plan_of(setting, "capuchin", choice.timeline, choice.actions)
+    choice = shortest_prefix(request, "capuchin", eviction_order(request))
+    return plan_of(request, "capuchin", choice.timeline, choice.actions)
 
 
-def eviction_order(setting: Setting) -> Ordered:
+def eviction_order(request: PlanRequest) -> Ordered:
     """What is done with which storage, first what is hidden, then what is cheapest."""
-    layers, device = layers_of(setting.problem), setting.device
-    free = {s: free_seconds(setting, layers, layers.by_storage[s]) for s in layers.swappable()}
+    layers, device = layers_of(request.problem), request.device
+    free = {s: free_seconds(request, layers, layers.by_storage[s]) for s in layers.swappable()}
     by_free_time = sorted(free, key=lambda s: (-free[s], s))
     replayable = [s for s, layer in layers.by_storage.items() if layer.can_recompute]
-    with_room = fit_host(setting, by_free_time, replayable)
-    hidden = with_room[: _num_hidden(setting, layers, with_room)]
+    with_room = fit_host(request, by_free_time, replayable)
+    hidden = with_room[: _num_hidden(request, layers, with_room)]
     back = in_rates(device).link
     exposed = {s: max(-free[s], layers.by_storage[s].num_bytes * back) for s in with_room[len(hidden) :]}
     return [*((s, "swap") for s in hidden), *_cheapest_first(layers, set(hidden), exposed)]
 
 
-def free_seconds(setting: Setting, layers: Layers, layer: Layer) -> float:
+def free_seconds(request: PlanRequest, layers: Layers, layer: Layer) -> float:
     """Time between a layer's last use in forward and its first in backward that its copies leave."""
-    copies = layer.num_bytes * (out_rates(setting.device).link + in_rates(setting.device).link)
+    copies = layer.num_bytes * (out_rates(request.device).link + in_rates(request.device).link)
     return layers.away_seconds(layer) - copies
 
 
-def _num_hidden(setting: Setting, layers: Layers, storages: list[int]) -> int:
+def _num_hidden(request: PlanRequest, layers: Layers, storages: list[int]) -> int:
     """How many of some storages can be swapped, the first ones first, so that each copy is hidden on its lane."""
     low, high = 0, len(storages)
     while low < high:
         middle = (low + high + 1) // 2
-        if _is_hidden(setting, [layers.by_storage[s] for s in storages[:middle]], layers):
+        if _is_hidden(request, [layers.by_storage[s] for s in storages[:middle]], layers):
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _is_hidden(setting: Setting, swapped: list[Layer], layers: Layers) -> bool:
+def _is_hidden(request: PlanRequest, swapped: list[Layer], layers: Layers) -> bool:
     """Whether each copy back can begin after its copy out has ended, and end before it is needed."""
-    out, back = out_rates(setting.device).link, in_rates(setting.device).link
+    out, back = out_rates(request.device).link, in_rates(request.device).link
     out_end, end = dict[int, float](), 0.0
     for layer in sorted(swapped, key=lambda layer: (layer.last_used, layer.storage)):
         end = max(end, float(layers.starts[layer.last_used + 1])) + layer.num_bytes * out

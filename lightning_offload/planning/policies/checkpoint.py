@@ -17,21 +17,21 @@ kept. The budget changes nothing.
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import fixed_plan
 from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.policies.segments import by_block, equal_parts, grouped, recompute_inside
+from lightning_offload.planning.request import PlanRequest
 
 
-def checkpoint(setting: Setting) -> MemoryPlan:
+def checkpoint(request: PlanRequest) -> MemoryPlan:
     """Recompute each block from its inputs."""
-    layers, found = layers_of(setting.problem), by_block(setting.problem)
+    layers, found = layers_of(request.problem), by_block(request.problem)
     parts = equal_parts(layers) if found is None else found
-    return fixed_plan(setting, "checkpoint", recompute_inside(layers, parts))
+    return fixed_plan(request, "checkpoint", recompute_inside(layers, parts))
 
 
-def checkpoint_sqrt(setting: Setting) -> MemoryPlan:
+def checkpoint_sqrt(request: PlanRequest) -> MemoryPlan:
     """Recompute as many segments as the square root of the number of blocks, or of layers."""
-    layers, found = layers_of(setting.problem), by_block(setting.problem)
+    layers, found = layers_of(request.problem), by_block(request.problem)
     parts = equal_parts(layers) if found is None else grouped(found)
-    return fixed_plan(setting, "checkpoint-sqrt", recompute_inside(layers, parts))
+    return fixed_plan(request, "checkpoint-sqrt", recompute_inside(layers, parts))

@@ -13,15 +13,15 @@ does one that a host of limited size has no room for, later layers first. Nothin
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan, swap
 from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.policies.schedules import one_ahead, releases
+from lightning_offload.planning.request import PlanRequest
 
 
-def cpu_offload(setting: Setting) -> MemoryPlan:
+def cpu_offload(request: PlanRequest) -> MemoryPlan:
     """Offload every layer, wait at its end, and look one layer ahead in backward."""
-    layers = layers_of(setting.problem)
-    release = releases(layers, fit_host(setting, layers.swappable()), {})
+    layers = layers_of(request.problem)
+    release = releases(layers, fit_host(request, layers.swappable()), {})
     actions = swap(release)
-    return scheduled_plan(setting, "cpu-offload", actions, one_ahead(layers, release, actions))
+    return scheduled_plan(request, "cpu-offload", actions, one_ahead(layers, release, actions))

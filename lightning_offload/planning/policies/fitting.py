@@ -10,9 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.plans import Setting, build_plan, describe
-from lightning_offload.planning.residency import Actions
-from lightning_offload.planning.simulator import Schedule, Timeline, simulate
+from lightning_offload.planning.request import PlanRequest, build_plan, describe
+from lightning_offload.planning.simulator import Actions, Schedule, Timeline, simulate
 from lightning_offload.planning.tiers import HostRoom, must_fit_host
 
 Ordered = Sequence[tuple[int, Action]]
@@ -29,52 +28,52 @@ class Choice:
     timeline: Timeline
 
 
-def fits(setting: Setting, timeline: Timeline) -> bool:
+def fits(request: PlanRequest, timeline: Timeline) -> bool:
     """Whether a step is within the budget."""
-    return setting.budget_bytes is None or timeline.peak_bytes <= setting.budget_bytes
+    return request.budget_bytes is None or timeline.peak_bytes <= request.budget_bytes
 
 
 def plan_of(
-    setting: Setting, policy: str, timeline: Timeline, actions: Actions, no_memo: frozenset[int] = frozenset()
+    request: PlanRequest, policy: str, timeline: Timeline, actions: Actions, no_memo: frozenset[int] = frozenset()
 ) -> MemoryPlan:
     """The plan of a simulated choice.
 
     Raises:
         BudgetInfeasibleError: It does not fit; its own peak is the floor.
     """
-    if not fits(setting, timeline):
-        raise too_small(setting, policy, timeline)
-    return build_plan(setting, policy, actions, timeline, no_memo)
+    if not fits(request, timeline):
+        raise too_small(request, policy, timeline)
+    return build_plan(request, policy, actions, timeline, no_memo)
 
 
-def too_small(setting: Setting, policy: str, timeline: Timeline) -> Exception:
+def too_small(request: PlanRequest, policy: str, timeline: Timeline) -> Exception:
     """The error for a budget below the smallest peak that a policy has."""
-    op = setting.problem.graph.op_at(timeline.peak_tick)
-    return setting.infeasible(timeline.peak_bytes, describe(op) if op else "persistent state", policy)
+    op = request.problem.graph.op_at(timeline.peak_tick)
+    return request.infeasible(timeline.peak_bytes, describe(op) if op else "persistent state", policy)
 
 
 def fixed_plan(
-    setting: Setting, policy: str, actions: dict[int, Action], no_memo: frozenset[int] = frozenset()
+    request: PlanRequest, policy: str, actions: dict[int, Action], no_memo: frozenset[int] = frozenset()
 ) -> MemoryPlan:
     """The plan of a choice that no budget changes; the simulator chooses when to copy.
 
     Raises:
         BudgetInfeasibleError: It does not fit even where each copy is waited for.
     """
-    return plan_of(setting, policy, _simulate(setting, actions, no_memo), actions, no_memo)
+    return plan_of(request, policy, _simulate(request, actions, no_memo), actions, no_memo)
 
 
-def scheduled_plan(setting: Setting, policy: str, actions: dict[int, Action], schedule: Schedule) -> MemoryPlan:
+def scheduled_plan(request: PlanRequest, policy: str, actions: dict[int, Action], schedule: Schedule) -> MemoryPlan:
     """The plan of a choice with a discipline of its own.
 
     Raises:
         BudgetInfeasibleError: It does not fit so.
     """
-    return plan_of(setting, policy, simulate(setting.problem, actions, setting.device, schedule=schedule), actions)
+    return plan_of(request, policy, simulate(request.problem, actions, request.device, schedule=schedule), actions)
 
 
 def shortest_prefix(
-    setting: Setting,
+    request: PlanRequest,
     policy: str,
     order: Ordered,
     always: Actions | None = None,
@@ -83,7 +82,7 @@ def shortest_prefix(
     """Take actions in a policy's order until the step fits.
 
     Args:
-        setting: The step and its budget.
+        request: The step and its budget.
         policy: Whose order it is.
         order: Actions, the first to be taken first.
         always: Actions that are taken whatever the budget.
@@ -96,59 +95,59 @@ def shortest_prefix(
 
     def taken(num: int) -> Choice:
         actions = base | dict(order[:num])
-        return Choice(actions, _simulate(setting, actions, no_memo))
+        return Choice(actions, _simulate(request, actions, no_memo))
 
     best, whole = taken(0), taken(len(order))
-    if fits(setting, best.timeline):
+    if fits(request, best.timeline):
         return best
     low, high, best = 1, len(order), whole
     while low < high:
         middle = (low + high) // 2
         choice = taken(middle)
-        if fits(setting, choice.timeline):
+        if fits(request, choice.timeline):
             best, high = choice, middle
         else:
             low = middle + 1
-    return best if fits(setting, best.timeline) else _some_prefix(setting, policy, order, base, no_memo)
+    return best if fits(request, best.timeline) else _some_prefix(request, policy, order, base, no_memo)
 
 
-def _some_prefix(setting: Setting, policy: str, order: Ordered, base: Actions, no_memo: frozenset[int]) -> Choice:
+def _some_prefix(request: PlanRequest, policy: str, order: Ordered, base: Actions, no_memo: frozenset[int]) -> Choice:
     """Replays take memory too, so that a shorter prefix may fit where the whole order does not."""
     step = max(1, len(order) // _MAX_TIGHT_TRIALS)
     smallest: Timeline | None = None
     for num in range(len(order), -1, -step):
         actions = {**base, **dict(order[:num])}
-        timeline = simulate(setting.problem, actions, setting.device, no_memo=no_memo, overlap=False)
-        if fits(setting, timeline):
+        timeline = simulate(request.problem, actions, request.device, no_memo=no_memo, overlap=False)
+        if fits(request, timeline):
             return Choice(actions, timeline)
         if smallest is None or timeline.peak_bytes < smallest.peak_bytes:
             smallest = timeline
     assert smallest is not None
-    raise too_small(setting, policy, smallest)
+    raise too_small(request, policy, smallest)
 
 
-def _simulate(setting: Setting, actions: Actions, no_memo: frozenset[int]) -> Timeline:
+def _simulate(request: PlanRequest, actions: Actions, no_memo: frozenset[int]) -> Timeline:
     """Within the budget where that can be, waiting for each copy where it cannot."""
-    limit = setting.budget_bytes
-    timeline = simulate(setting.problem, actions, setting.device, limit_bytes=limit, no_memo=no_memo)
-    if not fits(setting, timeline):
-        tight = simulate(setting.problem, actions, setting.device, no_memo=no_memo, overlap=False)
+    limit = request.budget_bytes
+    timeline = simulate(request.problem, actions, request.device, limit_bytes=limit, no_memo=no_memo)
+    if not fits(request, timeline):
+        tight = simulate(request.problem, actions, request.device, no_memo=no_memo, overlap=False)
         timeline = min(timeline, tight, key=lambda t: t.peak_bytes)
     return timeline
 
 
-def fit_host(setting: Setting, storages: Iterable[int], recomputed: Iterable[int] = ()) -> list[int]:
+def fit_host(request: PlanRequest, storages: Iterable[int], recomputed: Iterable[int] = ()) -> list[int]:
     """Those of some storages that the host has room for if it is asked for them in this order; all where it has no end.
 
     Args:
-        setting: The step and the host.
+        request: The step and the host.
         storages: What may be swapped.
         recomputed: All storages that may be recomputed.
     """
-    limit = setting.device.host_memory_bytes
-    if limit is None or not must_fit_host(setting.device):
+    limit = request.device.host_memory_bytes
+    if limit is None or not must_fit_host(request.device):
         return list(storages)
-    room = HostRoom(setting.problem, limit, recomputed)
+    room = HostRoom(request.problem, limit, recomputed)
     return [s for s in storages if room.take(s)]
 
 

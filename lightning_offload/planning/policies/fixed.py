@@ -10,25 +10,25 @@ from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.floor import swap_everything, swap_what_fits
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import fixed_plan
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.tiers import must_fit_host
 
 
-def keep_all(setting: Setting) -> MemoryPlan:
+def keep_all(request: PlanRequest) -> MemoryPlan:
     """Keep every saved tensor, as plain autograd does."""
-    return fixed_plan(setting, "keep-all", {})
+    return fixed_plan(request, "keep-all", {})
 
 
-def all_swap(setting: Setting) -> MemoryPlan:
+def all_swap(request: PlanRequest) -> MemoryPlan:
     """Swap every saved tensor; where the tiers are too small for all of them, the rest is kept."""
-    problem, limit = setting.problem, setting.device.host_memory_bytes
-    if limit is None or not must_fit_host(setting.device):
-        return fixed_plan(setting, "all-swap", swap_everything(problem))
-    return fixed_plan(setting, "all-swap", swap_what_fits(problem, limit))
+    problem, limit = request.problem, request.device.host_memory_bytes
+    if limit is None or not must_fit_host(request.device):
+        return fixed_plan(request, "all-swap", swap_everything(problem))
+    return fixed_plan(request, "all-swap", swap_what_fits(problem, limit))
 
 
-def all_recompute(setting: Setting) -> MemoryPlan:
+def all_recompute(request: PlanRequest) -> MemoryPlan:
     """Recompute every saved tensor that can be."""
-    actions: dict[int, Action] = {s: "recompute" for s, c in setting.problem.candidates.items() if c.can_recompute}
-    return fixed_plan(setting, "all-recompute", actions)
+    actions: dict[int, Action] = {s: "recompute" for s, c in request.problem.candidates.items() if c.can_recompute}
+    return fixed_plan(request, "all-recompute", actions)

@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.policies.kinds import STRENGTH, Kind, kind_of
-from lightning_offload.planning.problem import Candidate, Problem
-from lightning_offload.planning.residency import Actions
-from lightning_offload.planning.sources import MAX_OPS
+from lightning_offload.planning.problem import MAX_REPLAYED_OPS, Candidate, Problem
+from lightning_offload.planning.simulator import Actions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +166,7 @@ def _chain(problem: Problem, value: int) -> tuple[int, ...]:
     graph = problem.graph
     found: dict[int, None] = {}
     stack = [value]
-    while stack and len(found) <= MAX_OPS:
+    while stack and len(found) <= MAX_REPLAYED_OPS:
         producer = graph.values[stack.pop()].producer
         if producer < 0 or producer in found:
             continue

@@ -16,15 +16,15 @@ backward needs before that stays, and so does one that a host of limited size ha
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan, swap
 from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.policies.schedules import one_ahead, releases
+from lightning_offload.planning.request import PlanRequest
 
 
-def layrub(setting: Setting) -> MemoryPlan:
+def layrub(request: PlanRequest) -> MemoryPlan:
     """Move out all that forward is done with, and bring it back a layer ahead."""
-    layers = layers_of(setting.problem)
-    release = releases(layers, fit_host(setting, layers.swappable()), {}, num_later=1)
+    layers = layers_of(request.problem)
+    release = releases(layers, fit_host(request, layers.swappable()), {}, num_later=1)
     actions = swap(release)
-    return scheduled_plan(setting, "layrub", actions, one_ahead(layers, release, actions))
+    return scheduled_plan(request, "layrub", actions, one_ahead(layers, release, actions))

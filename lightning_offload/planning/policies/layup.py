@@ -15,24 +15,24 @@ that reads the storage, and a copy back is issued a layer ahead, as in Layrub by
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan
 from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
 from lightning_offload.planning.policies.layers import Layer, layers_of
 from lightning_offload.planning.policies.schedules import one_ahead, releases
+from lightning_offload.planning.request import PlanRequest
 
 _TRANSFERRED = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
 
 
-def layup(setting: Setting) -> MemoryPlan:
+def layup(request: PlanRequest) -> MemoryPlan:
     """Transfer what is dear to compute, recompute the rest."""
-    layers = layers_of(setting.problem)
+    layers = layers_of(request.problem)
     recompute: list[int] = [s for s, layer in layers.by_storage.items() if _is_recomputed(layer)]
     actions: dict[int, Action] = dict.fromkeys(recompute, "recompute")
     transfer = [s for s in layers.swappable() if s not in actions]
-    release = releases(layers, fit_host(setting, transfer, recompute), actions, num_later=1)
+    release = releases(layers, fit_host(request, transfer, recompute), actions, num_later=1)
     actions |= dict.fromkeys(release, "swap")
-    return scheduled_plan(setting, "layup", actions, one_ahead(layers, release, actions))
+    return scheduled_plan(request, "layup", actions, one_ahead(layers, release, actions))
 
 
 def _is_recomputed(layer: Layer) -> bool:

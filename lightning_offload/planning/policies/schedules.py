@@ -13,8 +13,7 @@ import numpy as np
 
 from lightning_offload.planning.policies.kinds import Kind
 from lightning_offload.planning.policies.layers import Layer, Layers
-from lightning_offload.planning.residency import Actions
-from lightning_offload.planning.simulator import Schedule
+from lightning_offload.planning.simulator import Actions, Schedule
 
 
 def release_at(layers: Layers, layer: Layer, num_later: int = 0) -> int | None:

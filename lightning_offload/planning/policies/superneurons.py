@@ -19,24 +19,24 @@ of limited size what there is no room for is not evicted. Workspaces and algorit
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
 from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
 from lightning_offload.planning.policies.layers import Layer, Layers, layers_of
+from lightning_offload.planning.request import PlanRequest
 
 _CHECKPOINTS = COMPUTE_BOUND | {Kind.SOFTMAX, Kind.JOIN, Kind.CONCAT}
 
 
-def superneurons(setting: Setting) -> MemoryPlan:
+def superneurons(request: PlanRequest) -> MemoryPlan:
     """Recompute what is cheap, and evict as many outputs of convolutions as the budget asks for."""
-    layers = layers_of(setting.problem)
+    layers = layers_of(request.problem)
     recompute, no_memo = cost_aware(layers)
     actions: dict[int, Action] = dict.fromkeys(recompute, "recompute")
     outputs = [s for s in layers.swappable() if layers.by_storage[s].kind is Kind.CONV]
     outputs.sort(key=lambda s: layers.by_storage[s].last_used)
-    order: Ordered = [(s, "swap") for s in fit_host(setting, outputs, recompute)]
-    choice = shortest_prefix(setting, "superneurons", order, actions, no_memo)
-    return plan_of(setting, "superneurons", choice.timeline, choice.actions, no_memo)
+    order: Ordered = [(s, "swap") for s in fit_host(request, outputs, recompute)]
+    choice = shortest_prefix(request, "superneurons", order, actions, no_memo)
+    return plan_of(request, "superneurons", choice.timeline, choice.actions, no_memo)
 
 
 def is_checkpoint(layer: Layer) -> bool:

@@ -19,21 +19,21 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
 from lightning_offload.planning.policies.kinds import Kind, kind_of
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 
 
-def swap_out_in(setting: Setting) -> MemoryPlan:
+def swap_out_in(request: PlanRequest) -> MemoryPlan:
     """Swap the maps that live longest, as many as the budget asks for; recompute attention sums."""
-    layers = layers_of(setting.problem)
+    layers = layers_of(request.problem)
     sums: dict[int, Action] = dict.fromkeys(attention_sums(layers), "recompute")
-    maps = fit_host(setting, (s for s in layers.swappable() if s not in sums), sums)
+    maps = fit_host(request, (s for s in layers.swappable() if s not in sums), sums)
     order: Ordered = [(s, "swap") for s in maps]
-    choice = shortest_prefix(setting, "swap-out-in", order, sums)
-    return plan_of(setting, "swap-out-in", choice.timeline, choice.actions)
+    choice = shortest_prefix(request, "swap-out-in", order, sums)
+    return plan_of(request, "swap-out-in", choice.timeline, choice.actions)
 
 
 def attention_sums(layers: Layers) -> list[int]:

@@ -18,43 +18,43 @@ that a host of limited size has no room for, later layers first.
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import Choice, fit_host, fits, plan_of, swap
 from lightning_offload.planning.policies.kinds import Kind
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.policies.schedules import nearest_ahead, releases
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import simulate
 
 
-def vdnn_all(setting: Setting) -> MemoryPlan:
+def vdnn_all(request: PlanRequest) -> MemoryPlan:
     """Offload the input of every layer."""
-    choice = _offload(setting, layers_of(setting.problem), None)
-    return plan_of(setting, "vdnn-all", choice.timeline, choice.actions)
+    choice = _offload(request, layers_of(request.problem), None)
+    return plan_of(request, "vdnn-all", choice.timeline, choice.actions)
 
 
-def vdnn_conv(setting: Setting) -> MemoryPlan:
+def vdnn_conv(request: PlanRequest) -> MemoryPlan:
     """Offload the inputs of convolutions."""
-    choice = _offload(setting, layers_of(setting.problem), Kind.CONV)
-    return plan_of(setting, "vdnn-conv", choice.timeline, choice.actions)
+    choice = _offload(request, layers_of(request.problem), Kind.CONV)
+    return plan_of(request, "vdnn-conv", choice.timeline, choice.actions)
 
 
-def vdnn_dyn(setting: Setting) -> MemoryPlan:
+def vdnn_dyn(request: PlanRequest) -> MemoryPlan:
     """Take the fastest that fits of: no offload, convolutions, all."""
-    layers = layers_of(setting.problem)
-    choices = [Choice({}, setting.plain), *(_offload(setting, layers, only) for only in (Kind.CONV, None))]
+    layers = layers_of(request.problem)
+    choices = [Choice({}, request.plain), *(_offload(request, layers, only) for only in (Kind.CONV, None))]
     choices.sort(key=lambda choice: choice.timeline.step_seconds)
     smallest = min(choices, key=lambda choice: choice.timeline.peak_bytes)
-    choice = next((choice for choice in choices if fits(setting, choice.timeline)), smallest)
-    return plan_of(setting, "vdnn-dyn", choice.timeline, choice.actions)
+    choice = next((choice for choice in choices if fits(request, choice.timeline)), smallest)
+    return plan_of(request, "vdnn-dyn", choice.timeline, choice.actions)
 
 
-def _offload(setting: Setting, layers: Layers, only: Kind | None) -> Choice:
+def _offload(request: PlanRequest, layers: Layers, only: Kind | None) -> Choice:
     """Offload what layers of a kind read, or what any layer reads."""
     read = [
         s for s in layers.swappable()
         if (kinds := layers.reader_kinds(layers.by_storage[s])) and (only is None or only in kinds)
     ]  # fmt: skip
-    release = releases(layers, fit_host(setting, read), {})
+    release = releases(layers, fit_host(request, read), {})
     actions = swap(release)
     schedule = nearest_ahead(layers, release, actions, stop=Kind.CONV)
-    return Choice(actions, simulate(setting.problem, actions, setting.device, schedule=schedule))
+    return Choice(actions, simulate(request.problem, actions, request.device, schedule=schedule))

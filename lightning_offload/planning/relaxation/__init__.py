@@ -52,7 +52,7 @@ import numpy as np
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.relaxation.clock import Case
+from lightning_offload.planning.relaxation.facts import Case
 from lightning_offload.planning.relaxation.knapsack import knapsack
 from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.relaxation.program import Floats

@@ -1,4 +1,4 @@
-"""Copies on flat lanes against :mod:`lightning_offload.planning.lane_times`, which has exact tests of its own."""
+"""Copies on flat lanes against :mod:`lightning_offload.planning.links`, which has exact tests of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from lightning_offload.graph import DeviceSpec
 from lightning_offload.planning.kernels.clock import first_from, run_copy
 from lightning_offload.planning.kernels.prefetches import issue_by
-from lightning_offload.planning.lane_times import Deadlines, Direction, in_rates
+from lightning_offload.planning.links import in_rates
 from tests.graph.building import tiered_devices
+from tests.planning.reference_lanes import Deadlines, Direction
 
 COPIES = st.lists(
     st.tuples(st.sampled_from(["host", "disk"]), st.integers(1, 100), st.floats(0, 50), st.floats(0, 50)), max_size=8

@@ -8,12 +8,12 @@ import pytest
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, StepGraph
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.planning.policies.capuchin import eviction_order, free_seconds
 from lightning_offload.planning.policies.layers import Layers
 from lightning_offload.planning.policies.swap_out_in import attention_sums
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from tests.graph.building import DEVICE, chain
 from tests.planning.policies.nets import Net, actions_of, conv_relu
 
@@ -128,11 +128,11 @@ def test_accudnn_repairs_what_stalls() -> None:
 def test_free_time_is_the_absence_less_both_copies() -> None:
     """FT = (back - bytes / rate in) - (evicted + bytes / rate out)."""
     graph = conv_relu(depth=3)
-    layers, setting = Layers(Problem(graph)), Setting(Problem(graph), DEVICE, None)
+    layers, request = Layers(Problem(graph)), PlanRequest(Problem(graph), DEVICE, None)
     slow_back = dataclasses.replace(DEVICE, h2d_bytes_per_second=50.0)
-    free = {s: free_seconds(setting, layers, layer) for s, layer in layers.by_storage.items()}
+    free = {s: free_seconds(request, layers, layer) for s, layer in layers.by_storage.items()}
     assert free == {2: 6.0 - 2.0, 4: 2.0 - 2.0, 6: 0.0 - 2.0}
-    other = Setting(Problem(graph), slow_back, None)
+    other = PlanRequest(Problem(graph), slow_back, None)
     assert free_seconds(other, layers, layers.by_storage[2]) == 6.0 - 1.0 - 2.0
 
 
@@ -143,7 +143,7 @@ def test_capuchin_swaps_what_is_hidden_and_then_takes_the_cheaper() -> None:
     for seconds in (1.0, 1.0, 50.0, 0.1, 0.2):
         x = net.layer("tanh", x, save="output", seconds=seconds)
     slow = dataclasses.replace(DEVICE, d2h_bytes_per_second=4.0, h2d_bytes_per_second=4.0)
-    order = eviction_order(Setting(Problem(net.finish()), slow, None))
+    order = eviction_order(PlanRequest(Problem(net.finish()), slow, None))
     # A copy takes 25 s each way. Storage 1 is away for 1 + 50 + 0.3 + 5 s and more: hidden. The others are not.
     assert order[0] == (1, "swap")
     assert dict(order[1:]) == {2: "recompute", 3: "swap", 4: "recompute", 5: "recompute"}
@@ -155,7 +155,7 @@ def test_capuchin_counts_sources_that_are_recomputed() -> None:
     """Of a chain of equal results each recomputation makes the next one dearer, until a swap is cheaper."""
     graph = chain(*[100] * 8, seconds=1.0)
     slow = dataclasses.replace(DEVICE, d2h_bytes_per_second=20.0, h2d_bytes_per_second=20.0)
-    actions = [action for _, action in eviction_order(Setting(Problem(graph), slow, None))]
+    actions = [action for _, action in eviction_order(PlanRequest(Problem(graph), slow, None))]
     assert {"swap", "recompute"} == set(actions)
 
 
@@ -163,6 +163,6 @@ def test_capuchin_recomputes_what_the_host_has_no_room_for() -> None:
     """A host of one page takes one result; the others are replayed."""
     graph = chain(*[4096] * 6)
     device = dataclasses.replace(FAST, host_memory_bytes=4096)
-    order = eviction_order(Setting(Problem(graph), device, None))
+    order = eviction_order(PlanRequest(Problem(graph), device, None))
     assert [action for _, action in order].count("swap") == 1
     assert [action for _, action in order].count("recompute") == 5

@@ -6,17 +6,17 @@ import pytest
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.planning.plans import Setting
 from lightning_offload.planning.policies.fitting import fits, fixed_plan, shortest_prefix
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import simulate
 from tests.graph.building import DEVICE, chain
 
 NET = chain(*[100] * 12)
 
 
-def _setting(budget: int | None) -> Setting:
-    return Setting(Problem(NET), DEVICE, budget)
+def _setting(budget: int | None) -> PlanRequest:
+    return PlanRequest(Problem(NET), DEVICE, budget)
 
 
 ORDER: list[tuple[int, Action]] = [(s, "swap") for s in range(1, 13)]
@@ -26,11 +26,11 @@ def test_no_shorter_prefix_fits() -> None:
     """One action less exceeds the budget, whichever way its copies are scheduled."""
     plain = _setting(None).plain.peak_bytes
     for budget in range(plain - 600, plain, 100):
-        setting = _setting(budget)
-        choice = shortest_prefix(setting, "test", ORDER)
-        assert fits(setting, choice.timeline)
+        request = _setting(budget)
+        choice = shortest_prefix(request, "test", ORDER)
+        assert fits(request, choice.timeline)
         shorter = dict(ORDER[: len(choice.actions) - 1])
-        assert simulate(setting.problem, shorter, DEVICE, overlap=False).peak_bytes > budget
+        assert simulate(request.problem, shorter, DEVICE, overlap=False).peak_bytes > budget
 
 
 def test_what_is_always_done_is_done() -> None:

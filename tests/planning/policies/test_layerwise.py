@@ -6,7 +6,7 @@ import dataclasses
 
 from lightning_offload.graph import MemoryPlan
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from tests.graph.building import DEVICE
 from tests.planning.policies.nets import Net, actions_of, conv_bn_relu, conv_relu
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.planning.policies.layers import Layers
 from lightning_offload.planning.policies.segments import OUTSIDE, blocks, by_block, equal_parts, grouped
 from lightning_offload.planning.problem import Problem

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lightning_offload.errors import BudgetInfeasibleError
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.planning.policies.layers import Layers
 from lightning_offload.planning.policies.superneurons import cost_aware, is_checkpoint, segments
 from lightning_offload.planning.problem import Problem

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import StepGraph
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from tests.graph.building import DEVICE
 from tests.planning.policies.nets import Net, actions_of, conv_bn_relu, conv_relu
 

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from lightning_offload.planning.lane_times import Deadlines, Direction, Lanes, in_rates, out_rates
+from lightning_offload.planning.links import in_rates, out_rates
 from tests.graph.building import DEVICE
+from tests.planning.reference_lanes import Deadlines, Direction, Lanes
 
 CPU = dataclasses.replace(DEVICE, disk_write_bytes_per_second=10.0, disk_read_bytes_per_second=20.0)
 """Links of 100 B/s, a disk that writes at 10 B/s and reads at 20 B/s."""

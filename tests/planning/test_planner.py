@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError
 from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
-from lightning_offload.graph.layout import Layout, plan_layout
+from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.planning import policies
-from lightning_offload.planning.plans import Setting
-from lightning_offload.planning.policies import POLICIES, check_policy, plan
+from lightning_offload.planning.planner import POLICIES, check_policy, plan
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.runtime.program import compile_plan
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 
@@ -30,11 +30,11 @@ NAMES = (
 
 
 def test_policies_share_one_signature() -> None:
-    """Each is a function of a setting alone that returns a plan, named as in the table."""
+    """Each is a function of a request alone that returns a plan, named as in the table."""
     assert tuple(POLICIES) == NAMES
     for policy in POLICIES.values():
         signature = inspect.signature(policy)
-        assert [p.annotation for p in signature.parameters.values()] == ["Setting"]
+        assert [p.annotation for p in signature.parameters.values()] == ["PlanRequest"]
         assert signature.return_annotation == "MemoryPlan"
 
 
@@ -97,8 +97,8 @@ def test_fixed_policy_below_its_own_floor_is_infeasible(policy: str) -> None:
 @given(graph=step_graphs(), policy=st.sampled_from(list(POLICIES)), height=st.floats(0, 1))
 def test_each_policy_fits_or_names_a_floor_that_works(graph: StepGraph, policy: str, height: float) -> None:
     """Whatever the step and the budget, a policy returns a plan that fits, or an error whose floor works."""
-    setting = Setting(Problem(graph), DEVICE, None)
-    budget = int(setting.floor.peak_bytes + height * (setting.plain.peak_bytes - setting.floor.peak_bytes))
+    request = PlanRequest(Problem(graph), DEVICE, None)
+    budget = int(request.floor.peak_bytes + height * (request.plain.peak_bytes - request.floor.peak_bytes))
     try:
         found = plan(graph, DEVICE, budget, policy=policy)
     except BudgetInfeasibleError as error:

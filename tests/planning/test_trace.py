@@ -14,11 +14,11 @@ from torch import nn
 
 from lightning_offload.errors import BudgetInfeasibleError, PlanError
 from lightning_offload.graph import Action, Decision, DeviceSpec, MemoryPlan, StepGraph
-from lightning_offload.planning.plans import Setting, build_plan
-from lightning_offload.planning.policies import plan
+from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.simulator import simulate
-from lightning_offload.planning.spans import Span, StepTimeline, follow
+from lightning_offload.planning.trace import Span, StepTrace, follow
 from lightning_offload.plugins.fake import Step, record_fake_step
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 from tests.plugins.training import Net
@@ -35,17 +35,19 @@ DISK = {"disk_write_bytes_per_second": 1e9, "disk_read_bytes_per_second": 2e9}
 def made(graph: StepGraph, actions: dict[int, Action], device: DeviceSpec, **options: bool) -> MemoryPlan:
     """A plan of these actions as the simulator schedules them."""
     problem = Problem(graph)
-    return build_plan(Setting(problem, device, None), "test", actions, simulate(problem, actions, device, **options))
+    return build_plan(
+        PlanRequest(problem, device, None), "test", actions, simulate(problem, actions, device, **options)
+    )
 
 
-def check_agrees(found: StepTimeline, made: MemoryPlan) -> None:
+def check_agrees(found: StepTrace, made: MemoryPlan) -> None:
     """Peak and times are those that the plan predicts."""
     assert found.peak_bytes == made.predicted_peak_bytes
     assert found.step_seconds == pytest.approx(made.predicted_step_seconds, rel=1e-9, abs=1e-12)
     assert found.stall_seconds == pytest.approx(made.predicted_stall_seconds, rel=1e-6, abs=1e-9)
 
 
-def check_lanes(found: StepTimeline) -> None:
+def check_lanes(found: StepTrace) -> None:
     """Spans of a lane follow one another, within the step; compute is never idle but where the spans say stall."""
     for lane in ("compute", "d2h", "h2d", "disk_write", "disk_read"):
         spans = found.of(lane)  # type: ignore[arg-type]
@@ -109,7 +111,7 @@ def test_results_that_are_not_memoised_are_made_again() -> None:
     problem = Problem(THREE)
     for no_memo, replays in ((frozenset[int](), [3.0]), (frozenset({2}), [3.0, 1.0]), (frozenset({1, 2}), [3, 2, 1])):
         timeline = simulate(problem, actions, DEVICE, no_memo=no_memo)
-        plan = build_plan(Setting(problem, DEVICE, None), "test", actions, timeline, no_memo)
+        plan = build_plan(PlanRequest(problem, DEVICE, None), "test", actions, timeline, no_memo)
         found = follow(problem, plan, DEVICE)
         assert [span.seconds for span in found.spans if span.kind == "replay"] == replays
         assert found.memory.tolist() == timeline.memory.tolist()
@@ -149,7 +151,7 @@ def test_random_choices_agree_with_the_simulator(
     no_memo = frozenset(s for s, action in actions.items() if action == "recompute" and data.draw(st.booleans()))
     limit = data.draw(st.none() | st.integers(1, 600))
     timeline = simulate(problem, actions, device, no_memo=no_memo, limit_bytes=limit, overlap=overlap)
-    made = build_plan(Setting(problem, device, None), "test", actions, timeline, no_memo)
+    made = build_plan(PlanRequest(problem, device, None), "test", actions, timeline, no_memo)
     found = follow(graph, made, device)
     assert np.array_equal(found.memory, timeline.memory)
     check_agrees(found, made)
@@ -177,8 +179,8 @@ RECORDED = record_fake_step(small, CARD)
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_recorded_step_agrees_with_its_plans(policy: str, device: DeviceSpec, share: float) -> None:
     """Each policy's prediction for a recorded net is what following its plan gives."""
-    setting = Setting(Problem(RECORDED), device, None)
-    budget = int(setting.floor.peak_bytes + share * (setting.plain.peak_bytes - setting.floor.peak_bytes))
+    request = PlanRequest(Problem(RECORDED), device, None)
+    budget = int(request.floor.peak_bytes + share * (request.plain.peak_bytes - request.floor.peak_bytes))
     try:
         chosen = plan(RECORDED, device, budget, policy=policy)
     except BudgetInfeasibleError as error:

@@ -1,9 +1,15 @@
-"""Where swapped storages lie in their tiers, so that no two that are there at the same time overlap.
+"""Where swapped storages lie in their tiers, and for how long.
 
-Known as offline dynamic storage allocation, which is NP-hard in general. Backward reads in the reverse order of
-forward, so most stays nest, and for stays that nest, placing each at the lowest offset that is free all along is
-optimal. It is done in three orders (by begin, longest first, largest first), and the best is taken; cf. Gergov,
-"Algorithms for compile-time memory optimization" (SODA 1999), for what can be guaranteed otherwise.
+A copy stays from its storage's first pack until autograd has dropped it: not only until it was read back, since it
+may be read again. A replay holds what it reads, so where a recomputed storage reads it, directly or through others
+that are recomputed, the stay lasts until that one is dropped. Stays depend on which storages are recomputed, and on
+nothing else.
+
+No two copies that are there at the same time may overlap: offline dynamic storage allocation, which is NP-hard in
+general. Backward reads in the reverse order of forward, so most stays nest, and for stays that nest, placing each at
+the lowest offset that is free all along is optimal. It is done in three orders (by begin, longest first, largest
+first), and the best is taken; cf. Gergov, "Algorithms for compile-time memory optimization" (SODA 1999), for what can
+be guaranteed otherwise.
 
 A runtime may take an offset as a hint: a step can differ from the one that was recorded.
 """
@@ -11,17 +17,72 @@ A runtime may take an offset as a hint: a step can differ from the one that was 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
-from lightning_offload.graph.stays import ALIGNMENT, Stays, stored_bytes
 from lightning_offload.graph.step_graph import StepGraph
 
-__all__ = ["ALIGNMENT", "Block", "Layout", "most_bytes", "place", "plan_layout"]
+ALIGNMENT = 4096
+"""Bytes; direct access to a disk needs it, and memory comes in such pages."""
+
+
+def stored_bytes(num_bytes: int) -> int:
+    """What a storage of this size takes on a tier."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class LiveRanges:
+    """Stays of all saved storages of a graph.
+
+    Attributes:
+        begin: By storage: tick of its first pack.
+        dropped: By storage: first tick at which autograd has dropped it.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.begin: dict[int, int] = {}
+        self.dropped: dict[int, int] = {}
+        self._graph = graph
+        self._last = {value.storage: i for i, value in enumerate(graph.values)}
+        self._saved: set[int] = set()
+        for save in graph.saves:
+            storage = graph.values[save.value].storage
+            self.begin[storage] = min(save.pack_tick, self.begin.get(storage, save.pack_tick))
+            self.dropped[storage] = max(save.release_tick, self.dropped.get(storage, -1))
+            if self._last[storage] == save.value:
+                self._saved.add(save.value)
+
+    def ends(self, recomputed: Iterable[int]) -> dict[int, int]:
+        """By saved storage: first tick at which nobody may read it any more.
+
+        Args:
+            recomputed: Storages that are recomputed.
+        """
+        values = self._graph.values
+        ends = self.dropped.copy()
+        until = {v: 0 for s in recomputed if (v := self._last.get(s)) in self._saved}  # by value that replays make
+        last = max((values[v].producer for v in until), default=-1)
+        # A value reads what was made before it, so whoever reads it comes first.
+        for i in range(last, -1, -1):
+            made = [v for v in self._graph.ops[i].outputs if v in until]
+            end = max((ends[values[v].storage] if v in self._saved else until[v] for v in made), default=0)
+            for v in self._graph.ops[i].inputs if end else ():
+                storage = values[v].storage
+                if self._is_given(v):
+                    continue
+                if v in self._saved:
+                    ends[storage] = max(ends[storage], end)
+                else:
+                    until[v] = max(until.get(v, 0), end)
+        return ends
+
+    def _is_given(self, value: int) -> bool:
+        storage = self._graph.values[value].storage
+        return self._graph.storages[storage].is_persistent and self._last[storage] == value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +109,7 @@ class Block:
 
 def plan_layout(graph: StepGraph, plan: MemoryPlan) -> Layout:
     """Lay out what a plan swaps."""
-    stays = Stays(graph)
+    stays = LiveRanges(graph)
     ends = stays.ends(d.storage for d in plan.decisions if d.action == "recompute")
     offsets: dict[int, int] = {}
     tier_bytes: dict[Tier, int] = {}

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_offload.graph import StepGraph
-from lightning_offload.graph.stays import ALIGNMENT, Stays, stored_bytes
+from lightning_offload.graph.host_layout import ALIGNMENT, LiveRanges, stored_bytes
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.residency import residency
+from lightning_offload.planning.simulator import residency
 from tests.graph.building import GraphBuilder, chain, step_graphs
 
 FOUR = chain(10, 20, 30, 40)
@@ -17,7 +17,7 @@ FOUR = chain(10, 20, 30, 40)
 
 def test_stays_from_the_first_pack_until_autograd_drops_it() -> None:
     """Where nothing is recomputed."""
-    stays = Stays(FOUR)
+    stays = LiveRanges(FOUR)
     assert stays.begin == {1: 1, 2: 3, 3: 5, 4: 7}
     assert stays.ends(()) == {1: 16, 2: 14, 3: 12, 4: 10}
 
@@ -32,7 +32,7 @@ def test_two_saves_of_a_storage_are_one_stay() -> None:
     for save in (first, second):
         b.unpack(save)
         b.release(save)
-    stays = Stays(b.build())
+    stays = LiveRanges(b.build())
     assert (stays.begin, stays.ends(())) == ({1: 1}, {1: 5})
 
 
@@ -56,14 +56,14 @@ def _early_input(*, saved_between: bool) -> StepGraph:
 
 def test_a_replay_may_read_until_its_result_is_dropped() -> None:
     """What a recomputed storage is made from, through a result that is not saved, stays as long as that storage."""
-    stays = Stays(_early_input(saved_between=False))
+    stays = LiveRanges(_early_input(saved_between=False))
     assert stays.ends(()) == {1: 6, 3: 7}
     assert stays.ends({3}) == {1: 7, 3: 7}
 
 
 def test_chains_of_recomputed_storages_extend_stays() -> None:
     """A storage that is read only through another recomputed one stays too; through one at hand it does not."""
-    stays = Stays(_early_input(saved_between=True))
+    stays = LiveRanges(_early_input(saved_between=True))
     assert stays.ends(()) == {1: 7, 2: 8, 3: 9}
     assert stays.ends({3}) == {1: 7, 2: 9, 3: 9}
     assert stays.ends({2, 3}) == {1: 9, 2: 9, 3: 9}
@@ -82,7 +82,7 @@ def test_overwritten_saves_are_not_read_by_replays() -> None:
     b.release(save_first)
     b.unpack(save_second)
     b.release(save_second)
-    assert Stays(b.build()).ends({2}) == {1: 6, 2: 7}
+    assert LiveRanges(b.build()).ends({2}) == {1: 6, 2: 7}
 
 
 def test_bytes_are_rounded_up_to_the_alignment() -> None:

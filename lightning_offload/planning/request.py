@@ -14,13 +14,12 @@ from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.floor import Floor, find_floor
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import Relaxation, relax
-from lightning_offload.planning.residency import Actions
-from lightning_offload.planning.simulator import Simulator, Timeline, simulate
+from lightning_offload.planning.simulator import Actions, Simulator, Timeline, simulate
 from lightning_offload.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class PlanRequest:
     """What every policy is given, and what several of them ask of it.
 
     Attributes:
@@ -119,14 +118,14 @@ def describe(op: Op) -> str:
 
 
 def build_plan(
-    setting: Setting,
+    request: PlanRequest,
     policy: str,
     actions: Actions,
     timeline: Timeline,
     no_memo: frozenset[int] = frozenset(),
 ) -> MemoryPlan:
     """Write a simulated choice down as a plan."""
-    problem = setting.problem
+    problem = request.problem
     turn = {s: i for i, s in enumerate(timeline.prefetch)}  # copies back at one unpack go in the plan's order
     decisions = tuple(
         Decision(
@@ -142,15 +141,15 @@ def build_plan(
     return MemoryPlan(
         graph_digest=problem.graph.digest(),
         policy=policy,
-        budget_bytes=setting.budget_bytes,
+        budget_bytes=request.budget_bytes,
         decisions=decisions,
         predicted_peak_bytes=timeline.peak_bytes,
         predicted_step_seconds=timeline.step_seconds,
-        plain_peak_bytes=setting.plain.peak_bytes,
-        plain_step_seconds=setting.plain.step_seconds,
-        floor_bytes=setting.floor.peak_bytes,
-        floor_op=setting.floor_op,
-        bound_seconds=setting.relaxed.seconds,
+        plain_peak_bytes=request.plain.peak_bytes,
+        plain_step_seconds=request.plain.step_seconds,
+        floor_bytes=request.floor.peak_bytes,
+        floor_op=request.floor_op,
+        bound_seconds=request.relaxed.seconds,
         predicted_stall_seconds=timeline.stall_seconds,
         predicted_host_bytes=timeline.host_peak_bytes,
         predicted_disk_bytes=timeline.disk_peak_bytes,
