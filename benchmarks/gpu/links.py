@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.pairs import quartiles, synchronize
 from benchmarks.results import Measurements, Row, error_row
 from lightning_offload.errors import OffloadError
-from lightning_offload.runtime.copies import Block, Copy
+from lightning_offload.runtime.lanes import Block, Copy
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.tiers import Place, Tiers, tiers_for
 

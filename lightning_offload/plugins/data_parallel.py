@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_offload.plugins.grafting import graft, ungraft
-from lightning_offload.runtime.switch import unseen
+from lightning_offload.runtime.hooks import bypass_mode
 from lightning_offload.tensors.op_facts import effects, facts_of
 
 _P = ParamSpec("_P")
@@ -190,11 +190,11 @@ class _UnseenAroundForward:
     """What `run_unseen_around_forward` puts in front of a wrapper's class; its copies and pickles do without it."""
 
     def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
-        with unseen:
+        with bypass_mode:
             return super()._pre_forward(*args, **kwargs)  # type: ignore[misc]
 
     def _post_forward(self, *args: Any, **kwargs: Any) -> Any:
-        with unseen:
+        with bypass_mode:
             return super()._post_forward(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:

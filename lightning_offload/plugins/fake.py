@@ -14,9 +14,9 @@ from lightning_offload.capture.roofline import Work, WorkMeter
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.lanes import FakeLanes
-from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.tiers import Tiers
 
 Step = Callable[[], None]

@@ -17,10 +17,8 @@ from lightning_offload.plugins.lifecycle import StepKind
 from lightning_offload.plugins.peaks import DevicePeaks
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.step_clock import StepClock
-from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.keeping import KeepingExecutor
+from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
 from lightning_offload.runtime.lanes import LaneTimes
-from lightning_offload.runtime.mode import Executor
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_offload.plugins.exchange import WithheldExchanges
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.predictions import Recorded
-from lightning_offload.runtime.step_mode import watch_backward
+from lightning_offload.runtime.hooks import watch_backward
 from lightning_offload.tuning.agreement import Agreement
 from lightning_offload.units import format_bytes
 

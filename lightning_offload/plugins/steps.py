@@ -31,9 +31,8 @@ from lightning_offload.plugins.run import StepRun, start_run
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.signature import step_signature
-from lightning_offload.runtime.mode import Executor, executing
-from lightning_offload.runtime.step_mode import mode_off, watch_backward
-from lightning_offload.runtime.user_code import seeing_user_code
+from lightning_offload.runtime.executor import Executor
+from lightning_offload.runtime.hooks import executing, mode_off, seeing_user_code, watch_backward
 
 _SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
 _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway

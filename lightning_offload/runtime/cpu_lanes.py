@@ -1,21 +1,183 @@
 """Lanes of a CPU: one worker thread for each direction, which copies outside the GIL.
 
 Handing a small copy to a thread costs more than making it, so whoever asks for one makes it.
+
+The worker, which the lanes of disks are made of as well, copies in order. A job holds a storage and a block until it
+has ended, and lets go of both before it says so: who waits for the copy counts on being the last to hold them.
+
+Forks: a child has no thread, so there whoever submits a job performs it.
 """
 
 from __future__ import annotations
 
+import abc
+import os
+import queue
+import threading
 import time
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.copies import DONE, Block, Copy, HostCopy, failed_copy, without_frames
 from lightning_offload.runtime.host_pool import HostBlock
-from lightning_offload.runtime.lanes import Lanes, LaneTimes
-from lightning_offload.runtime.movers import CpuMover
-from lightning_offload.runtime.worker import Job, Worker
+from lightning_offload.runtime.lanes import (
+    DONE,
+    Block,
+    Copy,
+    CpuMover,
+    HostCopy,
+    Lanes,
+    LaneTimes,
+    done_copy,
+    failed_copy,
+    without_frames,
+)
+
+_B = TypeVar("_B", bound=Block)
+
+
+class Job(Generic[_B]):
+    """A copy to make.
+
+    Args:
+        mark: The point of compute that it comes after; None where copies and compute share a clock.
+        storage: Device memory.
+        block: What it is copied to or from.
+        copy: What the other side waits for.
+        users: Copies that it comes after.
+
+    Attributes:
+        mark: Likewise.
+        copy: Likewise.
+        users: Likewise.
+        num_bytes: How many bytes it moves.
+        error: Why it failed, if it did.
+    """
+
+    __slots__ = ("_block", "_storage", "copy", "error", "mark", "num_bytes", "users")
+
+    def __init__(
+        self,
+        mark: Any,
+        storage: torch.UntypedStorage,
+        block: _B,
+        copy: HostCopy,
+        users: tuple[Copy, ...] = (),
+    ) -> None:
+        self.mark = mark
+        self._storage: torch.UntypedStorage | None = storage
+        self._block: _B | None = block
+        self.num_bytes = block.num_bytes
+        self.copy = copy
+        self.users = users
+        self.error: BaseException | None = None
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The device memory; only until it ends."""
+        assert self._storage is not None
+        return self._storage
+
+    @property
+    def block(self) -> _B:
+        """The other side; only until it ends."""
+        assert self._block is not None
+        return self._block
+
+    def fail(self, error: BaseException) -> None:
+        """Note why it fails."""
+        if self.error is None:
+            self.error = without_frames(error)
+
+    def end(self) -> None:
+        """Let go of both sides, then tell who waits."""
+        self._storage = self._block = None
+        self.copy.finish(self.error)
+
+
+class Worker(abc.ABC, Generic[_B]):
+    """Takes jobs in order; without a thread, the one that submits them performs them.
+
+    Args:
+        name: The thread's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job[_B] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._last = done_copy()
+        self._pid = os.getpid()
+        self._done_bytes = 0
+        self._busy_seconds = 0.0
+
+    def submit(self, job: Job[_B]) -> None:
+        """Have a copy made.
+
+        Raises:
+            BaseException: What is no failure of the copy but interrupts this very thread, where it makes it.
+        """
+        self._leave_parent()
+        if self._is_closed:
+            self._perform(job)
+            self._finish()
+            if job.error is not None and not isinstance(job.error, Exception):
+                raise job.error
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._last = job.copy
+        self._jobs.put(job)
+
+    def take(self) -> tuple[int, float]:
+        """Bytes copied and seconds spent on them since this was last asked."""
+        self.drain()
+        taken = self._done_bytes, self._busy_seconds
+        self._done_bytes, self._busy_seconds = 0, 0.0
+        return taken
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        self._leave_parent()
+        self._last.settle()
+
+    def close(self) -> None:
+        """End the thread, once it has made what was submitted."""
+        self._leave_parent()
+        self._is_closed = True
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _leave_parent(self) -> None:
+        if os.getpid() != self._pid:
+            self._pid, self._is_closed, self._thread, self._last = os.getpid(), True, None, done_copy()
+            self._forked()
+
+    def _forked(self) -> None:
+        """Forget what belongs to the parent."""
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            self._perform(job)
+            del job
+        self._finish()
+
+    def _next(self) -> Job[_B] | None:
+        return self._jobs.get()
+
+    @abc.abstractmethod
+    def _perform(self, job: Job[_B]) -> None:
+        """Make a copy and end its job; raises nothing."""
+
+    def _finish(self) -> None:
+        """End what :meth:`_perform` left open."""
+
 
 SMALL_BYTES = 16 << 10
 """Up to here the thread that asks for a copy makes it; chosen by judgement, other sizes were not compared."""

@@ -7,6 +7,10 @@ storage is recognised by its live identity, never by its address.
 
 Threads: ops and packs come from the caller's thread, unpacks perhaps from autograd's device threads; a lock
 orders them. Finalizers take no lock.
+
+A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost almost nothing, and no
+dispatch mode. All that is left to do is autograd's version check, which hooks switch off, and to notice a step whose
+structure is not the one that was planned.
 """
 
 from __future__ import annotations
@@ -22,19 +26,24 @@ import torch
 from torch import Tensor
 
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
-from lightning_offload.runtime.cursor import ProgramCursor
-from lightning_offload.runtime.following import Following
+from lightning_offload.runtime.hooks import NotSeen, bypass_mode
 from lightning_offload.runtime.kernel_keys import call
-from lightning_offload.runtime.program import OpStep, Program
-from lightning_offload.runtime.recording import Recording
-from lightning_offload.runtime.residence import Residence
-from lightning_offload.runtime.switch import unseen
-from lightning_offload.runtime.table import ValueTable
+from lightning_offload.runtime.materialize import Materializer
+from lightning_offload.runtime.program import OpStep, Program, ProgramCursor
 from lightning_offload.runtime.tiers import Tiers
-from lightning_offload.runtime.user_code import NotSeen
-from lightning_offload.runtime.values import Call, Handle, Lease, Value, emptied, on_counter_of
+from lightning_offload.runtime.tracking import ValueTracker
+from lightning_offload.runtime.values import (
+    Call,
+    Handle,
+    StepLiveness,
+    Value,
+    ValueTable,
+    emptied,
+    on_counter_of,
+    raise_modified,
+)
 from lightning_offload.runtime.verifier import Verifier
-from lightning_offload.runtime.writes import Writes, count_writes
+from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of
@@ -55,6 +64,8 @@ class StepExecutor:
         stayed_bytes: Saved bytes that were to leave under the floor policy, and for which no tier had room.
     """
 
+    sees_ops = True
+
     def __init__(
         self,
         *,
@@ -70,7 +81,7 @@ class StepExecutor:
         self.num_unpacks = 0
         self.on_backward: Callable[[], None] | None = None
         self.swapped_bytes = self.stayed_bytes = 0
-        self._lease: Lease | None = Lease()
+        self._lease: StepLiveness | None = StepLiveness()
         self._unread = weakref.ref(self._lease)
         self._device = device
         self._verifier = verifier
@@ -79,10 +90,11 @@ class StepExecutor:
         self._kept: list[weakref.ref[Handle]] = []
         self._lock = threading.RLock()
         self._table = ValueTable()
-        self._following = Following(device, self._table)
-        self._recording = Recording(device, self._table)
-        self._residence = Residence(device, tiers, self._table, self.decisions, observer, verifier)
-        self._writes = Writes(self._table, self._residence, self._lock, observer, is_recomputing=self.is_recomputing)
+        self._tracker = ValueTracker(device, self._table)
+        self._materializer = Materializer(device, tiers, self._table, self.decisions, observer, verifier)
+        self._writes = WriteBarrier(
+            self._table, self._materializer, self._lock, observer, is_recomputing=self.is_recomputing
+        )
 
     @property
     def has_deviated(self) -> bool:
@@ -97,7 +109,7 @@ class StepExecutor:
     @property
     def stall_seconds(self) -> float:
         """Time that compute waited for copies."""
-        return self._residence.stall_seconds
+        return self._materializer.stall_seconds
 
     @property
     def is_recomputing(self) -> bool:
@@ -123,13 +135,13 @@ class StepExecutor:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program, with what the plan asks for around it."""
-        if unseen.depth:
+        if bypass_mode.depth:
             return call(func, args, kwargs)
-        unseen.depth = 1  # as entering it does, in less time
+        bypass_mode.depth = 1  # as entering it does, in less time
         try:
             return self._dispatch(func, args, kwargs)
         finally:
-            unseen.depth = 0
+            bypass_mode.depth = 0
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = facts_of(func)
@@ -143,7 +155,7 @@ class StepExecutor:
                 if step is not None and step.release:
                     self._release(step.release)
                 if step is not None and step.record:
-                    recorded = self._recording.record(func, facts, args, kwargs)
+                    recorded = self._tracker.record(func, facts, args, kwargs)
                 if facts.mutates:
                     rewritten = self._writes.before_op(facts, args, kwargs)
         is_followed = step is None or bool(step.register)
@@ -166,9 +178,9 @@ class StepExecutor:
                 count_writes(facts, args, kwargs)
             for tensor, key in rewritten:
                 if tensor.untyped_storage()._cdata == key:
-                    self._following.new(tensor, -1)
+                    self._tracker.new(tensor, -1)
             if did is not None:
-                how = self._following.op(facts, did, step, recorded)
+                how = self._tracker.op(facts, did, step, recorded)
                 if how:
                     self.deviate(how)
         return out
@@ -176,7 +188,7 @@ class StepExecutor:
     def made(self, tensors: list[Tensor]) -> None:
         """Hear of tensors that autograd made out of our sight."""
         if self.observer is not None:
-            with unseen, NotSeen():
+            with bypass_mode, NotSeen():
                 self.observer.on_made(tensors)
 
     def _next_step(self, facts: OpFacts) -> OpStep | None:
@@ -197,7 +209,7 @@ class StepExecutor:
         self.deviation = f"after {self._num_packs} saved tensors {how}"
         _log.debug("the step left its plan: %s", self.deviation)
         for value in self._table.all_indexed():
-            self._residence.release(value)
+            self._materializer.release(value)
         kept, self._kept = self._kept, []
         if torch._C._current_graph_task_id() == -1:
             for handle in (reference() for reference in kept):
@@ -213,7 +225,7 @@ class StepExecutor:
             self._table.follow(value, storage)
         if value.is_given:
             return
-        if value.block is not None or self._residence.swap_out(value, storage, None, release_now=True):
+        if value.block is not None or self._materializer.swap_out(value, storage, None, release_now=True):
             self._let_go(handle, value, tensor)
 
     @staticmethod
@@ -228,17 +240,17 @@ class StepExecutor:
 
     def pack(self, tensor: Tensor) -> Handle:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
-        unseen.depth += 1
+        bypass_mode.depth += 1
         try:
             with NotSeen():
                 return self._pack(*as_saved(tensor))
         finally:
-            unseen.depth -= 1
+            bypass_mode.depth -= 1
 
     def _pack(self, tensor: Tensor, plain: bool) -> Handle:
         index = self._num_packs
         self._num_packs = index + 1
-        handle = Handle(self, self._lease, index, tensor)
+        handle = Handle(self.observer, self._lease, index, tensor)
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
         handle.value = value = self._table.find(tensor.untyped_storage()) if plain else None
@@ -251,7 +263,7 @@ class StepExecutor:
             if index in self.program.made_packs:
                 self._kept.append(weakref.ref(handle))
             if value is None and self.program.records_backward:
-                self._recording.know(tensor)
+                self._tracker.know(tensor)
         return handle
 
     def _is_as_planned(self, index: int, tensor: Tensor) -> bool:
@@ -283,7 +295,7 @@ class StepExecutor:
                 return self._leave_to_replay(value, tensor)
             place = self.program.places.get(value.index)
         release_now = decision is None or decision.release_op == AT_PACK
-        has_left = self._residence.swap_out(value, storage, place, release_now=release_now)
+        has_left = self._materializer.swap_out(value, storage, place, release_now=release_now)
         if decision is None:
             if has_left:
                 self.swapped_bytes += value.num_bytes
@@ -299,7 +311,7 @@ class StepExecutor:
         if verifier is not None and value.original is None and verifier.doubts(value):
             storage = tensor.untyped_storage()
             value.original = verifier.remember(storage)
-            if value.original is None and not self._residence.rehearse(value, storage, Geometry.of(tensor)):
+            if value.original is None and not self._materializer.rehearse(value, storage, Geometry.of(tensor)):
                 self._table.own(value, storage)
                 return False
         return True
@@ -308,7 +320,7 @@ class StepExecutor:
         for index in indices:
             value = self._table.indexed(index)
             if value is not None:
-                self._residence.release(value)
+                self._materializer.release(value)
 
     def unpack(self, handle: Handle) -> Tensor:
         """Give a saved tensor back.
@@ -323,22 +335,22 @@ class StepExecutor:
             if in_backward:
                 self._begin_unpack(handle)
             handle.check_version()
-            unseen.depth += 1
+            bypass_mode.depth += 1
             try:
                 if in_backward and self.program is not None and not self.has_deviated:
                     # What is needed now is first in the lane; what comes later overlaps with the wait or replay for it.
                     if handle.value is not None:
-                        self._residence.fetch(handle.value)
-                    self._residence.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
+                        self._materializer.fetch(handle.value)
+                    self._materializer.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
                 return self._read(handle)
             finally:
-                unseen.depth -= 1
+                bypass_mode.depth -= 1
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:
             self.backward_begins()
             if not self.watches_backward:
-                with unseen:
+                with bypass_mode:
                     self._table.keep_watch()
         self.num_unpacks += 1
         if self.observer is not None:
@@ -350,7 +362,7 @@ class StepExecutor:
         if value is None or handle.geometry is None:
             assert handle.kept is not None
             return handle.kept
-        storage = self._residence.read(handle, handle.geometry)
+        storage = self._materializer.read(handle, handle.geometry)
         if self.observer is not None:
             self.observer.on_unpacked(handle.index, storage)
         if self.is_recomputing:
@@ -373,10 +385,96 @@ class StepExecutor:
     def close(self) -> None:
         """End the part of the step in which ops are seen; saved tensors stay readable."""
         self._lease = None
-        with unseen:
+        with bypass_mode:
             self._table.close()
 
     def settle_readers_of(self, tensors: list[Tensor]) -> None:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
         for tensor in tensors:
             self._writes.before(tensor)
+
+
+_Packed = tuple[Tensor, int, StepLiveness | None]
+
+
+class KeepingExecutor:
+    """Executes a step that keeps everything; the attributes are those of :class:`StepExecutor`."""
+
+    is_recomputing = False
+    sees_ops = False
+    watches_backward = False
+    sees_user_code = False
+    unforeseen_bytes = 0
+    stall_seconds = 0.0
+    observer: StepObserver | None = None
+    decisions: dict[int, Decision]
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.decisions = {}
+        self.deviation = ""
+        self.num_unpacks = 0
+        self.on_backward: Callable[[], None] | None = None
+        self._num_packs = 0
+        self._lease: StepLiveness | None = StepLiveness()
+        self._unread = weakref.ref(self._lease)
+
+    @property
+    def has_deviated(self) -> bool:
+        """Whether the step's structure left the program."""
+        return bool(self.deviation)
+
+    def backward_begins(self) -> None:
+        """Tell who wants to know, once."""
+        on_backward, self.on_backward = self.on_backward, None
+        if on_backward is not None:
+            on_backward()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the step is closed and autograd has dropped all that it saved."""
+        return self._unread() is None
+
+    def pack(self, tensor: Tensor) -> _Packed:
+        """Take a tensor that autograd saves; never held itself, cf. :mod:`~lightning_offload.runtime.values`."""
+        index = self._num_packs
+        self._num_packs = index + 1
+        tensor, plain = as_saved(tensor)
+        if plain and not self.deviation:
+            expected, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
+            if index >= len(expected) or num_bytes != expected[index]:
+                planned = f"{expected[index]} were" if index < len(expected) else "nothing was"
+                self.deviation = f"saved tensor {index} has {num_bytes} bytes where {planned} expected"
+        return tensor, tensor._version, self._lease
+
+    def unpack(self, packed: _Packed) -> Tensor:
+        """Give a saved tensor back.
+
+        Raises:
+            RuntimeError: It was modified in place since it was saved.
+        """
+        if not self.num_unpacks:
+            self.backward_begins()
+        self.num_unpacks += 1
+        tensor, version, _ = packed
+        if tensor._version != version:
+            raise_modified(tensor, tensor.shape, version)
+        return tensor
+
+    def close(self) -> None:
+        """End the part of the step in which tensors are saved."""
+        self._lease = None
+
+    def made(self, tensors: list[Tensor]) -> None:
+        """Nobody is told of what autograd makes."""
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of the program."""
+        return func(*args, **kwargs)
+
+    def settle_readers_of(self, tensors: list[Tensor]) -> None:
+        """Nothing is replayed."""
+
+
+Executor = StepExecutor | KeepingExecutor
+"""What executes a step."""

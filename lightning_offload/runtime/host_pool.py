@@ -21,7 +21,7 @@ from collections import deque
 
 from typing_extensions import override
 
-from lightning_offload.runtime.copies import Block, Copy
+from lightning_offload.runtime.lanes import Block, Copy
 from lightning_offload.runtime.pinning import NotPinned, Pinning
 from lightning_offload.runtime.ranges import Ranges
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.runtime.user_code import NotSeen
+from lightning_offload.runtime.hooks import NotSeen
 
 _Keys = torch._C.DispatchKeySet
 _LAZY = _Keys(torch._C.DispatchKey.Conjugate) | _Keys(torch._C.DispatchKey.Negative)

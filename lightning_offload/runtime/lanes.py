@@ -1,23 +1,36 @@
 """Copies between the device and host memory, off the compute thread: the one seam between runtime and hardware.
 
-A lane takes copies in order and gives a :class:`~.copies.Copy` to wait for. The source of a copy must stay
+A lane takes copies in order and gives a :class:`Copy` to wait for. The source of a copy must stay
 unchanged until its copy is done, which the executor sees to; device memory is always allocated by the compute
 thread. :class:`~.cpu_lanes.CpuLanes` copy in worker threads that hold no GIL, so that every path of the runtime
 runs on any machine; :class:`~.stream_lanes.StreamLanes` copy on side streams of an accelerator;
 :class:`~.disk_lanes.DiskLanes` go to and from a spill file; :class:`FakeLanes` move nothing and serve FakeTensor
 steps.
+
+Under every lane is a :class:`Mover`: the primitive that moves ranges of bytes between device memory and host memory.
+A mover belongs to one device and serves one lane of each direction. ``mark`` is called by the thread that computes
+and stands for all that compute was asked to do so far; the moves may be made by another thread, and happen after
+their mark.
+
+A :class:`Copy` is waited for in two ways: ``wait`` lets *compute* go on only after it (on a device with streams
+that blocks no thread), ``synchronize`` blocks the calling thread until the bytes are there. A :class:`Block` goes
+back to its pool when the last reference to it goes, perhaps while a copy still uses its memory: the pool then
+hands that copy on to whoever gets the memory next, and lanes order their copies after it.
 """
 
 from __future__ import annotations
 
 import abc
+import ctypes
 import dataclasses
+import threading
+import time
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.copies import DONE, Block, Copy
+from lightning_offload.errors import SpillError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +101,177 @@ class FakeLanes(Lanes):
     @override
     def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
         return DONE
+
+
+class Mover(abc.ABC):
+    """See the module's docstring."""
+
+    @abc.abstractmethod
+    def mark(self) -> Any:
+        """The point that compute has reached."""
+
+    @abc.abstractmethod
+    def to_host(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
+        """Start copying bytes of a device storage to host memory.
+
+        Args:
+            mark: What the copy comes after.
+            storage: Device memory, which must stay unchanged until the copy is done; the mover holds it until then.
+            offset: First byte of the storage.
+            num_bytes: How many.
+            address: Host memory; must live until the copy is done.
+        """
+
+    @abc.abstractmethod
+    def to_device(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
+        """Start copying host memory to bytes of a device storage; arguments as in :meth:`to_host`."""
+
+    def measure(self, is_on: bool) -> None:  # noqa: B027  (nothing to measure where no stream waits)
+        """Whether the times for which compute streams wait should be measured."""
+
+    def take_stall_seconds(self) -> float:
+        """Time for which compute streams waited since this was last asked; threads' waits are told by the copies."""
+        return 0.0
+
+
+class CpuMover(Mover):
+    """Copies by the calling thread, outside the GIL; they have ended when the call returns."""
+
+    @override
+    def mark(self) -> None:
+        return None
+
+    @override
+    def to_host(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
+        ctypes.memmove(address, storage.data_ptr() + offset, num_bytes)
+        return DONE
+
+    @override
+    def to_device(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
+        ctypes.memmove(storage.data_ptr() + offset, address, num_bytes)
+        return DONE
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as a flat tensor of bytes."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def memory_bytes(address: int, num_bytes: int) -> torch.Tensor:
+    """Host memory as a flat tensor of bytes, which does not keep it alive."""
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+class Copy(abc.ABC):
+    """A copy under way."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def is_done(self) -> bool:
+        """Whether the bytes are there; never blocks."""
+
+    @abc.abstractmethod
+    def wait(self) -> float:
+        """Let what compute does from here on see the copy as done.
+
+        Returns:
+            Seconds for which the calling thread was blocked.
+
+        Raises:
+            SpillError: The copy failed.
+        """
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Block until the copy is done.
+
+        Raises:
+            SpillError: The copy failed.
+        """
+
+
+class HostCopy(Copy):
+    """A copy that a thread of this process makes.
+
+    Attributes:
+        error: Why it failed, if it did.
+    """
+
+    __slots__ = ("_done", "error")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark the copy as done, or as failed."""
+        self.error = error
+        self._done.set()
+
+    @property
+    @override
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    @override
+    def wait(self) -> float:
+        if self._done.is_set() and self.error is None:
+            return 0.0
+        start = time.perf_counter()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    @override
+    def synchronize(self) -> None:
+        self._done.wait()
+        if self.error is not None:
+            raise SpillError(f"a copy between tiers failed: {self.error}") from self.error
+
+    def settle(self) -> None:
+        """Block until the copy is done or has failed."""
+        self._done.wait()
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """An error that does not keep the storages of the frames it went through."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def done_copy() -> HostCopy:
+    """A copy that is done."""
+    return failed_copy(None)
+
+
+def failed_copy(error: BaseException | None) -> HostCopy:
+    """A copy that is over, and has failed if there is an error."""
+    copy = HostCopy()
+    copy.finish(error)
+    return copy
+
+
+DONE = done_copy()
+"""A copy that is done; any number of them, since it never changes."""
+
+
+class Block:
+    """A range of a lower tier, of host memory or of a file, that goes back to its pool when it is dropped.
+
+    Attributes:
+        num_bytes: Its size as asked for.
+        busy: The latest copy that fills or reads it.
+        after: Copies of its memory's earlier users that may still be under way.
+    """
+
+    __slots__ = ("after", "busy", "num_bytes")
+
+    def __init__(self, num_bytes: int, after: tuple[Copy, ...]) -> None:
+        self.num_bytes = num_bytes
+        self.after = after
+        self.busy: Copy | None = None

@@ -3,18 +3,76 @@
 Memory is mapped by the pool and registered with the driver, since torch's own pinned allocator rounds sizes up to
 powers of two. Before its pages are touched, the mapping is bound to the memory next to the device where the
 platform tells which that is.
+
+Copies to page-locked memory on the far side of the processor interconnect can run at a fraction of the link's
+rate. Best effort: where the platform does not tell, or refuses, memory lies where the kernel puts it.
 """
 
 from __future__ import annotations
 
 import abc
+import ctypes
+import functools
 import logging
+import platform
+from pathlib import Path
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.numa import bind_memory, node_of
-from lightning_offload.runtime.switch import unseen
+from lightning_offload.runtime.hooks import bypass_mode
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NODES = Path("/sys/devices/system/node")
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_PREFERRED = 1  # MPOL_PREFERRED: that node while it has memory, then any
+_BITS = 64
+
+
+def node_of(device: torch.device) -> int | None:
+    """The memory node next to a CUDA device; None with a single node, or where the platform does not tell."""
+    if not (_NODES / "node1").exists():
+        return None
+    try:
+        node = int((_PCI_DEVICES / _address_of(device) / "numa_node").read_text())
+    except Exception:  # the driver's library, the device's entry or the file may be missing, each in its own way
+        _log.debug("the memory node of %s is not known", device, exc_info=True)
+        return None
+    return node if node >= 0 else None
+
+
+def _address_of(device: torch.device) -> str:
+    """The device's place on the PCI bus as the kernel writes it."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if hasattr(properties, "pci_bus_id"):
+        place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+    else:
+        import pynvml
+
+        pynvml.nvmlInit()
+        info = pynvml.nvmlDeviceGetPciInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}"))
+        place = (info.domain, info.bus, info.device)
+    return "{:04x}:{:02x}:{:02x}.0".format(*place)
+
+
+def bind_memory(address: int, num_bytes: int, node: int) -> bool:
+    """Prefer a node for the pages of a mapping that was not touched yet; whether the kernel agreed."""
+    number = _MBIND.get(platform.machine())
+    if platform.system() != "Linux" or number is None or not 0 <= node < _BITS:
+        return False
+    mask = ctypes.c_ulong(1 << node)
+    result = _libc().syscall(
+        ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(_PREFERRED),
+        ctypes.byref(mask), ctypes.c_ulong(_BITS + 1), ctypes.c_uint(0),
+    )  # fmt: skip
+    return int(result) == 0
+
+
+@functools.cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +163,7 @@ class CudaPinning(Pinning):
     def _forget_error(self) -> None:
         """Take the error of a failed call off the runtime: torch would blame the next kernel for it."""
         try:
-            with unseen:
+            with bypass_mode:
                 torch.zeros(1, device=self._device).add_(1)  # a kernel, not a fill that might be none
         except RuntimeError:
             _log.debug("cleared a CUDA error", exc_info=True)

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.copies import Copy
+from lightning_offload.runtime.lanes import Copy
 
 
 class Ranges:

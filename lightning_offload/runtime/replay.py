@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_offload.errors import OffloadError, ReplayError
 from lightning_offload.runtime import kernel_keys
 from lightning_offload.runtime.environment import Environment
-from lightning_offload.runtime.movers import storage_bytes
+from lightning_offload.runtime.lanes import storage_bytes
 from lightning_offload.runtime.values import Blank, Call, Ref, Value
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts, effects, tensors_in

@@ -16,7 +16,7 @@ from collections import deque
 from typing_extensions import override
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.copies import Block, Copy
+from lightning_offload.runtime.lanes import Block, Copy
 from lightning_offload.runtime.ranges import Ranges
 from lightning_offload.runtime.spill_file import ALIGNMENT, SpillFile
 

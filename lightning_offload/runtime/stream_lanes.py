@@ -1,19 +1,254 @@
-"""Lanes of an accelerator: copies between device and page-locked host memory, on one side stream for each direction.
+"""Lanes of an accelerator: copies to and from page-locked host memory, on one side stream for each direction.
 
-Host memory is used again only behind its earlier copies; device memory is :mod:`.stream_mover`'s matter.
+The side streams are ordered against compute by events. Host memory is used again only behind its earlier copies.
+
+Note [streams and memory]: memory belongs to the stream it was allocated on. Swap-in buffers are allocated on the
+compute stream, and the side stream waits for what compute had queued before it writes there. A swapped-out
+tensor is held until compute has been made to wait for its copy; then compute's own order protects the memory, so
+``record_stream`` (which makes memory depend on timing) is never needed. A copy that nobody waits for is held by
+the lane until its event has passed. The compute stream is looked up at each call: autograd's device threads and
+users' own stream contexts may have another one each time. Where a model computes on several streams, memory goes back
+to the stream it was allocated on while another may still read it: that stream waits for copies too, and what is read
+elsewhere is told to the allocator, as autograd's users must do themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.copies import Block, Copy, HostCopy
 from lightning_offload.runtime.host_pool import HostBlock
-from lightning_offload.runtime.lanes import Lanes, LaneTimes
-from lightning_offload.runtime.stream_mover import StreamCopy, StreamMover
+from lightning_offload.runtime.lanes import Block, Copy, HostCopy, Lanes, LaneTimes, Mover, memory_bytes, storage_bytes
+
+_EVENT_SECONDS = 3e-6  # between two events with nothing between them
+
+
+class StreamCopy(Copy):
+    """A copy on a side stream.
+
+    Attributes:
+        storage: The device memory it uses, until it is done or compute waits for it.
+    """
+
+    __slots__ = ("_event", "_mover", "_owner", "storage")
+
+    def __init__(self, mover: StreamMover, event: Any, owner: Any, storage: torch.UntypedStorage) -> None:
+        self._mover = mover
+        self._event = event
+        self._owner = owner
+        self.storage: torch.UntypedStorage | None = storage
+
+    @property
+    @override
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    @override
+    def wait(self) -> float:
+        self._mover.let_compute_wait(self._event, self._owner)
+        self.storage = None
+        return 0.0
+
+    @override
+    def synchronize(self) -> None:
+        self._event.synchronize()
+        self.storage = None
+
+    def gate(self, stream: Any) -> None:
+        """Let a stream go on only after this copy."""
+        stream.wait_event(self._event)
+
+
+class StreamMover(Mover):
+    """Copies on two side streams of a device.
+
+    Args:
+        device: The accelerator.
+
+    Attributes:
+        device: Likewise.
+        out_stream: The stream of copies to the host.
+        in_stream: The stream of copies to the device.
+        is_measuring: Whether copies and stalls are timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.out_stream = self.new_stream()
+        self.in_stream = self.new_stream()
+        self.is_measuring = False
+        self._lock = threading.Lock()
+        self._stalls: list[tuple[Any, Any]] = []
+        self._out, self._in = _Direction(), _Direction()
+
+    @override
+    def mark(self) -> _Mark:
+        stream, event = self.compute_stream(), self.new_event()
+        event.record(stream)
+        return _Mark(event, stream)
+
+    @override
+    def to_host(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
+        with self._lock, self._on(self.out_stream, mark, num_bytes, self._out):
+            self.copy(memory_bytes(address, num_bytes), _part(storage, offset, num_bytes))
+            return self._issued(self.out_stream, mark, storage, self._out)
+
+    @override
+    def to_device(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
+        with self._lock, self._on(self.in_stream, mark, num_bytes, self._in):
+            self.copy(_part(storage, offset, num_bytes), memory_bytes(address, num_bytes))
+            return self._issued(self.in_stream, mark, storage, self._in)
+
+    # ---- the hardware, as far as it is asked for anything; tests put threads in its place
+
+    def new_stream(self) -> Any:
+        """A stream of this device."""
+        return torch.Stream(self.device)
+
+    def new_event(self, *, timing: bool = False) -> Any:
+        """An event of this device."""
+        return torch.Event(self.device, enable_timing=timing)
+
+    def compute_stream(self) -> Any:
+        """The stream on which this thread's ops run now."""
+        return torch.accelerator.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        """Make a stream current for this thread.
+
+        Not ``with stream``: a stream object keeps what was current before in itself, so two threads in one stream
+        would leave each other on the wrong one.
+        """
+        before = self.compute_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    # ---- order
+
+    def let_compute_wait(self, event: Any, owner: Any) -> None:
+        """Let compute go on only after an event.
+
+        Args:
+            event: What to wait for.
+            owner: The stream that was computing when the copy was asked for: the memory may be that one's, so it
+                waits too, should another one compute now.
+        """
+        compute = self.compute_stream()
+        if owner != compute:
+            owner.wait_event(event)
+        before = self._timestamp(compute)
+        compute.wait_event(event)
+        if before is not None:
+            self._stalls.append((before, self._timestamp(compute)))
+
+    def settle(self) -> None:
+        """Block until no copy is under way, and hold no memory."""
+        with self._lock:
+            under_way = [*self._out.under_way, *self._in.under_way]
+            self._out.under_way.clear()
+            self._in.under_way.clear()
+        for copy in under_way:
+            copy.synchronize()
+
+    def tidy(self) -> None:
+        """Let go of the memory of copies that are done by now."""
+        with self._lock:
+            self._out.forget_done()
+            self._in.forget_done()
+
+    @override
+    def measure(self, is_on: bool) -> None:
+        self.is_measuring = is_on
+
+    @override
+    def take_stall_seconds(self) -> float:
+        return self.take_times().stall_seconds
+
+    def take_times(self) -> LaneTimes:
+        """Times of the copies and stalls since measuring began, or since this was last asked."""
+        self.settle()
+        (out_bytes, out_seconds), (in_bytes, in_seconds) = self._out.take(), self._in.take()
+        stalls, self._stalls = self._stalls, []
+        for _, after in stalls:  # perhaps on several streams
+            after.synchronize()
+        return LaneTimes(
+            out_bytes=out_bytes,
+            out_seconds=out_seconds,
+            in_bytes=in_bytes,
+            in_seconds=in_seconds,
+            stall_seconds=sum(max(0.0, before.elapsed_time(after) / 1000 - _EVENT_SECONDS) for before, after in stalls),
+        )
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any, mark: Any, num_bytes: int, direction: _Direction) -> Iterator[None]:
+        """Make a side stream current for a copy after its mark, timed where that is asked for."""
+        stream.wait_event(mark.event)
+        before = self._timestamp(stream)
+        with self.on_stream(stream):
+            yield
+        if before is not None:
+            direction.timed.append((before, self._timestamp(stream), num_bytes))
+
+    def _timestamp(self, stream: Any) -> Any:
+        if not self.is_measuring:
+            return None
+        event = self.new_event(timing=True)
+        event.record(stream)
+        return event
+
+    def _issued(self, stream: Any, mark: _Mark, storage: torch.UntypedStorage, direction: _Direction) -> StreamCopy:
+        event = self.new_event()
+        event.record(stream)
+        copy = StreamCopy(self, event, mark.stream, storage)
+        self._out.forget_done()
+        self._in.forget_done()
+        direction.under_way.append(copy)
+        return copy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mark:
+    """What a compute stream had been asked for by then."""
+
+    event: Any
+    stream: Any
+
+
+class _Direction:
+    """Copies of one direction: those under way, in order, and the times of those that were measured."""
+
+    def __init__(self) -> None:
+        self.under_way: deque[StreamCopy] = deque()
+        self.timed: list[tuple[Any, Any, int]] = []
+
+    def forget_done(self) -> None:
+        while self.under_way and self.under_way[0].is_done:
+            self.under_way.popleft().storage = None
+
+    def take(self) -> tuple[int, float]:
+        timed, self.timed = self.timed, []
+        seconds = sum(before.elapsed_time(after) for before, after, _ in timed if after is not None) / 1000
+        return sum(num_bytes for _, _, num_bytes in timed), seconds
+
+
+def _part(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> torch.Tensor:
+    flat = storage_bytes(storage)
+    return flat if num_bytes == storage.nbytes() else flat[offset : offset + num_bytes]
 
 
 class StreamLanes(Lanes):

@@ -13,16 +13,13 @@ import functools
 import torch
 
 from lightning_offload.graph.memory_plan import Tier
-from lightning_offload.runtime.copies import Block, Copy
 from lightning_offload.runtime.cpu_lanes import CpuLanes
 from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool, Slab
-from lightning_offload.runtime.lanes import Lanes, LaneTimes
-from lightning_offload.runtime.movers import CpuMover, Mover, memory_bytes
+from lightning_offload.runtime.lanes import Block, Copy, CpuMover, Lanes, LaneTimes, Mover, memory_bytes
 from lightning_offload.runtime.pinning import NotPinned, pinning_for
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
-from lightning_offload.runtime.stream_lanes import StreamLanes
-from lightning_offload.runtime.stream_mover import StreamMover
+from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

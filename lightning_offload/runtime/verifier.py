@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.copies import Block
+from lightning_offload.runtime.lanes import Block
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.values import Value
 from lightning_offload.tensors.geometry import Geometry, same_bits

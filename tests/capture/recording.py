@@ -10,8 +10,8 @@ import torch
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.graph import StepGraph
 from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.lanes import FakeLanes, Lanes
-from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.tensors.observer import StepObserver, observe_all
 from tests.runtime.inline import inline_lanes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime.residence import Residence
+from lightning_offload.runtime.materialize import Materializer
 from tests.catalogue import samples
 from tests.catalogue.samples import Entry, function_entries, module_entries, op_entries, samples_of, share_of
 from tests.catalogue.steps import check, run_steps
@@ -21,9 +21,9 @@ def _entry(name: str) -> Entry:
 @pytest.mark.parametrize("name", ["mul-float32", "sin-complex64", "nn.functional.softplus-float64"])
 def test_a_wrong_bit_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit that is turned in one tensor on its way back fails the check."""
-    read, num_read = Residence.read, 0
+    read, num_read = Materializer.read, 0
 
-    def turned(self: Residence, *args: Any) -> torch.UntypedStorage:
+    def turned(self: Materializer, *args: Any) -> torch.UntypedStorage:
         nonlocal num_read
         storage, num_read = read(self, *args), num_read + 1
         if num_read == 3:
@@ -32,7 +32,7 @@ def test_a_wrong_bit_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     entry = _entry(name)
     check(entry)
-    monkeypatch.setattr(Residence, "read", turned)
+    monkeypatch.setattr(Materializer, "read", turned)
     with pytest.raises(AssertionError, match="differ"):
         check(entry)
     assert num_read >= 3

@@ -19,14 +19,11 @@ from typing_extensions import override
 
 from lightning_offload.graph import DeviceSpec
 from lightning_offload.runtime import tiers
-from lightning_offload.runtime.copies import Block, Copy
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.lanes import Lanes, LaneTimes
-from lightning_offload.runtime.movers import storage_bytes
-from lightning_offload.runtime.residence import Residence
-from lightning_offload.runtime.stream_lanes import StreamLanes
-from lightning_offload.runtime.stream_mover import StreamMover
-from lightning_offload.runtime.switch import unseen
+from lightning_offload.runtime.hooks import bypass_mode
+from lightning_offload.runtime.lanes import Block, Copy, Lanes, LaneTimes, storage_bytes
+from lightning_offload.runtime.materialize import Materializer
+from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
 from tests.runtime.fake_streams import FakeStreamMover
 
 POISON = 0xFF
@@ -59,7 +56,7 @@ class Poison:
     def spread(self) -> None:
         """The allocator hands out first what was freed last."""
         held = []
-        with unseen, torch._C._DisableTorchDispatch():
+        with bypass_mode, torch._C._DisableTorchDispatch():
             while self._given_up:
                 size = self._given_up.popleft()
                 held.append(torch.full((size,), POISON, dtype=torch.uint8))
@@ -129,14 +126,14 @@ def streaming(delays: Delays | None = None, *, seed: int = 0) -> Iterator[Poison
     def lanes_for(device: torch.device) -> Lanes:
         return PoisonedLanes(StreamLanes(mover_for(device)), poison)
 
-    dispatch, release, disk_lanes = StepExecutor.dispatch, Residence.release, tiers.DiskLanes
+    dispatch, release, disk_lanes = StepExecutor.dispatch, Materializer.release, tiers.DiskLanes
 
     def poisoned_dispatch(self: StepExecutor, *args: Any) -> Any:
-        if not unseen.depth:
+        if not bypass_mode.depth:
             poison.spread()
         return dispatch(self, *args)
 
-    def poisoned_release(self: Residence, *args: Any) -> None:
+    def poisoned_release(self: Materializer, *args: Any) -> None:
         release(self, *args)
         poison.spread()
 
@@ -146,7 +143,7 @@ def streaming(delays: Delays | None = None, *, seed: int = 0) -> Iterator[Poison
         mock.patch.object(tiers, "DiskLanes", lambda *args: PoisonedLanes(disk_lanes(*args), poison)),
         mock.patch("lightning_offload.plugins.hardware.measure_spec", return_value=SPEC),
         mock.patch.object(StepExecutor, "dispatch", poisoned_dispatch),
-        mock.patch.object(Residence, "release", poisoned_release),
+        mock.patch.object(Materializer, "release", poisoned_release),
     ):
         try:
             yield poison

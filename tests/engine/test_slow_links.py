@@ -17,9 +17,9 @@ from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
 from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.mode import executing
-from lightning_offload.runtime.movers import CpuMover
+from lightning_offload.runtime.lanes import CpuMover
 from lightning_offload.runtime.program import compile_plan
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.tiers import Tiers

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime.stream_mover import StreamCopy
+from lightning_offload.runtime.stream_lanes import StreamCopy
 from tests.engine.faults import without_gc
 from tests.engine.harness import Outcome, Wrap, assert_same, differences, run
 from tests.engine.live_tracker import LiveStorageTracker

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.movers import CpuMover
-from lightning_offload.runtime.residence import Residence
-from lightning_offload.runtime.stream_mover import StreamMover
+from lightning_offload.runtime.lanes import CpuMover
+from lightning_offload.runtime.materialize import Materializer
+from lightning_offload.runtime.stream_lanes import StreamMover
 from tests.gpu.device import DEVICE, IS_CUDA
 
 Lane = Literal["out", "in", "compute"]
@@ -125,16 +125,16 @@ def without_waiting() -> Iterator[None]:
 def poisoned() -> Iterator[Counter[str]]:
     """Overwrite memory as soon as the runtime lets go of it; yields how often that was."""
     counts: Counter[str] = Counter()
-    release, dismiss, end = Residence.release, Residence._dismiss_visitors, HostBlock.__del__
+    release, dismiss, end = Materializer.release, Materializer._dismiss_visitors, HostBlock.__del__
 
-    def release_and_poison(self: Residence, value: Any) -> None:
+    def release_and_poison(self: Materializer, value: Any) -> None:
         was_held = value.storage is not None
         release(self, value)
         if was_held and value.storage is None:
             counts["device"] += 1
             _fill_new_memory(value.num_bytes)
 
-    def dismiss_and_poison(self: Residence) -> None:
+    def dismiss_and_poison(self: Materializer) -> None:
         sizes = [value.num_bytes for value in self._visitors]
         dismiss(self)
         for num_bytes in sizes:
@@ -149,8 +149,8 @@ def poisoned() -> Iterator[Counter[str]]:
         end(self)
 
     with (
-        mock.patch.object(Residence, "release", release_and_poison),
-        mock.patch.object(Residence, "_dismiss_visitors", dismiss_and_poison),
+        mock.patch.object(Materializer, "release", release_and_poison),
+        mock.patch.object(Materializer, "_dismiss_visitors", dismiss_and_poison),
         mock.patch.object(HostBlock, "__del__", poison_and_end),
     ):
         yield counts

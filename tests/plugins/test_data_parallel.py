@@ -27,8 +27,7 @@ from lightning_offload.plugins.data_parallel import (
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.signature import step_signature
-from lightning_offload.runtime.step_mode import StepMode
-from lightning_offload.runtime.switch import unseen
+from lightning_offload.runtime.hooks import StepMode, bypass_mode
 
 CPU = torch.device("cpu")
 
@@ -133,7 +132,7 @@ class Seen(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not unseen.depth:
+        if not bypass_mode.depth:
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 

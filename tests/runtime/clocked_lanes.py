@@ -18,9 +18,9 @@ import torch
 from typing_extensions import override
 
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.runtime import recording, replay
-from lightning_offload.runtime.copies import Block, Copy
-from lightning_offload.runtime.lanes import Lanes, LaneTimes
+from lightning_offload.runtime import replay
+from lightning_offload.runtime import tracking as recording
+from lightning_offload.runtime.lanes import Block, Copy, Lanes, LaneTimes
 from lightning_offload.runtime.values import Call
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import Effects, OpFacts

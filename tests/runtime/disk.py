@@ -17,9 +17,8 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.copies import Copy
 from lightning_offload.runtime.disk_lanes import DiskLanes
-from lightning_offload.runtime.movers import CpuMover, Mover, storage_bytes
+from lightning_offload.runtime.lanes import Copy, CpuMover, Mover, storage_bytes
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
 

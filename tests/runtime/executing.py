@@ -15,9 +15,9 @@ from lightning_offload.graph import Decision, MemoryPlan, StepGraph
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.problem import Problem, last_values
 from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import Lanes
-from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.stream_mover import StreamMover
+from lightning_offload.runtime.stream_lanes import StreamMover
 
 
 class FakeEvent:

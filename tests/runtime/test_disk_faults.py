@@ -15,7 +15,7 @@ import torch
 
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.disk_lanes import DiskLanes
-from lightning_offload.runtime.movers import CpuMover
+from lightning_offload.runtime.lanes import CpuMover
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
 from tests.runtime.disk import SMALL, LateMover, block_of, empty, equal, failing, storage_of

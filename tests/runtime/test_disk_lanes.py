@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.copies import HostCopy
 from lightning_offload.runtime.disk_lanes import CHUNK_BYTES, DiskLanes
-from lightning_offload.runtime.movers import CpuMover, storage_bytes
+from lightning_offload.runtime.lanes import CpuMover, HostCopy, storage_bytes
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
 from tests.runtime.disk import SMALL, LateMover, block_of, empty, equal, storage_of

@@ -7,10 +7,8 @@ import weakref
 
 import pytest
 
-from lightning_offload.runtime.copies import HostCopy
-from lightning_offload.runtime.disk_jobs import PlainChunk
-from lightning_offload.runtime.disk_lanes import DiskLanes
-from lightning_offload.runtime.movers import CpuMover
+from lightning_offload.runtime.disk_lanes import DiskLanes, PlainChunk
+from lightning_offload.runtime.lanes import CpuMover, HostCopy
 from lightning_offload.runtime.spill import DiskPool
 from tests.runtime.disk import SMALL, LateMover, block_of, empty, equal, storage_of
 from tests.runtime.disk import lanes as lanes

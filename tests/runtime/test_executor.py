@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_offload.errors import StaleInputError
 from lightning_offload.graph import Decision
 from lightning_offload.runtime.cpu_lanes import CpuLanes
+from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.mode import executing
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.tensors.observer import StepObserver
 from tests.capture.recording import record

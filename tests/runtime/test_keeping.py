@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_offload.runtime.keeping import KeepingExecutor
-from lightning_offload.runtime.mode import executing
+from lightning_offload.runtime.executor import KeepingExecutor
+from lightning_offload.runtime.hooks import executing
 from tests.runtime.executing import compiled, gradients, plain
 
 

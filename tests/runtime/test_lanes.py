@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.copies import Copy, HostCopy
 from lightning_offload.runtime.cpu_lanes import SMALL_BYTES, CpuLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.lanes import FakeLanes, Lanes
-from lightning_offload.runtime.movers import CpuMover, memory_bytes, storage_bytes
+from lightning_offload.runtime.lanes import Copy, CpuMover, FakeLanes, HostCopy, Lanes, memory_bytes, storage_bytes
 from lightning_offload.runtime.tiers import lanes_for
 from tests.runtime.inline import inline_lanes
 

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from lightning_offload.capture.live import LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.mode import executing
-from lightning_offload.runtime.step_mode import StepMode, watch_backward
+from lightning_offload.runtime.hooks import StepMode, executing, watch_backward
 from lightning_offload.tensors.observer import observe_all
 from tests.runtime.executing import CPU, compiled, executor_for, gradients, plain, planned, under
 

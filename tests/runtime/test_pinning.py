@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_offload.runtime import numa, pinning
+from lightning_offload.runtime import pinning
+from lightning_offload.runtime import pinning as numa
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.pinning import CudaPinning, NotPinned, pinning_for
 

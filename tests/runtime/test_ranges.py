@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from lightning_offload.runtime.copies import HostCopy
+from lightning_offload.runtime.lanes import HostCopy
 from lightning_offload.runtime.ranges import Ranges
 
 SIZE = 4096

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_offload.errors import ReplayError
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.mode import executing
+from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.replay import Replay
 from tests.runtime.executing import compiled, executor_for, gradients, plain, planned, under
 

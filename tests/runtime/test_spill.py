@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.copies import HostCopy
+from lightning_offload.runtime.lanes import HostCopy
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.spill_file import ALIGNMENT
 from tests.runtime.disk import Page, block_of

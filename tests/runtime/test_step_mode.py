@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime.mode import executing
-from lightning_offload.runtime.step_mode import StepMode
+from lightning_offload.runtime.hooks import StepMode, executing
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts
 from tests.runtime.executing import executor_for, plain, planned

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.movers import memory_bytes, storage_bytes
-from lightning_offload.runtime.stream_lanes import StreamLanes
-from lightning_offload.runtime.stream_mover import StreamCopy
+from lightning_offload.runtime.lanes import memory_bytes, storage_bytes
+from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes
 from tests.runtime.fake_streams import FakeStream, FakeStreamMover
 
 

@@ -7,8 +7,7 @@ import weakref
 
 import torch
 
-from lightning_offload.runtime.table import ValueTable
-from lightning_offload.runtime.values import Value
+from lightning_offload.runtime.values import Value, ValueTable
 
 
 def storage() -> torch.UntypedStorage:

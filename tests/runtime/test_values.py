@@ -10,7 +10,7 @@ from lightning_offload.runtime.values import Value, witness_of
 
 
 def test_witness_shares_the_version_counter_and_no_memory() -> None:
-    """Writes to the tensor show in the witness, which keeps no byte of it alive."""
+    """WriteBarrier to the tensor show in the witness, which keeps no byte of it alive."""
     tensor = torch.ones(1000)
     witness = witness_of(tensor)
     assert (witness.numel(), witness._version) == (0, tensor._version)

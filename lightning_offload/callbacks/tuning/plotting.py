@@ -1,4 +1,4 @@
-"""Writes the plots of a result: an HTML page, and a PNG where matplotlib is installed."""
+"""WriteBarrier the plots of a result: an HTML page, and a PNG where matplotlib is installed."""
 
 from __future__ import annotations
 

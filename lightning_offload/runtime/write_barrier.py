@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.runtime.residence import Residence
-from lightning_offload.runtime.switch import unseen
-from lightning_offload.runtime.table import ValueTable
-from lightning_offload.runtime.values import Call
+from lightning_offload.runtime.hooks import bypass_mode
+from lightning_offload.runtime.materialize import Materializer
+from lightning_offload.runtime.values import Call, ValueTable
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, is_plain
 
 
-class Writes:
+class WriteBarrier:
     """Settles what needs the old contents of the storages that one step follows.
 
     Attributes:
@@ -31,7 +30,7 @@ class Writes:
     def __init__(
         self,
         table: ValueTable,
-        residence: Residence,
+        residence: Materializer,
         lock: threading.RLock,
         observer: StepObserver | None,
         *,
@@ -39,7 +38,7 @@ class Writes:
     ) -> None:
         self.settled_bytes = 0
         self._table = table
-        self._residence = residence
+        self._materializer = residence
         self._lock = lock
         self._observer = observer
         if is_recomputing:
@@ -67,7 +66,7 @@ class Writes:
         value = self._table.find(storage)
         if value is None:
             return False
-        with self._lock, unseen:
+        with self._lock, bypass_mode:
             if value.copy is not None:
                 value.copy.wait()
             if value.call is None and value.block is None:
@@ -92,10 +91,10 @@ class Writes:
                 continue
             if value.live() is None and torch._C._current_graph_task_id() != -1:
                 self.settled_bytes += value.num_bytes
-            self._residence.settle(value)
+            self._materializer.settle(value)
 
 
-_RECOMPUTING: weakref.WeakSet[Writes] = weakref.WeakSet()  # told of each other's writes
+_RECOMPUTING: weakref.WeakSet[WriteBarrier] = weakref.WeakSet()  # told of each other's writes
 
 
 def count_writes(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -11,11 +11,10 @@ import torch
 
 from lightning_offload.errors import ReplayError, SpillError, StaleInputError
 from lightning_offload.graph.memory_plan import Decision
-from lightning_offload.runtime.movers import storage_bytes
+from lightning_offload.runtime.lanes import storage_bytes
 from lightning_offload.runtime.replay import Replay
-from lightning_offload.runtime.table import ValueTable
 from lightning_offload.runtime.tiers import Place, Tiers
-from lightning_offload.runtime.values import Handle, Value
+from lightning_offload.runtime.values import Handle, Value, ValueTable
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
@@ -28,7 +27,7 @@ _STALE = (
 )
 
 
-class Residence:
+class Materializer:
     """Moves the values of one step.
 
     Attributes:

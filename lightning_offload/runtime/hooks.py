@@ -1,0 +1,349 @@
+"""Puts an executor in force: the one dispatch mode and the one pair of saved-tensor hooks, and what each may see.
+
+Of stacked hooks only the innermost run, so there is one pair. ``torch.func`` transforms refuse to run under
+saved-tensor hooks, so while a step is open ``torch.autograd.graph.disable_saved_tensors_hooks`` takes ours off and
+puts them back.
+
+The mode is an *infra mode*: ``torch.compile``d modules stay compiled under it. The runtime's own ops pass it unseen,
+within :data:`bypass_mode`. It is taken off for a backward that need not be seen, or for a single node of it.
+
+Note [modes change backward]: some autograd formulas (``prod``, full ``max``, ``masked_fill`` with a tensor) ask
+whether any dispatch mode is on (``isTensorSubclassLike``) and then compute the same gradient in another way, with
+other roundings or other strides. So the mode is off in backward wherever backward need not be seen, and where it must
+be, it is taken off for the nodes of such formulas, which are found by name in autograd's graph before it runs:
+autograd restores a thread's modes after each node, so what a hook before the node pops is gone for that node alone.
+What such a node made is told by a hook after it.
+
+Sees what the program's own Python code does to tensors in backward.
+
+A backward of the program's own (a custom ``Function``, a hook of a tensor or a module, an optimizer that steps in
+backward) may write what it can reach: saved tensors that it was given, buffers, parameters, also behind the back of
+version counters (``x.data``, NumPy, a Triton kernel). What has been recomputed from such memory in plain PyTorch was
+computed before; a replay must not read what was written since.
+
+Autograd's formulas themselves write nothing of that, and our dispatch mode is off while they run: see Note [modes
+change backward]. A ``TorchFunctionMode`` is exactly the difference: autograd hands it to every node, and it sees the
+calls that come from Python alone. Each of them is dispatched under our mode, which settles what needs the old
+contents before the first write. A call that gives raw memory away counts as a write.
+
+Compiled code is left alone: calls that are being traced are not looked at.
+
+Shortfall: a write by an extension from C++ is noticed by the version counter of what it was given, and a replay that
+would read it raises ``StaleInputError``; one that goes by raw memory from a C++ node is not noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
+from typing_extensions import override
+
+from lightning_offload.tensors.op_facts import exposed, tensors_in
+
+
+class _BypassMode(threading.local):
+    """While entered, the ops of this thread are the runtime's own."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.depth -= 1
+
+
+bypass_mode = _BypassMode()
+"""Entered around everything that the runtime does with tensors."""
+
+
+Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Made = Callable[[list[Tensor]], None]
+
+CHANGED_BY_MODES = frozenset(
+    f"{name}Backward"
+    for name in (
+        "Prod", "Cumprod", "Max", "Min", "Median", "Nanmedian", "MaskedFill", "LinalgDet", "LinalgEig", "LinalgEigh",
+        "LinalgMatrixExp", "LinalgHouseholderProduct", "Ormqr", "BinaryCrossEntropy", "BinaryCrossEntropyBackward",
+        "BinaryCrossEntropyWithLogits",
+    )
+)  # fmt: skip
+"""Nodes, but for their numbers, whose formula computes otherwise under a mode: Note [modes change backward].
+
+Formulas that only choose between a call in place and the same call out of place (``clamp``, ``topk``, ``take``) are not
+among them: what they give is the same.
+"""
+
+
+class StepMode(TorchDispatchMode):
+    """Hands every op to an executor's ``dispatch``.
+
+    Attributes:
+        made: Is told of the gradients that a node of autograd made without the mode, if anybody is.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, dispatch: Dispatch, made: Made | None = None) -> None:
+        super().__init__()
+        self._dispatch = dispatch
+        self.made = made
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._dispatch(func, args, kwargs or {})
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def _leave(_: Any) -> None:
+    """A hook before a node: it runs without our mode, which is there twice where user code in backward is seen."""
+    while isinstance(_get_current_dispatch_mode(), StepMode):
+        _pop_mode()
+
+
+@contextlib.contextmanager
+def _mode_off_where_it_matters(roots: Any) -> Iterator[None]:
+    """Run a backward from these tensors, or edges, in which nodes that a mode would change run without ours."""
+    handles: list[Any] = []
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, StepMode):
+        made = mode.made
+
+        def tell(gradients: Any, _: Any) -> None:
+            if made is not None:
+                made([gradient for gradient in gradients if gradient is not None])
+
+        for node in _nodes(roots):
+            if node.name().rstrip("0123456789") in CHANGED_BY_MODES:
+                handles += (node.register_prehook(_leave), node.register_hook(tell))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nodes(roots: Any) -> Iterator[Any]:
+    """Every node of autograd's graph that leads to some roots."""
+    with torch._C.DisableTorchFunction():
+        stack = [root.grad_fn if isinstance(root, Tensor) else getattr(root, "node", None) for root in roots]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend(following for following, _ in node.next_functions)
+
+
+@contextlib.contextmanager
+def mode_off() -> Iterator[None]:
+    """Run a backward without our mode, if it is the innermost one."""
+    modes = []
+    while isinstance(_get_current_dispatch_mode(), StepMode):
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
+_watchers: list[Around] = []
+_original_run_backward = torch.autograd.graph._engine_run_backward
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        for around in list(_watchers):
+            stack.enter_context(around())
+        stack.enter_context(_mode_off_where_it_matters(args[0]))
+        return _original_run_backward(*args, **kwargs)
+
+
+def watch_backward(around: Around) -> Callable[[], None]:
+    """Run every backward of this process inside a context manager, however it is called.
+
+    Returns:
+        What ends the watch.
+    """
+    _watchers.append(around)
+    _install(_run_backward)
+
+    def end() -> None:
+        if around in _watchers:
+            _watchers.remove(around)
+        if not _watchers:
+            _install(_original_run_backward)
+
+    return end
+
+
+def _install(run_backward: Any) -> None:
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    torch.autograd.graph._engine_run_backward = run_backward
+
+
+_RAW_MEMORY: frozenset[Any] = frozenset(
+    {
+        getattr(Tensor, name)
+        for name in ("data_ptr", "numpy", "__array__", "__dlpack__", "share_memory_")
+        if hasattr(Tensor, name)
+    }
+) | frozenset({Tensor.__cuda_array_interface__.__get__})  # fmt: skip
+"""Calls after which a tensor may be written without another call."""
+
+
+class _SeeUserCode(TorchFunctionMode):
+    def __init__(self, dispatch: Dispatch, made: Made) -> None:
+        super().__init__()
+        self._dispatch = dispatch
+        self._made = made
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or bypass_mode.depth:
+            return func(*args, **kwargs)
+        if func in _RAW_MEMORY:
+            for tensor in tensors_in(args[:1]):
+                self._dispatch(exposed, (tensor,), {})
+            return func(*args, **kwargs)
+        with StepMode(self._dispatch, self._made):
+            return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def seeing_user_code(dispatch: Dispatch, made: Made) -> Iterator[None]:
+    """Around a backward: what the program's own code does in it goes through a dispatch function.
+
+    Args:
+        dispatch: Runs an op.
+        made: Is told of what autograd makes out of its sight.
+    """
+    if any(isinstance(mode, _SeeUserCode) for mode in _get_current_function_mode_stack()):
+        yield
+        return
+    with _SeeUserCode(dispatch, made):
+        yield
+
+
+NotSeen: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Around the runtime's own calls of torch in a backward, to spare them the way through the mode."""
+
+
+class HookedExecutor(Protocol):
+    """What executes a step.
+
+    Attributes:
+        sees_ops: Whether the step's ops must go through ``dispatch``.
+    """
+
+    sees_ops: bool
+
+    @property
+    def watches_backward(self) -> bool:
+        """Whether the ops of backward must go through ``dispatch``, too."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor that autograd saves."""
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Give it back."""
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of the program."""
+
+    def made(self, tensors: list[Tensor]) -> None:
+        """Hear of tensors that autograd made out of sight of the mode."""
+
+    def close(self) -> None:
+        """End the part of the step in which tensors are saved."""
+
+
+@contextlib.contextmanager
+def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]:
+    """Run what is inside under an executor.
+
+    Args:
+        executor: The step's executor.
+        hooks: Whether tensors saved inside are packed; False around a backward that is only watched.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(executor.close)
+        if hooks:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
+            stack.enter_context(_yielding_to_functorch(executor))
+        if executor.sees_ops and (hooks or executor.watches_backward):
+            stack.callback(watch_backward(contextlib.nullcontext))  # Note [modes change backward]
+            stack.enter_context(StepMode(executor.dispatch, executor.made))
+        yield
+
+
+_OPEN = threading.local()
+_PATCH_LOCK = threading.Lock()
+_num_patches = 0
+_original_disable = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def _disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+    """Stands in for torch's: takes our hooks off inside, where they are the only ones."""
+    executor = getattr(_OPEN, "executor", None)
+    if executor is None or not _ours_is_top(executor):
+        with _original_disable(error_message):
+            yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    _OPEN.executor = None
+    try:
+        with _original_disable(error_message):
+            yield
+    finally:
+        _OPEN.executor = executor
+        torch._C._autograd._push_saved_tensors_default_hooks(executor.pack, executor.unpack)
+
+
+def _ours_is_top(executor: HookedExecutor) -> bool:
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and top[0] == executor.pack
+
+
+@contextlib.contextmanager
+def _yielding_to_functorch(executor: HookedExecutor) -> Iterator[None]:
+    global _num_patches
+    previous = getattr(_OPEN, "executor", None)
+    _OPEN.executor = executor
+    with _PATCH_LOCK:
+        _num_patches += 1
+        torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
+    try:
+        yield
+    finally:
+        _OPEN.executor = previous
+        with _PATCH_LOCK:
+            _num_patches -= 1
+            if _num_patches == 0:
+                torch.autograd.graph.disable_saved_tensors_hooks = _original_disable
