@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload import _registration
+from lightning_offload._version import __version__ as __version__
 from lightning_offload.errors import (
     BudgetError,
     BudgetInfeasibleError,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from lightning_offload.plugins.memory import MemoryPlugin
     from lightning_offload.strategies import DDPOffloadStrategy, OffloadStrategy
 
-__version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",

@@ -27,7 +27,7 @@ from benchmarks.workloads import Workload
 from lightning_offload import MemoryPlugin
 
 if TYPE_CHECKING:
-    from lightning_offload.plugins.report_data import Report
+    from lightning_offload.plugins.report import Report
 
 _PLAIN = "plain"
 _MIN_PLANNING_STEPS = 6

@@ -27,7 +27,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.plugins.devices import measure_rates
 
 if TYPE_CHECKING:
-    from lightning_offload.plugins.report_data import Report
+    from lightning_offload.plugins.report import Report
 
 TITLE = "Step time against plain PyTorch"
 

@@ -26,7 +26,7 @@ from examples.demo.summary import DemoSummary, result_table
 from examples.demo.training import DemoConfig, RunResult, quiet_lightning, train
 from examples.models import resnet50
 from lightning_offload import OffloadError, OffloadStrategy, UnsupportedError
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 
 NUM_PARAMETERS = 25_557_032
 """Parameters of the published ResNet-50 with 1000 classes; the demo refuses to run on anything else."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from examples.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
 
 if TYPE_CHECKING:
-    from lightning_offload.plugins.report_data import Report
+    from lightning_offload.plugins.report import Report
 
 
 class Measurement(L.Callback):

@@ -30,7 +30,7 @@ from examples.models import resnet50
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
-    from lightning_offload.plugins.report_data import Report
+    from lightning_offload.plugins.report import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ __all__ = ["EfficientBatchSizeFinder", "OffloadMonitor"]
 
 
 def __getattr__(name: str) -> Any:
-    from lightning_offload.plugins.lightning_packages import current_package
+    from lightning_offload.lightning_packages import current_package
 
     if name == "OffloadMonitor":
         from lightning_offload.callbacks.monitor import build_monitor

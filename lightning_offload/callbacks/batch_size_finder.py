@@ -28,7 +28,7 @@ from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.showing import show
 from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
 from lightning_offload.errors import TuningError
-from lightning_offload.plugins.lightning_packages import current_package, import_from, package_of, rank_zero
+from lightning_offload.lightning_packages import current_package, import_from, package_of, rank_zero
 from lightning_offload.tuning.learning_rate import Warmup
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_offload.plugins.lightning_packages import current_package, import_from, package_of
+from lightning_offload.lightning_packages import current_package, import_from, package_of
 from lightning_offload.plugins.memory import MemoryPlugin
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _CallbackBase
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_offload.plugins.report_data import Report
+    from lightning_offload.plugins.report import Report
 else:
     _CallbackBase = object  # the real base comes from the package in use, see build_monitor
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
+import psutil
 import torch
 
 from lightning_offload.capture.observed import Observed, updated
@@ -19,11 +21,35 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.devices import HostRefusedError, measure_spec, nominal_spec
-from lightning_offload.plugins.host_memory import available_bytes
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.tiers import Tiers, tiers_for
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(cgroup: Path = _CGROUP) -> int | None:
+    """Host memory that can be had without swapping, in bytes; None where the platform does not tell."""
+    try:
+        free = int(psutil.virtual_memory().available)
+    except (OSError, RuntimeError):
+        return None
+    limit = _container_bytes(cgroup)
+    return free if limit is None else min(free, limit)
+
+
+def _container_bytes(cgroup: Path) -> int | None:
+    """What a container's limit leaves, page cache aside; None without a limit (cgroup v2)."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        statistics = (cgroup / "memory.stat").read_text().split()
+        cached = int(statistics[statistics.index("inactive_file") + 1])
+        return None if limit == "max" else max(0, int(limit) - used + cached)
+    except (OSError, ValueError, IndexError):
+        return None
+
 
 _log = logging.getLogger(__name__)
 _LINK_FRACTION = 0.8  # of a measured link that plans count on: too fast a link costs most of all wrong guesses

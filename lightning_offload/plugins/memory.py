@@ -3,28 +3,379 @@
 Protocol: ``attach`` (or ``with``), then ``step()`` around each forward and backward, ``detach`` at the end. A
 step that is closed after forward is finished by its backward, at the latest when the next one begins. One
 plugin serves one device and one thread of training.
+
+One step is open at a time, in one thread of training: from its forward, through its backward, which may come after
+the scope was closed, until the next one begins. Whoever wants a step's figures finishes it first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.errors import PolicyError
+from lightning_offload.capture.live import Census, CensusClock
+from lightning_offload.errors import BudgetInfeasibleError, PolicyError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.data_parallel import DataParallelModels
-from lightning_offload.plugins.devices import supported
-from lightning_offload.plugins.out_of_memory import with_second_attempt
-from lightning_offload.plugins.report_data import Report
-from lightning_offload.plugins.saved_state import dump_kinds, load_kinds
-from lightning_offload.plugins.settings import Budget, check_settings
-from lightning_offload.plugins.steps import Steps
+from lightning_offload.plugins.data_parallel import DataParallelModels, mark_of, run_as_usual, run_unseen_around_forward
+from lightning_offload.plugins.devices import find_device, supported
+from lightning_offload.plugins.hardware import Hardware, TierUse
+from lightning_offload.plugins.out_of_memory import out_of_memory, with_second_attempt
+from lightning_offload.plugins.persistent import PersistentState
+from lightning_offload.plugins.plan_cache import PlanCache, PlanEntry, dump_kinds, load_kinds, step_signature
+from lightning_offload.plugins.report import Report, make_report
+from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on, check_settings
+from lightning_offload.plugins.shadowed import Shadows
+from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
+from lightning_offload.runtime.executor import Executor
+from lightning_offload.runtime.hooks import executing, mode_off, seeing_user_code, watch_backward
+
+_SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
+_COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
+
+
+class Steps:
+    """See the module's docstring.
+
+    Args:
+        settings: What the user asked for.
+        module: The model, where it is known.
+        device: The compute device, where it is known.
+
+    Attributes:
+        settings: Likewise.
+        device: Likewise; found from the model or the inputs of the first step otherwise.
+        hardware: The device with its lower tiers; None before the first step, and while detached.
+        state: What is on the device beside the steps.
+        cache: The kinds of step met so far.
+        peaks: What the device's allocator counts.
+        tier_use: How much of the lower tiers was in use when the plugin was detached.
+        executors: Those that still hold something.
+        optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
+        shadows: What the hooks of steps do not see.
+    """
+
+    def __init__(self, settings: Settings, module: torch.nn.Module | None, device: torch.device | None) -> None:
+        self.settings = settings
+        self.device = device
+        self.hardware: Hardware | None = None
+        self.state = PersistentState(self._before_optimizer_step, self._after_optimizer_step)
+        self.cache = PlanCache()
+        self.peaks = DevicePeaks()
+        self.tier_use = TierUse()
+        self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+        self.optimizer_ran_inside = False
+        self.shadows = Shadows()
+        self._module = weakref.ref(module) if module is not None else None
+        self._wrappers = contextlib.ExitStack()
+        self._run: StepRun | None = None
+        self._is_attached = False
+        self._is_open = False
+        self._thread = 0
+        self._census_clock = CensusClock()
+        self._num_optimizers = 0  # whose step is under way: one may call another
+        self._end_watch: Callable[[], None] = _nothing
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The model, while it lives; under DDP that inside the wrapper."""
+        module = self._module() if self._module is not None else None
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None without one, or before the device is known that a fraction is of."""
+        if self.device is None and (self.settings.budget is None or isinstance(self.settings.budget, float)):
+            return None
+        if self.hardware is not None:
+            return self.hardware.budget_bytes
+        return budget_bytes_on(self.settings, self.device or torch.device("cpu"))
+
+    # ---- attaching
+
+    def attach(self, module: torch.nn.Module | None, device: torch.device | None) -> None:
+        """Begin to serve a model; idempotent."""
+        if module is not None:
+            self._module = weakref.ref(module)
+        if device is not None:
+            self.device = device
+        if not self.settings.enabled:
+            return
+        model = self._module() if self._module is not None else None
+        wrapper = model if isinstance(model, DistributedDataParallel) else None
+        self.state.data_parallel.called = wrapper
+        if wrapper is not None:
+            self.state.data_parallel.watch(wrapper)
+            run_unseen_around_forward(wrapper)
+            self._wrappers.callback(_run_as_usual, weakref.ref(wrapper))
+        self.state.attach(self.module)
+        if not self._is_attached:
+            self._end_watch = watch_backward(self._around_backward)
+        self._is_attached = True
+
+    def detach(self) -> None:
+        """Take every hook off and end every thread; idempotent."""
+        self.finish()
+        self.peaks.end_optimizer(is_whole=False)
+        self.state.detach()
+        self._wrappers.close()
+        self._end_watch()
+        if self.hardware is not None:
+            self.tier_use = self.hardware.use()
+            self.hardware.tiers.close()
+            self.hardware = None
+        self._is_attached = False
+
+    # ---- scopes
+
+    @contextlib.contextmanager
+    def step(self, inputs: tuple[Any, ...], wrapper: DistributedDataParallel | None = None) -> Iterator[None]:
+        """Around one forward and its backward, or around forward alone.
+
+        Args:
+            inputs: What the step is given; shapes and dtypes of the tensors in it choose the cached plan.
+            wrapper: The DDP model in whose forward the step begins, if it does.
+
+        Raises:
+            BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
+        """
+        if not self._is_attached or _thread.num_open or not torch.is_grad_enabled():
+            yield
+            return
+        self.finish()
+        called = self.state.data_parallel.called
+        if called is not None:
+            self.state.buckets.lay_out(called)
+        run = self._begin((*inputs, *mark_of(wrapper or called)))
+        del inputs  # the caller's to free
+        if run is None:
+            yield
+            return
+        with self._opened(run, hooks=True):
+            yield
+
+    @contextlib.contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Around a backward of the step opened last, so that its ops and its peak are measured."""
+        run = self._run
+        if run is None or self._is_open:
+            yield
+            return
+        with self._opened(run, hooks=False):
+            yield
+
+    @contextlib.contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """Around every backward of the process: those of the open or pending step are watched where they must be."""
+        run = self._run
+        is_nested = torch._C._current_graph_task_id() != -1
+        self.peaks.end_optimizer(is_whole=False)  # a mode would change it: Note [modes change backward]
+        if run is None or run.executor.is_spent or not (is_nested or threading.get_ident() == self._thread):
+            yield  # another's
+            return
+        executor = run.executor
+        with contextlib.ExitStack() as stack:
+            if not is_nested:
+                executor.backward_begins()
+            if not (is_nested or self._is_open):
+                stack.enter_context(self._opened(run, hooks=False))
+            elif not executor.watches_backward:
+                stack.enter_context(mode_off())
+            if executor.sees_user_code:
+                stack.enter_context(seeing_user_code(executor.dispatch, executor.made))
+            yield
+
+    @contextlib.contextmanager
+    def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
+        self._is_open = True
+        _thread.num_open += 1
+        self._thread = threading.get_ident()
+        try:
+            shadowed = self.shadows.around(run.executor.pack) if hooks else contextlib.nullcontext()
+            with run.timed(), executing(run.executor, hooks=hooks), shadowed:
+                yield
+        except BaseException as error:
+            self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside
+            if self.hardware is not None:
+                with contextlib.suppress(Exception):  # the step's own error is the one to tell
+                    self.hardware.tiers.drain()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise out_of_memory(error, run.device, run.kind, self.budget_bytes) from None
+            raise
+        finally:
+            self._is_open = False
+            _thread.num_open -= 1
+            run.tiers.tidy()
+
+    # ---- a step's begin and end
+
+    def before_ddp(self, model: DistributedDataParallel) -> None:
+        """Before DDP's forward, where steps begin inside of it: let it lay its buckets out anew if it is about to."""
+        if torch.is_grad_enabled() and not self._is_open:
+            self.finish()  # the last step must have noted the buckets that it used
+            self.state.buckets.lay_out(model)
+
+    def _begin(self, inputs: Any) -> StepRun | None:
+        """Choose what the coming step does; None to leave it alone."""
+        hardware = self.hardware_for(inputs)
+        kind, peaks = self.cache.choose(step_signature(inputs)), self.peaks
+        peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
+        self._num_optimizers = 0
+        gradients = self.state.gradients()
+        kind.note_gradients(sum(gradients.values()), 0)
+        there = self._look_beside(kind, hardware, gradients, has_inputs=True)
+        ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+        self.cache.begin_step()
+        if kind.runs_plainly(hardware.budget_bytes):
+            return None
+        run = start_run(kind, hardware.tiers, hardware.device, self.module, self.settings.verify, peaks, there)
+        if kind.phase != "recording":
+            run.bytes_out_of_sight = self.state.buckets.expected_bytes(hardware.device)
+        peaks.begin_step(hardware.device, is_watched=run.is_watched)
+        run.state_version = self.state.version
+        run.watch_gradients(gradients, self.state.gradients)
+        self.executors.add(run.executor)
+        self._run = run
+        return run
+
+    def _look_beside(
+        self, kind: PlanEntry, hardware: Hardware, gradients: dict[int, int], *, has_inputs: bool
+    ) -> Census | None:
+        """Count what is on the device beside a kind of step, where its plan is about to be made or time allows.
+
+        Args:
+            kind: The kind of step.
+            hardware: Where it runs.
+            gradients: The sizes of gradients that are there.
+            has_inputs: Whether the inputs of the coming step are there.
+
+        Returns:
+            The storages that are there, if they were listed.
+        """
+        clock, device = self._census_clock, hardware.device
+        if not (kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
+            return None
+        with clock:
+            there: Census | None = None
+            if device.type == "cpu" or kind.phase == "recording":
+                if kind.phase == "recording" and clock.is_due(_COLLECTING_SHARE):
+                    gc.collect()  # what waits for it is no part of the steps to come
+                there = self.state.storages(device)
+            if device.type == "cpu" and there is not None:
+                beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
+            else:
+                beside = kind.bytes_beside_of(
+                    torch.cuda.memory_allocated(device), sum(gradients.values()), has_inputs=has_inputs
+                )
+        if beside is not None:
+            kind.note_beside(beside + self.state.buckets.expected_bytes(device), hardware.budget_bytes)
+        return there
+
+    def hardware_for(self, inputs: Any) -> Hardware:
+        """The hardware that a step with these inputs runs on."""
+        if self.device is None:
+            self.device = supported(find_device(self.module, inputs))
+        if self.hardware is None:
+            self.hardware = Hardware(self.device, self.settings)
+        return self.hardware
+
+    def finish(self) -> None:
+        """Take over what the last step showed, once its backward has run."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if run.recorder is not None:
+            self.state.learn_leaves(run.recorder.leaves)
+        budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
+        run.finish(self.state, budget_bytes)
+        self.cache.end_step(run.seconds, run.stall_seconds)
+        if self.hardware is not None:
+            learn_from(run, self.hardware)
+
+    def finish_if_read(self) -> None:
+        """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""
+        if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
+            self.finish()
+
+    def plan_if_needed(self) -> None:
+        """Have a plan for the kind of step that ran last, if there can be one; its next step raises if not."""
+        kind, hardware = self.cache.kind, self.hardware
+        if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
+            if not kind.is_beside_known:
+                self._look_beside(kind, hardware, self.state.gradients(), has_inputs=self._is_open)
+            with contextlib.suppress(BudgetInfeasibleError):
+                ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+
+    def forget(self, keep: Collection[str]) -> None:
+        """Drop the kinds of step whose signatures are not among those to keep.
+
+        Raises:
+            UnsupportedError: A step is open.
+        """
+        if self._is_open:
+            raise UnsupportedError("a plugin cannot forget kinds of step within a step: call forget() between steps")
+        self.finish()
+        self.cache.forget(keep)
+
+    def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
+        run = self._run
+        if self._is_open and run is not None:
+            run.optimizer_ran_inside = True
+        for executor in list(self.executors):
+            if executor.is_recomputing:
+                executor.settle_readers_of(parameters)
+        if threading.get_ident() != self._thread:
+            return
+        self._num_optimizers += 1
+        device = self.device
+        if self._num_optimizers > 1 or run is None or device is None or device.type != "cpu":
+            return
+        if self._is_open:
+            if run.live is not None:
+                run.live.begin_lap()
+        elif run.is_watched:
+            there = self.state.storages(device).values()
+            self.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
+
+    def _after_optimizer_step(self) -> None:
+        if not self._num_optimizers or threading.get_ident() != self._thread:
+            return  # a training step began within it, or it is another thread's
+        self._num_optimizers -= 1
+        if self._num_optimizers:  # that of an optimizer which has another one inside
+            return
+        peaks, run = self.peaks, self._run
+        peaks.end_optimizer(is_whole=True)
+        if self._is_open and run is not None and run.live is not None:
+            peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
+
+
+class _Thread(threading.local):
+    """Steps open in a thread; inside one, another is a no-op, whoever's it is: the outermost plugin serves."""
+
+    num_open = 0
+
+
+_thread = _Thread()
+
+
+def _run_as_usual(wrapper: weakref.ref[DistributedDataParallel]) -> None:
+    model = wrapper()
+    if model is not None:
+        run_as_usual(model)
+
+
+def _nothing() -> None:
+    """There is no watch to end."""
+
 
 _T = TypeVar("_T")
 
@@ -188,19 +539,25 @@ class MemoryPlugin:
         """Figures of the kind of step that ran last."""
         steps = self._steps
         steps.finish_if_read()
-        ledger, hardware = steps.ledger, steps.hardware
+        cache, hardware = steps.cache, steps.hardware
         steps.plan_if_needed()
-        return ledger.report(
+        return make_report(
+            cache.kind,
             budget_bytes=self.budget_bytes,
-            tier_use=hardware.use() if hardware is not None else ledger.tier_use,
-            optimizer_peak_bytes=steps.state.optimizer_peak_bytes,
+            measured_step_seconds=cache.step_seconds,
+            stall_seconds=cache.stall_seconds,
+            tier_use=hardware.use() if hardware is not None else steps.tier_use,
+            optimizer_peak_bytes=steps.peaks.optimizer_peak_bytes or steps.state.optimizer_peak_bytes,
+            reserved_bytes=steps.peaks.reserved_bytes,
             policy=self.policy,
+            num_steps=cache.num_steps,
+            phase=cache.phase,
         )
 
     @property
     def step_kinds(self) -> frozenset[str]:
         """Signatures of the kinds of step that it has met, or was given plans of."""
-        return frozenset(self._steps.ledger.kinds)
+        return frozenset(self._steps.cache.kinds)
 
     def forget(self, *, keep: Collection[str] = ()) -> None:
         """Drop what was learned of kinds of step: they are recorded and planned anew when they come again.
@@ -217,7 +574,7 @@ class MemoryPlugin:
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded graphs and their plans, as JSON-able data."""
-        return dump_kinds(self._steps.ledger.kinds)
+        return dump_kinds(self._steps.cache.kinds)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start with plans made earlier; their replays are verified again in their first step.
@@ -225,7 +582,7 @@ class MemoryPlugin:
         Raises:
             PlanError: The state is malformed.
         """
-        self._steps.ledger.kinds.update(load_kinds(state, self.policy, self.budget_bytes))
+        self._steps.cache.kinds.update(load_kinds(state, self.policy, self.budget_bytes))
 
 
 _attached: weakref.WeakSet[MemoryPlugin] = weakref.WeakSet()

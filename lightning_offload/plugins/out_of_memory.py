@@ -16,7 +16,7 @@ from lightning_offload.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lightning_offload.plugins.lifecycle import StepKind
+    from lightning_offload.plugins.plan_cache import PlanEntry
 
 _T = TypeVar("_T")
 
@@ -111,7 +111,7 @@ def with_second_attempt(
 
 
 def out_of_memory(
-    error: torch.OutOfMemoryError, device: torch.device, kind: StepKind, budget_bytes: int | None
+    error: torch.OutOfMemoryError, device: torch.device, kind: PlanEntry, budget_bytes: int | None
 ) -> torch.OutOfMemoryError:
     """Free what can be freed, plan tighter, and give the error with all that is known."""
     told = _explained(error, device, kind, budget_bytes)
@@ -130,7 +130,7 @@ def _release_memory(error: BaseException, device: torch.device) -> None:
 
 
 def _explained(
-    error: torch.OutOfMemoryError, device: torch.device, kind: StepKind, budget_bytes: int | None
+    error: torch.OutOfMemoryError, device: torch.device, kind: PlanEntry, budget_bytes: int | None
 ) -> torch.OutOfMemoryError:
     """The same error with the plan's figures and what to do."""
     figures = []

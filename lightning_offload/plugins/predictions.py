@@ -15,7 +15,7 @@ from statistics import median
 from typing import Protocol, TypeVar
 
 from lightning_offload.errors import OffloadError
-from lightning_offload.plugins.report_data import Planned
+from lightning_offload.plugins.report import Planned
 from lightning_offload.tuning.agreement import Agreement
 from lightning_offload.tuning.scaling import Scaling, simulate_scaling
 from lightning_offload.tuning.throughput import Predictor, StepModel

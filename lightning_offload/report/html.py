@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 
-from lightning_offload import __version__
+from lightning_offload._version import __version__
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.report.scale import escape
 from lightning_offload.report.timeline_plots import Plot

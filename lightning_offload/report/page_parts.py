@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import get_args
 
-from lightning_offload import __version__
+from lightning_offload._version import __version__
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action
 from lightning_offload.report.bar_plots import WORDS, measured_rows
 from lightning_offload.report.data import MeasuredStep, PlanView, Stored

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_offload import __version__
+from lightning_offload._version import __version__
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_offload import __version__
+from lightning_offload._version import __version__
 from lightning_offload.report.files import check_path, write_text
 from lightning_offload.report.html import make_page, plot_place, plotly_script, section, table
 from lightning_offload.report.scale import Unit, bytes_unit

@@ -81,6 +81,6 @@ def _build(name: str, package: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_offload.plugins.lightning_packages import current_package
+    from lightning_offload.lightning_packages import current_package
 
     return _build(name, current_package())

@@ -6,7 +6,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_offload.plugins.lightning_packages import import_from, loaded_packages
+from lightning_offload.lightning_packages import import_from, loaded_packages
 
 if TYPE_CHECKING:
     from lightning_offload.strategies.mixin import OffloadMixin

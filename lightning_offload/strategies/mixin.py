@@ -2,7 +2,7 @@
 
 Life of a fit: the constructor checks the keywords and builds the plugin; `setup`, once Lightning has put the
 model on its device, attaches the plugin and grafts the precision plugin
-(`lightning_offload.plugins.precision`); `teardown`, which Lightning also calls after an exception, takes both
+(`lightning_offload.strategies.precision`); `teardown`, which Lightning also calls after an exception, takes both
 off. Validation, test and prediction attach nothing. Plans travel in the checkpoint under `CHECKPOINT_KEY`.
 
 Note [One strategy, two Lightnings]: `lightning.pytorch` and `pytorch_lightning` have unrelated base classes,
@@ -22,10 +22,10 @@ import torch
 from typing_extensions import override
 
 from lightning_offload.errors import PlanError, UnsupportedError
-from lightning_offload.plugins.lightning_packages import package_of, rank_zero
+from lightning_offload.lightning_packages import package_of, rank_zero
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.plugins.precision import OffloadPrecisionMixin, check_supported, graft, ungraft
 from lightning_offload.strategies.building import build, revive
+from lightning_offload.strategies.precision import OffloadPrecisionMixin, check_supported, graft, ungraft
 from lightning_offload.strategies.summary import PlanSummary
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_offload.plugins.lightning_packages import import_from, rank_zero
+from lightning_offload.lightning_packages import import_from, rank_zero
 from lightning_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lightning_offload.plugins.memory import MemoryPlugin
-    from lightning_offload.plugins.report_data import Report
+    from lightning_offload.plugins.report import Report
 
 TITLE = "Offload plan"
 Row = tuple[str, str]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin, PolicyError, UnsupportedError
 from lightning_offload.accelerate import PLANS_FILE, prepare_offload
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 from tests.adapters.nets import NUM_STEPS, assert_same, net, rows, state_of
 
 SETTINGS: dict[str, dict[str, Any]] = {

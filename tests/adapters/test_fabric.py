@@ -18,7 +18,7 @@ import lightning_offload.fabric
 from lightning_offload import UnsupportedError
 from lightning_offload.errors import BudgetError
 from lightning_offload.fabric import DDPOffloadStrategy, OffloadStrategy
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 from tests.adapters.nets import NUM_STEPS, Net, assert_same, net, rows, state_of
 
 

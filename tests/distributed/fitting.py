@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_offload import DDPOffloadStrategy
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 from tests.lightning.models import ConvNet, assert_same, images
 
 BATCHES_OF_A_PLAN = 7

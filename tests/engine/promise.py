@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 from tests.engine.harness import BUILD_SEED, TRAIN_SEED, snapshot
 from tests.engine.live_tracker import LiveStorageTracker, Window
 from tests.zoo.case import Case, Job

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 from tests.engine.harness import Outcome, Wrap, assert_same, run
 from tests.engine.probing import MARGIN, NUM_RETRIES, levels, plain_outcome
 from tests.zoo.case import Case

@@ -24,8 +24,9 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, MemoryPlan
 from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.planning.trace import follow
-from lightning_offload.plugins import hardware, run
-from lightning_offload.plugins.signature import step_signature
+from lightning_offload.plugins import hardware
+from lightning_offload.plugins import step as run
+from lightning_offload.plugins.plan_cache import step_signature
 from lightning_offload.tensors.observer import observe_all
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.engine.test_slow_links import STEP_SECONDS, Subject, clocked_tiers, take_gradients
@@ -110,7 +111,7 @@ def _step(
     clock.restart()
     start = clock.now
     with tracker.window() as window, memory.step():
-        plan = memory._steps.ledger.kind.plan
+        plan = memory._steps.cache.kind.plan
         subject.loss(subject.model).backward()
     assert plan is not None
     memory.report()  # takes over what the step showed

@@ -185,7 +185,7 @@ def randomly_planned(seed: int) -> Iterator[MemoryPlugin]:
     """A plugin whose plans come from dice."""
     verify = ("first", "never", "always")[seed % 3]
     with (
-        mock.patch("lightning_offload.plugins.margin.make_plan", random_planner(seed)),
+        mock.patch("lightning_offload.plugins.replanning.make_plan", random_planner(seed)),
         MemoryPlugin(device="cpu", policy="all-swap", verify=verify) as memory,
     ):
         yield memory

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.memory import CudaMeter
 from lightning_offload import MemoryPlugin
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 from tests.engine.harness import run
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.engine.probing import Levels
@@ -90,7 +90,7 @@ def watch(case: Case, memory: MemoryPlugin | None, *, steps: int) -> Seen:
         seen.host_bytes.append(pool.slab_bytes)
         seen.pinned_bytes.append(pool.pinned_bytes)
         seen.num_slabs.append(len(pool._slabs))
-        seen.plans.append(memory._steps.ledger.kind.plan)
+        seen.plans.append(memory._steps.cache.kind.plan)
 
     def train() -> None:
         run(

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import (
 )
 
 from lightning_offload import UnsupportedError
-from lightning_offload.plugins.precision import OffloadPrecisionMixin, graft, ungraft
+from lightning_offload.strategies.precision import OffloadPrecisionMixin, graft, ungraft
 
 
 class RecordingMemory:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from rich.console import Console
 
 from lightning_offload import OffloadStrategy
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 from lightning_offload.strategies.summary import plain_table, rich_table, summary_rows
 from tests.lightning.conftest import MakeTrainer
 from tests.lightning.models import ConvNet, images

@@ -26,7 +26,7 @@ from lightning_offload.plugins.data_parallel import (
 )
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.signature import step_signature
+from lightning_offload.plugins.plan_cache import step_signature
 from lightning_offload.runtime.hooks import StepMode, bypass_mode
 
 CPU = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_steps_without_the_wrapper() -> None:
             train(model)
             train(model.module)
         assert len(memory.step_kinds) == 2
-        assert all(kind.num_deviations == 0 for kind in memory._steps.ledger.kinds.values())
+        assert all(kind.num_deviations == 0 for kind in memory._steps.cache.kinds.values())
     finally:
         memory.detach()
 

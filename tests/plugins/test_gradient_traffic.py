@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_offload.plugins.gradient_traffic import beside_all_reduce, has_nvlink, reduced_bytes, shared_spec
+from lightning_offload.plugins.data_parallel import beside_all_reduce, has_nvlink, reduced_bytes, shared_spec
 from tests.graph.building import DEVICE, GraphBuilder
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_offload.capture.live import CensusClock
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins import lifecycle
+from lightning_offload.plugins import plan_cache as lifecycle
 from tests.plugins.training import attached, middle_budget, net, report_of, rows, train_step
 
 KIB = 1 << 10
@@ -109,14 +109,14 @@ def test_a_plan_made_between_steps_is_that_of_the_next_step() -> None:
         for _ in range(6):
             batch = rows()
             with memory.step(batch):
-                ledger = memory._steps.ledger
-                assert not made or ledger.kind.plan is made[-1]
+                cache = memory._steps.cache
+                assert not made or cache.kind.plan is made[-1]
                 model(batch).square().mean().backward()
             del batch
             optimizer.step()
             optimizer.zero_grad()
             memory.report()
-            plan = ledger.kind.plan
+            plan = cache.kind.plan
             assert plan is not None
             made.append(plan)
     assert len({plan.predicted_peak_bytes for plan in made[1:]}) == 1

@@ -17,7 +17,7 @@ from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import Decision, MemoryPlan
 from lightning_offload.plugins import hardware as module
 from lightning_offload.plugins.hardware import Hardware
-from lightning_offload.plugins.lifecycle import StepKind
+from lightning_offload.plugins.plan_cache import PlanEntry
 from lightning_offload.plugins.settings import check_settings
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.program import compile_plan
@@ -254,7 +254,7 @@ def test_faster_links_are_noticed_when_seen_twice() -> None:
     assert not found.is_faster_than(spec)
 
 
-def planned_kind() -> StepKind:
+def planned_kind() -> PlanEntry:
     """A kind of step under its final plan."""
     model, batch = net(), rows()
     # Real copies are much faster than the links of these tests, which is not to be noticed.
@@ -262,7 +262,7 @@ def planned_kind() -> StepKind:
         for _ in range(5):
             train_step(model, batch, memory)
         memory.report()
-        (kind,) = memory._steps.ledger.kinds.values()
+        (kind,) = memory._steps.cache.kinds.values()
     assert kind.program is not None
     return kind
 

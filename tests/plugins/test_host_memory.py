@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_offload.plugins import host_memory
-from lightning_offload.plugins.host_memory import available_bytes
+from lightning_offload.plugins import hardware as host_memory
+from lightning_offload.plugins.hardware import available_bytes
 
 FREE = 1000
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
-from lightning_offload.plugins.lifecycle import StepKind
+from lightning_offload.plugins.plan_cache import PlanEntry
 from tests.plugins.training import attached, middle_budget, net, phases_of, report_of, rows, train_step
 
 BEGIN = ["recording", "verifying", "measuring", "planned"]
@@ -236,7 +236,7 @@ def test_storages_that_died_are_not_taken_for_touched() -> None:
     """An address is used again: only a storage that still lives counts as one that the step touches."""
     weight = torch.ones(8).untyped_storage()
     batch = torch.ones(8).untyped_storage()
-    kind = StepKind(touched={s._cdata: weakref.ref(s) for s in (weight, batch)})
+    kind = PlanEntry(touched={s._cdata: weakref.ref(s) for s in (weight, batch)})
     assert kind.touched_now() == {weight._cdata, batch._cdata}
     del batch
     assert kind.touched_now() == {weight._cdata}

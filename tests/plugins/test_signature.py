@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_offload.plugins.devices import first_device
-from lightning_offload.plugins.signature import step_signature
+from lightning_offload.plugins.plan_cache import step_signature
 
 X = torch.zeros(4, 6)
 

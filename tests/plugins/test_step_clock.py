@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_offload.plugins import step_clock
-from lightning_offload.plugins.step_clock import StepClock
+from lightning_offload.plugins import step as step_clock
+from lightning_offload.plugins.step import StepClock
 
 CPU, OTHER = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_offload.errors import TuningError
-from lightning_offload.plugins.lightning_packages import import_from
+from lightning_offload.lightning_packages import import_from
 
 __all__ = ["batch_size_of", "loaders_in", "map_loaders", "num_samples", "resized", "tiled"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_offload.errors import TuningError
-from lightning_offload.plugins.lightning_packages import current_package, import_from, package_of
+from lightning_offload.lightning_packages import current_package, import_from, package_of
 from lightning_offload.tuning.learning_rate import check_rule
 
 __all__ = ["Options", "checked_folder", "misconfiguration"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.table import summary
 from lightning_offload.errors import OffloadError
-from lightning_offload.plugins.lightning_packages import rank_zero
+from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.report.tuning_picture import save_tuning_png
 from lightning_offload.report.tuning_plot import Simulated, TuningCurve, TuningPoint, save_tuning_html
 from lightning_offload.tuning.scaling import COLUMNS, Scaling

@@ -17,8 +17,8 @@ import torch
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.plugins.precision import graft, ungraft
 from lightning_offload.plugins.predictions import Recorded
+from lightning_offload.strategies.precision import graft, ungraft
 
 __all__ = ["NUM_LEARNING_STEPS", "StepRecorder"]
 

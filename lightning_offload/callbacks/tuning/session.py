@@ -25,7 +25,7 @@ from lightning_offload.callbacks.tuning.table import SearchProgress
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.callbacks.tuning.trials import TrialRunner
 from lightning_offload.errors import TuningError
-from lightning_offload.plugins.lightning_packages import rank_zero
+from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.predictions import Predictions, Recorded, fit_predictor, pace_of
 from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup
 from lightning_offload.tuning.learning_rate import (

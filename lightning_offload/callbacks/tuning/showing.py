@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.table import scaling_table, summary, trials_table
-from lightning_offload.plugins.lightning_packages import rank_zero
+from lightning_offload.lightning_packages import rank_zero
 
 __all__ = ["show"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_offload.plugins.lightning_packages import import_from
+from lightning_offload.lightning_packages import import_from
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -17,7 +17,7 @@ from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, 
 from lightning_offload.callbacks.tuning.options import Options
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.errors import TuningError
-from lightning_offload.plugins.lightning_packages import rank_zero
+from lightning_offload.lightning_packages import rank_zero
 
 __all__ = ["Targets", "find_targets", "warn_of_other_batch"]
 

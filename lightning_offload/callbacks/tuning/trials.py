@@ -19,7 +19,7 @@ from lightning_offload.callbacks.tuning.safety import num_collectives
 from lightning_offload.callbacks.tuning.start import Prepared, Start
 from lightning_offload.callbacks.tuning.steps import TrainingSteps, quiet
 from lightning_offload.errors import BudgetInfeasibleError
-from lightning_offload.plugins.lightning_packages import import_from
+from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.predictions import Recorded
 from lightning_offload.plugins.snapshot import Memento
 from lightning_offload.tuning.agreement import Agreement, agreed

@@ -7,7 +7,7 @@ import pytest
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.planning.planner import POLICIES
-from lightning_offload.plugins.report_data import Report
+from lightning_offload.plugins.report import Report
 from tests.engine.harness import assert_same, run
 from tests.engine.probing import levels, plain_outcome
 from tests.zoo.cases import BY_NAME

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.plugins import grafting
+from lightning_offload.plugins import class_swap as grafting
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

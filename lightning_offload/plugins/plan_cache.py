@@ -9,28 +9,33 @@ plainly where that is known to fit.
 The budget is a promise. What is on the device beside the step is counted before each plan is made, and again when
 it grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards; where a
 budget has no room for it, that is an error while the plan is being found, and one warning once it was in force.
+
+A kind of step is known by its signature: the shapes and types of its inputs, and autocast. Graphs and plans go into
+checkpoints as JSON-able data, and come back from there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import weakref
 from collections.abc import Collection
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime, scaled
-from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.errors import BudgetInfeasibleError, PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.plugins.correction import compute_factor, links_were_wrong
-from lightning_offload.plugins.margin import beside, plan_with_margin
-from lightning_offload.plugins.report_data import Phase
+from lightning_offload.plugins.replanning import beside, compute_factor, links_were_wrong, plan_with_margin
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
 
@@ -43,8 +48,11 @@ _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
 _SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and ends no training that runs
 
 
+Phase = Literal["idle", "recording", "verifying", "measuring", "planned", "unplanned"]
+
+
 @dataclasses.dataclass(slots=True)
-class StepKind:
+class PlanEntry:
     """What is known of one shape of step.
 
     Attributes:
@@ -139,7 +147,7 @@ class StepKind:
         return not recomputed <= self.verified
 
     @classmethod
-    def restored(cls, graph: StepGraph, plan: MemoryPlan | None) -> StepKind:
+    def restored(cls, graph: StepGraph, plan: MemoryPlan | None) -> PlanEntry:
         """A kind of step known from an earlier run; planned anew where its plan was for another setting."""
         if plan is None:
             return cls(phase="verifying", graph=graph, was_restored=True)
@@ -484,3 +492,112 @@ class StepKind:
                 format_bytes(budget_bytes), budget_bytes, format_bytes(self.measured_peak_bytes or 0),
                 format_bytes(needed_bytes), needed_bytes,
             )  # fmt: skip
+
+
+_SCHEMA = 1
+
+
+def dump_kinds(kinds: dict[str, PlanEntry]) -> dict[str, Any]:
+    """Write the kinds of step that have a plan."""
+    return {
+        "schema": _SCHEMA,
+        "plans": [
+            {"signature": signature, "graph": kind.graph.to_json(), "plan": kind.plan.to_json()}
+            for signature, kind in kinds.items()
+            if kind.graph is not None and kind.plan is not None
+        ],
+    }
+
+
+def load_kinds(state: Any, policy: str, budget_bytes: int | None) -> dict[str, PlanEntry]:
+    """Read kinds of step; those planned for another policy or budget are planned anew.
+
+    Raises:
+        PlanError: The state is malformed.
+    """
+    if not isinstance(state, dict) or state.get("schema") != _SCHEMA:
+        raise PlanError(f"not a state of this version of the memory plugin: {str(state)[:80]!r}")
+    try:
+        rows = [(row["signature"], row["graph"], row["plan"]) for row in state["plans"]]
+    except (KeyError, TypeError) as error:
+        raise PlanError(f"the state of the memory plugin is malformed: {error!r}") from None
+    if not all(isinstance(text, str) for row in rows for text in row):
+        raise PlanError("the state of the memory plugin is malformed: signatures, graphs and plans must be text")
+    kinds = {}
+    for signature, graph_text, plan_text in rows:
+        graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
+        fits = plan.policy == policy and plan.budget_bytes == budget_bytes
+        kinds[signature] = PlanEntry.restored(graph, plan if fits else None)
+    return kinds
+
+
+def step_signature(inputs: Any) -> str:
+    """A key under which the step's plan is cached.
+
+    Numbers, strings and other leaves count by type, not by value: a batch index differs in every step.
+
+    Args:
+        inputs: Any pytree of tensors and other objects.
+    """
+    leaves, spec = tree_flatten(inputs)
+    parts = [str(spec), *map(_describe, leaves)]
+    for device_type in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device_type):
+            parts.append(f"{device_type} autocast {torch.get_autocast_dtype(device_type)}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    if leaf.is_nested:
+        return f"{leaf.dtype} nested {leaf.device.type}"
+    if leaf.layout is not torch.strided:
+        return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.layout} {leaf.device.type}"
+    return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device.type} {leaf.requires_grad}"
+
+
+class PlanCache:
+    """The kinds of step that a memory plugin has met, each with its plan, and the figures of the one that ran last.
+
+    Attributes:
+        kinds: By the signature of their inputs.
+        key: Signature of the kind that ran last.
+        kind: That kind.
+        phase: What its last step did.
+        num_steps: Steps so far, of all kinds.
+        step_seconds: What the last timed step took, if there was one.
+        stall_seconds: The part of it in which compute waited for copies.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, PlanEntry] = {}
+        self.key = ""
+        self.kind = PlanEntry()
+        self.phase: Phase = "idle"
+        self.num_steps = 0
+        self.step_seconds: float | None = None
+        self.stall_seconds = 0.0
+
+    def choose(self, key: str) -> PlanEntry:
+        """The kind of the step that is about to begin."""
+        self.key = key
+        self.kind = self.kinds.setdefault(key, PlanEntry())
+        return self.kind
+
+    def forget(self, keep: Collection[str]) -> None:
+        """Drop the kinds whose signatures are not among those to keep."""
+        self.kinds = {key: kind for key, kind in self.kinds.items() if key in keep}
+        if self.key not in self.kinds:
+            self.key, self.kind, self.phase = "", PlanEntry(), "idle"
+            self.stall_seconds, self.step_seconds = 0.0, None
+
+    def begin_step(self) -> None:
+        """A step of the chosen kind begins."""
+        self.phase = self.kind.phase
+        self.num_steps += 1
+
+    def end_step(self, seconds: float | None, stall_seconds: float) -> None:
+        """Note the times of a step that ran; None where it was not timed."""
+        if seconds is not None:
+            self.step_seconds, self.stall_seconds = seconds, stall_seconds

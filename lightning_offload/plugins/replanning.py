@@ -1,7 +1,7 @@
-"""Plans with a margin for what measured steps showed: memory that the plan does not foresee, or that is not there.
+"""What measured steps change in the next plan: a margin for memory, and whether times call for another plan.
 
-The margin is counted as what is on the device beside the step. So it is in the predicted peak, and in the smallest
-feasible budget that an error tells.
+The margin is for memory that a plan does not foresee, or that is not there. It is counted as what is on the device
+beside the step, so it is in the predicted peak, and in the smallest feasible budget that an error tells.
 """
 
 from __future__ import annotations
@@ -61,3 +61,41 @@ def beside(plan: MemoryPlan, num_bytes: int) -> MemoryPlan:
         plain_peak_bytes=plan.plain_peak_bytes + num_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes + num_bytes,
     )
+
+
+_STALL_FACTOR = 1.1  # stalls beyond this multiple of the predicted ones, and beyond
+_SHARE = 0.02  # this share of the step, are worth another plan
+_MUCH_FASTER, _MUCH_SLOWER = 0.9, 1.1
+
+
+def links_were_wrong(plan: MemoryPlan, stall_seconds: float, *, is_slower: bool, is_faster: bool) -> bool:
+    """Whether links that turned out slower or faster are worth another plan.
+
+    Args:
+        plan: What was executed.
+        stall_seconds: Time that compute waited for copies.
+        is_slower: Whether a link turned out slower than the plan counts on; that matters if it shows in stalls.
+        is_faster: Whether one turned out faster; that matters if the plan costs time.
+    """
+    allowed = _STALL_FACTOR * plan.predicted_stall_seconds + _SHARE * plan.predicted_step_seconds
+    is_costly = plan.predicted_step_seconds > (1 + _SHARE) * plan.plain_step_seconds
+    return (is_slower and stall_seconds > allowed) or (is_faster and is_costly)
+
+
+def compute_factor(plan: MemoryPlan, computing_seconds: float, before: float | None) -> float:
+    """By how much the ops' durations are wrong on an accelerator; 1 as long as that is not clear.
+
+    Ops timed one by one take as long as the host needs to launch them at the least; a step as a whole shows how much
+    shorter they are back to back. A step that is slow once may have waited for the host, or for the allocator; one
+    that is so again shows that the durations are those of another machine, or of a cooler one.
+
+    Args:
+        plan: What was executed.
+        computing_seconds: What a step took, stalls aside.
+        before: The same of the last measured step before it; None if that ran under another plan.
+    """
+    predicted = plan.predicted_step_seconds - plan.predicted_stall_seconds
+    if 0 < computing_seconds < _MUCH_FASTER * predicted:
+        return computing_seconds / predicted
+    lasting = min(computing_seconds, before) if before is not None else 0.0
+    return lasting / predicted if lasting > _MUCH_SLOWER * predicted > 0 else 1.0

@@ -1,27 +1,45 @@
-"""One step under way: its executor, who watches it, and what is taken over from it at its end."""
+"""One step under way: its plan, its executor, who watches it, its clock, its peaks, and what is learned at its end.
+
+Peaks between steps are an optimizer's step above all, and what a device's allocator holds in reserve. On CUDA the
+allocator counts; reading its statistics costs host time, so they are read around watched steps alone. On a CPU the
+tensors that an optimizer's step makes are counted as those of a training step are, by a dispatch mode that the
+optimizer's own hooks put on and take off.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from typing_extensions import override
 
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
-from lightning_offload.capture.timing import OpTimes, clock_for
+from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
 from lightning_offload.capture.workspace import op_memory_for
 from lightning_offload.graph.memory_plan import Tier
-from lightning_offload.plugins.lifecycle import StepKind
-from lightning_offload.plugins.peaks import DevicePeaks
+from lightning_offload.plugins.data_parallel import shared_spec
+from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.step_clock import StepClock
+from lightning_offload.plugins.plan_cache import PlanEntry
+from lightning_offload.plugins.settings import Settings
 from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all
+from lightning_offload.tensors.op_facts import facts_of
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,7 +66,7 @@ class StepRun:
         seconds: Time spent in its scopes, once it is finished and if that was measured.
     """
 
-    kind: StepKind
+    kind: PlanEntry
     device: torch.device
     tiers: Tiers
     executor: Executor
@@ -155,7 +173,7 @@ class StepRun:
             kind.backward_peak_bytes = self.live.backward_peak_bytes + self.bytes_out_of_sight
 
 
-def _op_times(kind: StepKind, device: torch.device) -> OpTimes | None:
+def _op_times(kind: PlanEntry, device: torch.device) -> OpTimes | None:
     """What measures the ops of a step under a plan that is not final.
 
     Workspaces and times are measured in different steps: reading the allocator around each op takes the host longer
@@ -167,7 +185,7 @@ def _op_times(kind: StepKind, device: torch.device) -> OpTimes | None:
 
 
 def start_run(
-    kind: StepKind,
+    kind: PlanEntry,
     tiers: Tiers,
     device: torch.device,
     module: torch.nn.Module | None,
@@ -219,3 +237,208 @@ def start_run(
         kind=kind, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
         verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks, is_watched=is_watched,
     )  # fmt: skip
+
+
+class StepClock:
+    """Adds up the scopes of one step.
+
+    Args:
+        device: Where the step runs.
+        is_watched: Whether the step is measured; events cost host time, so other steps on a device go without.
+    """
+
+    def __init__(self, device: torch.device, *, is_watched: bool) -> None:
+        self._device = device
+        self._by_events = device.type != "cpu"
+        self._is_watched = is_watched
+        self._seconds = 0.0
+        self._scopes: list[tuple[Mark, Mark]] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around each scope of the step."""
+        if self._by_events and not self._is_watched:
+            yield
+            return
+        begin = record_event(self._device) if self._by_events else time.perf_counter()
+        try:
+            yield
+        finally:
+            if isinstance(begin, float):
+                self._seconds += time.perf_counter() - begin
+            else:
+                self._scopes.append((begin, record_event(self._device)))
+
+    def seconds(self) -> float | None:
+        """The duration so far; None where it was not measured. Waits for the device."""
+        if not self._by_events:
+            return self._seconds
+        if not self._scopes:
+            return None
+        self._scopes[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self._scopes) / 1000
+
+
+class DevicePeaks:
+    """Reads the allocator at the seams between steps, and counts in optimizers' steps where there is none.
+
+    Attributes:
+        optimizer_peak_bytes: The highest peak between a watched step and the one after it: the optimizer's.
+        reserved_bytes: What the allocator held from the device then, in use or not.
+    """
+
+    def __init__(self) -> None:
+        self.optimizer_peak_bytes: int | None = None
+        self.reserved_bytes: int | None = None
+        self._was_watched = False
+        self._mode: _OptimizerMode | None = None
+        self._thread = 0
+
+    def begin_step(self, device: torch.device, *, is_watched: bool) -> None:
+        """Note what came after the last watched step; start counting anew if the coming one is watched."""
+        if device.type != "cuda":
+            return
+        if self._was_watched:
+            self.note_optimizer(torch.cuda.max_memory_allocated(device))
+            self.reserved_bytes = torch.cuda.memory_reserved(device)
+        if is_watched:
+            torch.cuda.reset_peak_memory_stats(device)
+        self._was_watched = is_watched
+
+    def end_scope(self, device: torch.device) -> int | None:
+        """Peak since a watched step began; the optimizer's is counted from here on."""
+        if device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+
+    def begin_optimizer(self, device: torch.device, there: Iterable[torch.UntypedStorage], more_bytes: int) -> None:
+        """Count what an optimizer's step makes, on a device whose allocator does not.
+
+        A hook has no part that an exception would run, so the mode goes under those of others: what they take off, on
+        leaving, is their own.
+
+        Args:
+            device: Where it runs.
+            there: What is there already.
+            more_bytes: What is there and in no census.
+        """
+        self.end_optimizer(is_whole=False)
+        self._mode, self._thread = _OptimizerMode(LiveBytes(device, there), more_bytes), threading.get_ident()
+        _lay_under_all(self._mode)
+
+    def end_optimizer(self, *, is_whole: bool) -> None:
+        """Stop counting, if it was begun.
+
+        Args:
+            is_whole: Whether the optimizer's step has ended: not where it failed, or where a backward is inside.
+        """
+        if self._mode is None or self._thread != threading.get_ident():
+            return  # it is on another thread's stack
+        mode, self._mode = self._mode, None
+        _take_off(mode)
+        if is_whole:
+            self.note_optimizer(mode.live.peak_bytes + mode.more_bytes)
+
+    def note_optimizer(self, peak_bytes: int) -> None:
+        """Take over the peak of an optimizer's step: the highest, since with accumulation not every step has one."""
+        self.optimizer_peak_bytes = max(self.optimizer_peak_bytes or 0, peak_bytes)
+
+
+def _lay_under_all(mode: TorchDispatchMode) -> None:
+    """Put a mode under all of this thread's stack."""
+    above = [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+    for other in (mode, *reversed(above)):
+        _push_mode(other)
+
+
+def _take_off(mode: TorchDispatchMode) -> None:
+    """Take a mode off this thread's stack, wherever it lies there."""
+    if mode not in _get_current_dispatch_mode_stack():
+        return
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+
+
+class _OptimizerMode(TorchDispatchMode):
+    """Counts what the ops inside make."""
+
+    def __init__(self, live: LiveBytes, more_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = live
+        self.more_bytes = more_bytes
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.live.on_op(facts_of(func), args, kwargs, out, 0.0)
+        return out
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+_MAX_REPLANS = 4  # each tier can be refused once
+
+
+def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: PersistentState, settings: Settings) -> None:
+    """Have a plan for a recorded kind of step, for the state and the hardware that there are now, and room for it.
+
+    Args:
+        key: What the kind of step is known by.
+        kind: The kind of step.
+        hardware: Where it runs.
+        state: What is on the device beside it.
+        settings: How to plan.
+
+    Raises:
+        BudgetInfeasibleError: No plan can meet the budget.
+        SpillError: The disk has no room, and only disk may be used.
+    """
+    if kind.graph is None:
+        return
+    if kind.touched and kind.state_version != state.version:
+        kind.state_version = state.version
+        if not kind.was_restored and state.buckets.are_gone_from(kind.touched):
+            kind.record_again()
+    if kind.phase == "recording":
+        return
+    hardware.refresh()
+    for _ in range(_MAX_REPLANS):
+        if kind.program is None or kind.hardware_version != hardware.version:
+            kind.hardware_version = hardware.version
+            spec = shared_spec(hardware.planning_spec(kind.saved_bytes), kind.graph, hardware.device)
+            given = hardware.adapted(settings.plan) if settings.plan is not None else None
+            kind.replan(spec, hardware.budget_bytes, settings.policy, settings.keep, given)
+        assert kind.program is not None
+        if hardware.prepare(key, kind.program.layout):
+            break
+
+
+def learn_from(run: StepRun, hardware: Hardware) -> None:
+    """Correct what is known of links and compute by a planned step that was measured."""
+    if run.lane_times is None or run.kind.phase != "planned":
+        return
+    hardware.observe(run.lane_times)
+    if run.seconds is not None:
+        spec = run.kind.spec
+        run.kind.compare(
+            run.seconds,
+            run.stall_seconds,
+            is_link_slower=hardware.is_slower_than(spec),
+            is_link_faster=hardware.is_faster_than(spec),
+        )

@@ -1,0 +1,217 @@
+"""What a memory plugin knows about its step: predicted and measured figures, never mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+from lightning_offload.errors import PlanError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.plan_cache import Phase, PlanEntry
+from lightning_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_offload.plugins.hardware import TierUse
+    from lightning_offload.report import MeasuredStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A step, its plan, and the device that it was planned for, its links at the rates that the plan counts on."""
+
+    graph: StepGraph
+    plan: MemoryPlan
+    device: DeviceSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Figures of the last step's shape; None where a figure is not known yet.
+
+    Attributes:
+        budget_bytes: The budget.
+        floor_bytes: Smallest feasible budget.
+        plain_peak_bytes: Predicted peak with everything kept.
+        predicted_peak_bytes: Predicted peak under the plan.
+        measured_peak_bytes: Peak of the last step that was measured.
+        predicted_step_seconds: Predicted duration under the plan.
+        measured_step_seconds: Duration of the last step.
+        plain_step_seconds: Predicted duration with everything kept.
+        bound_seconds: Lower bound on the duration of any plan within the budget.
+        kept_bytes: Saved bytes that stay on the device, under the plan; in a step without one those that did.
+        swapped_bytes: Saved bytes that are swapped, likewise.
+        recomputed_bytes: Saved bytes that are recomputed.
+        host_peak_bytes: Most host memory that held swapped tensors at once.
+        host_bytes: Host memory mapped for them.
+        pinned_bytes: How much of that is page-locked.
+        disk_peak_bytes: Most bytes of the spill file that held swapped tensors at once.
+        disk_bytes: Size of the spill file.
+        stall_seconds: Time that compute waited for copies, in the last step where that was measured.
+        forward_peak_bytes: Measured peak of forward.
+        backward_peak_bytes: Measured peak of backward.
+        optimizer_peak_bytes: Highest peak of an optimizer's step after a measured one; before there was one, on a CPU,
+            what the state, parameters and gradients take together.
+        reserved_bytes: What the device's allocator holds, in use or not; None on a CPU.
+        advice: What would make more of the device's memory usable, for people to read.
+        policy: Who planned.
+        num_steps: Steps run.
+        phase: What the last step did.
+        num_mismatched: Storages whose replay did not give the same bits, and which are not recomputed any more.
+        planned: The step with its plan, once there is one.
+    """
+
+    budget_bytes: int | None
+    floor_bytes: int | None
+    plain_peak_bytes: int | None
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    predicted_step_seconds: float | None
+    measured_step_seconds: float | None
+    plain_step_seconds: float | None
+    bound_seconds: float | None
+    kept_bytes: int
+    swapped_bytes: int
+    recomputed_bytes: int
+    host_peak_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    disk_peak_bytes: int
+    disk_bytes: int
+    stall_seconds: float
+    forward_peak_bytes: int | None
+    backward_peak_bytes: int | None
+    optimizer_peak_bytes: int | None
+    reserved_bytes: int | None
+    advice: tuple[str, ...]
+    policy: str
+    num_steps: int
+    phase: Phase
+    num_mismatched: int
+    planned: Planned | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page that shows the plan and what was measured of it; it needs nothing but a browser.
+
+        Args:
+            path: Where to, ending in ".html".
+
+        Raises:
+            PlanError: No step was planned yet.
+            ReportFileError: The file cannot be written.
+            UnsupportedError: plotly is not installed.
+        """
+        from lightning_offload.report import save_plan_html
+
+        planned = self._planned()
+        save_plan_html(path, planned.graph, planned.plan, planned.device, measured=self._measured())
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the planned step as a trace for Perfetto or chrome://tracing.
+
+        Args:
+            path: Where to, ending in ".json".
+
+        Raises:
+            PlanError: No step was planned yet.
+            ReportFileError: The file cannot be written.
+        """
+        from lightning_offload.report import save_plan_trace
+
+        planned = self._planned()
+        save_plan_trace(path, planned.graph, planned.plan, planned.device)
+
+    def _planned(self) -> Planned:
+        if self.planned is None:
+            raise PlanError("there is no plan to show yet: run a step (forward and backward) under the plugin first")
+        return self.planned
+
+    def _measured(self) -> MeasuredStep:
+        from lightning_offload.report import MeasuredStep
+
+        return MeasuredStep(
+            step_seconds=self.measured_step_seconds,
+            stall_seconds=self.stall_seconds,
+            peak_bytes=self.measured_peak_bytes,
+            forward_peak_bytes=self.forward_peak_bytes,
+            backward_peak_bytes=self.backward_peak_bytes,
+            optimizer_peak_bytes=self.optimizer_peak_bytes,
+            host_peak_bytes=self.host_peak_bytes,
+            disk_peak_bytes=self.disk_peak_bytes,
+        )
+
+    @property
+    def host_waste(self) -> float | None:
+        """Host memory mapped for each byte of it that is used at most; None where nothing is."""
+        return self.host_bytes / self.host_peak_bytes if self.host_peak_bytes else None
+
+
+_FRAGMENTED = 1.1
+_ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
+
+
+def make_report(
+    kind: PlanEntry,
+    *,
+    budget_bytes: int | None,
+    measured_step_seconds: float | None,
+    stall_seconds: float,
+    tier_use: TierUse,
+    optimizer_peak_bytes: int | None,
+    reserved_bytes: int | None,
+    policy: str,
+    num_steps: int,
+    phase: Phase,
+) -> Report:
+    """The report of a kind of step, from its plan and from what the plugin measured."""
+    plan, graph = kind.plan, kind.graph
+    if phase in ("recording", "unplanned"):  # a plan there may be is not what the last step did
+        num_bytes: dict[Action, int] = {"keep": kind.stayed_bytes, "swap": kind.swapped_bytes, "recompute": 0}
+    else:
+        num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
+    if graph is not None:  # as it was planned: with the margin
+        graph = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + kind.margin_bytes)
+    return Report(
+        budget_bytes=budget_bytes,
+        floor_bytes=plan.floor_bytes if plan else None,
+        plain_peak_bytes=plan.plain_peak_bytes if plan else None,
+        predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
+        measured_peak_bytes=kind.measured_peak_bytes,
+        predicted_step_seconds=plan.predicted_step_seconds if plan else None,
+        measured_step_seconds=measured_step_seconds,
+        plain_step_seconds=plan.plain_step_seconds if plan else None,
+        bound_seconds=plan.bound_seconds if plan else None,
+        kept_bytes=num_bytes["keep"],
+        swapped_bytes=num_bytes["swap"],
+        recomputed_bytes=num_bytes["recompute"],
+        **dataclasses.asdict(tier_use),
+        stall_seconds=stall_seconds,
+        forward_peak_bytes=kind.forward_peak_bytes,
+        backward_peak_bytes=kind.backward_peak_bytes,
+        optimizer_peak_bytes=optimizer_peak_bytes,
+        reserved_bytes=reserved_bytes,
+        advice=_advice(kind.measured_peak_bytes, reserved_bytes, optimizer_peak_bytes, budget_bytes),
+        policy=policy,
+        num_steps=num_steps,
+        phase=phase,
+        num_mismatched=len(kind.mismatched),
+        planned=Planned(graph=graph, plan=plan, device=kind.spec) if graph and plan and kind.spec else None,
+    )
+
+
+def _advice(measured: int | None, reserved: int | None, optimizer: int | None, budget: int | None) -> tuple[str, ...]:
+    found = []
+    used = max(measured or 0, optimizer or 0)
+    if reserved is not None and used and reserved > _FRAGMENTED * used:
+        found.append(
+            f"the allocator holds {format_bytes(reserved)} for a peak of {format_bytes(used)}: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids most of such fragmentation"
+        )
+    if budget is not None and optimizer is not None and optimizer > max(budget, measured or 0):
+        found.append(
+            f"the optimizer's step peaks at {format_bytes(optimizer)}, above the budget: "
+            "foreach=False or fused=True avoids its temporaries"
+        )
+    return tuple(found)
