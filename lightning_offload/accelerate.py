@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload.errors import PlanError, PolicyError, UnsupportedError
-from lightning_offload.plugins.efficient_batch_size import find_efficient_batch_size as find
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.settings import Budget
-from lightning_offload.plugins.snapshot import Restore, take_snapshot
+from lightning_offload.tuning.function import find_efficient_batch_size as find
+from lightning_offload.tuning.snapshot import Restore, take_snapshot
 
 if TYPE_CHECKING:
     import os
@@ -82,7 +82,7 @@ def find_efficient_batch_size(
 ) -> Any:
     """Decorate a training function, which takes the batch size first, so that it finds that itself.
 
-    As :func:`lightning_offload.plugins.efficient_batch_size.find_efficient_batch_size`, for functions that use an
+    As :func:`lightning_offload.tuning.function.find_efficient_batch_size`, for functions that use an
     Accelerator: it has to be made before the decorated function is called, and what it and Accelerate's shared states
     keep of a training is put back after each trial.
 

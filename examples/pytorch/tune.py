@@ -17,7 +17,7 @@ from torch import nn
 
 import lightning_offload
 from examples.pytorch.train import digits, network
-from lightning_offload.plugins.efficient_batch_size import find_efficient_batch_size
+from lightning_offload.tuning.function import find_efficient_batch_size
 
 
 @find_efficient_batch_size(starting_batch_size=32, max_size=128, max_trials=8)

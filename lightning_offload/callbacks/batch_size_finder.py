@@ -1,13 +1,4 @@
-"""`EfficientBatchSizeFinder`: the smallest batch size that is about as fast as any, with its learning rate.
-
-Order of a fit: Lightning calls `setup`, restores this callback's state if there is a checkpoint of a tuned run, lets
-the strategy make the optimizers and then calls `on_fit_start`, where the tuning happens, before the states of
-optimizers and loops are restored. `setup` puts a watch on the strategy's `setup_optimizers`, to note the state that
-training is to begin from; a run that is resumed has its size and rate set there, and is not tuned again.
-
-The class is built per Lightning package, as `OffloadMonitor` is, on that package's `BatchSizeFinder`: callbacks of this
-kind are called before all others.
-"""
+"""A tuning without a training: a fit that ends as soon as the tuning is done, of which nothing else remains."""
 
 from __future__ import annotations
 
@@ -23,19 +14,44 @@ from typing_extensions import override
 
 from lightning_offload.callbacks.tuning.options import Options, checked_folder, misconfiguration
 from lightning_offload.callbacks.tuning.rates import scale_groups
-from lightning_offload.callbacks.tuning.result import TuningResult
+from lightning_offload.callbacks.tuning.result import TuningResult, show
 from lightning_offload.callbacks.tuning.session import Session
-from lightning_offload.callbacks.tuning.showing import show
 from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import current_package, import_from, package_of, rank_zero
 from lightning_offload.tuning.learning_rate import Warmup
+from lightning_offload.tuning.snapshot import RandomStates
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import BatchSizeFinder as _FinderBase
 else:
     _FinderBase = object  # the real base comes from the package in use, see build_finder
+
+
+def tuned_alone(finder: Any, trainer: Any, model: Any, *, datamodule: Any, train_dataloaders: Any) -> None:
+    """Run `finder` on the start of a fit.
+
+    Args:
+        finder: An `EfficientBatchSizeFinder`.
+        trainer: Its callbacks are left out but for the finder and the progress bar.
+        model: The model.
+        datamodule: Its data, or None.
+        train_dataloaders: Dataloaders in its place.
+    """
+    states = RandomStates.now()
+    callbacks, loggers = trainer.callbacks, trainer.loggers
+    progress_bar = trainer.progress_bar_callback
+    trainer.callbacks = [finder, *([progress_bar] if progress_bar is not None else [])]
+    trainer.loggers = []
+    finder._early_exit = True
+    try:
+        trainer.fit(model, train_dataloaders, datamodule=datamodule)
+    finally:
+        finder._early_exit = False
+        trainer.callbacks, trainer.loggers = callbacks, loggers
+        states.restore()
+
 
 _MARK = "_efficient_batch_size_token"
 """Attribute of a model by which the finder that has tuned it knows it again."""
@@ -245,7 +261,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         Raises:
             TuningError: As for the finder itself.
         """
-        from lightning_offload.callbacks.tuning.standalone import tuned_alone
+        from lightning_offload.callbacks.batch_size_finder import tuned_alone
 
         self.result, self._token = None, ""
         tuned_alone(self, trainer, model, datamodule=datamodule, train_dataloaders=train_dataloaders)

@@ -274,7 +274,7 @@ def _how(asked: _Asked, rows: Sequence[ClusterStep]) -> str:
         if names:
             parts.append(f"{' and '.join(names)} from {next(group).num_devices:,} devices")
     how = ", ".join(parts) or "nothing to exchange on one device"
-    return f"Exchange: {how}; {'overlapping backward' if asked.overlap else 'after backward, all at once'}."
+    return f"AllReduceCost: {how}; {'overlapping backward' if asked.overlap else 'after backward, all at once'}."
 
 
 def _time(seconds: float) -> str:

@@ -69,7 +69,7 @@ def _is_one_of_several() -> bool:
 
 def _accept_built_classes(package: str) -> None:
     """Lets `package` accept the classes that were built for the other package before it was imported."""
-    building = sys.modules.get("lightning_offload.strategies.building")
+    building = sys.modules.get("lightning_offload.strategies.mixin")
     if building is not None:
         building.accept_built_classes(package)
 

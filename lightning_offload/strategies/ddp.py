@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_offload.plugins.data_parallel import run_unseen_around_forward
-from lightning_offload.strategies.building import build
-from lightning_offload.strategies.mixin import OffloadMixin
+from lightning_offload.strategies.mixin import OffloadMixin, build
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _StrategyBase

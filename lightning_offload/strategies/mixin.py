@@ -6,7 +6,7 @@ model on its device, attaches the plugin and grafts the precision plugin
 off. Validation, test and prediction attach nothing. Plans travel in the checkpoint under `CHECKPOINT_KEY`.
 
 Note [One strategy, two Lightnings]: `lightning.pytorch` and `pytorch_lightning` have unrelated base classes,
-so each strategy is a mixin, and `lightning_offload.strategies.building` makes the class for a package. A
+so each strategy is a mixin, and `build` makes the class for a package. A
 Trainer first asks whether its strategy is an instance of *its* `Strategy`; our classes are registered there as
 virtual subclasses and say yes to both. The first thing it then assigns is the accelerator, and by that we see
 whose Trainer it is and take on the matching class.
@@ -24,7 +24,6 @@ from typing_extensions import override
 from lightning_offload.errors import PlanError, UnsupportedError
 from lightning_offload.lightning_packages import package_of, rank_zero
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.strategies.building import build, revive
 from lightning_offload.strategies.precision import OffloadPrecisionMixin, check_supported, graft, ungraft
 from lightning_offload.strategies.summary import PlanSummary
 
@@ -35,6 +34,11 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 else:
     _StrategyBase = object  # the real base comes from the package in use, see building
+import functools
+import inspect
+from typing import TYPE_CHECKING, TypeVar
+
+from lightning_offload.lightning_packages import import_from, loaded_packages
 
 CHECKPOINT_KEY = "lightning_offload"
 _DEVICE_TYPES = ("cpu", "cuda")
@@ -244,3 +248,50 @@ class OffloadMixin(_StrategyBase):
             self._memory.load_state_dict(state)
         except PlanError as error:
             rank_zero(self._package, "warn", f"The checkpoint's memory plan is not used, a new one is made: {error}")
+
+
+_Mixin = TypeVar("_Mixin", bound="OffloadMixin")
+_BUILT: list[type[Any]] = []
+
+
+def build(mixin: type[_Mixin], package: str) -> type[_Mixin]:
+    """Builds the strategy of a mixin for the Lightning package `package`, importing it if need be; once."""
+    built: type[_Mixin] = _build(mixin, package)
+    return built
+
+
+@functools.cache
+def _build(mixin: type[Any], package: str) -> type[Any]:
+    base = getattr(import_from(package, "strategies"), mixin.base_name)
+    namespace = {
+        # the public name, by which pickle and LightningCLI find the class
+        "__module__": "lightning_offload",
+        "__qualname__": mixin.public_name,
+        "__doc__": _documentation(mixin),
+        "_package": package,
+    }
+    built: type[Any] = type(base)(mixin.public_name, (mixin, base), namespace)
+    _BUILT.append(built)
+    for loaded in loaded_packages():
+        accept_built_classes(loaded)
+    return built
+
+
+def revive(mixin: type[_Mixin], package: str) -> _Mixin:
+    """An empty strategy, for pickle to fill."""
+    cls = build(mixin, package)
+    return cls.__new__(cls)
+
+
+def accept_built_classes(package: str) -> None:
+    """Lets the Trainer of `package` accept every strategy of ours, whichever package it was built for."""
+    strategy = import_from(package, "strategies").Strategy
+    for built in _BUILT:
+        strategy.register(built)
+
+
+def _documentation(mixin: type[Any]) -> str:
+    """The mixin's own summary, then the keywords, which all mixins share."""
+    summary = inspect.getdoc(mixin) or ""
+    shared = inspect.getdoc(mixin.__mro__[1]) or ""
+    return f"{summary}\n\n{shared[shared.index('Args:') :]}"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.strategies.building import accept_built_classes, build
-from lightning_offload.strategies.mixin import CHECKPOINT_KEY, OffloadMixin
+from lightning_offload.strategies.mixin import CHECKPOINT_KEY, OffloadMixin, accept_built_classes, build
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _StrategyBase

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_offload.tuning.curve import Array
+from lightning_offload.tuning.posterior import Array
 from lightning_offload.tuning.sizes import between, grid
 from lightning_offload.tuning.trial import Predict, Prediction
 

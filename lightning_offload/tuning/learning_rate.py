@@ -1,48 +1,325 @@
 """The learning rate that goes with another batch size.
 
 * ``linear``: rate x effective batch / base batch, for SGD (Goyal et al., arXiv:1706.02677), best with a warm-up
-  (:mod:`~.warmup`). It holds up to some thousands of samples; beyond that generalisation suffers there too.
+  (:mod:`~.learning_rate`). It holds up to some thousands of samples; beyond that generalisation suffers there too.
 * ``sqrt``: rate x sqrt(effective batch / base batch), which keeps the variance of a step (Krizhevsky, arXiv:1404.5997)
   and is the right one for Adam and RMSprop by the SDEs that they follow (Malladi et al., arXiv:2205.10330). That paper
   also moves the betas and epsilon; here they stay, which matters only for large changes of the batch.
 * ``none``: the rate stays.
 
 The effective batch is what one optimizer step sees: samples of one rank x ranks x micro-batches accumulated. Rules
-are pure functions of numbers; :mod:`~.groups` applies the factor to optimizers and schedulers.
+are pure functions of numbers; :mod:`~.learning_rate` applies the factor to optimizers and schedulers.
+
+The groups. Learning rates inside torch optimizers and schedulers: finding, checking and multiplying them in place.
+
+Works on anything with ``param_groups``, wrapped by Lightning or Accelerate or not, without importing torch. A rate
+may be a number or a tensor of one element (compiled and captured optimizers); a tensor stays the same object.
+
+Gradual warm-up: the learning rate grows from the base rate to the scaled one over the first steps.
+
+After Goyal et al. (arXiv:1706.02677, section 2.2): large rates are unstable while the weights change fast, so the
+rate starts at that of the base batch and rises by the same amount at every step.
+
+:class:`Warmup` lies on top of whatever schedule there is. Right before an optimizer's step it multiplies the rates,
+and right after it puts back the very values that were there, so schedulers, checkpoints and monitors between steps
+see the rates without warm-up, and a resumed run goes on bit for bit. Only steps that were made count: not those that
+a gradient scaler skips, nor micro-batches that are accumulated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, Final, TypedDict, final
 
 from lightning_offload.errors import TuningError
-from lightning_offload.tuning.groups import (
-    check_rate,
-    is_adam_like,
-    learning_rates,
-    scale_optimizer,
-    scale_scheduler,
-    unwrapped,
-)
-from lightning_offload.tuning.warmup import Warmup, WarmupState, warmup_factor
 
-__all__ = [
-    "RULES",
-    "Warmup",
-    "WarmupState",
-    "check_rule",
-    "effective_batch",
-    "is_adam_like",
-    "learning_rate_factor",
-    "learning_rates",
-    "rule_warning",
-    "scale_optimizer",
-    "scale_scheduler",
-    "scaled_learning_rates",
-    "warmup_factor",
-]
+Group = MutableMapping[str, Any]
+"""One of an optimizer's parameter groups."""
+
+_RATES = ("lr", "initial_lr", "max_lr")
+"""The rate itself and what schedulers keep beside it in the groups."""
+_ONE_CYCLE = (*_RATES, "min_lr")
+"""What OneCycleLR keeps there, the last one as a share of the others; alone it is somebody else's."""
+
+_ADAPTIVE_NAMES = ("adam", "lamb", "rmsprop")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The torch optimizer, or scheduler, inside wrappers such as Lightning's and Accelerate's.
+
+    Args:
+        optimizer: With ``param_groups``, or something around one.
+
+    Raises:
+        TuningError: It is none.
+    """
+    while not _is_scheduler(optimizer) and hasattr(inner := getattr(optimizer, "optimizer", None), "param_groups"):
+        optimizer = inner
+    if not hasattr(optimizer, "param_groups"):
+        raise TuningError(f"{type(optimizer).__name__} is no optimizer: it has no param_groups")
+    return optimizer
+
+
+def is_adam_like(optimizer: Any) -> bool:
+    """Whether an optimizer divides gradients by their running size, as Adam does."""
+    inner = unwrapped(optimizer)
+    name = type(inner).__name__.lower()
+    return "betas" in getattr(inner, "defaults", {}) or any(part in name for part in _ADAPTIVE_NAMES)
+
+
+def learning_rates(optimizer: Any) -> tuple[float, ...]:
+    """The rate of each group.
+
+    Raises:
+        TuningError: A group has none, or one that is not finite or negative.
+    """
+    rates = []
+    for i, group in enumerate(unwrapped(optimizer).param_groups):
+        if "lr" not in group:
+            raise TuningError(f"parameter group {i} of {type(unwrapped(optimizer)).__name__} has no 'lr' to scale")
+        rates.append(check_rate(group["lr"]))
+    return tuple(rates)
+
+
+def scale_optimizer(optimizer: Any, factor: float) -> tuple[float, ...]:
+    """Multiply the rates of all groups, and those between which a scheduler moves them.
+
+    Args:
+        optimizer: A torch optimizer, wrapped or not.
+        factor: Positive and finite; 1 changes no bit.
+
+    Returns:
+        The new rate of each group.
+
+    Raises:
+        TuningError: A rate, or the factor, is not possible; nothing was changed then.
+    """
+    check_factor(factor)
+    learning_rates(optimizer)
+    slots = list(_slots(unwrapped(optimizer).param_groups))
+    for group, key in slots:
+        check_rate(check_rate(group[key]) * factor)
+    tensors: set[int] = set()
+    for group, key in slots:
+        if id(group[key]) not in tensors:  # they may be shared
+            scale_in(group, key, factor)
+        if hasattr(group[key], "mul_"):
+            tensors.add(id(group[key]))
+    return learning_rates(optimizer)
+
+
+def scale_scheduler(scheduler: Any, factor: float) -> None:
+    """Multiply the rates that a scheduler starts from, for one that is not made anew.
+
+    The floor of a decay (``eta_min``, ``min_lrs``) stays as the user set it.
+
+    Args:
+        scheduler: A torch scheduler, wrapped or not, or one made of others.
+        factor: Positive and finite.
+
+    Raises:
+        TuningError: The factor is not possible.
+    """
+    check_factor(factor)
+    while hasattr(inner := getattr(scheduler, "scheduler", None), "step"):
+        scheduler = inner
+    for part in getattr(scheduler, "_schedulers", ()):
+        scale_scheduler(part, factor)
+    for name in ("base_lrs", "max_lrs", "_last_lr"):
+        rates = getattr(scheduler, name, None)
+        if isinstance(rates, list):
+            setattr(scheduler, name, [rate * factor for rate in rates])
+
+
+def scale_in(group: Group, key: str, factor: float) -> None:
+    """Multiply one rate; a tensor is changed in place."""
+    if hasattr(group[key], "mul_"):
+        group[key].mul_(factor)
+    else:
+        group[key] = group[key] * factor
+
+
+def check_rate(rate: Any) -> float:
+    """A learning rate as a number, checked.
+
+    Raises:
+        TuningError: It is no number, not finite, or negative.
+    """
+    try:
+        number = float(rate)
+    except (TypeError, ValueError, RuntimeError):
+        raise TuningError(f"learning rate {rate!r} is not a number") from None
+    if not math.isfinite(number) or number < 0:
+        raise TuningError(f"learning rate {number!r} cannot be scaled: it must be finite and not negative")
+    return number
+
+
+def check_factor(factor: float) -> float:
+    """What rates are multiplied by, checked.
+
+    Raises:
+        TuningError: It is not finite, or not positive.
+    """
+    if not math.isfinite(factor) or factor <= 0:
+        raise TuningError(f"learning rates cannot be scaled by {factor!r}: it must be finite and positive")
+    return factor
+
+
+def _slots(groups: list[Group]) -> Iterator[tuple[Group, str]]:
+    for group in groups:
+        keys = _ONE_CYCLE if all(key in group for key in _ONE_CYCLE) else _RATES
+        yield from ((group, key) for key in keys if key in group)
+
+
+def _is_scheduler(found: Any) -> bool:
+    return hasattr(found, "last_epoch")
+
+
+class WarmupState(TypedDict):
+    """What a resumed run goes on from: the steps made, by optimizer."""
+
+    num_steps: int
+    scale: float
+    steps: list[int]
+
+
+def warmup_factor(step: int, num_warmup_steps: int, scale: float) -> float:
+    """What to multiply the scaled rate with at a step: from ``1 / scale`` at step 0 to 1 after the warm-up.
+
+    Args:
+        step: Optimizer steps made before this one.
+        num_warmup_steps: Length of the warm-up; 0 for none.
+        scale: What the base rate was multiplied by. Up to 1 there is nothing to warm up to.
+
+    Raises:
+        TuningError: A negative count, or a scale that is not finite and positive.
+    """
+    check_factor(scale)
+    for name, count in (("step", step), ("num_warmup_steps", num_warmup_steps)):
+        if count < 0:
+            raise TuningError(f"{name}={count} is negative: steps are counted from 0")
+    if step >= num_warmup_steps or scale <= 1:
+        return 1.0
+    return 1 / scale + (1 - 1 / scale) * (step / num_warmup_steps)
+
+
+@final
+class Warmup:
+    """Warms up the rates of optimizers; see the module's docstring.
+
+    Use: ``attach`` it to the optimizers once they exist, ``remove`` it at the end of the fit, and keep ``state_dict``
+    in the checkpoint. Attached again, it goes on where it was.
+
+    Args:
+        num_steps: Optimizer steps until the scaled rate is reached.
+        scale: What the base rates were multiplied by.
+
+    Raises:
+        TuningError: As :func:`warmup_factor`.
+    """
+
+    def __init__(self, num_steps: int, scale: float) -> None:
+        warmup_factor(0, num_steps, scale)
+        self.num_steps = num_steps
+        self.scale = scale
+        self._steps: list[int] = []
+        self._attached: list[_Attached] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all attached optimizers use their full rates."""
+        return all(self.factor(i) == 1.0 for i in range(len(self._attached)))
+
+    def factor(self, optimizer: int = 0) -> float:
+        """What the rates of the optimizer of this index are multiplied by in its next step."""
+        step = self._steps[optimizer] if optimizer < len(self._steps) else 0
+        return warmup_factor(step, self.num_steps, self.scale)
+
+    def attach(self, optimizers: Iterable[Any]) -> None:
+        """Warm up these optimizers from their next step on, in place of those attached before.
+
+        Args:
+            optimizers: Of torch, wrapped or not; each keeps its own count, by its place.
+
+        Raises:
+            TuningError: One of them is no torch optimizer.
+        """
+        self.remove()
+        for i, optimizer in enumerate(optimizers):
+            if i == len(self._steps):
+                self._steps.append(0)
+            self._attached.append(_Attached(self, i, unwrapped(optimizer)))
+
+    def remove(self) -> None:
+        """Take the hooks off; the counts stay."""
+        for attached in self._attached:
+            attached.remove()
+        self._attached.clear()
+
+    def state_dict(self) -> WarmupState:
+        """What :meth:`load_state_dict` takes."""
+        return WarmupState(num_steps=self.num_steps, scale=self.scale, steps=list(self._steps))
+
+    def load_state_dict(self, state: WarmupState) -> None:
+        """Go on from a checkpoint, attached or not."""
+        warmup_factor(0, state["num_steps"], state["scale"])
+        self.num_steps, self.scale = state["num_steps"], state["scale"]
+        self._steps[:] = [*state["steps"], *self._steps[len(state["steps"]) :]]
+
+    def made_step(self, optimizer: int) -> None:
+        """Count a step of the optimizer of this index."""
+        self._steps[optimizer] += 1
+
+
+@final
+class _Attached:
+    """The hooks on one optimizer, and its rates while they are multiplied."""
+
+    def __init__(self, warmup: Warmup, index: int, optimizer: Any) -> None:
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            raise TuningError(
+                f"{type(optimizer).__name__} has no hooks around its step: warm-up needs torch's Optimizer"
+            )
+        self._warmup = warmup
+        self._index = index
+        self._multiplied: list[tuple[Group, Any, Any]] = []  # group, rate before, rate as multiplied
+        self._handles = (
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        )
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self._restore()
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._restore()  # of a step that failed
+        factor = self._warmup.factor(self._index)
+        if factor == 1.0:
+            return
+        for group in optimizer.param_groups:
+            before = group["lr"].clone() if hasattr(group["lr"], "clone") else group["lr"]
+            scale_in(group, "lr", factor)
+            self._multiplied.append((group, before, group["lr"]))
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._restore()
+        self._warmup.made_step(self._index)
+
+    def _restore(self) -> None:
+        """Put the rates back, but for those that somebody else has set meanwhile."""
+        for group, before, multiplied in self._multiplied:
+            if group["lr"] is not multiplied:
+                continue
+            if hasattr(multiplied, "copy_"):
+                multiplied.copy_(before)
+            else:
+                group["lr"] = before
+        self._multiplied.clear()
+
 
 RULES: Final[dict[str, Callable[[float], float]]] = {
     "linear": lambda ratio: ratio,

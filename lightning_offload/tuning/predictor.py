@@ -9,6 +9,14 @@ is close to the smallest feasible budget, the planner takes the effort that the 
 
 Shortfall: the times of ops are extrapolated, and gradients' all-reduce and the input pipeline only count as the
 ``fixed_seconds`` that the caller knows of.
+
+Protocol: record a step at two or three batch sizes, fit, predict; real steps are then run only to decide between
+sizes that the prediction cannot tell apart::
+
+    step_model = StepModel.fit({2: graph_2, 4: graph_4, 8: graph_8})
+    predict = Predictor(step_model, device, budget_bytes)
+    predict.largest_feasible(1, 4096)
+    predict(64).samples_per_second
 """
 
 from __future__ import annotations

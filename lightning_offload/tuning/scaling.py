@@ -16,7 +16,7 @@ from typing import Any
 from lightning_offload.graph.interconnects import has_usual_interconnects, usual_interconnects
 from lightning_offload.planning.cluster import Cluster, ClusterStep, profile_step, scaling
 from lightning_offload.planning.problem import Problem
-from lightning_offload.tuning.throughput import Predictor
+from lightning_offload.tuning.predictor import Predictor
 
 __all__ = ["COLUMNS", "Scaling", "simulate_scaling"]
 

@@ -6,13 +6,13 @@ of the fastest under the budget.
 
 Trials are few and noisy: a median of four repeats that scatter by 5% is off by 3%, as much as the usual tolerance. So
 no two trials are compared directly. All of them, repeats of one size pooled, give a distribution over throughput
-curves (:mod:`~.curve`) and over where the budget ends (:mod:`~.edge`), and from these comes how probable it is that
+curves and over where the budget ends (:mod:`~.posterior`), and from these comes how probable it is that
 each size is right. "Undecided, measure again" and "bisect the edge" are trials like any other, taken where they tell
-most (:mod:`~.decision`, :mod:`~.choice`); the edge is not looked for where throughput is flat far below it. A
+most (:mod:`~.acquisition`); the edge is not looked for where throughput is flat far below it. A
 performance model's prediction is one of the shapes a curve may have: trials recalibrate it by a smooth factor, and it
 is dropped where they contradict it.
 
-Ranks: what `run` returns must be the same on every rank (:func:`~.agreement.agreed`). Rank 0 decides, so that neither
+Ranks: what `run` returns must be the same on every rank (:func:`~.ranks.agreed`). Rank 0 decides, so that neither
 its clock nor the last bit of a float can lead ranks apart; where deciding fails there, every rank raises.
 
 Sources: AccUDNN (arXiv 1901.06773) tunes for the efficiency-optimal minibatch of a memory-optimised model; how it
@@ -34,10 +34,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from lightning_offload.errors import TuningError
-from lightning_offload.tuning.agreement import Agreement, Alone
-from lightning_offload.tuning.decision import Decision, Space, decide
-from lightning_offload.tuning.estimates import Estimate, pool
+from lightning_offload.tuning.acquisition import Decision, Space, decide
 from lightning_offload.tuning.forecast import Forecast
+from lightning_offload.tuning.posterior import Estimate, pool
+from lightning_offload.tuning.ranks import Coordinator, SingleProcess
 from lightning_offload.tuning.trial import Predict, Prediction, Run, Trial
 
 __all__ = ["EndedBy", "SearchResult", "find_batch_size"]
@@ -88,7 +88,7 @@ def find_batch_size(
     max_seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     known: Sequence[Trial] = (),
-    agreement: Agreement | None = None,
+    agreement: Coordinator | None = None,
 ) -> SearchResult:
     """Find the smallest batch size whose throughput is within a tolerance of the best under the budget.
 
@@ -112,7 +112,7 @@ def find_batch_size(
         TuningError: An argument leaves nothing to search, or no size was found to fit.
     """
     _check(min_size, max_size, init_size, tolerance, max_trials, max_seconds)
-    agreement = agreement if agreement is not None else Alone()
+    agreement = agreement if agreement is not None else SingleProcess()
     search = _Search(
         min_size=min_size,
         max_size=max_size,

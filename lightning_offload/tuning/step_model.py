@@ -1,35 +1,84 @@
 """A model of a training step at any batch size, fitted to steps recorded at two or more sizes.
 
-:meth:`StepModel.fit` takes the recorded graphs, by batch size; :meth:`StepModel.at` gives the graph of a size that was
-not recorded, good for planning. Structure is taken over; bytes and seconds follow the laws of :mod:`~.laws`, one for
-each storage and op, so a step is predicted tensor by tensor and planned as if it had been recorded. With fake
-recordings all bytes are exact but for the shortfalls named there.
+:meth:`StepModel.fit` takes the recorded graphs, by batch size; :meth:`StepModel.at` gives the graph of a size that
+was not recorded, good for planning. Structure is taken over; bytes and seconds follow the laws of
+:mod:`~.scaling_laws`, one for each storage and op, so a step is predicted tensor by tensor and planned as if it had
+been recorded. With fake recordings all bytes are exact but for the shortfalls named there.
 
-Structure often changes between sizes 1 and 2, where libraries leave copies out. So the sizes to record are 2 and more;
-a graph predicted for size 1 has the structure of the larger ones.
+Structure often changes between sizes 1 and 2, where libraries leave copies out. So the sizes to record are 2 and
+more; a graph predicted for size 1 has the structure of the larger ones.
+
+The same structure. Kernels, views and copies may depend on the batch size: at 1 a copy is often left out, and the
+step has fewer ops. Two steps have the same structure if the same ops read and make the same values at the same ticks
+and autograd saved and read back the same of them. When a storage dies may differ, where Python's garbage collector
+lets go of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from lightning_offload.errors import TuningError
 from lightning_offload.graph.step_graph import Op, StepGraph, Storage
-from lightning_offload.tuning.laws import (
-    ByteLaw,
+from lightning_offload.tuning.scaling_laws import (
+    DurationFit,
     FitBytes,
     Floats,
-    SecondLaws,
+    SizePolynomial,
     covering_line,
     exact_bytes,
     fit_seconds,
     given_bytes,
     is_exact,
 )
-from lightning_offload.tuning.structure import difference, same_structure
+
+Row = tuple[str, Hashable]
+"""What a row of a graph is called, and what must be the same."""
+
+
+def same_structure(graphs: Mapping[int, StepGraph]) -> tuple[int, ...]:
+    """The batch sizes of most graphs that have the same structure, ascending.
+
+    Args:
+        graphs: By batch size.
+
+    Returns:
+        Of groups of the same length, the one of the larger sizes; a single size where no two agree.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for size in sorted(graphs):
+        groups.setdefault(tuple(_rows(graphs[size])), []).append(size)
+    largest = max(map(len, groups.values()))
+    return tuple(max(group for group in groups.values() if len(group) == largest))
+
+
+def difference(first: StepGraph, second: StepGraph) -> str | None:
+    """Where the structures of two graphs part, for a message; None where they are the same."""
+    rows = itertools.zip_longest(_rows(first), _rows(second), fillvalue=("the step is over", None))
+    for mine, others in rows:
+        if mine != others:
+            return f"{mine[0]} at one and {others[0]} at the other"
+    return None
+
+
+def _rows(graph: StepGraph) -> Iterator[Row]:
+    """What makes the structure; ops first, since what they do differently explains the rest."""
+    for i, op in enumerate(graph.ops):
+        where = f" in `{op.module}`" if op.module else ""
+        yield f"op {i} is {op.name}{where}", (op.name, op.phase, op.tick, op.inputs, op.outputs)
+    for i, save in enumerate(graph.saves):
+        title = f"save {i} is of value {save.value} at tick {save.pack_tick}, read {len(save.unpack_ticks)} times"
+        yield title, (save.value, save.pack_tick, save.unpack_ticks)
+    for i, value in enumerate(graph.values):
+        yield f"value {i} is made by op {value.producer} on storage {value.storage}", (value.storage, value.producer)
+    for i, storage in enumerate(graph.storages):
+        yield f"storage {i} is made at tick {storage.birth}", storage.birth
+    yield f"the step takes {graph.num_ticks} ticks", graph.num_ticks
+
 
 _GIVEN = ("extra_bytes", "gradient_bytes", "old_gradient_bytes", "accumulated_bytes")
 
@@ -56,10 +105,10 @@ class StepModel:
     num_inexact: int
     seconds_error: float
     structure: StepGraph = dataclasses.field(repr=False)
-    storage_laws: tuple[ByteLaw, ...] = dataclasses.field(repr=False)
-    workspace_laws: tuple[ByteLaw, ...] = dataclasses.field(repr=False)
-    second_laws: SecondLaws = dataclasses.field(repr=False)
-    given_laws: Mapping[str, ByteLaw] = dataclasses.field(repr=False)
+    storage_laws: tuple[SizePolynomial, ...] = dataclasses.field(repr=False)
+    workspace_laws: tuple[SizePolynomial, ...] = dataclasses.field(repr=False)
+    second_laws: DurationFit = dataclasses.field(repr=False)
+    given_laws: Mapping[str, SizePolynomial] = dataclasses.field(repr=False)
 
     @classmethod
     def fit(cls, graphs: Mapping[int, StepGraph]) -> StepModel:
@@ -145,9 +194,9 @@ def _fit(sizes: tuple[int, ...], graphs: Sequence[StepGraph], left_out: tuple[in
     )
 
 
-def _laws(fit: FitBytes, sizes: Sequence[int], seen: Sequence[Sequence[int]]) -> tuple[ByteLaw, ...]:
+def _laws(fit: FitBytes, sizes: Sequence[int], seen: Sequence[Sequence[int]]) -> tuple[SizePolynomial, ...]:
     """One law for each column; ops and storages of one size are many, and fitted once."""
-    known: dict[tuple[int, ...], ByteLaw] = {}
+    known: dict[tuple[int, ...], SizePolynomial] = {}
     columns = list(zip(*seen, strict=True))
     for column in columns:
         if column not in known:
@@ -155,7 +204,7 @@ def _laws(fit: FitBytes, sizes: Sequence[int], seen: Sequence[Sequence[int]]) ->
     return tuple(known[column] for column in columns)
 
 
-def _growth(batch_size: int, structure: StepGraph, storages: Sequence[ByteLaw]) -> Floats:
+def _growth(batch_size: int, structure: StepGraph, storages: Sequence[SizePolynomial]) -> Floats:
     """By op: what its duration grows with: the batch size, or where it touches storages of pairs of samples, bytes."""
     of_pairs = {i for i, law in enumerate(storages) if law.square > 0}
     growth = np.full(len(structure.ops), float(batch_size))

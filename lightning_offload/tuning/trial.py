@@ -1,7 +1,7 @@
 """What the search for a batch size sees: a trial that was run, and a prediction that was not.
 
 A *trial* is a few timed training steps at one batch size. Under data parallelism every rank runs the trial,
-and what the search is given is the same :class:`Trial` on every rank (see :mod:`lightning_offload.tuning.agreement`).
+and what the search is given is the same :class:`Trial` on every rank (see :mod:`lightning_offload.tuning.ranks`).
 Measured and predicted figures stand beside each other in one record, so that a report can show both.
 """
 

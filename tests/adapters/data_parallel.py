@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin, TuningError
-from lightning_offload.plugins.exchange import Exchange, Exchanges
+from lightning_offload.tuning.allreduce_cost import AllReduceCost, Exchanges
 from tests.adapters.nets import assert_same, net, state_of
 
 
@@ -113,12 +113,12 @@ CAPACITY = 20
 """Largest batch for which the second rank has memory; the first has it for all."""
 
 
-def note_exchanges() -> list[Exchange]:
+def note_exchanges() -> list[AllReduceCost]:
     """What is found of exchanges from now on."""
-    found: list[Exchange] = []
+    found: list[AllReduceCost] = []
     original = Exchanges.of
 
-    def of(self: Exchanges, traffic: Any) -> Exchange:
+    def of(self: Exchanges, traffic: Any) -> AllReduceCost:
         found.append(original(self, traffic))
         return found[-1]
 
@@ -128,7 +128,7 @@ def note_exchanges() -> list[Exchange]:
 
 def fail() -> None:
     """An error of one rank is one of both at once: before a step, after an out-of-memory error, and after its end."""
-    from lightning_offload.plugins.efficient_batch_size import find_efficient_batch_size
+    from lightning_offload.tuning.function import find_efficient_batch_size
 
     rank = torch.distributed.get_rank()
 

@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from lightning_offload.callbacks.tuning.attributes import find_attribute
 from lightning_offload.callbacks.tuning.batches import resized
+from lightning_offload.callbacks.tuning.targets import find_attribute
 from lightning_offload.errors import TuningError
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.training import Clock, Net, finder_of, fitted, samples

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_offload.callbacks.tuning.plotting import curve_of, save_plots
-from lightning_offload.callbacks.tuning.recording import StepRecorder
-from lightning_offload.callbacks.tuning.result import TuningResult
-from lightning_offload.callbacks.tuning.table import summary, trials_table
+from lightning_offload.callbacks.tuning.host import StepRecorder
+from lightning_offload.callbacks.tuning.result import TuningResult, curve_of, save_plots, summary, trials_table
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.catalog import device_spec
-from lightning_offload.plugins.predictions import Recorded
 from lightning_offload.report.tuning_picture import save_tuning_png
 from lightning_offload.report.tuning_plot import Simulated, save_tuning_html, tuning_plots
+from lightning_offload.tuning.predictions import Recorded
 from lightning_offload.tuning.scaling import COLUMNS
 from lightning_offload.tuning.trial import Prediction, Trial
 from tests.callbacks.conftest import MakeTrainer
@@ -152,7 +150,7 @@ def test_a_run_shows_one_table(make_trainer: MakeTrainer, capsys: pytest.Capture
     clock = Clock()
     finder = finder_of(clock, plot_dir=tmp_path / "plots")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_offload.callbacks.tuning.plotting.save_tuning_png", lambda path, curve: None)
+        patch.setattr("lightning_offload.callbacks.tuning.result.save_tuning_png", lambda path, curve: None)
         make_trainer(callbacks=[finder], max_epochs=1).fit(Net(clock=clock))
     assert capsys.readouterr().out.count("Trials of batch sizes") == 1
     assert (tmp_path / "plots" / "batch_size.html").exists()

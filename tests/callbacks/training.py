@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_offload as lo
-from lightning_offload.plugins.random_states import RandomStates
+from lightning_offload.tuning.snapshot import RandomStates
 
 NUM_SAMPLES = 96
 NUM_FEATURES = 6

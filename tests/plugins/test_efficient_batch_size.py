@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin, TuningError, UnsupportedError
-from lightning_offload.plugins import step_meter
-from lightning_offload.plugins.efficient_batch_size import find_efficient_batch_size
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
+from lightning_offload.tuning import step_timer as step_meter
+from lightning_offload.tuning.function import find_efficient_batch_size
 from tests.plugins.training import net, rows
 from tests.plugins.trainings import Clock, Training
 from tests.quick_collections import quick_collections as quick_collections
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     real = step_meter.TrialSettings
     monkeypatch.setattr(
-        "lightning_offload.plugins.efficient_batch_size.TrialSettings",
+        "lightning_offload.tuning.function.TrialSettings",
         lambda **keywords: real(**{**keywords, "clock": clock}),
     )
     return clock

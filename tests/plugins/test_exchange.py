@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload import UnsupportedError
-from lightning_offload.plugins.exchange import Exchange, Exchanges, Traffic, WithheldExchanges
-from lightning_offload.tuning.agreement import Alone
+from lightning_offload.tuning.allreduce_cost import AllReduceCost, Exchanges, GradientSyncOff, Traffic
+from lightning_offload.tuning.ranks import SingleProcess
 from tests.plugins.trainings import Clock
 
 
@@ -36,7 +36,7 @@ def test_withheld(static_graph: bool) -> None:
     # DDP refuses annotations that are text
     model.register_comm_hook(None, lambda _, bucket: reduced.append(bucket.index()) or allreduce_hook(None, bucket))
     flags = dict(vars(model))
-    with WithheldExchanges() as withheld:
+    with GradientSyncOff() as withheld:
         for _ in range(2):
             with model.no_sync():
                 model(torch.ones(1, 2)).sum().backward()
@@ -62,7 +62,7 @@ def test_synchronised_batch_norm_is_refused() -> None:
     model.module.append(nn.SyncBatchNorm(2))
     ran = []
     model.module.register_forward_pre_hook(lambda *_: ran.append(1))
-    with WithheldExchanges(), pytest.raises(UnsupportedError, match="cannot be tried with SyncBatchNorm"):
+    with GradientSyncOff(), pytest.raises(UnsupportedError, match="cannot be tried with SyncBatchNorm"):
         model(torch.ones(1, 2))
     assert ran == []
 
@@ -71,7 +71,7 @@ def test_synchronised_batch_norm_is_refused() -> None:
 def test_flags_are_put_back_after_an_error() -> None:
     """A forward that fails leaves DDP as it was."""
     model = DistributedDataParallel(nn.Linear(2, 1))
-    with WithheldExchanges(), pytest.raises(RuntimeError):
+    with GradientSyncOff(), pytest.raises(RuntimeError):
         model(torch.ones(1, 3))
     assert model.require_backward_grad_sync
 
@@ -80,7 +80,7 @@ def test_flags_are_put_back_after_an_error() -> None:
 def test_measured() -> None:
     """One bucket is timed, and the last takes its share of that; what was timed once is known from then on."""
     clock = Clock(tick=2.0)
-    exchanges = Exchanges(Alone(), clock)
+    exchanges = Exchanges(SingleProcess(), clock)
     traffic = Traffic(num_bytes=250, bucket_bytes=100, device=torch.device("cpu"), group=None)
     assert exchanges.of(traffic).bucket_seconds == (2.0, 2.0, 1.0)
     clock.tick = 3.0
@@ -102,4 +102,4 @@ def test_measured() -> None:
 )
 def test_exposed(buckets: tuple[float, ...], step_seconds: float, exposed: float) -> None:
     """Buckets go one after another, each once its gradients are there; what is left after backward counts."""
-    assert Exchange(bucket_seconds=buckets).exposed_seconds(step_seconds) == pytest.approx(exposed)
+    assert AllReduceCost(bucket_seconds=buckets).exposed_seconds(step_seconds) == pytest.approx(exposed)

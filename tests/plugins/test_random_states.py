@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_offload.plugins.random_states import RandomStates
+from lightning_offload.tuning.snapshot import RandomStates
 
 
 def test_the_global_generators_go_on_from_where_they_were() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_offload.plugins.snapshot import MAX_DATA_BYTES, Memento
+from lightning_offload.tuning.snapshot import MAX_DATA_BYTES, StateSnapshot
 
 
 class Meter:
@@ -52,7 +52,7 @@ def test_everything_that_a_step_may_change_is_put_back() -> None:
     model = Model()
     kept = {"weight": model.linear.weight, "hidden": model.hidden, "history": model.meter.history, "names": model.names}
     weight = model.linear.weight.detach().clone()
-    memento = Memento([model])
+    memento = StateSnapshot([model])
     draws = [model.rng.random(), model.noise.random(), model.old.random(), torch.rand(1, generator=model.draw).item()]
 
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_everything_that_a_step_may_change_is_put_back() -> None:
 def test_hooks_that_came_later_stay() -> None:
     """Where it is told so: a hook may be machinery of whoever put it there, such as a memory plugin."""
     model = Model()
-    memento = Memento([model], keeps_hooks=True)
+    memento = StateSnapshot([model], keeps_hooks=True)
     handle = model.linear.register_forward_hook(lambda *_: None)
     memento.restore()
     assert len(model.linear._forward_hooks) == 1
@@ -106,7 +106,7 @@ def test_cycles_and_depth_are_no_trouble() -> None:
     for _ in range(5000):
         nested = [nested]
     model.nested, model.self = nested, [model]
-    memento = Memento([model])
+    memento = StateSnapshot([model])
     nested.append(1)
     memento.restore()
     assert len(nested) == 1
@@ -122,7 +122,7 @@ def test_large_tensors_of_a_data_set_are_not_copied() -> None:
             self.array = np.zeros(MAX_DATA_BYTES)
 
     data = Data()
-    memento = Memento([data])
+    memento = StateSnapshot([data])
     data.small += 1
     data.large += 1
     data.array += 1
@@ -137,7 +137,7 @@ def test_large_arrays_of_a_model_are_put_back(tmp_path: Path) -> None:
     model = Model()
     model.buffer = np.zeros(MAX_DATA_BYTES)  # type: ignore[assignment]
     model.file = np.memmap(tmp_path / "rows", np.uint8, "w+", shape=(4,))  # type: ignore[assignment]
-    memento = Memento([model])
+    memento = StateSnapshot([model])
     model.buffer += 1
     model.file[:] = 1
     memento.restore()
@@ -149,7 +149,7 @@ def test_layers_that_a_step_freezes_can_be_trained_again() -> None:
     """And those that it sets free are frozen."""
     model = Model()
     model.linear.bias.requires_grad_(False)
-    memento = Memento([model])
+    memento = StateSnapshot([model])
     model.linear.weight.requires_grad_(False)
     model.linear.bias.requires_grad_(True)
     memento.restore()
@@ -186,7 +186,7 @@ def test_what_a_wrapping_tensor_is_made_of_is_put_back() -> None:
     wrapping = Wrapping(torch.zeros(3), torch.zeros(3))
     holder = Meter()
     holder.history = [wrapping]
-    memento = Memento([holder])
+    memento = StateSnapshot([holder])
     wrapping.first += 1
     wrapping.second -= 1
     memento.restore()
@@ -199,7 +199,7 @@ def test_a_tensor_that_requires_grad_and_is_no_leaf_is_restored() -> None:
     model = Model()
     model.last = model.linear(torch.ones(2))
     before = model.last.detach().clone()
-    memento = Memento([model])
+    memento = StateSnapshot([model])
     with torch.no_grad():
         model.last.add_(1)
     memento.restore()
@@ -212,7 +212,7 @@ def test_kinds_of_dicts(kind: Any) -> None:
     model = Model()
     model.table = kind()
     model.table["b"], model.table["a"] = 1, 2
-    memento = Memento([model])
+    memento = StateSnapshot([model])
     del model.table["b"]
     model.table["c"] = 3
     memento.restore()
@@ -226,7 +226,7 @@ def test_gradients_take_no_memory_meanwhile() -> None:
     kept, dropped = first.grad, second.grad
     assert kept is not None
     assert dropped is not None
-    memento = Memento([nn.ParameterList([first, second])])
+    memento = StateSnapshot([nn.ParameterList([first, second])])
     kept.zero_()
     gone, second.grad, dropped = weakref.ref(dropped), None, None
     assert gone() is None
@@ -242,7 +242,7 @@ def test_a_tensor_that_was_given_other_memory() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     alias, before = model.weight.detach(), model.weight.detach().clone()
-    memento = Memento([model])
+    memento = StateSnapshot([model])
     model.to(torch.float64)
     model.weight.data.zero_()
     memento.restore()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.plugins.snapshot import take_snapshot
+from lightning_offload.tuning.snapshot import take_snapshot
 
 
 class Net(nn.Module):

@@ -14,17 +14,17 @@ from torch.nn.modules import module as nn_module
 
 from lightning_offload import BudgetInfeasibleError, MemoryPlugin, TuningError
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
-from lightning_offload.plugins.step_meter import Fate, TrialSettings
-from lightning_offload.plugins.trial_runs import run_trial
-from lightning_offload.tuning.agreement import Alone
+from lightning_offload.tuning.ranks import SingleProcess
+from lightning_offload.tuning.step_timer import RankStatus, TrialSettings
 from lightning_offload.tuning.trial import Trial
+from lightning_offload.tuning.trial_runs import run_trial
 from tests.plugins.training import Net, rows
 from tests.plugins.trainings import Clock, Training
 from tests.quick_collections import quick_collections as quick_collections
 
 
 def tried(training: Training, batch_size: int = 8, **settings: Any) -> Trial:
-    return run_trial(training, batch_size, TrialSettings(clock=training.clock, **settings), Alone())
+    return run_trial(training, batch_size, TrialSettings(clock=training.clock, **settings), SingleProcess())
 
 
 def test_timed() -> None:
@@ -60,7 +60,7 @@ def test_two_optimizers() -> None:
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
 
-    trial = run_trial(train, 8, TrialSettings(clock=clock, warmup_steps=1, timed_steps=2), Alone())
+    trial = run_trial(train, 8, TrialSettings(clock=clock, warmup_steps=1, timed_steps=2), SingleProcess())
     assert trial.step_seconds == (3.0, 3.0)  # 6 seconds and two backwards
 
 
@@ -83,7 +83,7 @@ def test_does_not_fit(error: Exception, reason: str) -> None:
         raise error
 
     settings = TrialSettings(is_out_of_memory=lambda error: "no room" in str(error))
-    trial = run_trial(train, 8, settings, Alone())
+    trial = run_trial(train, 8, settings, SingleProcess())
     assert (trial.is_ok, trial.reason) == (False, reason)
     assert kept[0]() is None
 
@@ -102,7 +102,7 @@ def test_nothing_stays_alive() -> None:
 
     gc.disable()
     try:
-        assert run_trial(train, 8, TrialSettings(warmup_steps=0), Alone()).is_ok
+        assert run_trial(train, 8, TrialSettings(warmup_steps=0), SingleProcess()).is_ok
         assert kept[0]() is None
     finally:
         gc.enable()
@@ -126,7 +126,7 @@ def test_own_error() -> None:
         raise error
 
     with pytest.raises(ValueError, match="mine") as caught:
-        run_trial(train, 8, TrialSettings(), Alone())
+        run_trial(train, 8, TrialSettings(), SingleProcess())
     assert caught.value is error
 
 
@@ -142,7 +142,7 @@ def test_swallowed() -> None:
             except BaseException as error:
                 caught.append(type(error).__name__)
 
-    trial = run_trial(train, 8, TrialSettings(warmup_steps=1, timed_steps=2), Alone())
+    trial = run_trial(train, 8, TrialSettings(warmup_steps=1, timed_steps=2), SingleProcess())
     assert len(trial.step_seconds) == 2
     assert caught == ["TrialOver"] * 7
 
@@ -168,7 +168,7 @@ def plugin_training(memory: MemoryPlugin) -> Any:
 def test_peaks() -> None:
     """The peak is that of the plugin that follows a model, or is given, under its final plan and within its budget."""
     following = ModuleMemoryPlugin("1GiB", policy="all-swap")
-    trial = run_trial(plugin_training(following), 256, TrialSettings(), Alone())
+    trial = run_trial(plugin_training(following), 256, TrialSettings(), SingleProcess())
     assert trial.is_ok
     assert trial.peak_bytes == following.report().measured_peak_bytes
 
@@ -176,35 +176,37 @@ def test_peaks() -> None:
     idle.attach()
     for memory in (None, given):
         given.attach()
-        assert run_trial(plugin_training(given), 256, TrialSettings(memory=memory), Alone()).peak_bytes is not None
+        assert (
+            run_trial(plugin_training(given), 256, TrialSettings(memory=memory), SingleProcess()).peak_bytes is not None
+        )
     idle.detach()
-    infeasible = run_trial(plugin_training(ModuleMemoryPlugin("4MiB")), 2048, TrialSettings(), Alone())
+    infeasible = run_trial(plugin_training(ModuleMemoryPlugin("4MiB")), 2048, TrialSettings(), SingleProcess())
     assert "infeasible" in infeasible.reason
 
 
-class Scripted(Alone):
+class Scripted(SingleProcess):
     """The second of two ranks, whose fates are given; those of this one are noted."""
 
-    def __init__(self, *others: Fate) -> None:
+    def __init__(self, *others: RankStatus) -> None:
         self.others = list(others)
-        self.ours: list[Fate] = []
+        self.ours: list[RankStatus] = []
 
     @property
     def num_ranks(self) -> int:
         return 2
 
     def largest(self, values: Sequence[float]) -> tuple[float, ...]:
-        if self.others and len(values) == 1 and values[0] in {float(fate) for fate in Fate}:
-            self.ours.append(Fate(int(values[0])))
+        if self.others and len(values) == 1 and values[0] in {float(fate) for fate in RankStatus}:
+            self.ours.append(RankStatus(int(values[0])))
             return (max(values[0], float(self.others.pop(0))),)
         return super().largest(values)
 
 
-@pytest.mark.parametrize(("other", "is_ok"), [(Fate.DOES_NOT_FIT, False), (Fate.ENDED, True)])
-def test_another_rank_stops(other: Fate, is_ok: bool) -> None:
+@pytest.mark.parametrize(("other", "is_ok"), [(RankStatus.DOES_NOT_FIT, False), (RankStatus.ENDED, True)])
+def test_another_rank_stops(other: RankStatus, is_ok: bool) -> None:
     """When another rank runs out of memory or data, this one stops in the same round."""
     training = Training(Clock())
-    agreement = Scripted(*[Fate.GOES_ON] * 5, other)
+    agreement = Scripted(*[RankStatus.GOES_ON] * 5, other)
     trial = run_trial(training, 8, TrialSettings(clock=training.clock), agreement)
     assert trial.is_ok is is_ok
     assert trial.reason == ("" if is_ok else "another rank stopped")
@@ -216,7 +218,7 @@ def test_another_rank_stops(other: Fate, is_ok: bool) -> None:
 def test_another_rank_ends_early() -> None:
     """A rank that was stopped in its warm-up does not say that its own training has ended."""
     training = Training(Clock())
-    trial = run_trial(training, 8, TrialSettings(clock=training.clock), Scripted(Fate.GOES_ON, Fate.ENDED))
+    trial = run_trial(training, 8, TrialSettings(clock=training.clock), Scripted(RankStatus.GOES_ON, RankStatus.ENDED))
     assert not trial.is_ok
     assert trial.reason == "another rank stopped"
 
@@ -225,20 +227,20 @@ def test_another_rank_fails() -> None:
     """An error on another rank is one here too."""
     training = Training(Clock())
     with pytest.raises(TuningError, match="at batch size 8 failed on another rank"):
-        run_trial(training, 8, TrialSettings(clock=training.clock), Scripted(Fate.FAILED))
+        run_trial(training, 8, TrialSettings(clock=training.clock), Scripted(RankStatus.FAILED))
 
 
 def test_this_rank_tells() -> None:
     """This rank's out-of-memory error and its failure are told in the round in which the others wait."""
-    agreement = Scripted(Fate.GOES_ON)
+    agreement = Scripted(RankStatus.GOES_ON)
     trial = run_trial(Training(Clock(), capacity=4), 8, TrialSettings(), agreement)
     assert not trial.is_ok
-    assert agreement.ours == [Fate.DOES_NOT_FIT]
+    assert agreement.ours == [RankStatus.DOES_NOT_FIT]
 
     def fail(batch_size: int) -> None:
         raise ValueError("mine")
 
-    agreement = Scripted(Fate.GOES_ON)
+    agreement = Scripted(RankStatus.GOES_ON)
     with pytest.raises(ValueError, match="mine"):
         run_trial(fail, 8, TrialSettings(), agreement)
-    assert agreement.ours == [Fate.FAILED]
+    assert agreement.ours == [RankStatus.FAILED]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_offload import TuningError, UnsupportedError
-from lightning_offload.plugins.efficient_batch_size import find_efficient_batch_size
+from lightning_offload.tuning.function import find_efficient_batch_size
 
 
 def test_batch_size_given() -> None:

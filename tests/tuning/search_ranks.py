@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from lightning_offload.errors import TuningError
-from lightning_offload.tuning.agreement import ProcessGroup, agreed
+from lightning_offload.tuning.ranks import GlooCoordinator, agreed
 from lightning_offload.tuning.search import find_batch_size
 from lightning_offload.tuning.trial import Prediction, Trial
 from tests.tuning.curves import FakeMachine, draw_case, right_sizes, saturating
@@ -31,7 +31,7 @@ def run_one(machine: FakeMachine, size: int) -> Trial:
         return Trial(batch_size=size, is_ok=False, reason=str(error))
 
 
-def search(group: ProcessGroup, rank: int) -> object:
+def search(group: GlooCoordinator, rank: int) -> object:
     """Ranks differ in speed, noise and memory, and in what their clock and their model say."""
     machine = FakeMachine(curve=saturating(2000, top=1000.0 - 200 * rank), edge=EDGES[rank], seed=rank)
 
@@ -53,7 +53,7 @@ def search(group: ProcessGroup, rank: int) -> object:
     return {"size": found.batch_size, "sizes": sizes, "speeds": speeds, "reasons": reasons, "largest": found.largest}
 
 
-def many(group: ProcessGroup, rank: int) -> object:
+def many(group: GlooCoordinator, rank: int) -> object:
     """Noisy curves of all the usual shapes; each rank has noise of its own, and the second the smaller memory."""
     found = []
     for seed in range(NUM_SEEDS):
@@ -78,7 +78,7 @@ def many(group: ProcessGroup, rank: int) -> object:
     return found
 
 
-def values(group: ProcessGroup, rank: int) -> object:
+def values(group: GlooCoordinator, rank: int) -> object:
     return {
         "smallest": group.smallest([rank, 1 - rank, 5]),
         "largest": group.largest([rank, 1 - rank, 5]),
@@ -89,7 +89,7 @@ def values(group: ProcessGroup, rank: int) -> object:
     }
 
 
-def failing_model(group: ProcessGroup, rank: int) -> object:
+def failing_model(group: GlooCoordinator, rank: int) -> object:
     def predict(size: int) -> Prediction:
         raise KeyError("no such op")
 
@@ -100,7 +100,7 @@ def failing_model(group: ProcessGroup, rank: int) -> object:
     return "no error"
 
 
-def failing_rank(group: ProcessGroup, rank: int) -> object:
+def failing_rank(group: GlooCoordinator, rank: int) -> object:
     """Rank 1 fails in what is done together, and then leaves while rank 0 waits; the seconds that took."""
     found = []
     begin = time.monotonic()
@@ -108,7 +108,7 @@ def failing_rank(group: ProcessGroup, rank: int) -> object:
         group.together(lambda: {0: "done"}[rank], "the work")
     except (KeyError, TuningError) as error:
         found.append(f"{type(error).__name__}: {error}")
-    with ProcessGroup(timeout_seconds=60) as another:
+    with GlooCoordinator(timeout_seconds=60) as another:
         another.gather(0)
         if rank == 0:
             try:
@@ -118,7 +118,7 @@ def failing_rank(group: ProcessGroup, rank: int) -> object:
     return {"errors": found, "was_quick": time.monotonic() - begin < 30}
 
 
-def lost_rank(group: ProcessGroup, rank: int) -> object:
+def lost_rank(group: GlooCoordinator, rank: int) -> object:
     """Rank 1 never comes to the second agreement."""
     group.gather(0)
     if rank == 1:
@@ -137,7 +137,7 @@ def main() -> None:
     )
     found = {}
     for scenario in (search, many, values, failing_model, failing_rank, lost_rank):  # after the last they are apart
-        with ProcessGroup(timeout_seconds=3 if scenario is lost_rank else 60) as group:
+        with GlooCoordinator(timeout_seconds=3 if scenario is lost_rank else 60) as group:
             found[scenario.__name__] = scenario(group, rank)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

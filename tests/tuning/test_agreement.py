@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_offload.errors import BudgetError, TuningError
-from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup, agreed
+from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess, agreed
 from lightning_offload.tuning.trial import Trial
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_a_rank_that_never_comes(ranks: list[dict[str, Any]]) -> None:
 
 def test_alone() -> None:
     """One process agrees with itself."""
-    alone = Alone()
+    alone = SingleProcess()
     assert alone.together(lambda: 3, "counting") == 3
     assert (alone.rank, alone.num_ranks) == (0, 1)
     assert alone.smallest([2, 1]) == alone.largest([2, 1]) == (2, 1)
@@ -123,21 +123,19 @@ def _refuse() -> None:
 def test_without_torch_distributed() -> None:
     """A group of ranks without torch.distributed is one clear error."""
     with pytest.raises(TuningError, match="call init_process_group first"):
-        ProcessGroup().gather(1)
+        GlooCoordinator().gather(1)
 
 
 def test_importing_the_search_needs_no_torch() -> None:
     """The search and the agreement can be imported where torch is not loaded."""
-    code = (
-        "import sys, lightning_offload.tuning.search, lightning_offload.tuning.agreement; print('torch' in sys.modules)"
-    )
+    code = "import sys, lightning_offload.tuning.search, lightning_offload.tuning.ranks; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=True
     )
     assert done.stdout.strip() == "False"
 
 
-class Recorded(Agreement):
+class Recorded(Coordinator):
     """Plays one rank of several: the others' trials are given."""
 
     def __init__(self, *others: Any) -> None:
@@ -169,7 +167,7 @@ def test_one_failure_fails_all() -> None:
     failed = Trial(batch_size=8, is_ok=False, peak_bytes=9, reason="out of memory")
     expected = Trial(batch_size=8, is_ok=False, peak_bytes=9, reason="rank 1: out of memory")
     assert agreed(fine, Recorded(failed, failed)) == expected
-    assert agreed(failed, Alone()) == failed
+    assert agreed(failed, SingleProcess()) == failed
 
 
 def test_predictions_are_the_worst_of_the_ranks() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_offload.tuning.choice import Beliefs, expected_confidence
-from lightning_offload.tuning.curve import Array
+from lightning_offload.tuning.acquisition import Beliefs, expected_confidence
+from lightning_offload.tuning.posterior import Array
 
 SIZES = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
 

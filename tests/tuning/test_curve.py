@@ -5,9 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_offload.tuning.curve import NUM_DRAWS, Array, Curves, Points, draw_curves
-from lightning_offload.tuning.edge import draw_edges
-from lightning_offload.tuning.shapes import possible_shapes
+from lightning_offload.tuning.posterior import (
+    NUM_DRAWS,
+    Array,
+    Curves,
+    Points,
+    draw_curves,
+    draw_edges,
+    possible_shapes,
+)
 from tests.tuning.curves import Curve, peaked, saturating, stepped
 
 SIZES = np.array([2.0**power for power in range(1, 11)])

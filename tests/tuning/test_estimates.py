@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lightning_offload.tuning.estimates import pool, repeat_deviation, trial_error
+from lightning_offload.tuning.posterior import pool, repeat_deviation, trial_error
 from lightning_offload.tuning.trial import Trial
 
 

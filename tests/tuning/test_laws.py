@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_offload.tuning.laws import (
-    ByteLaw,
+from lightning_offload.tuning.scaling_laws import (
+    SizePolynomial,
     covering_line,
     exact_bytes,
     fit_seconds,
@@ -55,7 +55,7 @@ def test_differences_along_the_batch_are_a_line_once_three_sizes_say_so() -> Non
 def test_fractions_are_rounded_up() -> None:
     """Where a size falls between bytes, the prediction is the next one; it never is below zero."""
     assert exact_bytes([2, 5], [10, 11]).at(3) == 11
-    assert ByteLaw(-100, 1).at(3) == 0
+    assert SizePolynomial(-100, 1).at(3) == 0
     assert exact_bytes([2, 4, 6], [1, 3, 5]).at(1) == 0
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lightning_offload.graph import StepGraph
-from lightning_offload.tuning.structure import difference, same_structure
+from lightning_offload.tuning.step_model import difference, same_structure
 from tests.graph.building import chain
 
 SMALL, LARGE, LONGER = chain(10, 20), chain(100, 200), chain(10, 20, 30)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_offload.tuning.groups import scale_in
+from lightning_offload.tuning.learning_rate import scale_in
 
 __all__ = ["Place", "base_rates", "first_rate", "scale_groups", "stragglers"]
 

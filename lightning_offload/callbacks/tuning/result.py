@@ -1,17 +1,34 @@
-"""What a tuning settled on, as plain data that travels in a checkpoint."""
+"""What a tuning settled on, as plain data that travels in a checkpoint, and how it is shown: tables, a line, plots.
+
+Rank zero alone shows it. The plots are an HTML page, and a PNG where matplotlib is installed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_offload.errors import TuningError
-from lightning_offload.tuning.scaling import Scaling
+from lightning_offload.tuning.scaling import COLUMNS, Scaling
 from lightning_offload.tuning.trial import Prediction, Trial
+from lightning_offload.units import format_bytes, format_seconds
 
-__all__ = ["TuningResult"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lightning_offload.tuning.scaling import Scaling
+    from lightning_offload.tuning.trial import Trial
+import os
+from pathlib import Path
+
+from lightning_offload.errors import OffloadError
+from lightning_offload.lightning_packages import rank_zero
+from lightning_offload.report.tuning_picture import save_tuning_png
+from lightning_offload.report.tuning_plot import Simulated, TuningCurve, TuningPoint, save_tuning_html
+from lightning_offload.tuning.scaling import Scaling
 
 _SCHEMA = 1
 
@@ -92,3 +109,187 @@ class TuningResult:
 def _plain(record: Any) -> dict[str, Any]:
     values = dataclasses.asdict(record)
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+_TRIALS = ("size", "step", "samples/s", "predicted", "peak", "predicted", "")
+
+
+def trials_table(result: TuningResult) -> Table:
+    """One row per trial, in the order of batch sizes; the chosen size is marked."""
+    from rich.table import Table
+
+    table = Table(title="Trials of batch sizes", caption=summary(result), header_style="bold magenta")
+    for name in _TRIALS[:-1]:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(_TRIALS[-1], overflow="fold", min_width=6)
+    for trial in sorted(result.trials, key=lambda trial: trial.batch_size):
+        is_chosen = trial.is_ok and trial.batch_size == result.batch_size
+        table.add_row(*_cells(trial, is_chosen=is_chosen), style="bold" if is_chosen else "" if trial.is_ok else "dim")
+    return table
+
+
+def scaling_table(scaling: Scaling) -> Table:
+    """One row per number of devices."""
+    from rich.table import Table
+
+    table = Table(
+        title="Simulated: the chosen size on more devices", caption=scaling.caption, header_style="bold magenta"
+    )
+    for name in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in scaling.rows:
+        table.add_row(*row)
+    return table
+
+
+def _cells(trial: Trial, *, is_chosen: bool) -> tuple[str, ...]:
+    middle = sorted(trial.step_seconds)[len(trial.step_seconds) // 2] if trial.step_seconds else None
+    return (
+        str(trial.batch_size),
+        format_seconds(middle) if middle is not None else "",
+        _number(trial.samples_per_second),
+        _number(trial.predicted_samples_per_second),
+        _bytes(trial.peak_bytes),
+        _bytes(trial.predicted_peak_bytes),
+        "chosen" if is_chosen else trial.reason,
+    )
+
+
+def summary(result: TuningResult) -> str:
+    """What was chosen, in a sentence or two."""
+    rate = "" if result.lr is None else f", learning rate {result.lr:g}"
+    scaled = "" if result.lr_factor == 1.0 else f" (x{result.lr_factor:g})"
+    text = f"batch size {result.batch_size} (effective {result.effective_batch_size}){rate}{scaled}"
+    if result.largest_size is not None:
+        how = "predicted" if result.is_largest_predicted else "tried"
+        text += f"; largest that fits: {result.largest_size} ({how})"
+    if result.largest_plain_size is not None and result.largest_plain_size != result.largest_size:
+        text += f", without a memory plan {result.largest_plain_size} (predicted)"
+    return f"{text}. {result.note}" if result.note else text
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _bytes(value: int | None) -> str:
+    return "" if value is None else format_bytes(value)
+
+
+class SearchProgress:
+    """A progress bar over the trials, where the Trainer shows one.
+
+    Args:
+        is_visible: Whether to show it at all.
+        total: Most trials that there can be.
+    """
+
+    def __init__(self, is_visible: bool, total: int) -> None:
+        self._is_visible, self._total = is_visible, total
+        self._progress: Any = None
+        self._task: Any = None
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the bar inside."""
+        if not self._is_visible:
+            yield
+            return
+        from rich import progress
+
+        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
+        with progress.Progress(*columns, progress.TimeElapsedColumn(), transient=True) as self._progress:
+            self._task = self._progress.add_task("Finding the efficient batch size", total=self._total)
+            try:
+                yield
+            finally:
+                self._progress = None
+
+    def trying(self, batch_size: int) -> None:
+        """A trial begins."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=f"Trying batch size {batch_size}")
+
+    def tried(self) -> None:
+        """A trial ended."""
+        if self._progress is not None:
+            self._progress.advance(self._task)
+
+
+NAME = "batch_size"
+
+
+def curve_of(result: TuningResult) -> TuningCurve:
+    """The points and marks of a result."""
+    measured = [
+        TuningPoint(
+            batch_size=trial.batch_size,
+            is_predicted=False,
+            samples_per_second=trial.samples_per_second,
+            peak_bytes=trial.peak_bytes,
+            is_feasible=trial.is_ok,
+        )
+        for trial in result.trials
+    ]
+    predicted = [
+        TuningPoint(
+            batch_size=prediction.batch_size,
+            is_predicted=True,
+            samples_per_second=prediction.samples_per_second,
+            peak_bytes=prediction.peak_bytes,
+            is_feasible=prediction.is_feasible,
+        )
+        for prediction in result.predictions
+    ]
+    return TuningCurve(
+        points=(*measured, *predicted),
+        chosen=result.batch_size,
+        largest=result.largest_size,
+        largest_plain=result.largest_plain_size,
+        budget_bytes=result.budget_bytes,
+        lead=f"Chosen: {summary(result)}",
+        simulated=None if result.scaling is None else _simulated(result.scaling),
+    )
+
+
+def _simulated(scaling: Scaling) -> Simulated:
+    return Simulated(caption=scaling.caption, columns=COLUMNS, rows=scaling.rows)
+
+
+def save_plots(result: TuningResult, folder: str | os.PathLike[str], package: str) -> None:
+    """Write both plots; one that cannot be written is a warning, since the training is what was asked for."""
+    target = Path(folder)
+    curve = curve_of(result)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rank_zero(package, "warn", f"no plot of the trials: the folder {str(target)!r} cannot be made ({error})")
+        return
+    for save, suffix in ((save_tuning_html, "html"), (save_tuning_png, "png")):
+        try:
+            save(target / f"{NAME}.{suffix}", curve)
+        except OffloadError as error:
+            rank_zero(package, "warn", f"no {suffix.upper()} plot of the trials: {error}")
+
+
+def show(result: TuningResult, trainer: Any, package: str, plot_dir: str | os.PathLike[str] | None) -> None:
+    """Show a result, on rank zero.
+
+    Args:
+        result: What was found.
+        trainer: Of the fit.
+        package: The Lightning package of it.
+        plot_dir: Folder for the plots; None for none.
+    """
+    if not trainer.is_global_zero:
+        return
+    from rich import get_console
+
+    get_console().print(trials_table(result))
+    if result.scaling is not None:
+        get_console().print(scaling_table(result.scaling))
+    rank_zero(package, "info", f"Continuing with {summary(result)}")
+    if plot_dir is not None:
+        from lightning_offload.callbacks.tuning.result import save_plots
+
+        save_plots(result, plot_dir, package)

@@ -11,7 +11,7 @@ from lightning_offload.callbacks.tuning.batches import batch_size_of, loaders_in
 from lightning_offload.callbacks.tuning.options import Options
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.errors import TuningError
-from lightning_offload.tuning.agreement import Agreement
+from lightning_offload.tuning.ranks import Coordinator
 
 __all__ = ["Bounds", "Sampler", "end_workers"]
 
@@ -70,7 +70,7 @@ class Sampler:
                 " give the finder max_val= and the Trainer max_steps=, or define __len__"
             )
 
-    def bounds(self, module: Any, agreement: Agreement) -> Bounds:
+    def bounds(self, module: Any, agreement: Coordinator) -> Bounds:
         """The sizes that can be trained with.
 
         An epoch has to have enough batches for a window of accumulation, for a validation every so many of them, and

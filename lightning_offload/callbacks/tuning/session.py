@@ -15,25 +15,22 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_offload.callbacks.tuning.host import Start, TrialRunner, is_safe, reason_not_to_run_out, roots_of
 from lightning_offload.callbacks.tuning.options import Options
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
-from lightning_offload.callbacks.tuning.result import TuningResult
-from lightning_offload.callbacks.tuning.safety import is_safe, reason_not_to_run_out
+from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
-from lightning_offload.callbacks.tuning.start import Start, roots_of
-from lightning_offload.callbacks.tuning.table import SearchProgress
 from lightning_offload.callbacks.tuning.targets import Targets
-from lightning_offload.callbacks.tuning.trials import TrialRunner
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import rank_zero
-from lightning_offload.plugins.predictions import Predictions, Recorded, fit_predictor, pace_of
-from lightning_offload.tuning.agreement import Agreement, Alone, ProcessGroup
 from lightning_offload.tuning.learning_rate import (
     effective_batch,
     learning_rate_factor,
     rule_warning,
     scaled_learning_rates,
 )
+from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, pace_of
+from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
 from lightning_offload.tuning.search import SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Trial
 
@@ -70,7 +67,7 @@ class Session:
         self._options, self._targets = options, targets
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
-        self._agreement: Agreement = Alone()
+        self._agreement: Coordinator = SingleProcess()
         self._decline = ""
         self._known_size = targets.base_size
         self._trials: list[Trial] = []
@@ -103,7 +100,7 @@ class Session:
         if self._trainer.world_size == 1:
             yield
             return
-        with ProcessGroup() as self._agreement:
+        with GlooCoordinator() as self._agreement:
             yield
 
     # ---- searching

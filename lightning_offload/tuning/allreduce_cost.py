@@ -26,9 +26,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.tuning.agreement import Agreement
+from lightning_offload.tuning.ranks import Coordinator
 
-__all__ = ["Exchange", "Exchanges", "Traffic", "WithheldExchanges"]
+__all__ = ["AllReduceCost", "Exchanges", "GradientSyncOff", "Traffic"]
 
 _FORWARD_SHARE = 1 / 3  # of a step: backward has twice as much to compute
 _NUM_REPEATS = 5
@@ -67,7 +67,7 @@ class Traffic:
         )
 
 
-class WithheldExchanges:
+class GradientSyncOff:
     """While it is entered, models under DDP exchange nothing; counts what they would have.
 
     Attributes:
@@ -86,7 +86,7 @@ class WithheldExchanges:
         """Exchanges of a step: less than one where gradients are accumulated without."""
         return self._num_exchanges / max(1, self._num_steps)
 
-    def __enter__(self) -> WithheldExchanges:
+    def __enter__(self) -> GradientSyncOff:
         self._hooks.callback(register_module_forward_pre_hook(self._withhold).remove)
         self._hooks.callback(register_module_forward_hook(self._put_back, always_call=True).remove)
         return self
@@ -117,7 +117,7 @@ class WithheldExchanges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class AllReduceCost:
     """How long exchanging a model's gradients takes, bucket by bucket.
 
     Attributes:
@@ -147,11 +147,11 @@ class Exchanges:
         clock: Seconds.
     """
 
-    def __init__(self, agreement: Agreement, clock: Callable[[], float]) -> None:
+    def __init__(self, agreement: Coordinator, clock: Callable[[], float]) -> None:
         self._agreement, self._clock = agreement, clock
-        self._known: dict[tuple[int, int], Exchange] = {}
+        self._known: dict[tuple[int, int], AllReduceCost] = {}
 
-    def of(self, traffic: Traffic | None) -> Exchange:
+    def of(self, traffic: Traffic | None) -> AllReduceCost:
         """What exchanging this takes; collective, and the same on every rank.
 
         Args:
@@ -159,22 +159,22 @@ class Exchanges:
         """
         sizes = self._agreement.gather(None if traffic is None else (traffic.num_bytes, traffic.bucket_bytes))
         if traffic is None or len(set(sizes)) > 1:
-            return Exchange(bucket_seconds=())
+            return AllReduceCost(bucket_seconds=())
         key = (traffic.num_bytes, traffic.bucket_bytes)
         if key not in self._known:
             self._known[key] = self._measured(traffic)
         return self._known[key]
 
-    def _measured(self, traffic: Traffic) -> Exchange:
+    def _measured(self, traffic: Traffic) -> AllReduceCost:
         full, rest = divmod(traffic.num_bytes, traffic.bucket_bytes)
         largest = traffic.bucket_bytes if full else rest
         buffer = _allocated(largest, traffic.device)
         if not self._agreement.is_true_on_all(buffer is not None) or buffer is None:
-            return Exchange(bucket_seconds=())
+            return AllReduceCost(bucket_seconds=())
         seconds = [_all_reduced(buffer, traffic, self._clock) for _ in range(1 + _NUM_REPEATS)]
         (each,) = self._agreement.largest([median(seconds[1:])])
         last = [each * rest / largest] if rest else []
-        return Exchange(bucket_seconds=(*[each] * full, *last))
+        return AllReduceCost(bucket_seconds=(*[each] * full, *last))
 
 
 def _allocated(num_bytes: int, device: torch.device) -> torch.Tensor | None:

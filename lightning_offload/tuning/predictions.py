@@ -16,9 +16,10 @@ from typing import Protocol, TypeVar
 
 from lightning_offload.errors import OffloadError
 from lightning_offload.plugins.report import Planned
-from lightning_offload.tuning.agreement import Agreement
+from lightning_offload.tuning.predictor import Predictor
+from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.scaling import Scaling, simulate_scaling
-from lightning_offload.tuning.throughput import Predictor, StepModel
+from lightning_offload.tuning.step_model import StepModel
 from lightning_offload.tuning.trial import Prediction, Trial
 
 __all__ = ["LinePredictor", "Predictions", "Recorded", "fit_predictor", "pace_of"]
@@ -65,7 +66,7 @@ class Predictions:
         pace: What its throughput is multiplied by.
     """
 
-    def __init__(self, predictor: Predicting | None, agreement: Agreement, pace: float = 1.0) -> None:
+    def __init__(self, predictor: Predicting | None, agreement: Coordinator, pace: float = 1.0) -> None:
         self._predictor, self._agreement, self._pace = predictor, agreement, pace
         self.is_usable: bool = agreement.broadcast(predictor is not None)
         self._made: dict[int, Prediction | None] = {}

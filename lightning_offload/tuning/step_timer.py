@@ -2,7 +2,7 @@
 
 A *step* is one backward, a batch of the trial's size; the clock is read each time that the optimizer which stepped
 first has stepped again, and the time is divided by the backwards in between. The exchange of gradients among ranks is
-withheld (:mod:`lightning_offload.plugins.exchange`).
+withheld (:mod:`lightning_offload.tuning.allreduce_cost`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_offload.plugins.exchange import WithheldExchanges
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
-from lightning_offload.plugins.predictions import Recorded
 from lightning_offload.runtime.hooks import watch_backward
-from lightning_offload.tuning.agreement import Agreement
+from lightning_offload.tuning.allreduce_cost import GradientSyncOff
+from lightning_offload.tuning.predictions import Recorded
+from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.units import format_bytes
 
-__all__ = ["Fate", "IsOutOfMemory", "Seen", "StepMeter", "TrialOver", "TrialSettings"]
+__all__ = ["IsOutOfMemory", "RankStatus", "Seen", "StepMeter", "TrialOver", "TrialSettings"]
 
 IsOutOfMemory = Callable[[Exception], bool]
 
@@ -35,7 +35,7 @@ class TrialOver(BaseException):
     """Ends a trial from inside the training function."""
 
 
-class Fate(IntEnum):
+class RankStatus(IntEnum):
     """How a rank fares in a round, from good to bad."""
 
     GOES_ON = 0
@@ -95,14 +95,14 @@ class Seen:
 class StepMeter:
     """Times the steps of whatever trains while it is entered, and ends it once there are enough."""
 
-    def __init__(self, settings: TrialSettings, agreement: Agreement) -> None:
+    def __init__(self, settings: TrialSettings, agreement: Coordinator) -> None:
         self.step_seconds: list[float] = []
         self.num_steps = 0
         self.peak_bytes: int | None = None
         self.excess = ""
-        self.fate: Fate | None = None
+        self.fate: RankStatus | None = None
         self.seen: Seen | None = None
-        self.withheld = WithheldExchanges()
+        self.withheld = GradientSyncOff()
         self._settings = settings
         self._agreement = agreement
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
@@ -123,10 +123,10 @@ class StepMeter:
             self._num_before.update({each: each.report().num_steps for each in attached_plugins()})
             yield
 
-    def ends(self, fate: Fate) -> Fate:
+    def ends(self, fate: RankStatus) -> RankStatus:
         """Tell the other ranks how this one fares; the worst of all."""
-        worst = Fate(int(self._agreement.largest([float(fate)])[0]))
-        if worst is not Fate.GOES_ON:
+        worst = RankStatus(int(self._agreement.largest([float(fate)])[0]))
+        if worst is not RankStatus.GOES_ON:
             self.fate = worst
         return worst
 
@@ -150,12 +150,12 @@ class StepMeter:
         if self.num_steps > self._settings.warmup_steps:
             self.step_seconds.append(seconds / max(1, self._num_backwards))
         self._look_at_plugins()
-        fate = Fate.GOES_ON
+        fate = RankStatus.GOES_ON
         if len(self.step_seconds) >= self._settings.timed_steps:
-            fate = Fate.HAS_ENOUGH
+            fate = RankStatus.HAS_ENOUGH
         if self.excess:
-            fate = Fate.DOES_NOT_FIT
-        if self.ends(fate) is not Fate.GOES_ON:
+            fate = RankStatus.DOES_NOT_FIT
+        if self.ends(fate) is not RankStatus.GOES_ON:
             raise TrialOver
         self._num_backwards = 0
         self._since = self._settings.clock()

@@ -7,7 +7,7 @@ a collective that a failed step left half done in the model's group is not paire
 
 A rank that never comes ends the wait of the others after a time-out, with an error that says so.
 
-This module imports torch only when a :class:`ProcessGroup` is used.
+This module imports torch only when a :class:`GlooCoordinator` is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_offload.errors import OffloadError, TuningError
 from lightning_offload.tuning.trial import Trial
 
-__all__ = ["Agreement", "Alone", "ProcessGroup", "agreed"]
+__all__ = ["Coordinator", "GlooCoordinator", "SingleProcess", "agreed"]
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others: the slowest one may have a trial of minutes to finish."""
 
 
-class Agreement(abc.ABC):
+class Coordinator(abc.ABC):
     """The ranks that tune together."""
 
     @property
@@ -133,7 +133,7 @@ class Agreement(abc.ABC):
         return zip(*rows, strict=True)
 
 
-class Alone(Agreement):
+class SingleProcess(Coordinator):
     """One process: it agrees with itself."""
 
     @property
@@ -156,7 +156,7 @@ class Alone(Agreement):
 
 
 @dataclass(slots=True, kw_only=True)
-class ProcessGroup(Agreement):
+class GlooCoordinator(Coordinator):
     """All ranks of torch.distributed, over a gloo group that is made when it is first used.
 
     Making it is collective too, so the first use must be by all ranks. Close it when tuning is done, or use it as a
@@ -199,7 +199,7 @@ class ProcessGroup(Agreement):
         if group is not None and _distributed().is_initialized():
             _distributed().destroy_process_group(group)
 
-    def __enter__(self) -> ProcessGroup:
+    def __enter__(self) -> GlooCoordinator:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -228,12 +228,12 @@ def _distributed() -> Any:
     if not distributed.is_available() or not distributed.is_initialized():
         raise TuningError(
             "torch.distributed is not initialized, so there are no ranks that could agree: "
-            "call init_process_group first, or use Alone()"
+            "call init_process_group first, or use SingleProcess()"
         )
     return distributed
 
 
-def agreed(trial: Trial, agreement: Agreement) -> Trial:
+def agreed(trial: Trial, agreement: Coordinator) -> Trial:
     """Make one trial of all ranks' trials; collective, and the same on every rank.
 
     It is ok where it is on all ranks. Throughput and step times are the slowest rank's, throughput times the number of

@@ -1,6 +1,6 @@
 """Trials of a batch size with the user's own training function, which is stopped once enough is known.
 
-Protocol: a trial calls the function with a batch size, inside a :class:`~.step_meter.StepMeter`, and the meter ends it
+Protocol: a trial calls the function with a batch size, inside a :class:`~.step_timer.StepMeter`, and the meter ends it
 from inside an optimizer step, by an exception that passes through the function (a ``BaseException``: ``except
 Exception`` lets it through, ``finally`` and ``with`` run).
 
@@ -23,11 +23,11 @@ from statistics import median
 import torch
 
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
-from lightning_offload.plugins.exchange import Exchanges
-from lightning_offload.plugins.predictions import Predictions, fit_predictor, pace_of
-from lightning_offload.plugins.snapshot import Restore
-from lightning_offload.plugins.step_meter import Fate, Seen, StepMeter, TrialOver, TrialSettings
-from lightning_offload.tuning.agreement import Agreement, agreed
+from lightning_offload.tuning.allreduce_cost import Exchanges
+from lightning_offload.tuning.predictions import Predictions, fit_predictor, pace_of
+from lightning_offload.tuning.ranks import Coordinator, agreed
+from lightning_offload.tuning.snapshot import Restore
+from lightning_offload.tuning.step_timer import RankStatus, Seen, StepMeter, TrialOver, TrialSettings
 from lightning_offload.tuning.trial import Trial
 
 __all__ = ["ENDED_EARLY", "Trials", "run_trial"]
@@ -55,7 +55,7 @@ class Trials:
         function: Callable[[int], object],
         restores: Sequence[Restore],
         settings: TrialSettings,
-        agreement: Agreement,
+        agreement: Coordinator,
     ) -> None:
         self.done: list[Trial] = []
         self._function, self._restores = function, restores
@@ -132,7 +132,7 @@ def run_trial(
     function: Callable[[int], object],
     batch_size: int,
     settings: TrialSettings,
-    agreement: Agreement,
+    agreement: Coordinator,
     *,
     exchanges: Exchanges | None = None,
     note: Callable[[Seen | None], object] = lambda _: None,
@@ -152,26 +152,26 @@ def run_trial(
         Exception: Whatever the function raised on this one, unless it says that the size does not fit.
     """
     meter = StepMeter(settings, agreement)
-    fate, reason, failure = Fate.ENDED, "", None
+    fate, reason, failure = RankStatus.ENDED, "", None
     try:
         with meter.measuring():
             function(batch_size)
     except TrialOver as over:
-        fate = Fate.HAS_ENOUGH
+        fate = RankStatus.HAS_ENOUGH
         _release(over)
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or settings.is_out_of_memory(error):
-            fate, reason = Fate.DOES_NOT_FIT, str(error).partition("\n")[0]
+            fate, reason = RankStatus.DOES_NOT_FIT, str(error).partition("\n")[0]
             _release(error)
         else:
-            fate, failure = Fate.FAILED, error
+            fate, failure = RankStatus.FAILED, error
     finally:
         _free_device_memory()
     if meter.fate is None:
         meter.ends(fate)
     what = f"the training function at batch size {batch_size}"
     agreement.raise_together(failure, what)  # whether it came before all had stopped, or after
-    if meter.fate is Fate.FAILED:
+    if meter.fate is RankStatus.FAILED:
         raise TuningError(f"{what} failed on another rank: see its error")
     own = _reason(meter, fate, reason or meter.excess, settings)
     is_ok = agreement.is_true_on_all(not own)
@@ -189,20 +189,20 @@ def run_trial(
     return replace(trial, reason=told)
 
 
-def _reason(meter: StepMeter, fate: Fate, reason: str, settings: TrialSettings) -> str:
+def _reason(meter: StepMeter, fate: RankStatus, reason: str, settings: TrialSettings) -> str:
     """Why the trial is not ok on this rank, whose function ended so; empty where it is."""
     if reason:
         return reason
-    if meter.fate is Fate.DOES_NOT_FIT:
+    if meter.fate is RankStatus.DOES_NOT_FIT:
         return _STOPPED
     if not meter.step_seconds:
         needed = settings.warmup_steps + 1
         early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps, a trial takes at least {needed}"
-        return early if fate is Fate.ENDED else _STOPPED
+        return early if fate is RankStatus.ENDED else _STOPPED
     return ""
 
 
-def _exposed_seconds(meter: StepMeter, agreement: Agreement, exchanges: Exchanges) -> float:
+def _exposed_seconds(meter: StepMeter, agreement: Coordinator, exchanges: Exchanges) -> float:
     """What exchanging the gradients would add to a step."""
     if agreement.num_ranks == 1:
         return 0.0

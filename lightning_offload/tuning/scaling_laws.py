@@ -26,7 +26,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
-class ByteLaw(NamedTuple):
+class SizePolynomial(NamedTuple):
     """``(constant + linear*n + square*n**2) / divisor`` bytes, rounded up and not below 0."""
 
     constant: int
@@ -40,21 +40,21 @@ class ByteLaw(NamedTuple):
         return max(0, -(-numerator // self.divisor))
 
 
-FitBytes = Callable[[Sequence[int], Sequence[int]], ByteLaw]
+FitBytes = Callable[[Sequence[int], Sequence[int]], SizePolynomial]
 """Finds the law of bytes seen at some batch sizes, which ascend; there are at least two."""
 
 
-def exact_bytes(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw:
+def exact_bytes(sizes: Sequence[int], seen: Sequence[int]) -> SizePolynomial:
     """The law of a tensor's size; where nothing simple is exact, a line that covers what was seen."""
     if seen[0] == seen[-1] == max(seen):
-        return ByteLaw(max(seen))
+        return SizePolynomial(max(seen))
     for law in (_line(sizes, seen), _parabola(sizes, seen)):
         if law is not None:
             return law
     return covering_line(sizes, seen)
 
 
-def covering_line(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw:
+def covering_line(sizes: Sequence[int], seen: Sequence[int]) -> SizePolynomial:
     """A line that rises and is not negative at 0, close to what was measured and not below any of it."""
     slope = max(Fraction(0), _slope(sizes, seen))
     start = max(y - slope * n for n, y in zip(sizes, seen, strict=True))
@@ -63,18 +63,18 @@ def covering_line(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw:
     return _law(start, slope, Fraction(0))
 
 
-def given_bytes(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw:
+def given_bytes(sizes: Sequence[int], seen: Sequence[int]) -> SizePolynomial:
     """The law of bytes that depend on more than the batch: constant, unless three sizes or more make a line."""
     line = _line(sizes, seen) if len(sizes) > 2 else None
-    return line if line is not None and line.linear > 0 else ByteLaw(max(seen))
+    return line if line is not None and line.linear > 0 else SizePolynomial(max(seen))
 
 
-def is_exact(law: ByteLaw, sizes: Sequence[int], seen: Sequence[int]) -> bool:
+def is_exact(law: SizePolynomial, sizes: Sequence[int], seen: Sequence[int]) -> bool:
     """Whether a law gives just what was seen."""
     return all(law.at(n) == y for n, y in zip(sizes, seen, strict=True))
 
 
-def _line(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw | None:
+def _line(sizes: Sequence[int], seen: Sequence[int]) -> SizePolynomial | None:
     """The line through all that was seen, if there is one and it rises; with two sizes, not below 0 at 0."""
     slope = Fraction(seen[-1] - seen[0], sizes[-1] - sizes[0])
     start = seen[0] - slope * sizes[0]
@@ -85,7 +85,7 @@ def _line(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw | None:
     return _law(start, slope, Fraction(0))
 
 
-def _parabola(sizes: Sequence[int], seen: Sequence[int]) -> ByteLaw | None:
+def _parabola(sizes: Sequence[int], seen: Sequence[int]) -> SizePolynomial | None:
     """The rising parabola through all that was seen, if there is one with more to say for it than three points."""
     if len(sizes) == 2:
         start, linear, square = Fraction(0), *_through_zero(sizes, seen)
@@ -126,12 +126,12 @@ def _slope(sizes: Sequence[int], seen: Sequence[int]) -> Fraction:
     )
 
 
-def _law(start: Fraction, linear: Fraction, square: Fraction) -> ByteLaw:
+def _law(start: Fraction, linear: Fraction, square: Fraction) -> SizePolynomial:
     divisor = lcm(start.denominator, linear.denominator, square.denominator)
-    return ByteLaw(ceil(start * divisor), int(linear * divisor), int(square * divisor), divisor)
+    return SizePolynomial(ceil(start * divisor), int(linear * divisor), int(square * divisor), divisor)
 
 
-class SecondLaws(NamedTuple):
+class DurationFit(NamedTuple):
     """By op: ``constant + rise * x`` seconds, with ``x`` the batch size or what else the op grows with."""
 
     constant: Floats
@@ -142,7 +142,7 @@ class SecondLaws(NamedTuple):
         return self.constant + self.rise * x
 
 
-def fit_seconds(x: Floats, seen: Floats, is_plain: npt.NDArray[np.bool_]) -> SecondLaws:
+def fit_seconds(x: Floats, seen: Floats, is_plain: npt.NDArray[np.bool_]) -> DurationFit:
     """Fit the durations of all ops.
 
     No op takes longer on a smaller batch, and clocks err upwards (the first step at all is a cold one), so where one
@@ -164,7 +164,7 @@ def fit_seconds(x: Floats, seen: Floats, is_plain: npt.NDArray[np.bool_]) -> Sec
         start, slope = _non_negative_lines(x[:, plain[:1]], total)
         constant[plain] = _scaled(constant[plain], float(start[0]))
         rise[plain] = _scaled(rise[plain], float(slope[0]))
-    return SecondLaws(constant, rise)
+    return DurationFit(constant, rise)
 
 
 def _without_falls(seen: Floats) -> Floats:

@@ -1,14 +1,16 @@
 """Puts everything back that training steps change: tensors, plain Python state, and random states.
 
-:class:`Memento` walks the objects below some roots (a model, its data, a framework's loops) and remembers what is in
-them: tensors by a copy in host memory, lists, dicts and attributes by their members. `restore` writes the contents back
-into the *same* objects, so whoever refers to one of them (an optimizer to its parameters, a metric to its states) still
-does. Gradients are not held on to, so a snapshot takes no device memory.
+:class:`RandomStates` are those of the global generators; generators that objects own are among their members.
+
+:class:`StateSnapshot` walks the objects below some roots (a model, its data, a framework's loops) and remembers what
+is in them: tensors by a copy in host memory, lists, dicts and attributes by their members. `restore` writes the
+contents back into the *same* objects, so whoever refers to one of them (an optimizer to its parameters, a metric to
+its states) still does. Gradients are not held on to, so a snapshot takes no device memory.
 
 :func:`take_snapshot` is the same for objects that someone uses, of which only some are training state.
 
-Shortfalls: what is neither a tensor, a container nor an object with attributes is not restored (open files, generators
-that Python code runs, native objects). Members of containers above :data:`MAX_ITEMS`, and tensors and
+Shortfalls: what is neither a tensor, a container nor an object with attributes is not restored (open files,
+generators that Python code runs, native objects). Members of containers above :data:`MAX_ITEMS`, and tensors and
 arrays above :data:`MAX_DATA_BYTES` that belong to a data set, and mapped files, are taken as constant.
 """
 
@@ -17,10 +19,12 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import random
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +33,63 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.plugins.random_states import RandomStates, undo_generator
 from lightning_offload.tensors.op_facts import is_plain
 
-__all__ = ["MAX_DATA_BYTES", "MAX_ITEMS", "Memento", "Restore", "take_snapshot"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomStates:
+    """States of the global generators of Python, NumPy and torch, on the CPU and on every CUDA device."""
+
+    python: Any
+    numpy: Any
+    torch_cpu: Tensor
+    torch_cuda: tuple[Tensor, ...]
+
+    @classmethod
+    def now(cls) -> RandomStates:
+        """Record the states as they are."""
+        numpy: Any = sys.modules.get("numpy")
+        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(
+            python=random.getstate(),
+            numpy=numpy.random.get_state() if numpy is not None else None,
+            torch_cpu=torch.get_rng_state(),
+            torch_cuda=tuple(torch.cuda.get_rng_state_all()) if has_cuda else (),
+        )
+
+    def restore(self) -> None:
+        """Put the states back."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda:
+            torch.cuda.set_rng_state_all(list(self.torch_cuda))
+
+
+def undo_generator(found: Any) -> Callable[[], None] | None:
+    """What puts one generator back, of torch, Python or NumPy; None for anything else."""
+    if isinstance(found, torch.Generator):
+        state = found.get_state()
+        return lambda: _discard(found.set_state(state))
+    if isinstance(found, random.Random):
+        python_state = found.getstate()
+        return lambda: found.setstate(python_state)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(found, numpy.random.Generator):
+        bit_generator, bits = found.bit_generator, copy.deepcopy(found.bit_generator.state)
+        return lambda: setattr(bit_generator, "state", bits)
+    if isinstance(found, numpy.random.RandomState):
+        numpy_state = found.get_state()
+        return lambda: found.set_state(numpy_state)
+    return None
+
+
+def _discard(_: object) -> None:
+    """A setter's return value is not wanted."""
+
 
 Restore = Callable[[], None]
 """Puts something back as it was; may be called more than once."""
@@ -53,7 +110,7 @@ _ATOMS = (
 )  # fmt: skip
 
 
-class Memento:
+class StateSnapshot:
     """Remembers the state of all objects below some roots.
 
     Args:
@@ -252,7 +309,7 @@ def take_snapshot(objects: Iterable[Any]) -> Restore:
         What puts all of it back.
     """
     found = _collect(objects)
-    memento, random_states = Memento(found), RandomStates.now()
+    memento, random_states = StateSnapshot(found), RandomStates.now()
     natives = [(each, copy.deepcopy(each.state_dict())) for each in found if _is_native(each)]
 
     def restore() -> None:
