@@ -51,7 +51,7 @@ class Materializer:
         self._observer = observer
         self._verifier = verifier
         self._visitors: list[Value] = []
-        self._replay = Replay(self.materialise, self._notice, self._keep_replayed)
+        self._replay = Replay(self.materialize, self._notice, self._keep_replayed)
         self._rehearsal = Replay(self._borrow, self._notice, self._keep_replayed, is_rehearsal=True)
 
     def swap_out(self, value: Value, storage: torch.UntypedStorage, place: Place | None, *, release_now: bool) -> bool:
@@ -92,12 +92,12 @@ class Materializer:
         if live is not None:
             self._await(value, live)
             return live  # as it is now, whoever wrote it: plain autograd reads the same memory
-        storage = self.materialise(value)
+        storage = self.materialize(value)
         if self._verifier is not None and value.original is not None:
             storage = self._verifier.verify(value, storage, geometry)
         return storage
 
-    def materialise(self, value: Value) -> torch.UntypedStorage:
+    def materialize(self, value: Value) -> torch.UntypedStorage:
         """Device memory that holds a value; it stays for as long as anybody needs the value.
 
         Raises:
@@ -124,7 +124,7 @@ class Materializer:
     def settle(self, value: Value) -> None:
         """Have a value now, since it cannot be replayed any more; while replays are verified it may turn out lost."""
         try:
-            self._table.own(value, self.materialise(value))
+            self._table.own(value, self.materialize(value))
         except (ReplayError, StaleInputError) as error:
             if self._verifier is None:
                 raise
@@ -134,7 +134,7 @@ class Materializer:
     def _borrow(self, value: Value) -> torch.UntypedStorage:
         """Device memory that holds a value, for a rehearsal alone: what comes back from the host leaves again."""
         if value.block is None or value.live() is not None:
-            return self.materialise(value)
+            return self.materialize(value)
         self._bring_back(value, is_visit=True)
         assert value.storage is not None
         return value.storage

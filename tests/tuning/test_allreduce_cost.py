@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_offload import UnsupportedError
 from lightning_offload.tuning.allreduce_cost import AllReduceCost, Exchanges, GradientSyncOff, Traffic
 from lightning_offload.tuning.ranks import SingleProcess
-from tests.plugins.trainings import Clock
+from tests.tuning.trainings import Clock
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.tuning import step_timer as step_meter
 from lightning_offload.tuning.function import find_efficient_batch_size
 from tests.plugins.training import net, rows
-from tests.plugins.trainings import Clock, Training
 from tests.quick_collections import quick_collections as quick_collections
+from tests.tuning.trainings import Clock, Training
 
 
 @pytest.fixture

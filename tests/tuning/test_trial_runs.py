@@ -19,8 +19,8 @@ from lightning_offload.tuning.step_timer import RankStatus, TrialSettings
 from lightning_offload.tuning.trial import Trial
 from lightning_offload.tuning.trial_runs import run_trial
 from tests.plugins.training import Net, rows
-from tests.plugins.trainings import Clock, Training
 from tests.quick_collections import quick_collections as quick_collections
+from tests.tuning.trainings import Clock, Training
 
 
 def tried(training: Training, batch_size: int = 8, **settings: Any) -> Trial:

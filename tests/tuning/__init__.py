@@ -1,0 +1,1 @@
+"""The memory plugin and its parts."""
