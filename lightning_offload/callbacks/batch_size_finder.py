@@ -67,7 +67,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
 
     Args:
         batch_arg_name: Name of the batch size in the model, its data, or their hparams; dots lead into nested ones.
-        lr_arg_name: Name of the learning rate, likewise; None to scale the optimizer's groups as they are.
+        lr_arg_name: Name of the learning rate in the same places; None to scale the optimizer's groups as they are.
         init_val: Batch size to begin with; by default the configured one.
         min_val: Smallest batch size that may be chosen.
         max_val: Largest one; by default what a rank has samples for.

@@ -177,7 +177,7 @@ def _scale(
         typer.Option(
             metavar="LINK",
             help="Between nodes, of one network card: edr100, hdr200, ndr400, 10gbe, 25gbe, 100gbe, or a rate. "
-            "[default: likewise]",
+            "[default: the same]",
         ),
     ] = None,
     per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,

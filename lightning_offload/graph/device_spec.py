@@ -22,7 +22,7 @@ class DeviceSpec:
             engines, near 0.5 where copies are made by a core that compute would have used.
         overhead_seconds: Host cost of one swap or replay beside its work.
         flops_per_second: Peak arithmetic rate, for op times that are modelled; 0 where they are measured.
-        memory_bytes_per_second: Peak bandwidth of device memory, likewise.
+        memory_bytes_per_second: Peak bandwidth of device memory, for the same; 0 where op times are measured.
         host_memory_bytes: The most that swapped storages may take of host memory; None for no limit, 0 for none.
         disk_write_bytes_per_second: Bandwidth of the disk tier; 0 where there is none.
         disk_read_bytes_per_second: The same for reading; positive exactly if writing is.

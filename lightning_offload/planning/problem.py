@@ -69,7 +69,7 @@ class Unpack:
 
 
 class Problem:
-    """See the module's docstring.
+    """A step graph with the choices that there are: which storages may leave the device, and what that takes.
 
     Attributes:
         graph: The step.

@@ -87,13 +87,13 @@ class Choice(NamedTuple):
 
 
 class Search:
-    """See the module's docstring.
+    """Simulates choices, remembers the best ones, and says when to stop.
 
     Args:
         request: The step, the device, the budget, and how long to search.
 
     Attributes:
-        request: Likewise.
+        request: The step, the device, the budget, and how long to search.
         best: The fastest feasible choice so far, None before there is one.
         num_trials: Simulations so far.
     """

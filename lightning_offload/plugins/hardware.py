@@ -77,14 +77,14 @@ class TierUse:
 
 
 class Hardware:
-    """See the module's docstring.
+    """The device of a memory plugin, its tiers, and the rates of its links.
 
     Args:
         device: The compute device.
         settings: Which tiers may be used.
 
     Attributes:
-        device: Likewise.
+        device: The compute device.
         tiers: The tiers below it.
         version: Grows when plans should be made again.
         budget_bytes: The budget on this device, as it was when the device was first used.

@@ -44,7 +44,7 @@ _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
 
 
 class Steps:
-    """See the module's docstring.
+    """Serves a model's steps: has each one recorded, planned, executed and learned from.
 
     Args:
         settings: What the user asked for.
@@ -52,8 +52,8 @@ class Steps:
         device: The compute device, where it is known.
 
     Attributes:
-        settings: Likewise.
-        device: Likewise; found from the model or the inputs of the first step otherwise.
+        settings: What the user asked for.
+        device: The compute device, where it is known; found from the model or the inputs of the first step otherwise.
         hardware: The device with its lower tiers; None before the first step, and while detached.
         state: What is on the device beside the steps.
         cache: The kinds of step met so far.
@@ -493,7 +493,7 @@ class MemoryPlugin:
 
         Args:
             inputs: What the step is given; shapes and dtypes of the tensors in it choose the cached plan.
-            kwargs: Likewise.
+            kwargs: The same, by name.
 
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
@@ -518,7 +518,7 @@ class MemoryPlugin:
         Args:
             step: Runs forward and backward.
             inputs: What the step is given, cf. :meth:`step`.
-            kwargs: Likewise.
+            kwargs: The same, by name.
 
         Returns:
             What ``step`` returns.

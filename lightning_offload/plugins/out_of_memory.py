@@ -116,17 +116,20 @@ def out_of_memory(
     """Free what can be freed, plan tighter, and give the error with all that is known."""
     told = _explained(error, device, kind, budget_bytes)
     kind.ran_out_of_memory()
-    _release_memory(error, device)
-    return told
-
-
-def _release_memory(error: BaseException, device: torch.device) -> None:
-    """Free what an out-of-memory error keeps alive: its traceback holds the step's frames, and they its tensors."""
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = error.__context__ = error.__cause__ = None
+    release_frames(error)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    return told
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of what an error keeps alive: its traceback holds the frames it went through, and they their tensors."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def _explained(

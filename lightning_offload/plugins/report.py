@@ -42,7 +42,7 @@ class Report:
         plain_step_seconds: Predicted duration with everything kept.
         bound_seconds: Lower bound on the duration of any plan within the budget.
         kept_bytes: Saved bytes that stay on the device, under the plan; in a step without one those that did.
-        swapped_bytes: Saved bytes that are swapped, likewise.
+        swapped_bytes: Saved bytes that are swapped, under the plan; in a step without one those that were.
         recomputed_bytes: Saved bytes that are recomputed.
         host_peak_bytes: Most host memory that held swapped tensors at once.
         host_bytes: Host memory mapped for them.

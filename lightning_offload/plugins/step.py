@@ -44,7 +44,7 @@ from lightning_offload.tensors.op_facts import facts_of
 
 @dataclasses.dataclass(slots=True)
 class StepRun:
-    """See the module's docstring.
+    """One step under way, and what is taken over from it at its end.
 
     Attributes:
         kind: The kind of step.

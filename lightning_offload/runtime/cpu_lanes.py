@@ -49,9 +49,9 @@ class Job(Generic[_B]):
         users: Copies that it comes after.
 
     Attributes:
-        mark: Likewise.
-        copy: Likewise.
-        users: Likewise.
+        mark: The point of compute that it comes after; None where copies and compute share a clock.
+        copy: What the other side waits for.
+        users: Copies that it comes after.
         num_bytes: How many bytes it moves.
         error: Why it failed, if it did.
     """
@@ -186,7 +186,7 @@ Transfer = Callable[[torch.UntypedStorage, HostBlock], None]
 
 
 class CpuLanes(Lanes):
-    """See the module's docstring."""
+    """The lanes of a CPU: a worker thread for each direction."""
 
     def __init__(self) -> None:
         self._out = _CpuWorker("lightning-offload-swap-out", copy_out)

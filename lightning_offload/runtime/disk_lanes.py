@@ -137,7 +137,8 @@ class _DiskWorker(Worker[DiskBlock]):
         """Have the chunks.
 
         Raises:
-            OSError: The host refused the memory; MemoryError likewise.
+            OSError: The host refused the memory.
+            MemoryError: There was none left.
         """
         if not self._ring:
             self._ring = tuple(Slot(self._staging(self._chunk_bytes)) for _ in range(2))
@@ -309,7 +310,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class DiskLanes(Lanes):
-    """See the module's docstring.
+    """The lanes between a device and a spill file: two threads, and a few chunks of host memory.
 
     Args:
         mover: Copies between the device and host memory; for these lanes alone.

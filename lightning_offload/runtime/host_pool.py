@@ -125,10 +125,10 @@ class HostPool:
         pinning: Page-locks slabs, for devices whose copies need it.
 
     Attributes:
-        budget_bytes: Likewise.
+        budget_bytes: Most bytes to map; None for no limit.
         used_bytes: Bytes handed out.
         peak_bytes: The most that were handed out at once, since :meth:`prepare` last changed the slabs.
-        pinning: Likewise.
+        pinning: Page-locks slabs, for devices whose copies need it.
         is_refused: Whether the host refused memory: it has no more than what is mapped.
     """
 

@@ -41,7 +41,7 @@ class LaneTimes:
         out_bytes: Bytes copied off the device.
         out_seconds: Time that took, waiting in the lane aside.
         in_bytes: Bytes copied to the device.
-        in_seconds: Likewise.
+        in_seconds: Time that took, waiting in the lane aside.
         stall_seconds: Time for which compute waited, where the lane itself has to measure it.
     """
 
@@ -67,7 +67,8 @@ class Lanes(abc.ABC):
         """Have what copies need besides both ends, before there is one.
 
         Raises:
-            OSError: The host refused memory for it; MemoryError likewise.
+            OSError: The host refused memory for it.
+            MemoryError: There was none left.
         """
 
     def compute_stream(self) -> Any:
@@ -104,7 +105,7 @@ class FakeLanes(Lanes):
 
 
 class Mover(abc.ABC):
-    """See the module's docstring."""
+    """Moves ranges of bytes between the memory of one device and host memory."""
 
     @abc.abstractmethod
     def mark(self) -> Any:

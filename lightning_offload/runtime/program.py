@@ -46,7 +46,7 @@ class OpStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """See the module's docstring.
+    """A plan compiled for the executor: what to do at each op, pack and unpack of the step.
 
     Attributes:
         plan: The plan.

@@ -41,7 +41,7 @@ class Shadowed:
 
     Attributes:
         num_tensors: The number of tensors, by who holds them.
-        num_bytes: Their bytes, likewise; a storage saved twice counts twice.
+        num_bytes: Their bytes, by who holds them; a storage saved twice counts twice.
     """
 
     num_tensors: dict[str, int] = dataclasses.field(default_factory=dict)

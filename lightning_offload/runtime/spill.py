@@ -61,7 +61,7 @@ class DiskPool:
         folder: Where the file lies; None for the system's folder of temporary files.
 
     Attributes:
-        folder: Likewise.
+        folder: Where the file lies; None for the system's folder of temporary files.
         used_bytes: Bytes handed out.
         peak_bytes: The most that were handed out at once, since :meth:`prepare` last changed the file.
         error: Why nothing more is handed out, if so.

@@ -44,7 +44,7 @@ class SpillFile:
         folder: Where it lies.
 
     Attributes:
-        folder: Likewise.
+        folder: Where it lies.
         num_bytes: Its preallocated size.
         is_direct: Whether its bytes bypass the page cache.
 

@@ -73,7 +73,7 @@ class StreamMover(Mover):
         device: The accelerator.
 
     Attributes:
-        device: Likewise.
+        device: The accelerator.
         out_stream: The stream of copies to the host.
         in_stream: The stream of copies to the device.
         is_measuring: Whether copies and stalls are timed.
@@ -252,7 +252,7 @@ def _part(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> torch.T
 
 
 class StreamLanes(Lanes):
-    """See the module's docstring.
+    """The lanes of an accelerator: a side stream for each direction.
 
     Args:
         mover: Copies on side streams of the accelerator.

@@ -31,7 +31,7 @@ class Place:
 
 
 class Tiers:
-    """See the module's docstring.
+    """Where swapped tensors go: host memory first, the spill file after it, and the lanes that lead there.
 
     Args:
         lanes: Copies to and from host memory.
@@ -40,10 +40,10 @@ class Tiers:
         disk: The spill file; None without a disk tier.
 
     Attributes:
-        lanes: Likewise.
-        host: Likewise.
-        disk_lanes: Likewise.
-        disk: Likewise.
+        lanes: Copies to and from host memory.
+        host: Host memory.
+        disk_lanes: Copies to and from disk.
+        disk: The spill file; None without a disk tier.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ class Call(_Referable):
         func: The overload.
         facts: Facts about it.
         args: Its positional arguments, tensors replaced by :class:`Ref` or :class:`Blank`.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments, tensors replaced in the same way.
         inputs: The values it reads, each once.
         device: Where what it makes lies; what it makes elsewhere does not count.
         environment: The settings that it ran under.

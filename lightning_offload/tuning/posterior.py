@@ -67,7 +67,7 @@ _ROUGHNESS = 0.002
 _RESIDUALS = ((0.005, 6.0, 0.75), (0.04, 4.0, 0.15), (0.2, 2.0, 0.1))
 """Deviation of the residual, octaves over which it changes, and how likely that is before any trial."""
 _DRIFTS = ((0.0, 0.95), (0.05, 0.05))
-"""Deviation of a machine's speed from trial to trial, which no repeats show, and how likely that is likewise."""
+"""Deviation of a machine's speed from trial to trial, which no repeats show, and how likely that is at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ _BENDS = (0.3, 1.0, 3.0)  # what a sample costs in addition above the bend, in u
 _NUM_BENDS = 48
 _NUM_BENT_FIXED = 64
 _BENT = 0.3  # weight of all bends together, against 1 for the shapes without
-_PREDICTED = 0.3  # weight of a prediction, likewise
+_PREDICTED = 0.3  # weight of a prediction, against the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

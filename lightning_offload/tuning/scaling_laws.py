@@ -154,7 +154,7 @@ def fit_seconds(x: Floats, seen: Floats, is_plain: npt.NDArray[np.bool_]) -> Dur
 
     Args:
         x: What an op grows with, by size, ascending, and op; not the same at all sizes. There are at least two sizes.
-        seen: Seconds, likewise.
+        seen: Seconds, by size and op.
         is_plain: By op: whether it grows with the batch size.
     """
     constant, rise = _non_negative_lines(x, _without_falls(seen))

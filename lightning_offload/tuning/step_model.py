@@ -85,7 +85,7 @@ _GIVEN = ("extra_bytes", "gradient_bytes", "old_gradient_bytes", "accumulated_by
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """See the module's docstring; made by :meth:`fit`.
+    """A training step at any batch size, fitted to recorded ones by :meth:`fit`.
 
     Attributes:
         sizes: Batch sizes it was fitted to, ascending.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -23,6 +22,7 @@ from statistics import median
 import torch
 
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tuning.allreduce_cost import Exchanges
 from lightning_offload.tuning.predictions import Predictions, fit_predictor, pace_of
 from lightning_offload.tuning.ranks import Coordinator, agreed
@@ -158,11 +158,11 @@ def run_trial(
             function(batch_size)
     except TrialOver as over:
         fate = RankStatus.HAS_ENOUGH
-        _release(over)
+        release_frames(over)
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or settings.is_out_of_memory(error):
             fate, reason = RankStatus.DOES_NOT_FIT, str(error).partition("\n")[0]
-            _release(error)
+            release_frames(error)
         else:
             fate, failure = RankStatus.FAILED, error
     finally:
@@ -220,12 +220,6 @@ def _trial(batch_size: int, meter: StepMeter, reason: str, *, added: float) -> T
         step_seconds=seconds,
         reason=reason,
     )
-
-
-def _release(error: BaseException) -> None:
-    """Let go of what an exception keeps alive: its traceback holds the function's frames, and they its tensors."""
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def _free_device_memory() -> None:

@@ -43,6 +43,7 @@ from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.strategies.precision import graft, ungraft
 from lightning_offload.tuning.predictions import LinePredictor, Recorded
 from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
@@ -51,7 +52,6 @@ from lightning_offload.tuning.trial import Prediction, Trial
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 import gc
-import traceback
 
 from lightning_offload.tuning.ranks import Coordinator, agreed
 from lightning_offload.units import format_bytes
@@ -511,7 +511,7 @@ class TrialRunner:
                 reason = _NO_MEMORY
             else:
                 failure = error
-            _let_go(error)
+            release_frames(error)
         self._clean_up(has_failed=bool(reason) or failure is not None)
         self._agreement.raise_together(failure, f"the trial of batch size {batch_size}")
         return found, reason
@@ -561,14 +561,6 @@ class TrialRunner:
             gc.collect()
         if is_cuda:
             torch.cuda.empty_cache()  # so that a trial's memory is not that of the one before it
-
-
-def _let_go(error: BaseException) -> None:
-    """Free what the frames of an error hold: the tensors that memory ran out for."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__context__
 
 
 def _num_retries(device: torch.device) -> int:

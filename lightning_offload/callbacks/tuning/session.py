@@ -43,7 +43,7 @@ _SMALLEST_RECORDED = 2  # libraries take shortcuts for a single sample
 
 
 class Session:
-    """See the module's docstring.
+    """One tuning at the start of a fit: what is tried, in which order, and what is set in the end.
 
     Args:
         options: What the user asked for.

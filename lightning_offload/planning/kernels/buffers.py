@@ -36,7 +36,7 @@ class Scratch(NamedTuple):
         own: By value: its bytes while only a replay holds it.
         writer: By storage: the op, counted from 1, that was last to write it.
         held_through: By value: until when it is held, for what is behind it.
-        stored_through: By value: until when it may be read, likewise.
+        stored_through: By value: until when it may be read, for what is behind it.
     """
 
     seen: Any

@@ -75,7 +75,7 @@ class Node:
 
 
 class Layers:
-    """See the module's docstring.
+    """A step's saved storages by the layers that made them, as the layer-wise policies speak of them.
 
     Attributes:
         problem: The step.

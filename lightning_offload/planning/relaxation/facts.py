@@ -219,7 +219,7 @@ class Clock:
         most_stalls: The same for stalls.
 
     Attributes:
-        grid: Likewise.
+        grid: Ticks, in order.
         replays: By place in the grid: time of the replays at earlier ticks; one more entry for the end.
         stalls: By place in the grid: time of the waits at ticks up to there; one more entry for the end.
     """

@@ -399,7 +399,7 @@ class Buffers:
         return held
 
     def outgoing(self, rate: float) -> list[Terms]:
-        """Copies out, likewise: bytes that are not yet off the device after their death."""
+        """The same of copies out: bytes that are not yet off the device after their death."""
         held: list[Terms] = [[] for _ in self._grid]
         for i, item in enumerate(self._items):
             c = item.candidate
