@@ -25,6 +25,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.arrays import Codes
 from lightning_offload.planning.kernels import kernels_for
 from lightning_offload.planning.policies import PUBLISHED
+from lightning_offload.planning.policies.fitting import first_that_fits
 from lightning_offload.planning.relaxation import MAX_ITEMS
 from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.search import Choice, Order, Search, families, improve, roundings
@@ -106,28 +107,19 @@ def _best_policy(search: Search) -> MemoryPlan | None:
 
 
 def _shortest_prefix(search: Search, order: Order, codes: Codes | None = None) -> Choice | None:
-    """The shortest feasible prefix of an order; chains may make a longer one worse, so the end is tried too."""
+    """What the shortest feasible prefix of an order comes to, beside other actions."""
     problem = search.request.problem
     base = np.zeros(len(problem.candidates), dtype=np.int8) if codes is None else codes
     numbers = np.array([problem.number[s] for s, _ in order], dtype=np.int64)
     actions = problem.codes(dict(order))[numbers] if order else np.zeros(0, dtype=np.int8)
 
-    def prefix(length: int) -> Choice:
+    def prefix(length: int) -> Choice | None:
         tried = base.copy()
         tried[numbers[:length]] = actions[:length]
-        return search.try_(tried)
+        choice = search.try_(tried)
+        return choice if choice.is_feasible else None
 
-    whole = prefix(len(order))
-    best = whole if whole.is_feasible else None
-    low, high = 0, len(order)
-    while low < high and not search.is_over:
-        middle = (low + high) // 2
-        choice = prefix(middle)
-        if choice.is_feasible:
-            best, high = choice, middle
-        else:
-            low = middle + 1
-    return best
+    return first_that_fits(0, len(order), prefix, lambda: search.is_over)
 
 
 def _filled(search: Search, codes: Codes, rest: Order) -> Choice | None:

@@ -7,7 +7,8 @@ not. For the others the simulator chooses within the budget, and where that is t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.request import PlanRequest, build_plan, describe
@@ -18,6 +19,7 @@ Ordered = Sequence[tuple[int, Action]]
 """Actions in the order in which a policy takes them while memory is short."""
 
 _MAX_TIGHT_TRIALS = 64
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,22 +95,34 @@ def shortest_prefix(
     """
     base = dict(always or {})
 
-    def taken(num: int) -> Choice:
+    def taken(num: int) -> Choice | None:
         actions = base | dict(order[:num])
-        return Choice(actions, _simulate(request, actions, no_memo))
+        timeline = _simulate(request, actions, no_memo)
+        return Choice(actions, timeline) if fits(request, timeline) else None
 
-    best, whole = taken(0), taken(len(order))
-    if fits(request, best.timeline):
-        return best
-    low, high, best = 1, len(order), whole
-    while low < high:
+    return taken(0) or first_that_fits(1, len(order), taken) or _some_prefix(request, policy, order, base, no_memo)
+
+
+def first_that_fits(
+    low: int, high: int, try_: Callable[[int], _T | None], is_over: Callable[[], bool] = lambda: False
+) -> _T | None:
+    """What the shortest prefix gives that fits, by bisection; longer ones need not, since replays take memory too.
+
+    Args:
+        low: The least length.
+        high: The greatest, which is tried first.
+        try_: Gives what a prefix of a length comes to; None where it does not fit.
+        is_over: Whether to stop, with the best so far.
+    """
+    best = try_(high)
+    while low < high and not is_over():
         middle = (low + high) // 2
-        choice = taken(middle)
-        if fits(request, choice.timeline):
-            best, high = choice, middle
+        found = try_(middle)
+        if found is not None:
+            best, high = found, middle
         else:
             low = middle + 1
-    return best if fits(request, best.timeline) else _some_prefix(request, policy, order, base, no_memo)
+    return best
 
 
 def _some_prefix(request: PlanRequest, policy: str, order: Ordered, base: Actions, no_memo: frozenset[int]) -> Choice:
