@@ -9,6 +9,7 @@ tensors that only C++ knows of, are in no census.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 import weakref
@@ -23,7 +24,7 @@ from typing_extensions import override
 
 from lightning_offload.capture.placement import indexed
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import Effects, OpFacts, is_plain, tensors_in
+from lightning_offload.tensors.op_facts import Effects, OpFacts, is_leaf, is_plain, tensors_in
 
 Census = dict[int, torch.UntypedStorage]
 """Storages by identity."""
@@ -36,15 +37,24 @@ def live_storages(device: torch.device) -> Census:
     process; what ``gc.freeze`` has set aside does not count.
     """
     device, found = indexed(device), {}
-    for item in gc.get_objects():
-        # Not isinstance: it asks an object's own __class__, which runs code of proxies.
-        if not issubclass(type(item), Tensor) or issubclass(type(item), FakeTensor) or item.device != device:
-            continue
-        for tensor in (item, item.grad if item.is_leaf else None):
-            if tensor is not None and tensor.device == device and is_plain(tensor):
-                storage = tensor.untyped_storage()
-                if storage.resizable():  # else a view of memory that torch did not allocate
-                    found[storage._cdata] = storage
+    with torch._C.DisableTorchFunction():  # nobody's subclass is to hear of it
+        for item in gc.get_objects():
+            # Not isinstance: it asks an object's own __class__, which runs code of proxies.
+            if issubclass(type(item), Tensor) and not issubclass(type(item), FakeTensor):
+                # A wrapper that outlived its transform, or a subclass, may refuse to tell: it ends no training.
+                with contextlib.suppress(Exception):
+                    found.update(_storages_of(item, device))
+    return found
+
+
+def _storages_of(item: Tensor, device: torch.device) -> Census:
+    """Those of a tensor and of its gradient."""
+    found: Census = {}
+    for tensor in (item, item.grad if is_leaf(item) else None):
+        if tensor is not None and tensor.device == device and is_plain(tensor):
+            storage = tensor.untyped_storage()
+            if storage.resizable():  # else a view of memory that torch did not allocate
+                found[storage._cdata] = storage
     return found
 
 

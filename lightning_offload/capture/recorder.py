@@ -26,7 +26,7 @@ from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
 from lightning_offload.graph.step_graph import Op, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_plain
+from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_leaf, is_plain
 
 Price = Callable[[OpFacts, Any, Any, Any], float]
 """Models the duration of a call in seconds from the op, its arguments and its result."""
@@ -284,7 +284,7 @@ class Recorder(StepObserver):
         else:
             index = self._follow(storage, -1)
             self._new_value(index, -1)
-        if self._storages.birth[index] < 0 and tensor.requires_grad and tensor.is_leaf:
+        if self._storages.birth[index] < 0 and tensor.requires_grad and is_leaf(tensor):
             self.leaves.setdefault(id(tensor), weakref.ref(tensor))
         return self._latest[index]
 

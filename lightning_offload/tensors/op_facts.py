@@ -311,6 +311,18 @@ def is_plain(tensor: Tensor) -> bool:
     return not (is_subclass and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor))
 
 
+def is_leaf(tensor: Tensor) -> bool:
+    """``tensor.is_leaf``; False for one that does not tell.
+
+    One of several views that a function returned raises where it is asked, once its base was written in place. A
+    program may keep it all the same.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def detached(tensor: Tensor) -> Tensor:
     """What ``tensor.detach()`` gives; past our dispatch mode where that is the only one, which takes longer than it."""
     if type(tensor) in _PLAIN_TYPES and torch._C._len_torch_dispatch_stack() == 1:

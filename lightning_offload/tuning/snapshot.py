@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.tensors.op_facts import is_plain
+from lightning_offload.tensors.op_facts import is_leaf, is_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class StateSnapshot:
         if is_data and tensor.nbytes > MAX_DATA_BYTES:
             return
         self._undo.extend(_undo_tensor(part) for part in _parts(tensor))
-        if tensor.is_leaf:
+        if is_leaf(tensor):
             self._undo.append(_undo_gradient(tensor))
             self._undo.append(_undo_requires_grad(tensor))
 

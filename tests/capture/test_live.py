@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -162,3 +164,69 @@ def test_other_devices_of_the_type_do_not_count() -> None:
     for result in results:
         live.on_op(facts_of(torch.ops.aten.exp.default), (pretend_on("cuda:1"),), {}, result, 0.0)
     assert live.peak_bytes == live.made_bytes == ROW
+
+
+def _leaked(transform: Callable[[Callable[[Tensor], Tensor]], object]) -> Tensor:
+    """A wrapper that outlives its transform."""
+    kept: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        kept.append(x * 1)
+        return x.sum()
+
+    transform(function)
+    return kept[0]
+
+
+class _Mute(Tensor):
+    """A subclass that answers nothing."""
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> _Mute:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device, dispatch_device=True
+        )
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: object, **__: object) -> object:
+        raise ValueError("on purpose")
+
+
+class _Loud(Tensor):
+    """A subclass that must not be asked."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> object:
+        raise ValueError("on purpose")
+
+
+def _one_of_two_views() -> Tensor:
+    base = torch.ones(4, requires_grad=True) * 1
+    view, _ = base.split(2)
+    base.mul_(2)
+    return view
+
+
+SECRETIVE: dict[str, Callable[[], Tensor]] = {
+    "vmap": lambda: _leaked(lambda f: torch.vmap(f)(torch.ones(3, 4))),
+    "grad": lambda: _leaked(lambda f: torch.func.grad(f)(torch.ones(4))),
+    "jvp": lambda: _leaked(lambda f: torch.func.jvp(f, (torch.ones(4),), (torch.ones(4),))),
+    "functionalize": lambda: _leaked(lambda f: torch.func.functionalize(f)(torch.ones(4))),
+    "views": _one_of_two_views,
+    "subclass": lambda: _Mute(torch.ones(3)),
+    "loud": lambda: torch.ones(3).as_subclass(_Loud),
+    "lazy": lambda: nn.LazyLinear(3).weight,
+    "zero": lambda: torch._efficientzerotensor(3),
+    "freed": lambda: torch.ones(3).set_(torch.UntypedStorage(0)),  # type: ignore[call-overload]
+}
+
+
+@pytest.mark.parametrize("name", SECRETIVE)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_tensor_that_does_not_tell_ends_no_census(name: str) -> None:
+    """It is left out where it has no memory that could be asked for; all others count."""
+    other = torch.ones(1000)
+    kept = SECRETIVE[name]()
+    assert other.untyped_storage()._cdata in live_storages(CPU)
+    del kept

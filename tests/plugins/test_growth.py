@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_offload import MemoryPlugin
 from lightning_offload.capture.live import CensusClock
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -120,3 +122,28 @@ def test_a_plan_made_between_steps_is_that_of_the_next_step() -> None:
             assert plan is not None
             made.append(plan)
     assert len({plan.predicted_peak_bytes for plan in made[1:]}) == 1
+
+
+def test_a_view_that_does_not_tell_ends_no_training() -> None:
+    """One of several views whose base was written: autograd refuses it, but a program may keep it, and read it."""
+    batch = rows()
+    base = torch.ones(4, requires_grad=True) * 1
+    view, _ = base.split(2)
+    base.mul_(2)
+
+    def train(memory: MemoryPlugin | None, model: nn.Module) -> list[bytes]:
+        found = []
+        for _ in range(6):
+            with memory.step(batch) if memory is not None else contextlib.nullcontext():
+                with torch.no_grad():
+                    shift = (view * 2).sum()
+                (model(batch) + shift).square().mean().backward()
+            found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+        return found
+
+    expected = train(None, net())
+    model = net()
+    with attached(model, budget=middle_budget(model, batch)) as memory:
+        assert train(memory, model) == expected
+        assert memory.report().phase == "planned"
