@@ -261,8 +261,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         Raises:
             TuningError: As for the finder itself.
         """
-        from lightning_offload.callbacks.batch_size_finder import tuned_alone
-
         self.result, self._token = None, ""
         tuned_alone(self, trainer, model, datamodule=datamodule, train_dataloaders=train_dataloaders)
         if self.result is None:

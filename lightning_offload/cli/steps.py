@@ -139,7 +139,7 @@ def step_of(model: nn.Module, inputs: Any) -> Callable[[], None]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss of what a model or a training step returned; cf. the module's docstring.
+    """The loss of what a model or a training step returned, as this module finds one.
 
     Raises:
         UnsupportedError: There is nothing to differentiate.

@@ -290,6 +290,4 @@ def show(result: TuningResult, trainer: Any, package: str, plot_dir: str | os.Pa
         get_console().print(scaling_table(result.scaling))
     rank_zero(package, "info", f"Continuing with {summary(result)}")
     if plot_dir is not None:
-        from lightning_offload.callbacks.tuning.result import save_plots
-
         save_plots(result, plot_dir, package)
