@@ -35,6 +35,7 @@ from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_cache import PlanEntry
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
+from lightning_offload.runtime.hooks import InfraMode
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
@@ -364,7 +365,7 @@ def _take_off(mode: TorchDispatchMode) -> None:
         _push_mode(other)
 
 
-class _OptimizerMode(TorchDispatchMode):
+class _OptimizerMode(InfraMode):
     """Counts what the ops inside make."""
 
     def __init__(self, live: LiveBytes, more_bytes: int) -> None:
@@ -380,16 +381,6 @@ class _OptimizerMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.live.on_op(facts_of(func), args, kwargs, out, 0.0)
         return out
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    @override
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 _MAX_REPLANS = 4  # each tier can be refused once

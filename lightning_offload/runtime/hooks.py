@@ -82,7 +82,21 @@ among them: what they give is the same.
 """
 
 
-class StepMode(TorchDispatchMode):
+class InfraMode(TorchDispatchMode):
+    """A mode under which ``torch.compile``d modules stay compiled."""
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class StepMode(InfraMode):
     """Hands every op to an executor's ``dispatch``.
 
     Attributes:
@@ -101,16 +115,6 @@ class StepMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self._dispatch(func, args, kwargs or {})
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    @override
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 def _leave(_: Any) -> None:
