@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning.fabric.strategies.strategy import Strategy as _Base
 
     OffloadStrategy: type[SingleDeviceMixin]
-    DDPOffloadStrategy: type[OffloadMixin]
+    DDPOffloadStrategy: type[FabricOffloadMixin]
 else:
     _Base = _SingleBase = object  # the real bases come from the Fabric in use
 
@@ -49,7 +49,7 @@ __all__ = ["DDPOffloadStrategy", "OffloadStrategy"]
 _PACKAGES = ("lightning.fabric", "lightning_fabric")
 
 
-class OffloadMixin(_Base):
+class FabricOffloadMixin(_Base):
     """Runs a Fabric strategy's training forwards, with their backwards, within a memory budget.
 
     Args:
@@ -111,7 +111,7 @@ _NOTHING_SEEN = (
 _KEYWORDS = {"policy", "tier", "host_budget", "spill_dir", "plan", "keep", "enabled", "verify"}
 
 
-class SingleDeviceMixin(OffloadMixin, _SingleBase):
+class SingleDeviceMixin(FabricOffloadMixin, _SingleBase):
     """The same for one device, which Fabric assigns after it was asked for."""
 
     @override
@@ -173,7 +173,7 @@ class _Stepping:
 
 _STRATEGIES = {
     "OffloadStrategy": (SingleDeviceMixin, "SingleDeviceStrategy", "offload"),
-    "DDPOffloadStrategy": (OffloadMixin, "DDPStrategy", "ddp_offload"),
+    "DDPOffloadStrategy": (FabricOffloadMixin, "DDPStrategy", "ddp_offload"),
 }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from lightning_offload.callbacks.tuning.options import Options, checked_folder, misconfiguration
+from lightning_offload.callbacks.tuning.options import FinderOptions, checked_folder, misconfiguration
 from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show
 from lightning_offload.callbacks.tuning.session import Session
@@ -109,7 +109,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         provoke_oom: bool | None = None,
     ) -> None:
         super().__init__(batch_arg_name=batch_arg_name, steps_per_trial=steps_per_trial)
-        self._options = Options(
+        self._options = FinderOptions(
             batch_arg_name=batch_arg_name, lr_arg_name=lr_arg_name, init_val=init_val, min_val=min_val, max_val=max_val,
             steps_per_trial=steps_per_trial, warmup_steps=warmup_steps, tolerance=tolerance, lr_scaling=lr_scaling,
             base_batch_size=base_batch_size, make_batch=make_batch, max_seconds=max_seconds,

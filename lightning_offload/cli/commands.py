@@ -81,12 +81,12 @@ def _plan(
     """
     from lightning_offload.cli.explain import beside
     from lightning_offload.cli.plan import Outputs, plan_step
-    from lightning_offload.cli.setting import Options
+    from lightning_offload.cli.setting import PlanOptions
 
     plan_path = Path(output) if output else None
     default = beside(plan_path) if plan_path is not None else None
     graph_path = default if graph is None else Path(graph) if graph else None
-    options = Options(
+    options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
         host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, policy=policy,
         keep=tuple(keep or ()),
@@ -116,9 +116,9 @@ def _max_batch(
 ) -> None:
     """Find the largest batch that fits, and the smallest that trains about as fast as any."""
     from lightning_offload.cli.max_batch import max_batch
-    from lightning_offload.cli.setting import Options
+    from lightning_offload.cli.setting import PlanOptions
 
-    options = Options(
+    options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, budget=budget, host_budget=host_budget,
         device=device, dtype=dtype, optimizer=optimizer, policy=policy, keep=tuple(keep or ()),
     )  # fmt: skip
@@ -140,9 +140,9 @@ def _compare(
 ) -> None:
     """Plan with every policy and show the results side by side."""
     from lightning_offload.cli.compare import compare
-    from lightning_offload.cli.setting import Options
+    from lightning_offload.cli.setting import PlanOptions
 
-    options = Options(
+    options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
         host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, keep=tuple(keep or ()),
     )  # fmt: skip
@@ -202,9 +202,9 @@ def _scale(
 ) -> None:
     """Simulate data-parallel training on many devices, gradients exchanged as DistributedDataParallel does."""
     from lightning_offload.cli.scale import ScaleOptions, scale_step
-    from lightning_offload.cli.setting import Options
+    from lightning_offload.cli.setting import PlanOptions
 
-    options = Options(
+    options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
         host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, policy=policy,
         keep=tuple(keep or ()),
@@ -234,7 +234,7 @@ def _explain(
 ) -> None:
     """Say what a plan does: totals from its file alone, names and sizes where its step is at hand."""
     from lightning_offload.cli.explain import explain
-    from lightning_offload.cli.setting import Options
+    from lightning_offload.cli.setting import PlanOptions
     from lightning_offload.errors import UnsupportedError
 
     if model is None and inputs:
@@ -243,7 +243,7 @@ def _explain(
         raise UnsupportedError("--graph and --model both give the step: leave one out")
     options = None
     if model is not None:
-        options = Options(
+        options = PlanOptions(
             target=model, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, device=device,
             dtype=dtype,
         )  # fmt: skip

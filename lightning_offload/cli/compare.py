@@ -8,7 +8,7 @@ from typing import Any
 from lightning_offload.cli.figures import bytes_by_action, overhead, saved_storages
 from lightning_offload.cli.output import console, percent, progress, say, size, write_json
 from lightning_offload.cli.plan import planned, state_of
-from lightning_offload.cli.setting import Checked, Options, check_options
+from lightning_offload.cli.setting import Checked, PlanOptions, check_options
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import POLICIES
@@ -44,7 +44,7 @@ class PolicyResult:
     traffic_bytes: int | None = None
 
 
-def compare(options: Options, *, as_json: bool) -> None:
+def compare(options: PlanOptions, *, as_json: bool) -> None:
     """Plan with every policy and print the results side by side.
 
     Args:

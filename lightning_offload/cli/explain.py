@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_offload.cli.figures import as_rows, bytes_by_action, module_totals, predictions, saved_storages
 from lightning_offload.cli.output import console, note, progress, say, two_columns, write_json
-from lightning_offload.cli.setting import Options, check_options
+from lightning_offload.cli.setting import PlanOptions, check_options
 from lightning_offload.cli.tables import (
     action_rows,
     prediction_rows,
@@ -25,7 +25,7 @@ from lightning_offload.graph.step_graph import StepGraph
 _NUM_SHOWN = 10
 
 
-def explain(path: Path, graph_path: Path | None, options: Options | None, *, as_json: bool) -> None:
+def explain(path: Path, graph_path: Path | None, options: PlanOptions | None, *, as_json: bool) -> None:
     """Print what a plan does.
 
     Args:
@@ -53,7 +53,7 @@ def beside(path: Path) -> Path:
     return path.with_suffix(".graph.json")
 
 
-def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, options: Options | None) -> StepGraph | None:
+def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, options: PlanOptions | None) -> StepGraph | None:
     if graph_path is not None:
         return StepGraph.from_json(_read(graph_path, "graph"))
     if options is not None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lightning_offload.cli.batch_search import largest_from, largest_within, most_efficient, smallest_within
 from lightning_offload.cli.figures import overhead
 from lightning_offload.cli.output import Tell, console, percent, progress, say, size, write_json
 from lightning_offload.cli.plan import planned
-from lightning_offload.cli.search import largest_from, largest_within, most_efficient, smallest_within
-from lightning_offload.cli.setting import Checked, Options, check_options, kept_storages
+from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
 from lightning_offload.errors import BudgetInfeasibleError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -50,7 +50,7 @@ class BatchResult:
 
 
 @dataclasses.dataclass(slots=True)
-class Trials:
+class SimulatedTrials:
     """Captured and planned batch sizes, each at most once.
 
     Attributes:
@@ -125,7 +125,7 @@ class Trials:
         )
 
 
-def max_batch(options: Options, *, limit: int, tolerance: float, only_max: bool, as_json: bool) -> None:
+def max_batch(options: PlanOptions, *, limit: int, tolerance: float, only_max: bool, as_json: bool) -> None:
     """Find and print the batch sizes that matter.
 
     Args:
@@ -149,7 +149,7 @@ def max_batch(options: Options, *, limit: int, tolerance: float, only_max: bool,
     if checked.budget_bytes is None:
         raise UnsupportedError(f"{checked.device.name} has no limit of its own: give --budget")
     with progress(f"capturing steps of {options.target}") as tell:
-        trials = Trials(checked, tell)
+        trials = SimulatedTrials(checked, tell)
         largest = largest_within(trials.needed_bytes, checked.budget_bytes, limit)
         if not largest:
             trials.plan(1)  # raises, and says why

@@ -14,7 +14,7 @@ from lightning_offload.cli.figures import (
     saved_storages,
 )
 from lightning_offload.cli.output import check_writable, progress, say, write_file, write_json
-from lightning_offload.cli.setting import Checked, Options, check_options, kept_storages
+from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
 from lightning_offload.cli.tables import print_plan, print_storages
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
@@ -60,7 +60,7 @@ class Outputs:
         return {f"{field.name}_path": _text(getattr(self, field.name)) for field in fields}
 
 
-def plan_step(options: Options, outputs: Outputs, *, as_json: bool) -> None:
+def plan_step(options: PlanOptions, outputs: Outputs, *, as_json: bool) -> None:
     """Plan a step and print what that gives.
 
     Args:

@@ -15,7 +15,7 @@ from lightning_offload.cli.figures import overhead, predictions
 from lightning_offload.cli.max_batch import LAUNCH_SECONDS
 from lightning_offload.cli.output import console, percent, progress, say, size, two_columns, write_json
 from lightning_offload.cli.plan import planned, state_of
-from lightning_offload.cli.setting import Checked, Options, check_options
+from lightning_offload.cli.setting import Checked, PlanOptions, check_options
 from lightning_offload.errors import BudgetError, UnsupportedError
 from lightning_offload.graph.interconnects import Interconnect, interconnect, usual_interconnects
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -67,7 +67,7 @@ class _Found:
     rows: tuple[ClusterStep, ...]
 
 
-def scale_step(options: Options, wanted: ScaleOptions, *, as_json: bool) -> None:
+def scale_step(options: PlanOptions, wanted: ScaleOptions, *, as_json: bool) -> None:
     """Plan a step, simulate it on clusters, and print what that gives.
 
     Args:

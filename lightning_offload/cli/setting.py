@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PlanOptions:
     """What a planning command was given; cf. the options' help."""
 
     target: str
@@ -48,7 +48,7 @@ class Checked:
         budget_bytes: Peak of device memory allowed; None for no limit.
     """
 
-    options: Options
+    options: PlanOptions
     workload: Workload
     device: DeviceSpec
     budget_bytes: int | None
@@ -67,7 +67,7 @@ class Checked:
         }
 
 
-def check_options(options: Options) -> Checked:
+def check_options(options: PlanOptions) -> Checked:
     """Understand what a command was given: the cheap checks first, the model's import last.
 
     Raises:
@@ -94,7 +94,7 @@ def check_options(options: Options) -> Checked:
     )
 
 
-def _workload(options: Options, dtype: str) -> Workload:
+def _workload(options: PlanOptions, dtype: str) -> Workload:
     try:
         import torch
     except ImportError:

@@ -99,7 +99,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Stay:
     """What is to be placed: ``num_bytes`` at ticks ``begin <= t < end``."""
 
     num_bytes: int
@@ -116,7 +116,7 @@ def plan_layout(graph: StepGraph, plan: MemoryPlan) -> Layout:
     for tier in get_args(Tier):
         swapped = [d.storage for d in plan.decisions if d.action == "swap" and d.tier == tier and d.storage in ends]
         blocks = [
-            Block(num_bytes=stored_bytes(graph.storages[s].num_bytes), begin=stays.begin[s], end=ends[s])
+            Stay(num_bytes=stored_bytes(graph.storages[s].num_bytes), begin=stays.begin[s], end=ends[s])
             for s in swapped
         ]
         found, tier_bytes[tier] = place(blocks)
@@ -124,14 +124,14 @@ def plan_layout(graph: StepGraph, plan: MemoryPlan) -> Layout:
     return Layout(offsets=offsets, tier_bytes=tier_bytes)
 
 
-_ORDERS: tuple[Callable[[Block], tuple[int, ...]], ...] = (
+_ORDERS: tuple[Callable[[Stay], tuple[int, ...]], ...] = (
     lambda block: (block.begin, -block.end),
     lambda block: (block.begin - block.end, block.begin),
     lambda block: (-block.num_bytes, block.begin),
 )
 
 
-def place(blocks: Sequence[Block]) -> tuple[list[int], int]:
+def place(blocks: Sequence[Stay]) -> tuple[list[int], int]:
     """Offsets of blocks, and the bytes that they take together."""
     least = most_bytes(blocks)
     best: list[int] = []
@@ -146,7 +146,7 @@ def place(blocks: Sequence[Block]) -> tuple[list[int], int]:
     return best, size
 
 
-def most_bytes(blocks: Sequence[Block]) -> int:
+def most_bytes(blocks: Sequence[Stay]) -> int:
     """The most bytes at one tick: no placement takes less."""
     changes = [(b.begin, b.num_bytes) for b in blocks if b.begin < b.end]
     changes += [(b.end, -b.num_bytes) for b in blocks if b.begin < b.end]
@@ -157,7 +157,7 @@ def most_bytes(blocks: Sequence[Block]) -> int:
     return most
 
 
-def _first_fit(blocks: Sequence[Block], order: Sequence[int]) -> list[int]:
+def _first_fit(blocks: Sequence[Stay], order: Sequence[int]) -> list[int]:
     """Place blocks one after another, each at the lowest offset that is free during its whole stay."""
     begins, ends, lows, highs = (np.zeros(len(blocks), dtype=np.int64) for _ in range(4))
     offsets = [0] * len(blocks)

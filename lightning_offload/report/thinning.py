@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightning_offload.planning.trace import Span
 
-__all__ = ["Block", "merge_spans", "thin_curve"]
+__all__ = ["OpGroup", "merge_spans", "thin_curve"]
 
 
 def thin_curve(seconds: npt.NDArray[np.float64], values: npt.NDArray[np.int64], num_bins: int) -> list[int]:
@@ -42,7 +42,7 @@ def _with_last(indices: list[int], last: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class OpGroup:
     """Spans of one lane and kind that are drawn as one.
 
     Attributes:
@@ -66,7 +66,7 @@ class Block:
     name: str
 
 
-def merge_spans(spans: Iterable[Span], min_seconds: float) -> list[Block]:
+def merge_spans(spans: Iterable[Span], min_seconds: float) -> list[OpGroup]:
     """Merge neighbours that are too short to be seen on their own, across gaps that are too.
 
     Args:
@@ -76,7 +76,7 @@ def merge_spans(spans: Iterable[Span], min_seconds: float) -> list[Block]:
     Returns:
         At most two blocks for each ``min_seconds`` of the time that they span.
     """
-    blocks: list[Block] = []
+    blocks: list[OpGroup] = []
     group: list[Span] = []
     for span in spans:
         if group and (_is_wide(group, min_seconds) or span.start_seconds - group[-1].end_seconds >= min_seconds):
@@ -93,11 +93,11 @@ def _is_wide(group: list[Span], min_seconds: float) -> bool:
     return group[-1].end_seconds - group[0].start_seconds >= min_seconds
 
 
-def _block(group: list[Span]) -> Block:
+def _block(group: list[Span]) -> OpGroup:
     seconds: Counter[str] = Counter()
     for span in group:
         seconds[span.name] += span.seconds  # type: ignore[assignment]  # a Counter adds up floats too
-    return Block(
+    return OpGroup(
         start_seconds=group[0].start_seconds,
         end_seconds=group[-1].end_seconds,
         busy_seconds=sum(span.seconds for span in group),

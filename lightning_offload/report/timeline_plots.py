@@ -12,7 +12,7 @@ from typing import Any
 from lightning_offload.planning.trace import Lane, Span, StepTrace
 from lightning_offload.report.data import PlanView
 from lightning_offload.report.scale import Unit, bytes_unit, escape, seconds_unit, shorten
-from lightning_offload.report.thinning import Block, merge_spans, thin_curve
+from lightning_offload.report.thinning import OpGroup, merge_spans, thin_curve
 from lightning_offload.units import format_bytes, format_seconds
 
 __all__ = ["Plot", "lanes_plot", "memory_plot", "step_axis"]
@@ -220,7 +220,7 @@ def _kind(span: Span) -> str:
 
 
 def _bars(
-    label: str, color: str, blocks: Iterable[tuple[str, Block]], time: Unit, height: Mapping[str, int]
+    label: str, color: str, blocks: Iterable[tuple[str, OpGroup]], time: Unit, height: Mapping[str, int]
 ) -> dict[str, Any]:
     chosen = list(blocks)
     marker: dict[str, Any] = {"color": f"var(--{color})", "line": {"width": 0}}
@@ -242,7 +242,7 @@ def _bars(
     }
 
 
-def _about(label: str, block: Block) -> str:
+def _about(label: str, block: OpGroup) -> str:
     modules = list(dict.fromkeys((block.first.module, block.last.module)))
     where = " … ".join(escape(shorten(module, 40)) for module in modules if module)
     count = f"{block.num_spans} spans, " if block.num_spans > 1 else ""

@@ -17,7 +17,7 @@ from lightning_offload.report.scale import Unit, bytes_unit
 from lightning_offload.report.timeline_plots import MARGIN_LEFT, Plot
 from lightning_offload.units import format_bytes
 
-__all__ = ["Mark", "Simulated", "TuningCurve", "TuningPoint", "marks_of", "save_tuning_html", "tuning_plots"]
+__all__ = ["PlotMark", "Simulated", "TuningCurve", "TuningPoint", "marks_of", "save_tuning_html", "tuning_plots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class TuningCurve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class PlotMark:
     """A batch size that is marked in both plots.
 
     Attributes:
@@ -100,16 +100,16 @@ class Mark:
     dash: str
 
 
-def marks_of(curve: TuningCurve) -> list[Mark]:
+def marks_of(curve: TuningCurve) -> list[PlotMark]:
     """The sizes to mark: the chosen one, and the largest that fit."""
-    found = [Mark(batch_size=curve.chosen, text="chosen", color="accent", png_color="#1d5fa8", dash="solid")]
+    found = [PlotMark(batch_size=curve.chosen, text="chosen", color="accent", png_color="#1d5fa8", dash="solid")]
     if curve.largest is not None:
         text = "largest with plan" if curve.largest_plain is not None else "largest that fits"
-        mark = Mark(batch_size=curve.largest, text=text, color="stall", png_color="#c8321f", dash="dash")
+        mark = PlotMark(batch_size=curve.largest, text=text, color="stall", png_color="#c8321f", dash="dash")
         found.append(mark)
     if curve.largest_plain is not None:
         plain = {"text": "largest without plan", "color": "plain", "png_color": "#7a8695", "dash": "dot"}
-        found.append(Mark(batch_size=curve.largest_plain, **plain))
+        found.append(PlotMark(batch_size=curve.largest_plain, **plain))
     return found
 
 

@@ -35,8 +35,8 @@ from lightning_offload.runtime.tracking import ValueTracker
 from lightning_offload.runtime.values import (
     Call,
     Handle,
+    LiveValue,
     StepLiveness,
-    Value,
     ValueTable,
     emptied,
     on_counter_of,
@@ -221,7 +221,7 @@ class StepExecutor:
         storage = tensor.untyped_storage()
         value = self._table.find(storage)
         if value is None:
-            value = Value(-1, storage.nbytes())
+            value = LiveValue(-1, storage.nbytes())
             self._table.follow(value, storage)
         if value.is_given:
             return
@@ -229,7 +229,7 @@ class StepExecutor:
             self._let_go(handle, value, tensor)
 
     @staticmethod
-    def _let_go(handle: Handle, value: Value, tensor: Tensor) -> None:
+    def _let_go(handle: Handle, value: LiveValue, tensor: Tensor) -> None:
         handle.value = value
         handle.geometry = Geometry.of(tensor)
         handle.kept = None
@@ -278,7 +278,7 @@ class StepExecutor:
         self.deviate(f"one of {num_bytes} bytes was saved where {was} expected")
         return False
 
-    def _leave(self, value: Value, tensor: Tensor) -> bool:
+    def _leave(self, value: LiveValue, tensor: Tensor) -> bool:
         """Let a saved value leave the device as the plan says; whether it need not be kept as it is."""
         storage = tensor.untyped_storage()
         if value.is_given or storage.nbytes() == 0:
@@ -303,7 +303,7 @@ class StepExecutor:
                 self.stayed_bytes += value.num_bytes
         return has_left
 
-    def _leave_to_replay(self, value: Value, tensor: Tensor) -> bool:
+    def _leave_to_replay(self, value: LiveValue, tensor: Tensor) -> bool:
         """Let a value be recomputed; False where it cannot be, or where that it can was not seen yet and is not now."""
         if value.call is None:
             return False

@@ -14,7 +14,7 @@ from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.runtime.lanes import storage_bytes
 from lightning_offload.runtime.replay import Replay
 from lightning_offload.runtime.tiers import Place, Tiers
-from lightning_offload.runtime.values import Handle, Value, ValueTable
+from lightning_offload.runtime.values import Handle, LiveValue, ValueTable
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
@@ -50,11 +50,13 @@ class Materializer:
         self._decisions = decisions
         self._observer = observer
         self._verifier = verifier
-        self._visitors: list[Value] = []
+        self._visitors: list[LiveValue] = []
         self._replay = Replay(self.materialize, self._notice, self._keep_replayed)
         self._rehearsal = Replay(self._borrow, self._notice, self._keep_replayed, is_rehearsal=True)
 
-    def swap_out(self, value: Value, storage: torch.UntypedStorage, place: Place | None, *, release_now: bool) -> bool:
+    def swap_out(
+        self, value: LiveValue, storage: torch.UntypedStorage, place: Place | None, *, release_now: bool
+    ) -> bool:
         """Start copying a value to a lower tier; False where there is no room, and it stays."""
         block = self._tiers.allocate(value.num_bytes, place)
         self._table.own(value, storage)
@@ -66,7 +68,7 @@ class Materializer:
             self.release(value)
         return True
 
-    def release(self, value: Value) -> None:
+    def release(self, value: LiveValue) -> None:
         """Wait for a value's copy out and drop its device memory; nothing if there is no such copy.
 
         A copy out that failed leaves the value on the device.
@@ -97,7 +99,7 @@ class Materializer:
             storage = self._verifier.verify(value, storage, geometry)
         return storage
 
-    def materialize(self, value: Value) -> torch.UntypedStorage:
+    def materialize(self, value: LiveValue) -> torch.UntypedStorage:
         """Device memory that holds a value; it stays for as long as anybody needs the value.
 
         Raises:
@@ -121,7 +123,7 @@ class Materializer:
             raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
         return value.storage
 
-    def settle(self, value: Value) -> None:
+    def settle(self, value: LiveValue) -> None:
         """Have a value now, since it cannot be replayed any more; while replays are verified it may turn out lost."""
         try:
             self._table.own(value, self.materialize(value))
@@ -131,7 +133,7 @@ class Materializer:
             _log.debug("a value that a write made unreplayable is lost: %s", error)
         value.call = None
 
-    def _borrow(self, value: Value) -> torch.UntypedStorage:
+    def _borrow(self, value: LiveValue) -> torch.UntypedStorage:
         """Device memory that holds a value, for a rehearsal alone: what comes back from the host leaves again."""
         if value.block is None or value.live() is not None:
             return self.materialize(value)
@@ -139,7 +141,7 @@ class Materializer:
         assert value.storage is not None
         return value.storage
 
-    def _bring_back(self, value: Value, *, is_visit: bool) -> None:
+    def _bring_back(self, value: LiveValue, *, is_visit: bool) -> None:
         self._swap_in(value)
         self._wait(value)
         if is_visit:
@@ -147,7 +149,7 @@ class Materializer:
         else:
             value.block = None
 
-    def _made(self, value: Value) -> torch.UntypedStorage:
+    def _made(self, value: LiveValue) -> torch.UntypedStorage:
         """A value made again; from its original where that is there and the replay fails."""
         try:
             return self._replay.make(value)
@@ -159,7 +161,7 @@ class Materializer:
             self._verifier.refute(value, storage, error)
             return storage
 
-    def rehearse(self, value: Value, storage: torch.UntypedStorage, geometry: Geometry) -> bool:
+    def rehearse(self, value: LiveValue, storage: torch.UntypedStorage, geometry: Geometry) -> bool:
         """Whether a replay gives the bits of a saved tensor that is still there: Note [Rehearsals]."""
         assert self._verifier is not None
         try:
@@ -171,18 +173,18 @@ class Materializer:
             self._dismiss_visitors()
         return self._verifier.compare(value, replayed, storage, geometry)
 
-    def _keep_replayed(self, value: Value, storage: torch.UntypedStorage) -> None:
+    def _keep_replayed(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
         """Keep a value replayed on the way to another for its own later unpack: not one that is swapped."""
         decision = self._decisions.get(value.index)
         if decision is not None and decision.action == "recompute" and decision.memo and _has_handle(value):
             self._take(value, storage)
 
-    def _take(self, value: Value, storage: torch.UntypedStorage) -> None:
+    def _take(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
         """Let a value hold the memory that a replay made."""
         value.call = None
         value.owns(storage, self._tiers.lanes.compute_stream())
 
-    def _await(self, value: Value, storage: torch.UntypedStorage) -> None:
+    def _await(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
         """Have memory ready that we allocated, perhaps on another compute stream than the one that reads it now.
 
         The allocator is told of the latter; only a model that computes on several streams of its own comes there: Note
@@ -204,12 +206,12 @@ class Materializer:
             if value is not None:
                 self.fetch(value)
 
-    def fetch(self, value: Value) -> None:
+    def fetch(self, value: LiveValue) -> None:
         """Start bringing a value back if a lower tier has it and the device has not."""
         if value.block is not None and value.live() is None:
             self._swap_in(value)
 
-    def _swap_in(self, value: Value) -> None:
+    def _swap_in(self, value: LiveValue) -> None:
         assert value.block is not None
         self._wait(value)
         storage = self._new_storage(value.num_bytes)
@@ -227,7 +229,7 @@ class Materializer:
         while self._visitors:
             self._visitors.pop().storage = None
 
-    def _wait(self, value: Value) -> None:
+    def _wait(self, value: LiveValue) -> None:
         copy, value.copy = value.copy, None
         if copy is not None:
             self.stall_seconds += copy.wait()
@@ -237,6 +239,6 @@ class Materializer:
             self._observer.on_allocation(storage)
 
 
-def _has_handle(value: Value) -> bool:
+def _has_handle(value: LiveValue) -> bool:
     """Whether autograd will read a value itself, not only a replay."""
     return any(handle() is not None for handle in value.handles)

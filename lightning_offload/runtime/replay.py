@@ -25,13 +25,13 @@ from lightning_offload.errors import OffloadError, ReplayError
 from lightning_offload.runtime import kernel_keys
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.lanes import storage_bytes
-from lightning_offload.runtime.values import Blank, Call, Ref, Value
+from lightning_offload.runtime.values import Blank, Call, LiveValue, Ref
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts, effects, tensors_in
 
-Have = Callable[[Value], torch.UntypedStorage]
+Have = Callable[[LiveValue], torch.UntypedStorage]
 Notice = Callable[[torch.UntypedStorage], None]
-Keep = Callable[[Value, torch.UntypedStorage], None]
+Keep = Callable[[LiveValue, torch.UntypedStorage], None]
 
 
 class Unrecordable(Exception):
@@ -43,7 +43,7 @@ def record_call(
     facts: OpFacts,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    value_of: Callable[[Tensor], Value],
+    value_of: Callable[[Tensor], LiveValue],
     *,
     device: torch.device,
     environment: Environment,
@@ -60,7 +60,7 @@ def record_call(
         environment: The settings that it runs under.
     """
     args = facts.replayed_args(args)
-    inputs: dict[Value, None] = {}
+    inputs: dict[LiveValue, None] = {}
     generator = _generator(args, kwargs) if facts.is_random else None
     blank = facts.made_anew(args)
     first = () if blank is None else (Blank(blank.untyped_storage().nbytes(), Geometry.of(blank)),)
@@ -76,7 +76,7 @@ def record_call(
     )
 
 
-def _freeze(item: Any, value_of: Callable[[Tensor], Value], inputs: dict[Value, None]) -> Any:
+def _freeze(item: Any, value_of: Callable[[Tensor], LiveValue], inputs: dict[LiveValue, None]) -> Any:
     if isinstance(item, Tensor):
         value = value_of(item)
         inputs[value] = None
@@ -86,7 +86,7 @@ def _freeze(item: Any, value_of: Callable[[Tensor], Value], inputs: dict[Value, 
     return item
 
 
-def _thaw(item: Any, storage_of: dict[Value, torch.UntypedStorage], notice: Notice) -> Any:
+def _thaw(item: Any, storage_of: dict[LiveValue, torch.UntypedStorage], notice: Notice) -> Any:
     if isinstance(item, Ref):
         return item.geometry.view(storage_of[item.value])
     if isinstance(item, Blank):
@@ -116,11 +116,11 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator
     return torch.default_generator
 
 
-def chain_to(value: Value, must_replay: Callable[[Value], bool]) -> list[Call]:
+def chain_to(value: LiveValue, must_replay: Callable[[LiveValue], bool]) -> list[Call]:
     """The calls to replay for a value, in order; depth first from what is at hand."""
     order: list[Call] = []
     done: set[Call] = set()
-    stack: list[tuple[Value, bool]] = [(value, False)]
+    stack: list[tuple[LiveValue, bool]] = [(value, False)]
     while stack:
         current, expanded = stack.pop()
         call = current.call
@@ -135,11 +135,11 @@ def chain_to(value: Value, must_replay: Callable[[Value], bool]) -> list[Call]:
     return order
 
 
-def _is_gone(value: Value) -> bool:
+def _is_gone(value: LiveValue) -> bool:
     return value.block is None and (value.live() is None or value.is_stale)
 
 
-def _may_be_gone(value: Value) -> bool:
+def _may_be_gone(value: LiveValue) -> bool:
     return value.call is not None and value.block is None and value.storage is None
 
 
@@ -159,7 +159,7 @@ class Replay:
     keep: Keep
     is_rehearsal: bool = False
 
-    def make(self, value: Value) -> torch.UntypedStorage:
+    def make(self, value: LiveValue) -> torch.UntypedStorage:
         """Make a value again.
 
         Args:
@@ -177,7 +177,7 @@ class Replay:
             raise ReplayError("a saved tensor was to be recomputed but its producer was not recorded in this step")
         readers = Counter(v for call in calls for v in call.inputs)
         readers[value] += 1
-        own: dict[Value, torch.UntypedStorage] = {}
+        own: dict[LiveValue, torch.UntypedStorage] = {}
         before = current = calls[0].environment.now()
         try:
             with torch._C._DisableAutocast():
@@ -196,7 +196,7 @@ class Replay:
             raise ReplayError(f"{calls[-1].facts.name} did not give on replay what it gave at first")
         return storage
 
-    def _run(self, call: Call, own: dict[Value, torch.UntypedStorage], readers: Counter[Value]) -> None:
+    def _run(self, call: Call, own: dict[LiveValue, torch.UntypedStorage], readers: Counter[LiveValue]) -> None:
         storage_of = {v: own[v] if v in own else self.have(v) for v in call.inputs}
         for v in call.inputs:
             readers[v] -= 1
@@ -240,9 +240,9 @@ class Replay:
 
 def _copy_written(
     call: Call,
-    storage_of: dict[Value, torch.UntypedStorage],
-    own: dict[Value, torch.UntypedStorage],
-    readers: Counter[Value],
+    storage_of: dict[LiveValue, torch.UntypedStorage],
+    own: dict[LiveValue, torch.UntypedStorage],
+    readers: Counter[LiveValue],
     notice: Notice,
 ) -> None:
     """Give a call its own copy of each storage that it writes."""

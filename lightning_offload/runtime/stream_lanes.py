@@ -241,9 +241,14 @@ class _Direction:
             self.under_way.popleft().storage = None
 
     def take(self) -> tuple[int, float]:
-        timed, self.timed = self.timed, []
-        seconds = sum(before.elapsed_time(after) for before, after, _ in timed if after is not None) / 1000
-        return sum(num_bytes for _, _, num_bytes in timed), seconds
+        """Bytes and seconds of those that are done; the times of the others are not known yet."""
+        timed = [(before, after, num_bytes) for before, after, num_bytes in self.timed if after is not None]
+        done: list[tuple[Any, Any, int]] = []
+        self.timed = []
+        for copy in timed:
+            (done if copy[1].query() else self.timed).append(copy)
+        milliseconds = sum(before.elapsed_time(after) for before, after, _ in done)
+        return sum(num_bytes for _, _, num_bytes in done), milliseconds / 1000
 
 
 def _part(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> torch.Tensor:

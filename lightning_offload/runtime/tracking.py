@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_offload.runtime.environment import environment_on
 from lightning_offload.runtime.program import OpStep
 from lightning_offload.runtime.replay import Unrecordable, record_call
-from lightning_offload.runtime.values import Call, Value, ValueTable, witness_of
+from lightning_offload.runtime.values import Call, LiveValue, ValueTable, witness_of
 from lightning_offload.tensors.op_facts import Effects, OpFacts, is_at_hand, is_plain
 
 
@@ -71,7 +71,7 @@ class ValueTracker:
                 call.results[position] = weakref.ref(value)
         return ""
 
-    def new(self, tensor: Tensor, index: int) -> Value | None:
+    def new(self, tensor: Tensor, index: int) -> LiveValue | None:
         """Follow the value that a tensor holds.
 
         Args:
@@ -84,7 +84,7 @@ class ValueTracker:
         if tensor.device != self._device:
             return None
         storage = tensor.untyped_storage()
-        value = Value(index, storage.nbytes())
+        value = LiveValue(index, storage.nbytes())
         value.wrapper = weakref.ref(tensor)
         self._table.follow(value, storage)
         return value
@@ -120,7 +120,7 @@ class ValueTracker:
         """
         if is_at_hand(tensor, self._device) and not tensor.is_inference():
             storage = tensor.untyped_storage()
-            value = Value(-1, storage.nbytes())
+            value = LiveValue(-1, storage.nbytes())
             value.is_given = True
             value.guards = ((witness_of(tensor), tensor._version),)
             self._table.follow(value, storage)
@@ -130,7 +130,7 @@ class ValueTracker:
         value = self._table.find(tensor.untyped_storage()) if is_plain(tensor) else None
         return value is not None and (value.call is not None or value.block is not None)
 
-    def _value_of(self, tensor: Tensor) -> Value:
+    def _value_of(self, tensor: Tensor) -> LiveValue:
         """The value that an argument holds; one from before the step is taken as it is, and owned."""
         if not is_plain(tensor) or not is_at_hand(tensor, self._device):
             raise Unrecordable
@@ -140,7 +140,7 @@ class ValueTracker:
             owner = _without_graph(tensor)
             if owner is None:
                 raise Unrecordable
-            value = Value(-1, storage.nbytes())
+            value = LiveValue(-1, storage.nbytes())
             value.is_given = True
             value.guards = () if tensor.is_inference() else ((owner, tensor._version),)
             self._table.follow(value, storage)

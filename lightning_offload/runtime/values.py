@@ -1,7 +1,7 @@
 """What the runtime knows of one step's tensors: values, the calls that made them, and autograd's handles on them.
 
 Ownership is plain reference counting. Autograd owns a :class:`Handle` for each saved tensor; a handle owns the
-:class:`Value` it reads; a value owns what it can be had from: device memory, a host block, or a :class:`Call`
+:class:`LiveValue` it reads; a value owns what it can be had from: device memory, a host block, or a :class:`Call`
 to replay, which owns the values that the call read. When autograd drops a handle, everything that only it
 needed goes with it. Nothing here refers to a tensor that has a ``grad_fn``: that would be a cycle through
 autograd's graph that no garbage collector sees.
@@ -30,7 +30,7 @@ from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, detached
 
 
-class Value:
+class LiveValue:
     """The contents of a storage between two writes, and where they can be had from.
 
     Attributes:
@@ -155,7 +155,7 @@ class Value:
 class Ref:
     """Stands for a tensor in the arguments of a recorded call."""
 
-    value: Value
+    value: LiveValue
     geometry: Geometry
 
 
@@ -191,11 +191,11 @@ class Call(_Referable):
     facts: OpFacts
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: tuple[Value, ...]
+    inputs: tuple[LiveValue, ...]
     device: torch.device
     environment: Environment
     generator: tuple[torch.Generator, Tensor] | None
-    results: dict[int, weakref.ref[Value]] = dataclasses.field(default_factory=dict)
+    results: dict[int, weakref.ref[LiveValue]] = dataclasses.field(default_factory=dict)
 
     def __del__(self) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -231,7 +231,7 @@ class Handle:
         self.index = index
         self.version = tensor._version
         self.kept: Tensor | None = None
-        self.value: Value | None = None
+        self.value: LiveValue | None = None
         self.geometry: Geometry | None = None
         self.witness: Tensor = tensor
 
@@ -304,7 +304,7 @@ class _Origin(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
-_Entries = dict[int, Value | weakref.ref[Value]]
+_Entries = dict[int, LiveValue | weakref.ref[LiveValue]]
 
 
 class ValueTable:
@@ -312,10 +312,10 @@ class ValueTable:
 
     def __init__(self) -> None:
         self._entries: _Entries = {}
-        self._by_index: dict[int, weakref.ref[Value]] = {}
+        self._by_index: dict[int, weakref.ref[LiveValue]] = {}
         self._forget = _forgetter(self._entries)
 
-    def find(self, storage: torch.UntypedStorage) -> Value | None:
+    def find(self, storage: torch.UntypedStorage) -> LiveValue | None:
         """The value that a storage holds, if it is followed."""
         entry = self._entries.get(storage._cdata)
         value = entry() if isinstance(entry, weakref.ref) else entry
@@ -323,17 +323,17 @@ class ValueTable:
             return None
         return value
 
-    def indexed(self, index: int) -> Value | None:
+    def indexed(self, index: int) -> LiveValue | None:
         """The live value on a storage of the step graph."""
         reference = self._by_index.get(index)
         return reference() if reference is not None else None
 
-    def all_indexed(self) -> list[Value]:
+    def all_indexed(self) -> list[LiveValue]:
         """The live values on storages of the step graph."""
         values = [reference() for reference in self._by_index.values()]
         return [value for value in values if value is not None]
 
-    def follow(self, value: Value, storage: torch.UntypedStorage) -> None:
+    def follow(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
         """Know a value by its storage for as long as that lives."""
         origin = _Origin(storage, self._forget)
         origin.key = storage._cdata
@@ -342,14 +342,14 @@ class ValueTable:
         if value.index >= 0:
             self._by_index[value.index] = weakref.ref(value)
 
-    def own(self, value: Value, storage: torch.UntypedStorage | None) -> None:
+    def own(self, value: LiveValue, storage: torch.UntypedStorage | None) -> None:
         """Let a value hold its memory; from then on it lives by who needs it."""
         if storage is not None:
             value.storage = storage
             if value.origin is not None:
                 self._entries[storage._cdata] = weakref.ref(value)
 
-    def hand_out(self, value: Value, storage: torch.UntypedStorage, handle: Handle) -> None:
+    def hand_out(self, value: LiveValue, storage: torch.UntypedStorage, handle: Handle) -> None:
         """Autograd reads a value's memory: what happens to that from now on happens to the value."""
         if value.origin is None or value.origin() is not storage:
             self.follow(value, storage)

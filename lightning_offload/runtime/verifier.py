@@ -18,7 +18,7 @@ import torch
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.lanes import Block
 from lightning_offload.runtime.tiers import Tiers
-from lightning_offload.runtime.values import Value
+from lightning_offload.runtime.values import LiveValue
 from lightning_offload.tensors.geometry import Geometry, same_bits
 
 _NOTEWORTHY_BYTES = 4096  # kernels leave small results (seeds, counters) undefined where nobody reads them
@@ -52,7 +52,7 @@ class Verifier:
         self._tiers = tiers
         self._trusted = frozenset(trusted)
 
-    def doubts(self, value: Value) -> bool:
+    def doubts(self, value: LiveValue) -> bool:
         """Whether a value's replay is not trusted yet."""
         return value.index not in self._trusted
 
@@ -67,7 +67,7 @@ class Verifier:
             return None
         return block
 
-    def verify(self, value: Value, storage: torch.UntypedStorage, geometry: Geometry) -> torch.UntypedStorage:
+    def verify(self, value: LiveValue, storage: torch.UntypedStorage, geometry: Geometry) -> torch.UntypedStorage:
         """Compare a replayed value with its original, over the bytes that a saved tensor covers.
 
         Returns:
@@ -81,7 +81,7 @@ class Verifier:
         return storage
 
     def compare(
-        self, value: Value, replayed: torch.UntypedStorage, original: torch.UntypedStorage, geometry: Geometry
+        self, value: LiveValue, replayed: torch.UntypedStorage, original: torch.UntypedStorage, geometry: Geometry
     ) -> bool:
         """Compare a replayed value with its original on the device; whether they agree."""
         if self._is_same(value, geometry.view(replayed), geometry.view(original)):
@@ -89,18 +89,18 @@ class Verifier:
         self.mismatch(value, geometry, "it does not give the same bits")
         return False
 
-    def refute(self, value: Value, storage: torch.UntypedStorage, error: Exception) -> None:
+    def refute(self, value: LiveValue, storage: torch.UntypedStorage, error: Exception) -> None:
         """A replay failed: give the original in its place."""
         assert value.original is not None
         self._tiers.swap_in(value.original, storage).wait()
         self.mismatch(value, None, str(error))
 
-    def _is_same(self, value: Value, replayed: torch.Tensor, original: torch.Tensor) -> bool:
+    def _is_same(self, value: LiveValue, replayed: torch.Tensor, original: torch.Tensor) -> bool:
         self.num_verified += 1
         self.verified.add(value.index)
         return same_bits(replayed, original)
 
-    def mismatch(self, value: Value, geometry: Geometry | None, why: str) -> None:
+    def mismatch(self, value: LiveValue, geometry: Geometry | None, why: str) -> None:
         """Note that a value must not be recomputed."""
         if value.index not in self.mismatched:
             _log.log(

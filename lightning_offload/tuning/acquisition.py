@@ -163,8 +163,8 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What to do.
+class NextTrial:
+    """What the search does next.
 
     Args:
         best: The size that is most probably right of those that ran; None while none did.
@@ -209,7 +209,7 @@ class _Known:
         )
 
 
-def decide(space: Space, trials: Sequence[Trial], *, may_grow: bool = True) -> Decision:
+def decide(space: Space, trials: Sequence[Trial], *, may_grow: bool = True) -> NextTrial:
     """Decide what to try next, and what to choose if nothing more can be tried.
 
     Args:
@@ -220,9 +220,9 @@ def decide(space: Space, trials: Sequence[Trial], *, may_grow: bool = True) -> D
     """
     known = _Known.of(trials)
     if not known.fits:
-        return Decision(best=None, confidence=0.0, next_size=_first(space, known))
+        return NextTrial(best=None, confidence=0.0, next_size=_first(space, known))
     grown = _grow(space, known) if may_grow and space.forecast is None else None
-    return _refine(space, known) if grown is None else Decision(best=None, confidence=0.0, next_size=grown)
+    return _refine(space, known) if grown is None else NextTrial(best=None, confidence=0.0, next_size=grown)
 
 
 def _first(space: Space, known: _Known) -> int | None:
@@ -253,19 +253,19 @@ def _grow(space: Space, known: _Known) -> int | None:
     return 2 * largest if space.high is None else min(2 * largest, space.high)
 
 
-def _refine(space: Space, known: _Known) -> Decision:
+def _refine(space: Space, known: _Known) -> NextTrial:
     sizes, beliefs, drift = _beliefs(space, known)
     ran = [index for index, size in enumerate(sizes) if size in known.estimates]
     confidence = beliefs.confidence()
     best = max(ran, key=lambda index: (confidence[index], -index))
     if confidence[best] >= _CONFIDENT:
-        return Decision(best=sizes[best], confidence=float(confidence[best]), next_size=None)
+        return NextTrial(best=sizes[best], confidence=float(confidence[best]), next_size=None)
     error = math.hypot(known.error, drift)
     values = {
         index: expected_confidence(beliefs, ran, index, error) for index in beliefs.promising(_NUM_PROMISING, ran)
     }
     following = max(values, key=lambda index: (round(values[index], 3), -index))
-    return Decision(best=sizes[best], confidence=float(confidence[best]), next_size=sizes[following])
+    return NextTrial(best=sizes[best], confidence=float(confidence[best]), next_size=sizes[following])
 
 
 def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs, float]:

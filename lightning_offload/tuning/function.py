@@ -40,7 +40,7 @@ from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleP
 from lightning_offload.tuning.search import SearchResult, find_batch_size
 from lightning_offload.tuning.snapshot import Restore, take_snapshot
 from lightning_offload.tuning.step_timer import TrialSettings
-from lightning_offload.tuning.trial_runs import ENDED_EARLY, Trials
+from lightning_offload.tuning.trial_runs import ENDED_EARLY, FunctionTrials
 
 
 def check_function(function: Any) -> None:
@@ -231,7 +231,9 @@ class EfficientBatchSize:
         restores = [take_snapshot(used), self._remember(used)]
         agreement = _agreement()
         try:
-            trials = Trials(lambda size: self._function(size, *args, **kwargs), restores, self._settings, agreement)
+            trials = FunctionTrials(
+                lambda size: self._function(size, *args, **kwargs), restores, self._settings, agreement
+            )
             try:
                 return self._searched(trials, agreement)
             except TuningError as error:
@@ -240,7 +242,7 @@ class EfficientBatchSize:
             if isinstance(agreement, GlooCoordinator):
                 agreement.close()  # which ends the wait of the others at once, if this rank fails
 
-    def _searched(self, trials: Trials, agreement: Coordinator) -> SearchResult:
+    def _searched(self, trials: FunctionTrials, agreement: Coordinator) -> SearchResult:
         options = self._options
         began = time.monotonic()
         predictions = trials.record(
@@ -264,7 +266,7 @@ class EfficientBatchSize:
             agreement=agreement,
         )
 
-    def _about_length(self, trials: Trials) -> TuningError | None:
+    def _about_length(self, trials: FunctionTrials) -> TuningError | None:
         """What to say where no size was too large, but training too short at each."""
         if not trials.done or any(trial.is_ok or ENDED_EARLY not in trial.reason for trial in trials.done):
             return None

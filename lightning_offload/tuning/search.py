@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from lightning_offload.errors import TuningError
-from lightning_offload.tuning.acquisition import Decision, Space, decide
+from lightning_offload.tuning.acquisition import NextTrial, Space, decide
 from lightning_offload.tuning.forecast import Forecast
 from lightning_offload.tuning.posterior import Estimate, pool
 from lightning_offload.tuning.ranks import Coordinator, SingleProcess
@@ -141,7 +141,7 @@ class _Order:
         prediction: Of the size to try.
     """
 
-    decision: Decision
+    decision: NextTrial
     ended_by: EndedBy | None
     prediction: Prediction | None
 

@@ -30,14 +30,14 @@ from lightning_offload.tuning.snapshot import Restore
 from lightning_offload.tuning.step_timer import RankStatus, Seen, StepMeter, TrialOver, TrialSettings
 from lightning_offload.tuning.trial import Trial
 
-__all__ = ["ENDED_EARLY", "Trials", "run_trial"]
+__all__ = ["ENDED_EARLY", "FunctionTrials", "run_trial"]
 
 ENDED_EARLY = "training ended after"
 """How the reason of a trial begins whose function returned before anything could be timed."""
 _STOPPED = "another rank stopped"
 
 
-class Trials:
+class FunctionTrials:
     """The trials of one search.
 
     Args:

@@ -15,8 +15,8 @@ from torch.nn import functional
 from lightning_offload.graph import Decision, StepGraph
 from lightning_offload.graph.host_layout import (
     ALIGNMENT,
-    Block,
     LiveRanges,
+    Stay,
     most_bytes,
     place,
     plan_layout,
@@ -34,13 +34,13 @@ from tests.zoo.models.sequence import Seq2Seq
 
 BLOCKS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 20), st.integers(0, 30)).map(
-        lambda t: Block(num_bytes=t[2], begin=t[0], end=t[0] + t[1])
+        lambda t: Stay(num_bytes=t[2], begin=t[0], end=t[0] + t[1])
     ),
     max_size=20,
 )
 
 
-def overlapping(blocks: list[Block], offsets: list[int]) -> list[tuple[int, int]]:
+def overlapping(blocks: list[Stay], offsets: list[int]) -> list[tuple[int, int]]:
     """Pairs of blocks that share a byte at a tick."""
     return [
         (i, j)
@@ -53,7 +53,7 @@ def overlapping(blocks: list[Block], offsets: list[int]) -> list[tuple[int, int]
 
 
 @given(BLOCKS)
-def test_blocks_never_overlap(blocks: list[Block]) -> None:
+def test_blocks_never_overlap(blocks: list[Stay]) -> None:
     """Whatever their sizes and stays; the size is where the highest ends, and no less than must be there at once."""
     offsets, size = place(blocks)
     assert not overlapping(blocks, offsets)
@@ -63,27 +63,27 @@ def test_blocks_never_overlap(blocks: list[Block]) -> None:
 
 
 @given(BLOCKS)
-def test_most_bytes_is_the_highest_sum(blocks: list[Block]) -> None:
+def test_most_bytes_is_the_highest_sum(blocks: list[Stay]) -> None:
     """Tick by tick."""
     sums = [sum(b.num_bytes for b in blocks if b.begin <= tick < b.end) for tick in range(62)]
     assert most_bytes(blocks) == max(sums)
 
 
 @st.composite
-def nested_blocks(draw: st.DrawFn) -> list[Block]:
+def nested_blocks(draw: st.DrawFn) -> list[Stay]:
     """Stays that nest, as brackets do."""
-    blocks: list[Block] = []
+    blocks: list[Stay] = []
     is_open: list[int] = []
     for tick in range(draw(st.integers(0, 40))):
         if is_open and draw(st.booleans()):
-            blocks.append(Block(num_bytes=draw(st.integers(1, 30)), begin=is_open.pop(), end=tick))
+            blocks.append(Stay(num_bytes=draw(st.integers(1, 30)), begin=is_open.pop(), end=tick))
         else:
             is_open.append(tick)
     return draw(st.permutations(blocks))
 
 
 @given(nested_blocks())
-def test_nested_stays_waste_nothing(blocks: list[Block]) -> None:
+def test_nested_stays_waste_nothing(blocks: list[Stay]) -> None:
     """First in forward, last in backward: the size is exactly what is there at once."""
     assert place(blocks)[1] == most_bytes(blocks)
 
@@ -110,12 +110,12 @@ def test_layout_without_swaps_is_empty() -> None:
     assert layout.tier_bytes == {"host": 0, "disk": 0}
 
 
-def _stored(graph: StepGraph, decisions: list[Decision], tier: Tier) -> dict[int, Block]:
+def _stored(graph: StepGraph, decisions: list[Decision], tier: Tier) -> dict[int, Stay]:
     """What a plan puts on a tier, by storage."""
     stays = LiveRanges(graph)
     ends = stays.ends({d.storage for d in decisions if d.action == "recompute"})
     return {
-        d.storage: Block(
+        d.storage: Stay(
             num_bytes=stored_bytes(graph.storages[d.storage].num_bytes),
             begin=stays.begin[d.storage],
             end=ends[d.storage],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_offload.graph import DeviceSpec, StepGraph
-from lightning_offload.graph.host_layout import Block, most_bytes, stored_bytes
+from lightning_offload.graph.host_layout import Stay, most_bytes, stored_bytes
 from lightning_offload.graph.memory_plan import Action, Tier
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.simulator import simulate
@@ -146,7 +146,7 @@ def test_tiers_hold_what_the_timeline_says(graph: StepGraph, spec: DeviceSpec, d
     for tier in peaks:
         peaks[tier] = most_bytes(
             [
-                Block(num_bytes=stored_bytes(graph.storages[s].num_bytes), begin=problem.stays.begin[s], end=ends[s])
+                Stay(num_bytes=stored_bytes(graph.storages[s].num_bytes), begin=problem.stays.begin[s], end=ends[s])
                 for s in found.tiers
                 if found.tiers[s] == tier
             ]

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from lightning_offload.runtime.values import Value, ValueTable
+from lightning_offload.runtime.values import LiveValue, ValueTable
 
 
 def storage() -> torch.UntypedStorage:
@@ -17,7 +17,7 @@ def storage() -> torch.UntypedStorage:
 
 def test_followed_value_is_found_by_its_storage() -> None:
     """Any tensor on the storage leads to the value, no other storage does."""
-    table, tensor, value = ValueTable(), torch.ones(10, 10), Value(7, 400)
+    table, tensor, value = ValueTable(), torch.ones(10, 10), LiveValue(7, 400)
     table.follow(value, tensor.untyped_storage())
     assert table.find(tensor.t()[2:].untyped_storage()) is value
     assert table.find(storage()) is None
@@ -31,7 +31,7 @@ def test_reused_address_is_another_storage() -> None:
     for index in range(200):
         memory = storage()
         assert table.find(memory) is None
-        table.follow(Value(index, 400), memory)
+        table.follow(LiveValue(index, 400), memory)
         assert table.find(memory) is not None
         del memory
 
@@ -39,7 +39,7 @@ def test_reused_address_is_another_storage() -> None:
 def test_value_dies_with_its_storage() -> None:
     """A value that owns nothing is forgotten when its storage goes."""
     table, memory = ValueTable(), storage()
-    alive = weakref.ref(value := Value(3, 400))
+    alive = weakref.ref(value := LiveValue(3, 400))
     table.follow(value, memory)
     del value
     assert alive() is not None
@@ -51,7 +51,7 @@ def test_value_dies_with_its_storage() -> None:
 def test_owned_value_lives_by_who_needs_it() -> None:
     """A value that owns its memory goes when nobody holds it, and takes the memory along."""
     table, memory = ValueTable(), storage()
-    value = Value(3, 400)
+    value = LiveValue(3, 400)
     table.follow(value, memory)
     table.own(value, memory)
     freed = weakref.ref(memory)
@@ -65,7 +65,7 @@ def test_owned_value_lives_by_who_needs_it() -> None:
 
 def test_dropped_storage_is_not_found() -> None:
     """A storage about to be written holds its value no more; a new one may be followed on it."""
-    table, memory, old, new = ValueTable(), storage(), Value(1, 400), Value(1, 400)
+    table, memory, old, new = ValueTable(), storage(), LiveValue(1, 400), LiveValue(1, 400)
     table.follow(old, memory)
     table.drop(memory)
     assert table.find(memory) is None
@@ -77,10 +77,10 @@ def test_dropped_storage_is_not_found() -> None:
 def test_closed_table_lets_go() -> None:
     """At the end of the step values that nobody else needs go, others stay."""
     table, first, second = ValueTable(), storage(), storage()
-    unneeded = weakref.ref(value := Value(1, 400))
+    unneeded = weakref.ref(value := LiveValue(1, 400))
     table.follow(value, first)
     del value
-    needed = Value(2, 400)
+    needed = LiveValue(2, 400)
     table.follow(needed, second)
     table.own(needed, second)
     table.close()

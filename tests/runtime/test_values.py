@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from lightning_offload.runtime.values import Value, witness_of
+from lightning_offload.runtime.values import LiveValue, witness_of
 
 
 def test_witness_shares_the_version_counter_and_no_memory() -> None:
@@ -36,7 +36,7 @@ def test_witness_refers_to_no_graph() -> None:
 def test_value_from_before_the_step_notices_writes() -> None:
     """A replay never reads a tensor that was written since it was recorded."""
     tensor = torch.ones(10)
-    value = Value(-1, 40)
+    value = LiveValue(-1, 40)
     assert not value.is_stale
     value.guards = ((tensor, tensor._version),)
     assert not value.is_stale
@@ -46,7 +46,7 @@ def test_value_from_before_the_step_notices_writes() -> None:
 
 def test_new_value_has_no_source() -> None:
     """A value that nothing provides is not live; memory, a host copy or a call makes it available."""
-    value = Value(1, 40)
+    value = LiveValue(1, 40)
     assert value.live() is None
     assert not value.has_source
     value.storage = torch.ones(10).untyped_storage()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.values import Value
+from lightning_offload.runtime.values import LiveValue
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors import op_facts
 from lightning_offload.tensors.geometry import Geometry
@@ -20,7 +20,7 @@ from tests.runtime.inline import inline_tiers
 def verified(original: Tensor, replayed: Tensor, view: Tensor) -> tuple[Verifier, torch.UntypedStorage]:
     """Compare a replay with its original over a view of the original."""
     verifier = Verifier(inline_tiers())
-    value = Value(5, original.nbytes)
+    value = LiveValue(5, original.nbytes)
     value.original = verifier.remember(original.untyped_storage())
     return verifier, verifier.verify(value, replayed.untyped_storage(), Geometry.of(view))
 
@@ -56,7 +56,7 @@ def test_mismatch_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Several saved tensors on one storage give one message."""
     original = torch.tensor([1.0, 2.0])
     verifier = Verifier(inline_tiers())
-    value = Value(5, 8)
+    value = LiveValue(5, 8)
     value.original = verifier.remember(original.untyped_storage())
     with caplog.at_level(logging.DEBUG):
         for _ in range(3):
@@ -127,5 +127,5 @@ def test_op_with_hidden_state_is_found_out(lying_op: object) -> None:
 def test_trusted_storages_are_not_doubted() -> None:
     """What was verified in an earlier step leaves its room to what was not."""
     verifier = Verifier(inline_tiers(HostPool()), trusted={1})
-    assert not verifier.doubts(Value(1, 40))
-    assert verifier.doubts(Value(2, 40))
+    assert not verifier.doubts(LiveValue(1, 40))
+    assert verifier.doubts(LiveValue(2, 40))

@@ -68,7 +68,7 @@ def test_not_a_function(function: Any, message: str) -> None:
 class Runner:
     """Finds its batch size itself."""
 
-    @find_efficient_batch_size(starting_batch_size=4, max_size=4)
+    @find_efficient_batch_size(starting_batch_size=4, min_size=4, max_size=4)
     def train(self, batch_size: int, scale: float) -> tuple[int, float]:
         """Its docstring."""
         model = nn.Linear(2, 2)

@@ -13,11 +13,11 @@ from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import current_package, import_from, package_of
 from lightning_offload.tuning.learning_rate import check_rule
 
-__all__ = ["Options", "checked_folder", "misconfiguration"]
+__all__ = ["FinderOptions", "checked_folder", "misconfiguration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class FinderOptions:
     """What the user asked for; see `EfficientBatchSizeFinder`.
 
     Raises:

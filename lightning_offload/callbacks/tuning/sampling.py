@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_offload.callbacks.tuning.batches import batch_size_of, loaders_in, num_samples, tiled
-from lightning_offload.callbacks.tuning.options import Options
+from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.ranks import Coordinator
@@ -31,7 +31,7 @@ class Sampler:
         TuningError: There is no batch, or it is not of the configured size.
     """
 
-    def __init__(self, options: Options, targets: Targets, trainer: Any) -> None:
+    def __init__(self, options: FinderOptions, targets: Targets, trainer: Any) -> None:
         self._options, self._targets, self._trainer = options, targets, trainer
         loop = trainer.fit_loop
         loop.setup_data()

@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.callbacks.tuning.host import Start, TrialRunner, is_safe, reason_not_to_run_out, roots_of
-from lightning_offload.callbacks.tuning.options import Options
+from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
@@ -56,7 +56,7 @@ class Session:
 
     def __init__(
         self,
-        options: Options,
+        options: FinderOptions,
         targets: Targets,
         trainer: Any,
         module: Any,

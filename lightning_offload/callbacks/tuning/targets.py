@@ -18,7 +18,7 @@ from typing import Any
 from torch.nn.parameter import is_lazy
 
 from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, resized
-from lightning_offload.callbacks.tuning.options import Options
+from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import rank_zero
@@ -174,7 +174,7 @@ class Targets:
             source.instance = map_loaders(self.loaders, lambda loader: resized(loader, batch_size, self.package))
 
 
-def find_targets(trainer: Any, module: Any, package: str, options: Options) -> Targets:
+def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions) -> Targets:
     """Find what is to be tuned in a run.
 
     Raises:

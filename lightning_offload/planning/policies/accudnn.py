@@ -14,7 +14,15 @@ paper's other half, the choice of minibatch and learning rate, is no memory poli
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies.fitting import Choice, Ordered, fit_host, fits, plan_of, shortest_prefix, swap
+from lightning_offload.planning.policies.fitting import (
+    Ordered,
+    SimulatedActions,
+    fit_host,
+    fits,
+    plan_of,
+    shortest_prefix,
+    swap,
+)
 from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import simulate
@@ -34,7 +42,7 @@ def accudnn(request: PlanRequest) -> MemoryPlan:
     return plan_of(request, "accudnn", choice.timeline, choice.actions)
 
 
-def _repair(request: PlanRequest, choice: Choice, allowed: list[int]) -> Choice:
+def _repair(request: PlanRequest, choice: SimulatedActions, allowed: list[int]) -> SimulatedActions:
     """Give up swaps, then exchange them, shortest reuse distance first, where the step still fits and gets faster."""
     swapped = [s for s in reversed(allowed) if s in choice.actions]
     for s in swapped[:_MAX_REPAIRS]:
@@ -46,8 +54,8 @@ def _repair(request: PlanRequest, choice: Choice, allowed: list[int]) -> Choice:
     return choice
 
 
-def _better(request: PlanRequest, choice: Choice, storages: set[int]) -> Choice:
+def _better(request: PlanRequest, choice: SimulatedActions, storages: set[int]) -> SimulatedActions:
     actions = swap(sorted(storages))
     timeline = simulate(request.problem, actions, request.device, limit_bytes=request.budget_bytes)
     is_better = fits(request, timeline) and timeline.step_seconds < choice.timeline.step_seconds
-    return Choice(actions, timeline) if is_better else choice
+    return SimulatedActions(actions, timeline) if is_better else choice

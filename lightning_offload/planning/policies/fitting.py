@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class SimulatedActions:
     """Actions and the step under them."""
 
     actions: dict[int, Action]
@@ -80,7 +80,7 @@ def shortest_prefix(
     order: Ordered,
     always: Actions | None = None,
     no_memo: frozenset[int] = frozenset(),
-) -> Choice:
+) -> SimulatedActions:
     """Take actions in a policy's order until the step fits.
 
     Args:
@@ -95,10 +95,10 @@ def shortest_prefix(
     """
     base = dict(always or {})
 
-    def taken(num: int) -> Choice | None:
+    def taken(num: int) -> SimulatedActions | None:
         actions = base | dict(order[:num])
         timeline = _simulate(request, actions, no_memo)
-        return Choice(actions, timeline) if fits(request, timeline) else None
+        return SimulatedActions(actions, timeline) if fits(request, timeline) else None
 
     return taken(0) or first_that_fits(1, len(order), taken) or _some_prefix(request, policy, order, base, no_memo)
 
@@ -125,7 +125,9 @@ def first_that_fits(
     return best
 
 
-def _some_prefix(request: PlanRequest, policy: str, order: Ordered, base: Actions, no_memo: frozenset[int]) -> Choice:
+def _some_prefix(
+    request: PlanRequest, policy: str, order: Ordered, base: Actions, no_memo: frozenset[int]
+) -> SimulatedActions:
     """Replays take memory too, so that a shorter prefix may fit where the whole order does not."""
     step = max(1, len(order) // _MAX_TIGHT_TRIALS)
     smallest: Timeline | None = None
@@ -133,7 +135,7 @@ def _some_prefix(request: PlanRequest, policy: str, order: Ordered, base: Action
         actions = {**base, **dict(order[:num])}
         timeline = simulate(request.problem, actions, request.device, no_memo=no_memo, overlap=False)
         if fits(request, timeline):
-            return Choice(actions, timeline)
+            return SimulatedActions(actions, timeline)
         if smallest is None or timeline.peak_bytes < smallest.peak_bytes:
             smallest = timeline
     assert smallest is not None

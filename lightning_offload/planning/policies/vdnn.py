@@ -18,7 +18,7 @@ that a host of limited size has no room for, later layers first.
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies.fitting import Choice, fit_host, fits, plan_of, swap
+from lightning_offload.planning.policies.fitting import SimulatedActions, fit_host, fits, plan_of, swap
 from lightning_offload.planning.policies.kinds import Kind
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.policies.schedules import nearest_ahead, releases
@@ -41,14 +41,14 @@ def vdnn_conv(request: PlanRequest) -> MemoryPlan:
 def vdnn_dyn(request: PlanRequest) -> MemoryPlan:
     """Take the fastest that fits of: no offload, convolutions, all."""
     layers = layers_of(request.problem)
-    choices = [Choice({}, request.plain), *(_offload(request, layers, only) for only in (Kind.CONV, None))]
+    choices = [SimulatedActions({}, request.plain), *(_offload(request, layers, only) for only in (Kind.CONV, None))]
     choices.sort(key=lambda choice: choice.timeline.step_seconds)
     smallest = min(choices, key=lambda choice: choice.timeline.peak_bytes)
     choice = next((choice for choice in choices if fits(request, choice.timeline)), smallest)
     return plan_of(request, "vdnn-dyn", choice.timeline, choice.actions)
 
 
-def _offload(request: PlanRequest, layers: Layers, only: Kind | None) -> Choice:
+def _offload(request: PlanRequest, layers: Layers, only: Kind | None) -> SimulatedActions:
     """Offload what layers of a kind read, or what any layer reads."""
     read = [
         s for s in layers.swappable()
@@ -57,4 +57,4 @@ def _offload(request: PlanRequest, layers: Layers, only: Kind | None) -> Choice:
     release = releases(layers, fit_host(request, read), {})
     actions = swap(release)
     schedule = nearest_ahead(layers, release, actions, stop=Kind.CONV)
-    return Choice(actions, simulate(request.problem, actions, request.device, schedule=schedule))
+    return SimulatedActions(actions, simulate(request.problem, actions, request.device, schedule=schedule))

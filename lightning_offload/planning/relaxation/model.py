@@ -344,7 +344,7 @@ class Copies:
     def _make_buffers(self) -> None:
         """A copy under way takes its whole buffer."""
         out, back = out_rates(self._case.device), in_rates(self._case.device)
-        buffers = Buffers(self._program, self._case.items, self._clock, self._swap, self._sizes)
+        buffers = BufferRows(self._program, self._case.items, self._clock, self._swap, self._sizes)
         for g, held in enumerate(buffers.outgoing(min(out.link, out.disk) * self._scale)):
             if held:
                 self._program.at_most([*held, (self.outgoing[g], -1.0)], 0.0)
@@ -353,7 +353,7 @@ class Copies:
                 self._program.at_most([*held, (self.incoming[g], -1.0), *scaled(self._early[g], -1.0)], 0.0)
 
 
-class Buffers:
+class BufferRows:
     """WriteBarrier the rows.
 
     Args:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_offload.cli.search import largest_from, largest_within, most_efficient, smallest_within
+from lightning_offload.cli.batch_search import largest_from, largest_within, most_efficient, smallest_within
 
 
 def counted(function: Callable[[int], float]) -> tuple[Callable[[int], float], set[int]]:
