@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError
 from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
 from lightning_offload.graph.host_layout import Layout, plan_layout
-from lightning_offload.planning import policies
+from lightning_offload.planning import planner
 from lightning_offload.planning.planner import POLICIES, check_policy, plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
@@ -173,7 +173,7 @@ def test_layout_of_a_plan_fits_the_host(monkeypatch: pytest.MonkeyPatch) -> None
         layout = plan_layout(graph, made)
         return Layout(offsets=layout.offsets, tier_bytes={"host": layout.tier_bytes["host"] + 4096, "disk": 0})
 
-    monkeypatch.setattr(policies, "plan_layout", wasteful)
+    monkeypatch.setattr(planner, "plan_layout", wasteful)
     assert plan(net, short, None, policy="all-swap").predicted_host_bytes == 3 * 4096
     # Where no plan with less on the host is within the budget, the first one stands: offsets are hints.
     low = _floor_of(net, short, "all-swap")
