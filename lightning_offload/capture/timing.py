@@ -89,7 +89,7 @@ class DeviceClock(OpClock):
         self._device = indexed(device)
         self._mark = mark or record_event
         self._synchronize = synchronize or torch.accelerator.synchronize
-        self._open = _Open()
+        self._open = _OpMark()
         self._spans: list[_Span] = []
         self._seconds: list[float] = []
 
@@ -112,7 +112,7 @@ class DeviceClock(OpClock):
         return self._seconds
 
 
-class _Open(threading.local):
+class _OpMark(threading.local):
     """The mark before the op that a thread runs: autograd has a thread for each device."""
 
     start: Mark | None = None

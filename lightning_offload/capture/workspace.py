@@ -63,7 +63,7 @@ class OpMemory:
         self.allocated_bytes = 0
         self._stats = stats
         self._peak_bytes = 0
-        self._open = _Open()
+        self._open = _BeforeOp()
 
     @property
     def peak_bytes(self) -> int:
@@ -89,7 +89,7 @@ class OpMemory:
         return 0 if before is None else max(0, peak - max(before, self.allocated_bytes))
 
 
-class _Open(threading.local):
+class _BeforeOp(threading.local):
     """What was allocated before the op that a thread runs: autograd has a thread for each device."""
 
     before_bytes: int | None = None

@@ -191,7 +191,7 @@ def scale(
         buckets = (Bucket(num_bytes=profile.gradient_bytes, ready_seconds=profile.step_seconds),)
     costs = [exchange_cost(bucket.num_bytes, place, algorithm) for bucket in buckets]
     is_shared = any(cost.link_bytes for cost in costs) and profile.host_link_bytes_per_second < math.inf
-    link = _Link(profile.copies if is_shared else ())
+    link = _CopiesOnLink(profile.copies if is_shared else ())
     now = 0.0
     for bucket, cost in zip(buckets, costs, strict=True):
         start = max(now, bucket.ready_seconds)
@@ -227,7 +227,7 @@ def scaling(
     )
 
 
-class _Link:
+class _CopiesOnLink:
     """When a link is free of copies.
 
     Args:

@@ -155,7 +155,7 @@ class _Walk:
 
     def __init__(self, problem: Problem, device: DeviceSpec, tiers: dict[int, Tier], simulated: Timeline) -> None:
         self._problem, self._device, self._tiers, self._simulated = problem, device, tiers, simulated
-        self._links = {"out": _Link(out_rates(device)), "in": _Link(in_rates(device))}
+        self._links = {"out": _LinkClock(out_rates(device)), "in": _LinkClock(in_rates(device))}
         self._spans: list[Span] = []
         self._back: set[int] = set()
         self._backward_tick = next((op.tick for op in problem.graph.ops if op.phase == "backward"), -1)
@@ -307,7 +307,7 @@ class _Event:
 
 
 @dataclasses.dataclass(slots=True)
-class _Link:
+class _LinkClock:
     """When the link of a direction is busy."""
 
     rates: Rates

@@ -45,7 +45,7 @@ class ModuleMemoryPlugin(MemoryPlugin):
         """What a framework's adapter has to take back on :meth:`detach`."""
         self._followed: dict[int, weakref.ref[nn.Module]] = {}
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._open = _Open()
+        self._open = _OpenScopes()
         self._thread = threading.get_ident()
 
     @property
@@ -174,7 +174,7 @@ def _calling(frame: FrameType) -> tuple[FrameType, ...]:
     return (frame,) if frame.f_back is None else (frame, frame.f_back)
 
 
-class _Open(threading.local):
+class _OpenScopes(threading.local):
     def __init__(self) -> None:
         self.scopes: list[_Scope] = []
 

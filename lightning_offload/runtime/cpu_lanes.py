@@ -26,9 +26,9 @@ from lightning_offload.runtime.lanes import (
     DONE,
     Block,
     Copy,
+    CopyLanes,
     CpuMover,
     HostCopy,
-    Lanes,
     LaneTimes,
     done_copy,
     failed_copy,
@@ -185,7 +185,7 @@ SMALL_BYTES = 16 << 10
 Transfer = Callable[[torch.UntypedStorage, HostBlock], None]
 
 
-class CpuLanes(Lanes):
+class CpuLanes(CopyLanes):
     """The lanes of a CPU: a worker thread for each direction."""
 
     def __init__(self) -> None:

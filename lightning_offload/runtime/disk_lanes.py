@@ -28,7 +28,16 @@ from typing_extensions import override
 
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.cpu_lanes import Job, Worker
-from lightning_offload.runtime.lanes import Block, Copy, HostCopy, Lanes, LaneTimes, Mover, done_copy, without_frames
+from lightning_offload.runtime.lanes import (
+    Block,
+    Copy,
+    CopyLanes,
+    HostCopy,
+    LaneTimes,
+    Mover,
+    done_copy,
+    without_frames,
+)
 from lightning_offload.runtime.spill import DiskBlock
 from lightning_offload.runtime.spill_file import ALIGNMENT
 
@@ -309,7 +318,7 @@ CHUNK_BYTES = 8 << 20
 """Large enough for a disk's full rate; four of them are all the host memory that the tier takes."""
 
 
-class DiskLanes(Lanes):
+class DiskLanes(CopyLanes):
     """The lanes between a device and a spill file: two threads, and a few chunks of host memory.
 
     Args:

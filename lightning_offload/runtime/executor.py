@@ -233,7 +233,7 @@ class StepExecutor:
         handle.value = value
         handle.geometry = Geometry.of(tensor)
         handle.kept = None
-        emptied(tensor)  # the handle's witness from now on
+        emptied(tensor)  # the handle's version alias from now on
         value.note_handle(handle)
 
     # ---- saved tensors
@@ -367,7 +367,7 @@ class StepExecutor:
             self.observer.on_unpacked(handle.index, storage)
         if self.is_recomputing:
             self._table.hand_out(value, storage, handle)
-        return on_counter_of(handle.witness, handle.geometry.view(storage))
+        return on_counter_of(handle.version_alias, handle.geometry.view(storage))
 
     # ---- backward and the end
 

@@ -52,7 +52,7 @@ class LaneTimes:
     stall_seconds: float = 0.0
 
 
-class Lanes(abc.ABC):
+class CopyLanes(abc.ABC):
     """The two copy directions of a device."""
 
     @abc.abstractmethod
@@ -92,7 +92,7 @@ class Lanes(abc.ABC):
         """End threads; copies asked for later are made by the thread that asks."""
 
 
-class FakeLanes(Lanes):
+class FakeLanes(CopyLanes):
     """Lanes for FakeTensor steps, where there is nothing to copy."""
 
     @override

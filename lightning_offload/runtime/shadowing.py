@@ -57,14 +57,14 @@ class Shadowed:
         self.num_bytes[holder] = self.num_bytes.get(holder, 0) + size
 
 
-class _Open(threading.local):
+class _OpenHooks(threading.local):
     """The step that is open in a thread: what counts for it, and its own hooks."""
 
     shadowed: Shadowed | None = None
     pack: Callable[[Tensor], Any] | None = None
 
 
-_open = _Open()
+_open = _OpenHooks()
 _LOCK = threading.Lock()
 _num_open = 0
 _original_enter = saved_tensors_hooks.__enter__

@@ -25,7 +25,16 @@ import torch
 from typing_extensions import override
 
 from lightning_offload.runtime.host_pool import HostBlock
-from lightning_offload.runtime.lanes import Block, Copy, HostCopy, Lanes, LaneTimes, Mover, memory_bytes, storage_bytes
+from lightning_offload.runtime.lanes import (
+    Block,
+    Copy,
+    CopyLanes,
+    HostCopy,
+    LaneTimes,
+    Mover,
+    memory_bytes,
+    storage_bytes,
+)
 
 _EVENT_SECONDS = 3e-6  # between two events with nothing between them
 
@@ -256,7 +265,7 @@ def _part(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> torch.T
     return flat if num_bytes == storage.nbytes() else flat[offset : offset + num_bytes]
 
 
-class StreamLanes(Lanes):
+class StreamLanes(CopyLanes):
     """The lanes of an accelerator: a side stream for each direction.
 
     Args:

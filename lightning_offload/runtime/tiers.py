@@ -16,7 +16,7 @@ from lightning_offload.graph.memory_plan import Tier
 from lightning_offload.runtime.cpu_lanes import CpuLanes
 from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool, Slab
-from lightning_offload.runtime.lanes import Block, Copy, CpuMover, Lanes, LaneTimes, Mover, memory_bytes
+from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, CpuMover, LaneTimes, Mover, memory_bytes
 from lightning_offload.runtime.pinning import NotPinned, pinning_for
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
 from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
@@ -48,9 +48,9 @@ class Tiers:
 
     def __init__(
         self,
-        lanes: Lanes,
+        lanes: CopyLanes,
         host: HostPool | None = None,
-        disk_lanes: Lanes | None = None,
+        disk_lanes: CopyLanes | None = None,
         disk: DiskPool | None = None,
     ) -> None:
         self.lanes = lanes
@@ -149,17 +149,17 @@ class Tiers:
         if self.disk is not None:
             self.disk.trim()
 
-    def _all_lanes(self) -> list[Lanes]:
+    def _all_lanes(self) -> list[CopyLanes]:
         return [lanes for lanes in (self.lanes, self.disk_lanes) if lanes is not None]
 
-    def _lanes_of(self, block: Block) -> Lanes:
+    def _lanes_of(self, block: Block) -> CopyLanes:
         if isinstance(block, DiskBlock):
             assert self.disk_lanes is not None
             return self.disk_lanes
         return self.lanes
 
 
-def lanes_for(device: torch.device) -> Lanes:
+def lanes_for(device: torch.device) -> CopyLanes:
     """The lanes between a device and host memory."""
     return CpuLanes() if device.type == "cpu" else StreamLanes(StreamMover(device))
 

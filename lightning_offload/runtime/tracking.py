@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_offload.runtime.environment import environment_on
 from lightning_offload.runtime.program import OpStep
 from lightning_offload.runtime.replay import Unrecordable, record_call
-from lightning_offload.runtime.values import Call, LiveValue, ValueTable, witness_of
+from lightning_offload.runtime.values import Call, LiveValue, ValueTable, version_alias_of
 from lightning_offload.tensors.op_facts import Effects, OpFacts, is_at_hand, is_plain
 
 
@@ -122,7 +122,7 @@ class ValueTracker:
             storage = tensor.untyped_storage()
             value = LiveValue(-1, storage.nbytes())
             value.is_given = True
-            value.guards = ((witness_of(tensor), tensor._version),)
+            value.guards = ((version_alias_of(tensor), tensor._version),)
             self._table.follow(value, storage)
 
     def _is_replayable_after_write(self, tensor: Tensor) -> bool:

@@ -90,7 +90,7 @@ class LiveValue:
     @property
     def is_stale(self) -> bool:
         """Whether the memory it was made on was written since, out of our sight."""
-        return bool(self.guards) and any(witness._version != version for witness, version in self.guards)
+        return bool(self.guards) and any(version_alias._version != version for version_alias, version in self.guards)
 
     def keep_watch(self) -> None:
         """From now on writes may go unseen: be able to notice them, or do not rely on memory that may be written."""
@@ -99,9 +99,9 @@ class LiveValue:
         tensor = self.wrapper() if self.wrapper is not None else None
         handle = next((found for found in (handle() for handle in self.handles) if found is not None), None)
         if tensor is not None:
-            self.guards = ((witness_of(tensor), tensor._version),)
+            self.guards = ((version_alias_of(tensor), tensor._version),)
         elif handle is not None:
-            self.guards = ((handle.witness, handle.version),)
+            self.guards = ((handle.version_alias, handle.version),)
         elif self.block is not None or self.call is not None:
             self.leave_origin()
 
@@ -128,8 +128,8 @@ class LiveValue:
     def hand_out(self, handle: Handle) -> None:
         """Its memory goes to autograd through a handle, and perhaps to a program that writes it."""
         self.is_handed_out = True
-        if all(witness is not handle.witness for witness, _ in self.guards):
-            self.guards = (*self.guards, (handle.witness, handle.version))
+        if all(version_alias is not handle.version_alias for version_alias, _ in self.guards):
+            self.guards = (*self.guards, (handle.version_alias, handle.version))
 
     def forget_call(self, gone: object) -> None:
         """Let go of the call, and of all that is kept for it, if neither autograd nor a call will want the value.
@@ -219,11 +219,11 @@ class Handle:
         kept: The tensor itself, detached, where it is kept.
         value: What it reads; where the tensor is kept, only held for calls that read it too.
         geometry: How the saved tensor lies on the value's storage.
-        witness: Shares the saved tensor's version counter.
+        version_alias: Shares the saved tensor's version counter.
         version: The version that was saved.
     """
 
-    __slots__ = ("__weakref__", "geometry", "index", "kept", "lease", "observer", "value", "version", "witness")
+    __slots__ = ("__weakref__", "geometry", "index", "kept", "lease", "observer", "value", "version", "version_alias")
 
     def __init__(self, observer: StepObserver | None, lease: StepLiveness | None, index: int, tensor: Tensor) -> None:
         self.observer = observer
@@ -233,7 +233,7 @@ class Handle:
         self.kept: Tensor | None = None
         self.value: LiveValue | None = None
         self.geometry: Geometry | None = None
-        self.witness: Tensor = tensor
+        self.version_alias: Tensor = tensor
 
     def __del__(self) -> None:
         if self.observer is not None:
@@ -247,9 +247,9 @@ class Handle:
         Raises:
             RuntimeError: It was.
         """
-        if self.witness._version != self.version:
-            size = self.geometry.size if self.geometry is not None else self.witness.shape
-            raise_modified(self.witness, size, self.version)
+        if self.version_alias._version != self.version:
+            size = self.geometry.size if self.geometry is not None else self.version_alias.shape
+            raise_modified(self.version_alias, size, self.version)
 
 
 def raise_modified(tensor: Tensor, size: Sequence[int], version: int) -> NoReturn:
@@ -269,7 +269,7 @@ def raise_modified(tensor: Tensor, size: Sequence[int], version: int) -> NoRetur
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
-def witness_of(tensor: Tensor) -> Tensor:
+def version_alias_of(tensor: Tensor) -> Tensor:
     """A tensor without memory that shares another's version counter."""
     return emptied(detached(tensor))
 
@@ -280,11 +280,11 @@ def emptied(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def on_counter_of(witness: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor's memory behind a witness's version counter."""
+def on_counter_of(version_alias: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor's memory behind the version counter of an alias."""
     if isinstance(tensor, FakeTensor):  # has no memory to put there
         return tensor
-    shared = detached(witness)
+    shared = detached(version_alias)
     shared.data = tensor
     return shared
 

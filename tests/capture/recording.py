@@ -11,7 +11,7 @@ from lightning_offload.capture.recorder import Recorder
 from lightning_offload.graph import StepGraph
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
-from lightning_offload.runtime.lanes import FakeLanes, Lanes
+from lightning_offload.runtime.lanes import CopyLanes, FakeLanes
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.tensors.observer import StepObserver, observe_all
 from tests.runtime.inline import inline_lanes
@@ -19,7 +19,7 @@ from tests.runtime.inline import inline_lanes
 CPU = torch.device("cpu")
 
 
-def observe(step: Callable[[], Any], *observers: StepObserver, lanes: Lanes | None = None) -> None:
+def observe(step: Callable[[], Any], *observers: StepObserver, lanes: CopyLanes | None = None) -> None:
     """Run a step under the floor policy with observers."""
     executor = StepExecutor(
         device=CPU,

@@ -52,7 +52,7 @@ def test_measured_device_is_a_device_spec() -> None:
 
 
 def test_a_disk_is_measured_where_there_is_one() -> None:
-    """WriteBarrier come before reads, and their rates are part of the device."""
+    """Writes come before reads, and their rates are part of the device."""
     names = ("out", "in", "write", "read")
     order: list[str] = []
 

@@ -21,7 +21,7 @@ from lightning_offload.graph import DeviceSpec
 from lightning_offload.runtime import tiers
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import bypass_mode
-from lightning_offload.runtime.lanes import Block, Copy, Lanes, LaneTimes, storage_bytes
+from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, LaneTimes, storage_bytes
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
 from tests.runtime.fake_streams import FakeStreamMover
@@ -63,10 +63,10 @@ class Poison:
                 self.num_bytes += size
 
 
-class PoisonedLanes(Lanes):
+class PoisonedLanes(CopyLanes):
     """Lanes over others; see the module's docstring."""
 
-    def __init__(self, over: Lanes, poison: Poison) -> None:
+    def __init__(self, over: CopyLanes, poison: Poison) -> None:
         self._over = over
         self._poison = poison
 
@@ -123,7 +123,7 @@ def streaming(delays: Delays | None = None, *, seed: int = 0) -> Iterator[Poison
             delays(movers[-1])
         return movers[-1]
 
-    def lanes_for(device: torch.device) -> Lanes:
+    def lanes_for(device: torch.device) -> CopyLanes:
         return PoisonedLanes(StreamLanes(mover_for(device)), poison)
 
     dispatch, release, disk_lanes = StepExecutor.dispatch, Materializer.release, tiers.DiskLanes

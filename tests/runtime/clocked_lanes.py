@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.runtime import replay
 from lightning_offload.runtime import tracking as recording
-from lightning_offload.runtime.lanes import Block, Copy, Lanes, LaneTimes
+from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, LaneTimes
 from lightning_offload.runtime.values import Call
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import Effects, OpFacts
@@ -154,7 +154,7 @@ class _Direction:
         return taken
 
 
-class ClockedLanes(Lanes):
+class ClockedLanes(CopyLanes):
     """See the module's docstring.
 
     Args:
@@ -165,7 +165,11 @@ class ClockedLanes(Lanes):
     """
 
     def __init__(
-        self, clock: VirtualClock, over: Lanes, out_seconds: Callable[[int], float], in_seconds: Callable[[int], float]
+        self,
+        clock: VirtualClock,
+        over: CopyLanes,
+        out_seconds: Callable[[int], float],
+        in_seconds: Callable[[int], float],
     ) -> None:
         self._over = over
         self._out = _Direction(clock, out_seconds)

@@ -17,7 +17,7 @@ from lightning_offload.planning.problem import Problem, last_values
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import Lanes
+from lightning_offload.runtime.lanes import CopyLanes
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
@@ -76,7 +76,7 @@ class Ran:
 def executor_for(
     program: Program | None,
     *,
-    lanes: Lanes | None = None,
+    lanes: CopyLanes | None = None,
     pool: HostPool | None = None,
     observer: StepObserver | None = None,
     verify: bool = False,
@@ -90,7 +90,7 @@ def executor_for(
 
 
 @contextlib.contextmanager
-def under(program: Program | None, *, verify: bool = False, lanes: Lanes | None = None) -> Iterator[Ran]:
+def under(program: Program | None, *, verify: bool = False, lanes: CopyLanes | None = None) -> Iterator[Ran]:
     """Run what is inside as a step under a program."""
     pool, live = HostPool(), LiveBytes(CPU)
     tiers = Tiers(lanes or inline_lanes(), pool)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from lightning_offload.runtime.cpu_lanes import CpuLanes
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import Lanes
+from lightning_offload.runtime.lanes import CopyLanes
 from lightning_offload.runtime.tiers import Tiers
 
 
-def inline_lanes() -> Lanes:
+def inline_lanes() -> CopyLanes:
     """Closed lanes: they copy inline and have no threads."""
     lanes = CpuLanes()
     lanes.close()

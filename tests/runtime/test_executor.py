@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_offload.errors import StaleInputError
 from lightning_offload.graph import Decision
 from lightning_offload.runtime.cpu_lanes import CpuLanes
+from lightning_offload.runtime.executor import KeepingExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.program import Program, compile_plan
@@ -338,3 +339,88 @@ def test_replay_runs_before_an_update_of_what_it_reads() -> None:
         bias.mul_(2.0)
     loss.backward()
     assert gradients((x, bias)) == expected
+
+
+def short_vector() -> Tensor:
+    """A trainable vector."""
+    return torch.linspace(-1.0, 1.0, 300).requires_grad_()
+
+
+def step(x: Tensor) -> Tensor:
+    """A small step."""
+    return (x * 2.0).sin().exp().sum()
+
+
+def keeping(x: Tensor) -> KeepingExecutor:
+    """An executor for the small step."""
+    made = KeepingExecutor(compiled(lambda: step(x), "keep"))
+    x.grad = None
+    return made
+
+
+def test_step_is_exact_without_a_mode() -> None:
+    """Only the hooks are in force, and the step is the one that was planned."""
+    x = short_vector()
+    executor = keeping(x)
+    with executing(executor):
+        assert torch._C._len_torch_dispatch_stack() == 0
+        step(x).backward()
+    assert gradients((x,)) == plain(lambda: step(x), x)[:1]
+    assert not executor.has_deviated
+    assert executor.num_unpacks > 0
+
+
+@pytest.mark.parametrize("change", ["longer", "other size"])
+def test_another_structure_is_noticed(change: str) -> None:
+    """More saved tensors, or others, than were planned: noticed, and exact all the same."""
+    x = short_vector()
+    executor = keeping(x)
+
+    def other() -> Tensor:
+        return step(x.sin()) if change == "longer" else step(x[:200])
+
+    with executing(executor):
+        other().backward()
+    assert executor.has_deviated
+    assert gradients((x,)) == plain(other, x)[:1]
+
+
+def test_backward_is_announced_once() -> None:
+    """The first unpack of the step tells that backward has begun."""
+    x = short_vector()
+    executor, heard = keeping(x), []
+    executor.on_backward = lambda: heard.append(1)
+    with executing(executor):
+        loss = step(x)
+        assert heard == []
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert heard == [1]
+
+
+def test_modified_tensor_raises() -> None:
+    """The version check that hooks switch off is made up for."""
+    x = short_vector()
+    executor = keeping(x)
+    with executing(executor):
+        y = x * 2.0
+        out = y.sin().sum()
+        y.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+
+
+def test_nothing_leaks_without_backward() -> None:
+    """A result that saved itself is freed by reference counts alone when it is dropped."""
+    x = short_vector()
+    executor = keeping(x)
+    gc.collect()
+    gc.disable()
+    try:
+        with executing(executor):
+            y = (x * 2.0).exp()
+            memory = weakref.ref(y.untyped_storage())
+            del y
+        assert memory() is None
+    finally:
+        gc.enable()

@@ -13,15 +13,15 @@ import torch
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.cpu_lanes import SMALL_BYTES, CpuLanes
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.lanes import Copy, CpuMover, FakeLanes, HostCopy, Lanes, memory_bytes, storage_bytes
+from lightning_offload.runtime.lanes import Copy, CopyLanes, CpuMover, FakeLanes, HostCopy, memory_bytes, storage_bytes
 from lightning_offload.runtime.tiers import lanes_for
 from tests.runtime.inline import inline_lanes
 
-KINDS: dict[str, Callable[[], Lanes]] = {"cpu": CpuLanes, "inline": inline_lanes}
+KINDS: dict[str, Callable[[], CopyLanes]] = {"cpu": CpuLanes, "inline": inline_lanes}
 
 
 @pytest.fixture(params=KINDS)
-def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
+def lanes(request: pytest.FixtureRequest) -> Iterator[CopyLanes]:
     """Lanes of each kind that copies."""
     made = KINDS[request.param]()
     yield made
@@ -47,7 +47,7 @@ def bytes_in(block: HostBlock) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 63, 4096, 1 << 20])
-def test_bytes_go_out_and_come_back(lanes: Lanes, num_bytes: int) -> None:
+def test_bytes_go_out_and_come_back(lanes: CopyLanes, num_bytes: int) -> None:
     """A swap-out holds the storage's bytes, a swap-in gives them to another storage."""
     storage, block = storage_of(1, num_bytes), block_of(HostPool(), num_bytes)
     lanes.swap_out(storage, block).wait()
@@ -59,7 +59,7 @@ def test_bytes_go_out_and_come_back(lanes: Lanes, num_bytes: int) -> None:
     assert torch.equal(storage_bytes(back), storage_bytes(storage))
 
 
-def test_copies_of_one_direction_run_in_order(lanes: Lanes) -> None:
+def test_copies_of_one_direction_run_in_order(lanes: CopyLanes) -> None:
     """When the last of many copies to one block is done, so are all before it, and its bytes are there."""
     pool = HostPool()
     block = block_of(pool, 1 << 16)
