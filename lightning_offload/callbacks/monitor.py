@@ -71,7 +71,7 @@ class OffloadMonitorMixin(_CallbackBase):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """WriteBarrier the metrics of the step that just ended, if it is one to be logged."""
+        """Write the metrics of the step that just ended, if it is one to be logged."""
         memory = _memory_of(trainer)
         if memory is None or not memory.enabled:
             return

@@ -70,21 +70,20 @@ class Traffic:
 class GradientSyncOff:
     """While it is entered, models under DDP exchange nothing; counts what they would have.
 
+    Args:
+        allows_sync_batch_norm: Whether a model may have it: its ranks wait for one another within a step.
+
     Attributes:
         traffic: Of the model that ran last; None where none is under DDP.
+        num_exchanges: How often a model would have exchanged its gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, allows_sync_batch_norm: bool = False) -> None:
         self.traffic: Traffic | None = None
-        self._num_steps = 0
-        self._num_exchanges = 0
+        self.num_exchanges = 0
+        self._allows_sync_batch_norm = allows_sync_batch_norm
         self._hooks = contextlib.ExitStack()
         self._before: dict[int, dict[str, Any]] = {}
-
-    @property
-    def num_per_step(self) -> float:
-        """Exchanges of a step: less than one where gradients are accumulated without."""
-        return self._num_exchanges / max(1, self._num_steps)
 
     def __enter__(self) -> GradientSyncOff:
         self._hooks.callback(register_module_forward_pre_hook(self._withhold).remove)
@@ -99,14 +98,13 @@ class GradientSyncOff:
     def _withhold(self, module: nn.Module, _: Any) -> None:
         if not isinstance(module, DistributedDataParallel):
             return
-        if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        if not self._allows_sync_batch_norm and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
             raise UnsupportedError(
                 "a batch size cannot be tried with SyncBatchNorm: a rank that runs out of memory would leave the "
                 "others waiting; use batch norm without synchronisation, or set the batch size yourself"
             )
         if torch.is_grad_enabled():
-            self._num_steps += 1
-            self._num_exchanges += bool(module.require_backward_grad_sync)
+            self.num_exchanges += bool(module.require_backward_grad_sync)
             self.traffic = Traffic.of(module)
         before = {name: vars(module)[name] for name in _FLAGS if name in vars(module)}
         self._before[id(module)] = before

@@ -7,9 +7,9 @@
     train(model, data)
 
 The decorated function is called without the batch size. It is tried at several sizes, each time until it has made a
-few optimizer steps (see :mod:`lightning_offload.plugins.trial_runs`), and is then called once for real, from the very
+few optimizer steps (see :mod:`lightning_offload.tuning.runner`), and is then called once for real, from the very
 state in which it was found: what it is given, and what it uses by name, is put back after each trial, and so is the
-random state (see :mod:`lightning_offload.plugins.snapshot`). What it makes itself is made anew in each call, so
+random state (see :mod:`lightning_offload.tuning.snapshot`). What it makes itself is made anew in each call, so
 models, optimizers and dataloaders are best made inside; what it writes before its first optimizer steps (loggers,
 files) it writes in each trial.
 
@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,11 +35,12 @@ import torch
 from lightning_offload.errors import TuningError, UnsupportedError
 from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.tuning.function_host import FunctionHost
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
-from lightning_offload.tuning.search import SearchResult, find_batch_size
+from lightning_offload.tuning.runner import ENDED_EARLY, TrialRunner, TrialSettings
+from lightning_offload.tuning.search import SearchResult
 from lightning_offload.tuning.snapshot import Restore, take_snapshot
-from lightning_offload.tuning.step_timer import TrialSettings
-from lightning_offload.tuning.trial_runs import ENDED_EARLY, FunctionTrials
+from lightning_offload.tuning.trial import Trial
 
 
 def check_function(function: Any) -> None:
@@ -146,11 +146,6 @@ def _names(code: CodeType) -> set[str]:
 Remember = Callable[[Sequence[Any]], Restore]
 """Remembers what a framework knows of the objects that a function uses."""
 
-_MAX_TRIALS = 12
-_RECORDED_SHARE = 4
-"""Of so many trials one goes to a size that the performance model is fitted to."""
-_NO_TIME = 1e-9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
@@ -229,48 +224,29 @@ class EfficientBatchSize:
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SearchResult:
         used = [*args, *kwargs.values(), *variables_of(self._function)]
         restores = [take_snapshot(used), self._remember(used)]
-        agreement = _agreement()
+        agreement, options = _agreement(), self._options
+        host = FunctionHost(lambda size: self._function(size, *args, **kwargs), restores, self._settings.clock)
+        runner = TrialRunner(host, self._settings, agreement)
         try:
-            trials = FunctionTrials(
-                lambda size: self._function(size, *args, **kwargs), restores, self._settings, agreement
+            return runner.find(
+                first=options.starting_batch_size,
+                low=options.min_size,
+                high=options.max_size,
+                tolerance=options.tolerance,
+                max_trials=options.max_trials,
+                max_seconds=options.max_seconds,
             )
-            try:
-                return self._searched(trials, agreement)
-            except TuningError as error:
-                raise self._about_length(trials) or error from None
+        except TuningError as error:
+            raise self._about_length(runner.done) or error from None
         finally:
             if isinstance(agreement, GlooCoordinator):
                 agreement.close()  # which ends the wait of the others at once, if this rank fails
 
-    def _searched(self, trials: FunctionTrials, agreement: Coordinator) -> SearchResult:
-        options = self._options
-        began = time.monotonic()
-        predictions = trials.record(
-            options.starting_batch_size,
-            low=options.min_size,
-            high=options.max_size,
-            most=max(1, (options.max_trials or _MAX_TRIALS) // _RECORDED_SHARE),
-            until=None if options.max_seconds is None else began + options.max_seconds,
-        )
-        left = None if options.max_seconds is None else began + options.max_seconds - time.monotonic()
-        return find_batch_size(
-            trials.run,
-            init_size=options.starting_batch_size,
-            tolerance=options.tolerance,
-            min_size=options.min_size,
-            max_size=options.max_size,
-            max_trials=options.max_trials,
-            max_seconds=None if left is None else max(left, _NO_TIME),
-            predict=predictions.local if predictions.is_usable else None,
-            known=trials.done,
-            agreement=agreement,
-        )
-
-    def _about_length(self, trials: FunctionTrials) -> TuningError | None:
+    def _about_length(self, trials: Sequence[Trial]) -> TuningError | None:
         """What to say where no size was too large, but training too short at each."""
-        if not trials.done or any(trial.is_ok or ENDED_EARLY not in trial.reason for trial in trials.done):
+        if not trials or any(trial.is_ok or ENDED_EARLY not in trial.reason for trial in trials):
             return None
-        shortest = min(trials.done, key=lambda trial: trial.batch_size)
+        shortest = min(trials, key=lambda trial: trial.batch_size)
         return TuningError(
             f"`{self._name}` is too short to find a batch size with: at {shortest.batch_size}, {shortest.reason}; have "
             "it train longer, lower warmup_steps, or set the batch size yourself"

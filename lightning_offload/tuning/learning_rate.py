@@ -29,7 +29,7 @@ a gradient scaler skips, nor micro-batches that are accumulated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, Final, TypedDict, final
 
 from lightning_offload.errors import TuningError
@@ -82,12 +82,13 @@ def learning_rates(optimizer: Any) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def scale_optimizer(optimizer: Any, factor: float) -> tuple[float, ...]:
-    """Multiply the rates of all groups, and those between which a scheduler moves them.
+def scale_optimizer(optimizer: Any, factor: float, groups: Collection[int] | None = None) -> tuple[float, ...]:
+    """Multiply the rates of groups, and those between which a scheduler moves them.
 
     Args:
         optimizer: A torch optimizer, wrapped or not.
         factor: Positive and finite; 1 changes no bit.
+        groups: Numbers of the groups; None for all.
 
     Returns:
         The new rate of each group.
@@ -97,7 +98,8 @@ def scale_optimizer(optimizer: Any, factor: float) -> tuple[float, ...]:
     """
     check_factor(factor)
     learning_rates(optimizer)
-    slots = list(_slots(unwrapped(optimizer).param_groups))
+    chosen = [group for i, group in enumerate(unwrapped(optimizer).param_groups) if groups is None or i in groups]
+    slots = list(_slots(chosen))
     for group, key in slots:
         check_rate(check_rate(group[key]) * factor)
     tensors: set[int] = set()
@@ -109,7 +111,7 @@ def scale_optimizer(optimizer: Any, factor: float) -> tuple[float, ...]:
     return learning_rates(optimizer)
 
 
-def scale_scheduler(scheduler: Any, factor: float) -> None:
+def scale_scheduler(scheduler: Any, factor: float, groups: Collection[int] | None = None) -> None:
     """Multiply the rates that a scheduler starts from, for one that is not made anew.
 
     The floor of a decay (``eta_min``, ``min_lrs``) stays as the user set it.
@@ -117,6 +119,7 @@ def scale_scheduler(scheduler: Any, factor: float) -> None:
     Args:
         scheduler: A torch scheduler, wrapped or not, or one made of others.
         factor: Positive and finite.
+        groups: Numbers of its optimizer's groups; None for all.
 
     Raises:
         TuningError: The factor is not possible.
@@ -125,11 +128,12 @@ def scale_scheduler(scheduler: Any, factor: float) -> None:
     while hasattr(inner := getattr(scheduler, "scheduler", None), "step"):
         scheduler = inner
     for part in getattr(scheduler, "_schedulers", ()):
-        scale_scheduler(part, factor)
+        scale_scheduler(part, factor, groups)
     for name in ("base_lrs", "max_lrs", "_last_lr"):
         rates = getattr(scheduler, name, None)
-        if isinstance(rates, list):
-            setattr(scheduler, name, [rate * factor for rate in rates])
+        if isinstance(rates, list):  # a new one: that of a SequentialLR is its part's
+            scaled = [rate * factor if groups is None or i in groups else rate for i, rate in enumerate(rates)]
+            setattr(scheduler, name, scaled)
 
 
 def scale_in(group: Group, key: str, factor: float) -> None:

@@ -40,10 +40,11 @@ from lightning_offload.tuning.posterior import Estimate, pool
 from lightning_offload.tuning.ranks import Coordinator, SingleProcess
 from lightning_offload.tuning.trial import Predict, Prediction, Run, Trial
 
-__all__ = ["EndedBy", "SearchResult", "find_batch_size"]
+__all__ = ["MAX_TRIALS", "MAX_TRIALS_PREDICTED", "EndedBy", "SearchResult", "find_batch_size"]
 
-_MAX_TRIALS = 24
-_MAX_TRIALS_PREDICTED = 12
+MAX_TRIALS = 24
+MAX_TRIALS_PREDICTED = 12
+"""Trials of a search that is not told how many it may run: without a performance model, and with one."""
 
 EndedBy: TypeAlias = Literal["confidence", "trials", "seconds"]
 
@@ -125,23 +126,23 @@ def find_batch_size(
         trials=list(known),
     )
     while True:
-        order = agreement.decided(search.order)
-        if order.ended_by is not None:
-            return search.result(order)
-        search.obey(order, run)
+        decision = agreement.decided(search.next_decision)
+        if decision.ended_by is not None:
+            return search.result(decision)
+        search.run_trial(decision, run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
+class _Decision:
     """What rank 0 tells all ranks.
 
     Args:
-        decision: The choice so far and the size to try.
+        next_trial: The choice so far and the size to try.
         ended_by: Why the search has ended; None while it goes on.
         prediction: Of the size to try.
     """
 
-    decision: NextTrial
+    next_trial: NextTrial
     ended_by: EndedBy | None
     prediction: Prediction | None
 
@@ -163,45 +164,45 @@ class _Search:
     _began: float = 0.0
     _durations: dict[int, float] = field(default_factory=dict)
 
-    def order(self) -> _Order:
+    def next_decision(self) -> _Decision:
         """Decide what all ranks do next; called on rank 0 only."""
         if self._space is None:
             self._began = self.clock()
             self._space = self._asked()
-        decision = decide(self._space, self.trials)
-        size = decision.next_size
+        next_trial = decide(self._space, self.trials)
+        size = next_trial.next_size
         if size is None:
-            return _Order(decision=decision, ended_by="confidence", prediction=None)
+            return _Decision(next_trial=next_trial, ended_by="confidence", prediction=None)
         ended_by = self._ended_by(self._space, size)
         if ended_by is not None:
-            decision = decide(self._space, self.trials, may_grow=False)
-            return _Order(decision=decision, ended_by=ended_by, prediction=None)
+            next_trial = decide(self._space, self.trials, may_grow=False)
+            return _Decision(next_trial=next_trial, ended_by=ended_by, prediction=None)
         prediction = self.predict(size) if self.predict is not None else None
-        return _Order(decision=decision, ended_by=None, prediction=prediction)
+        return _Decision(next_trial=next_trial, ended_by=None, prediction=prediction)
 
-    def obey(self, order: _Order, run: Run) -> None:
-        """Run the trial that was ordered; called on every rank."""
-        size = order.decision.next_size
+    def run_trial(self, decision: _Decision, run: Run) -> None:
+        """Run the trial that was decided on; called on every rank."""
+        size = decision.next_trial.next_size
         assert size is not None  # the search has not ended
         began = self.clock()
         trial = run(size)
         self._durations[size] = self.clock() - began
         if trial.batch_size != size:
             raise TuningError(f"run({size}) returned a trial of batch size {trial.batch_size}: return that of {size}")
-        self.trials.append(_with_prediction(trial, order.prediction))
+        self.trials.append(_with_prediction(trial, decision.prediction))
 
-    def result(self, order: _Order) -> SearchResult:
+    def result(self, decision: _Decision) -> SearchResult:
         """Sum up; called on every rank.
 
         Raises:
             TuningError: No size was found to fit.
         """
-        best, ended_by = order.decision.best, order.ended_by
+        best, ended_by = decision.next_trial.best, decision.ended_by
         if best is None or ended_by is None:
             raise _no_size_fits(self.trials, self.min_size, ended_by)
         return SearchResult(
             batch_size=best,
-            confidence=order.decision.confidence,
+            confidence=decision.next_trial.confidence,
             trials=tuple(self.trials),
             estimates=tuple(pool(self.trials).values()),
             largest=max(trial.batch_size for trial in self.trials if trial.is_ok),
@@ -218,7 +219,7 @@ class _Search:
 
     def _ended_by(self, space: Space, size: int) -> EndedBy | None:
         """Say what forbids one more trial, of this size, if anything does."""
-        usual = _MAX_TRIALS if space.forecast is None else _MAX_TRIALS_PREDICTED
+        usual = MAX_TRIALS if space.forecast is None else MAX_TRIALS_PREDICTED
         if len(self.trials) >= (self.max_trials or usual):
             return "trials"
         if self.max_seconds is None:

@@ -191,7 +191,7 @@ def tune() -> None:
     assert size <= CAPACITY
     too_large = [trial for trial in tuned.result.trials if trial.batch_size > CAPACITY]
     assert too_large
-    assert {trial.reason for trial in too_large} == {"rank 1: CUDA out of memory."}
+    assert {trial.reason for trial in too_large} == {"rank 1: out of memory"}
     assert len(exchanges) == len(tuned.result.trials) - len(too_large)
     (added,) = {exchange.bucket_seconds for exchange in exchanges}  # the same in all trials
     assert len(added) == 1

@@ -19,11 +19,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_offload as lo
+from tests.callbacks.same_job import FIRST, MOST, STEPS, Job, by_decorator
 from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted
 
 EDGE = 12
+EXCHANGE_SECONDS = 3.0
 
 
 class Tight(Net):
@@ -113,6 +116,31 @@ def broken(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def alike(folder: Path) -> dict[str, Any]:
+    """The same job by the callback and by the decorator, where an exchange of gradients takes seconds."""
+    all_reduce = torch.distributed.all_reduce
+    clock = Clock()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        clock.now += EXCHANGE_SECONDS
+        return all_reduce(*args, **kwargs)
+
+    def seconds(batch_size: int) -> float:
+        return 1.0 + batch_size / 16
+
+    torch.distributed.all_reduce = slow
+    try:
+        finder = finder_of(clock, init_val=FIRST, max_val=MOST, lr_arg_name=None, steps_per_trial=STEPS)
+        make_trainer(folder, callbacks=[finder]).fit(Job(clock, seconds))
+        decorated = by_decorator(Job(clock, seconds), wrap=DistributedDataParallel)
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return {
+        name: {"batch_size": found.batch_size, "speeds": {t.batch_size: t.samples_per_second for t in found.trials}}
+        for name, found in (("callback", finder.result), ("decorator", decorated))
+    }
+
+
 CASES = {
     "plain": lambda folder: same(folder, dict),
     "bf16-accumulated": lambda folder: same(folder, lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 4}),
@@ -128,6 +156,7 @@ CASES = {
     "synchronised": lambda folder: same(folder, dict, Synchronised),
     "sharded": lambda folder: same(folder, lambda: {"strategy": ModelParallelStrategy(2, 1)}, Sharded),
     "broken": broken,
+    "alike": alike,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.ddp_job import EDGE
+from tests.callbacks.ddp_job import EDGE, EXCHANGE_SECONDS
 from tests.distributed.launching import run, torchrun
 
 JOB = Path(__file__).with_name("ddp_job.py")
@@ -90,3 +90,17 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:
     assert first["type"] == "TuningError"
     assert "rank 1" in first["text"]
     assert "mine" in first["text"]
+
+
+def test_the_exchange_of_gradients_counts_as_it_does_for_the_decorator(ranks: Ranks) -> None:
+    """Trials exchange nothing; what it would take is in the throughput of both, and both choose alike."""
+    first, second = (rank["alike"] for rank in ranks)
+    assert "error" not in first, first["error"]
+    assert first == second
+    callback, decorator = first["callback"], first["decorator"]
+    assert callback["batch_size"] == decorator["batch_size"]
+    for found in (callback, decorator):
+        for size, speed in found["speeds"].items():
+            # a single bucket is ready when backward ends, so all of its time is waited for
+            step_seconds = 1.0 + int(size) / 16 + EXCHANGE_SECONDS
+            assert speed == pytest.approx(2 * int(size) / step_seconds)

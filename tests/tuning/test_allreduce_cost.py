@@ -44,7 +44,7 @@ def test_withheld(static_graph: bool) -> None:
         with torch.no_grad():
             model(torch.ones(1, 2))
     assert reduced == []
-    assert withheld.num_per_step == 0.5
+    assert withheld.num_exchanges == 2
     assert withheld.traffic is not None
     assert (withheld.traffic.num_bytes, withheld.traffic.bucket_bytes) == (12, 25 << 20)
     assert model.require_backward_grad_sync

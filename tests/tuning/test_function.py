@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin, TuningError, UnsupportedError
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
-from lightning_offload.tuning import step_timer as step_meter
+from lightning_offload.tuning import runner
 from lightning_offload.tuning.function import find_efficient_batch_size
 from tests.plugins.training import net, rows
 from tests.quick_collections import quick_collections as quick_collections
@@ -22,7 +23,7 @@ from tests.tuning.trainings import Clock, Training
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of every trial, moved by the training function."""
     clock = Clock()
-    real = step_meter.TrialSettings
+    real = runner.TrialSettings
     monkeypatch.setattr(
         "lightning_offload.tuning.function.TrialSettings",
         lambda **keywords: real(**{**keywords, "clock": clock}),
@@ -274,3 +275,94 @@ def test_not_connected(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UnsupportedError, match="before the decorated function"):
         find_efficient_batch_size(Training(clock))()
+
+
+def test_batch_size_given() -> None:
+    """A call that gives the batch size, or misses an argument, is an error before anything is tried."""
+    called: list[int] = []
+
+    def train(batch_size: int, model: object) -> None:
+        called.append(batch_size)
+
+    for args in ((64, None), ()):
+        with pytest.raises(
+            TypeError, match=r"`train` cannot be called with these arguments .* leave out the batch size"
+        ):
+            find_efficient_batch_size(train)(*args)
+    with pytest.raises(TypeError, match="takes no argument"):
+        find_efficient_batch_size(lambda: None)()
+    with pytest.raises(TypeError, match="which only a keyword can give"):
+        find_efficient_batch_size(lambda *, batch_size: None)()
+    assert called == []
+
+
+def _generator(batch_size: int) -> Any:
+    yield batch_size
+
+
+async def _coroutine(batch_size: int) -> None: ...
+
+
+async def _asynchronous_generator(batch_size: int) -> Any:
+    yield batch_size
+
+
+class _AsynchronousCall:
+    async def __call__(self, batch_size: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (64, "64 is a int, not a training function"),
+        (_generator, "`_generator` does not train when it is called, it makes a generator"),
+        (functools.partial(_generator), "`_generator` does not train when it is called, it makes a generator"),
+        (_coroutine, "makes a coroutine"),
+        (_asynchronous_generator, "makes an asynchronous generator"),
+        (_AsynchronousCall(), "`_AsynchronousCall` does not train when it is called, it makes a coroutine"),
+        (staticmethod(print), "write @staticmethod above the decorator"),
+    ],
+)
+def test_not_a_function(function: Any, message: str) -> None:
+    """What cannot train when it is called is refused when it is decorated."""
+    with pytest.raises(TuningError, match=message):
+        find_efficient_batch_size(function)
+
+
+class Runner:
+    """Finds its batch size itself."""
+
+    @find_efficient_batch_size(starting_batch_size=4, min_size=4, max_size=4)
+    def train(self, batch_size: int, scale: float) -> tuple[int, float]:
+        """Its docstring."""
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(9):
+            model(torch.ones(batch_size, 2)).sum().backward()
+            optimizer.step()
+        return batch_size, scale
+
+
+def test_methods() -> None:
+    """A decorated method is called as a method, takes the batch size after `self`, and each object finds its own."""
+    one, other = Runner(), Runner()
+    assert one.train(0.5) == (4, 0.5)
+    assert one.train.result.batch_size == 4
+    assert other.train.result is None
+    assert Runner.train.result is None
+    assert (Runner.train.__name__, Runner.train.__doc__) == ("train", "Its docstring.")
+    with pytest.raises(TypeError, match="leave out the batch size"):
+        other.train(64, 0.5)
+
+
+def test_nowhere_to_keep_it() -> None:
+    """An object that cannot remember its size is told what to do."""
+
+    class Slotted:
+        __slots__ = ()
+
+        @find_efficient_batch_size
+        def train(self, batch_size: int) -> None: ...
+
+    with pytest.raises(UnsupportedError, match="`train` has nowhere to keep the batch size"):
+        _ = Slotted().train

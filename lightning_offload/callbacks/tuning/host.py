@@ -1,15 +1,8 @@
-"""Lightning as the host of trials: what runs a batch outside of its fit loop, records, times, and puts back.
-
-Trials of batch sizes: each rank runs and times a few steps, then all agree on what came of them.
-
-A trial begins with the model as it was, takes a batch of its size, warms up, and times steps. Running out of memory
-makes it a trial that is not ok; any other error is raised on every rank, once all have finished the trial.
+"""Lightning as the host of trials: what runs a batch outside of its fit loop, records, and puts back.
 
 Steps. `quiet` takes the Trainer's callbacks and loggers away and makes `log` do nothing, `TrainingSteps` then runs
 what the loop runs for a batch: transfer, forward, backward and, at the end of an accumulation window, the optimizer
-with gradient clipping and the GradScaler, through Lightning's own optimization loops and the model's hooks. Under DDP
-the wrapper stays out of the way and gradients are not reduced, so a rank that runs out of memory leaves no other
-waiting. Nothing here restores: see :mod:`lightning_offload.plugins.snapshot`.
+with gradient clipping and the GradScaler, through Lightning's own optimization loops and the model's hooks.
 
 Recording. Under an offload strategy its own memory plugin records, and what it has learned of sizes that are only
 tried is dropped afterwards. Under any other strategy a plugin of our own watches a few steps and is taken off before
@@ -17,8 +10,8 @@ any is timed; where it cannot (another kind of device, a precision plugin that c
 recording, and no prediction.
 
 Safety. A rank that runs out of memory leaves its step, and ranks that talk to it within theirs would wait for ever.
-Trials do not reduce gradients, so under DDP that is only so where the model or the strategy has collectives of its
-own: then what may not fit is predicted and not tried.
+Trials exchange no gradients, so under DDP that is only so where the model or the strategy has collectives of its own:
+then what may not fit is predicted and not tried.
 
 States. A trial needs what `configure_optimizers` and `train_dataloader` have set up (the model may keep its
 optimizers), but nothing of it may be left when the training begins, which makes them anew.
@@ -43,18 +36,15 @@ from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.strategies.precision import graft, ungraft
-from lightning_offload.tuning.predictions import LinePredictor, Recorded
+from lightning_offload.tuning.predictions import LinePredictor
+from lightning_offload.tuning.ranks import Coordinator
+from lightning_offload.tuning.runner import Seen, StepMeter
 from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
-from lightning_offload.tuning.trial import Prediction, Trial
+from lightning_offload.tuning.trial import Predict, Prediction, Trial
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-import gc
-
-from lightning_offload.tuning.ranks import Coordinator, agreed
-from lightning_offload.units import format_bytes
 
 _SHARE = 0.9  # of the budget that a prediction may fill
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
@@ -193,7 +183,6 @@ class Prepared(StateSnapshot):
 NUM_LEARNING_STEPS = 3
 """Steps of a new shape before its final plan: recorded, verified, measured."""
 
-_NUM_TIMED = 2
 _NO_LIMIT = 1 << 50
 _log = logging.getLogger(__name__)
 
@@ -225,13 +214,8 @@ class StepRecorder:
             else None
         )
 
-    @property
-    def policy(self) -> str:
-        """Who plans the steps."""
-        return self.memory.policy if self.memory is not None else "keep-all"
-
-    def record(self, step: Callable[[], float]) -> Recorded:
-        """Run a few steps and return what they showed.
+    def record(self, step: Callable[[], float]) -> Seen | None:
+        """Run a few steps under a plugin of our own and tell what they showed; None where none can watch.
 
         Args:
             step: Runs one and returns its duration.
@@ -240,29 +224,21 @@ class StepRecorder:
             torch.OutOfMemoryError: The device ran out of memory.
             BudgetInfeasibleError: No plan can meet the budget.
         """
-        if self.memory is not None:
-            return _with_time(self._record(self.memory, step), step)
         if not self._is_able:
-            return Recorded(planned=None, peak_bytes=None)
+            return None
         try:
             with self._watching(step) as memory:
-                recorded = self._record(memory, step)
+                for _ in range(NUM_LEARNING_STEPS):
+                    step()
+                seen = Seen.of(memory, step())
         except (torch.OutOfMemoryError, BudgetInfeasibleError):
             raise
         except Exception as error:
             # the plain steps that follow raise it again where it is the model's and not the recording's
             _log.debug("steps cannot be recorded, the search goes without predictions", exc_info=error)
             self._is_able = False
-            return Recorded(planned=None, peak_bytes=None)
-        return _with_time(recorded, step)
-
-    def _record(self, memory: MemoryPlugin, step: Callable[[], float]) -> Recorded:
-        for _ in range(NUM_LEARNING_STEPS):
-            step()
-        seconds = step()
-        report = memory.report()
-        fixed = max(0.0, seconds - (report.measured_step_seconds or seconds))
-        return Recorded(planned=report.planned, peak_bytes=report.measured_peak_bytes, fixed_seconds=fixed)
+            return None
+        return dataclasses.replace(seen, budget_bytes=self.budget_bytes)
 
     @contextlib.contextmanager
     def _watching(self, step: Callable[[], float]) -> Iterator[MemoryPlugin]:
@@ -279,18 +255,10 @@ class StepRecorder:
             ungraft(strategy.precision_plugin)
             memory.detach()
 
-    def peak_bytes(self) -> int | None:
-        """Peak of the steps that ran last, as the strategy's plugin measured it."""
-        return self.memory.report().measured_peak_bytes if self.memory is not None else None
-
     def forget(self) -> None:
         """Drop what the strategy's plugin has learned of the steps that were tried."""
         if self.memory is not None:
             self.memory.forget(keep=self._known)
-
-
-def _with_time(recorded: Recorded, step: Callable[[], float]) -> Recorded:
-    return dataclasses.replace(recorded, step_seconds=min(step() for _ in range(_NUM_TIMED)))
 
 
 Clock = Callable[[], float]
@@ -303,13 +271,12 @@ _STARTS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 @contextlib.contextmanager
 def quiet(trainer: Any, module: Any, package: str) -> Iterator[None]:
     """Nothing that a step does inside is logged, shown, saved or seen by a callback."""
-    callbacks, loggers, model, profiler = trainer.callbacks, trainer.loggers, trainer.strategy.model, trainer.profiler
+    callbacks, loggers, profiler = trainer.callbacks, trainer.loggers, trainer.profiler
     trainer.callbacks = []
     trainer.profiler = import_from(package, "profilers").PassThroughProfiler()
     trainer.loggers = [_silent_logger(package)(logger) for logger in loggers]
     for name in _LOGGING:
         object.__setattr__(module, name, _nothing)
-    trainer.strategy.model = _unwrapped(model)
     schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
     for scheduler in schedulers:
         scheduler.step = _nothing  # under manual optimization the model calls it, and its end would come too soon
@@ -318,7 +285,6 @@ def quiet(trainer: Any, module: Any, package: str) -> Iterator[None]:
     finally:
         for scheduler in schedulers:
             vars(scheduler).pop("step", None)
-        trainer.strategy.model = model
         trainer.callbacks = callbacks
         trainer.profiler = profiler
         trainer.loggers = loggers
@@ -343,10 +309,6 @@ def _silent_logger(package: str) -> Any:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """What is logged in a trial is not for anyone."""
-
-
-def _unwrapped(model: Any) -> Any:
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 class TrainingSteps:
@@ -422,11 +384,8 @@ class TrainingSteps:
             parameter.grad = None
 
 
-_NO_MEMORY = "out of memory"
-
-
-class TrialRunner:
-    """Runs trials on this rank and agrees on them with the others.
+class LightningHost:
+    """Trains with the steps of a Trainer, on this rank.
 
     Args:
         trainer: At the start of a fit, optimizers made.
@@ -436,12 +395,13 @@ class TrialRunner:
         make_batch: Makes a batch of a size, on the host.
         set_batch_size: Sets a size where the model keeps it.
         agreement: Between ranks.
-        steps_per_trial: Steps that are timed.
-        warmup_steps: Steps before them.
+        known_size: The largest size that the user is known to train with.
+        provoke_oom: What the user says of trials that run out of memory, if anything.
         clock: Tells seconds.
 
     Attributes:
-        has_collectives: Whether ranks talk to one another in a recorded step, the optimizer's part included.
+        recorder: Shows steps to a memory plugin.
+        decline: Why sizes that may not fit are predicted and not tried; empty where they are tried.
     """
 
     def __init__(
@@ -454,116 +414,78 @@ class TrialRunner:
         make_batch: Callable[[int], Any],
         set_batch_size: Callable[[int], None],
         agreement: Coordinator,
-        steps_per_trial: int,
-        warmup_steps: int,
-        clock: Callable[[], float],
+        known_size: int,
+        provoke_oom: bool | None,
+        clock: Clock,
     ) -> None:
         self.recorder = StepRecorder(trainer, module)
-        self.has_collectives = False
+        self.decline = reason_not_to_run_out(trainer, module, provoke_oom)
         self._trainer, self._module, self._package = trainer, module, package
         self._prepared = Prepared(start)
         self._plugin = StateSnapshot([trainer.precision_plugin])
         self._make_batch, self._set_batch_size = make_batch, set_batch_size
-        self._agreement = agreement
-        self._steps_per_trial, self._warmup_steps = steps_per_trial, warmup_steps
+        self._agreement, self._known_size = agreement, known_size
         self._steps = TrainingSteps(trainer, module, package, clock)
-        self._recorded: dict[int, Recorded] = {}
+        self._may_talk = provoke_oom is None and agreement.num_ranks > 1
+        self._has_talked = False
+
+    @property
+    def is_to_be_watched(self) -> bool:
+        """Whether a size that is known has to show first that ranks do not talk to one another within a step."""
+        return self._may_talk and not self.decline
+
+    def train(self, batch_size: int, meter: StepMeter) -> None:
+        """Run steps of this size until the meter has enough."""
+        self._set_batch_size(batch_size)
+        with quiet(self._trainer, self._module, self._package):
+            self._steps.begin()
+            batch = self._make_batch(batch_size)
+            is_alone = self.recorder.memory is None  # no plugin of the strategy's sees the steps
+            if is_alone and (meter.is_recorded or self._steps.device.type == "cpu"):  # which tells no peak itself
+                seen = self.recorder.record(lambda: self._step(batch))
+                if seen is not None:
+                    self._has_talked |= seen.recorded.has_collectives
+                    meter.note(seen)
+            while True:
+                num_before = meter.withheld.num_exchanges
+                seconds = self._step(batch)
+                num_exchanges = (meter.withheld.num_exchanges - num_before) / self._trainer.accumulate_grad_batches
+                meter.step_took(seconds, num_exchanges=num_exchanges)
+
+    def _step(self, batch: Any) -> float:
+        num_before = num_collectives()
+        seconds = self._steps.seconds(batch)
+        self._has_talked |= num_collectives() != num_before
+        return seconds
 
     def restore(self) -> None:
-        """Undo what all trials have done to model, data, loops, GradScaler and generators."""
+        """Undo what trials have done to model, data, loops, GradScaler and generators."""
         self._steps.drop_gradients()
         self._plugin.restore()
         self._prepared.restore()
 
-    def record(self, batch_size: int) -> Recorded | None:
-        """Record a step at a size on every rank; None where a rank has no memory for it."""
-        found, _ = self._together(batch_size, self._watched)
-        is_ok = self._agreement.is_true_on_all(found is not None)
-        if found is not None:
-            self._recorded[batch_size] = found
-        return found if is_ok else None
+    def refusal(self, batch_size: int, trials: Sequence[Trial], predict: Predict) -> str:
+        """A size is refused where it may not fit and a rank that runs out of memory would leave others waiting."""
+        ran = [trial.batch_size for trial in trials if trial.is_ok]
+        if self.is_to_be_watched and ran:
+            planned = self.recorder.memory.report().planned if self.recorder.memory is not None else None
+            self._has_talked |= planned is not None and planned.graph.has_collectives
+            self._may_talk = False
+            if not self._agreement.is_true_on_all(not self._has_talked):
+                self.decline = "the model has collectives of its own in a training step"
+        known_size = max([self._known_size, *ran])
+        if batch_size <= known_size or not (self.decline or self._may_talk):
+            return ""
+        safe = is_safe(
+            batch_size,
+            known_size=known_size,
+            predict=predict,
+            trials=trials,
+            budget_bytes=self.recorder.budget_bytes,
+            num_ranks=self._agreement.num_ranks,
+        )
+        return "" if self._agreement.is_true_on_all(safe) else "predicted not to fit, not tried"
 
-    def _watched(self, batch: Any) -> Recorded:
-        num_before = num_collectives()
-        found = self.recorder.record(lambda: self._steps.seconds(batch))
-        self.has_collectives |= found.has_collectives or num_collectives() != num_before
-        return found
-
-    def __call__(self, batch_size: int) -> Trial:
-        """Run the trial of a size; the same record is returned on every rank."""
-        trial, reason = self._together(batch_size, lambda batch: self._timed(batch_size, batch))
-        trial = trial or Trial(batch_size=batch_size, is_ok=False, reason=reason)
-        return agreed(trial, self._agreement)
-
-    def _together(self, batch_size: int, run: Callable[[Any], Any]) -> tuple[Any, str]:
-        """What `run` gives for a batch, or None and why there was no memory for it."""
-        found, reason, failure = None, "", None
-        try:
-            self.restore()
-            self._set_batch_size(batch_size)
-            with quiet(self._trainer, self._module, self._package):
-                self._steps.begin()
-                found = run(self._make_batch(batch_size))
-        except BudgetInfeasibleError as error:
-            reason = f"needs a budget of {format_bytes(error.floor_bytes)}"
-        except Exception as error:
-            if self._is_out_of_memory(error):
-                reason = _NO_MEMORY
-            else:
-                failure = error
-            release_frames(error)
-        self._clean_up(has_failed=bool(reason) or failure is not None)
-        self._agreement.raise_together(failure, f"the trial of batch size {batch_size}")
-        return found, reason
-
-    def _timed(self, batch_size: int, batch: Any) -> Trial:
-        device, recorder = self._steps.device, self.recorder
-        num_warmup = self._warmup_steps
-        if recorder.memory is not None:
-            # each size is a new shape of step to the plugin; what it records and verifies is no time to trust
-            num_warmup += NUM_LEARNING_STEPS
-        elif device.type == "cpu" and batch_size not in self._recorded:
-            self._recorded[batch_size] = recorder.record(lambda: self._steps.seconds(batch))
-        for _ in range(num_warmup):
-            self._steps.seconds(batch)
-        retries = _num_retries(device)
-        if device.type == "cuda" and recorder.memory is None:
-            torch.cuda.reset_peak_memory_stats(device)
-        seconds = tuple(self._steps.seconds(batch) for _ in range(self._steps_per_trial))
-        peak_bytes = self._peak_bytes(batch_size, device)
-        trial = Trial.from_steps(batch_size, seconds, peak_bytes=peak_bytes)
-        budget_bytes = recorder.budget_bytes if recorder.memory is not None else None
-        reason = ""
-        if _num_retries(device) > retries:
-            reason = "the allocator had to free its cache to go on: memory is as good as full"
-        elif budget_bytes is not None and peak_bytes is not None and peak_bytes > budget_bytes:
-            reason = f"peak above the budget of {format_bytes(budget_bytes)}"
-        if not reason:
-            return trial
-        return dataclasses.replace(trial, is_ok=False, samples_per_second=None, reason=reason)
-
-    def _peak_bytes(self, batch_size: int, device: torch.device) -> int | None:
-        if self.recorder.memory is not None:
-            return self.recorder.peak_bytes()
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device)
-        recorded = self._recorded.get(batch_size)
-        return recorded.peak_bytes if recorded is not None else None
-
-    def _is_out_of_memory(self, error: Exception) -> bool:
-        is_oom_error = import_from(self._package, "utilities.memory").is_oom_error
-        return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(is_oom_error(error))
-
-    def _clean_up(self, *, has_failed: bool) -> None:
-        self._steps.drop_gradients()
-        is_cuda = self._steps.device.type == "cuda"
-        if has_failed or is_cuda:
-            gc.collect()
-        if is_cuda:
-            torch.cuda.empty_cache()  # so that a trial's memory is not that of the one before it
-
-
-def _num_retries(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether an error says so, by Lightning's rules."""
+        return bool(import_from(self._package, "utilities.memory").is_oom_error(error))

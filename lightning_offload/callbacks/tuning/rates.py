@@ -13,16 +13,12 @@ from typing import Any
 
 import torch
 
-from lightning_offload.tuning.learning_rate import scale_in
+from lightning_offload.tuning.learning_rate import scale_optimizer, scale_scheduler
 
 __all__ = ["Place", "base_rates", "first_rate", "scale_groups", "stragglers"]
 
 Place = tuple[int, int]
 """A parameter group: the number of its optimizer, and its own there."""
-
-_RATES = ("lr", "initial_lr", "max_lr")
-_ONE_CYCLE = (*_RATES, "min_lr")
-_SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs")
 
 
 def base_rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[float]]:
@@ -60,25 +56,11 @@ def scale_groups(
     optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any], places: Sequence[Place], factor: float
 ) -> None:
     """Scale some groups, with what their schedulers have derived from their rates."""
-    for number, index in places:
-        optimizer = optimizers[number]
-        _scale_group(optimizer.param_groups[index], factor)
+    for number, optimizer in enumerate(optimizers):
+        groups = [index for of, index in places if of == number]
+        if not groups:
+            continue
+        scale_optimizer(optimizer, factor, groups)
         for scheduler in schedulers:
-            _scale_scheduler(scheduler, optimizer, index, factor)
-
-
-def _scale_group(group: dict[str, Any], factor: float) -> None:
-    for name in _ONE_CYCLE if all(name in group for name in _ONE_CYCLE) else _RATES:
-        if name in group:
-            scale_in(group, name, factor)
-
-
-def _scale_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, index: int, factor: float) -> None:
-    if getattr(scheduler, "optimizer", None) is not optimizer:
-        return
-    for name in _SCHEDULER_RATES:
-        rates = getattr(scheduler, name, None)
-        if isinstance(rates, list) and index < len(rates):
-            rates[index] = rates[index] * factor
-    for part in getattr(scheduler, "_schedulers", ()):
-        _scale_scheduler(part, optimizer, index, factor)
+            if getattr(scheduler, "optimizer", None) is optimizer:
+                scale_scheduler(scheduler, factor, groups)

@@ -181,11 +181,10 @@ class SearchProgress:
 
     Args:
         is_visible: Whether to show it at all.
-        total: Most trials that there can be.
     """
 
-    def __init__(self, is_visible: bool, total: int) -> None:
-        self._is_visible, self._total = is_visible, total
+    def __init__(self, is_visible: bool) -> None:
+        self._is_visible = is_visible
         self._progress: Any = None
         self._task: Any = None
 
@@ -199,19 +198,23 @@ class SearchProgress:
 
         columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
         with progress.Progress(*columns, progress.TimeElapsedColumn(), transient=True) as self._progress:
-            self._task = self._progress.add_task("Finding the efficient batch size", total=self._total)
+            self._task = self._progress.add_task("Finding the efficient batch size", total=None)
             try:
                 yield
             finally:
                 self._progress = None
 
-    def trying(self, batch_size: int) -> None:
-        """A trial begins."""
-        if self._progress is not None:
-            self._progress.update(self._task, description=f"Trying batch size {batch_size}")
+    @contextlib.contextmanager
+    def trying(self, batch_size: int, *, total: int) -> Iterator[None]:
+        """A trial takes place inside.
 
-    def tried(self) -> None:
-        """A trial ended."""
+        Args:
+            batch_size: Its size.
+            total: Most trials that there can be.
+        """
+        if self._progress is not None:
+            self._progress.update(self._task, description=f"Trying batch size {batch_size}", total=total)
+        yield
         if self._progress is not None:
             self._progress.advance(self._task)
 

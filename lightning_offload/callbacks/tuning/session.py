@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.host import Start, TrialRunner, is_safe, reason_not_to_run_out, roots_of
+from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
@@ -29,17 +29,14 @@ from lightning_offload.tuning.learning_rate import (
     rule_warning,
     scaled_learning_rates,
 )
-from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, pace_of
+from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
-from lightning_offload.tuning.search import SearchResult, find_batch_size
-from lightning_offload.tuning.trial import Trial
+from lightning_offload.tuning.runner import TrialRunner, TrialSettings
+from lightning_offload.tuning.search import SearchResult
 
 __all__ = ["Session"]
 
 _TRAINER_STATE = ("val_check_batch", "should_stop", "_train_start_time", "_last_val_time")
-_MAX_TRIALS, _MAX_TRIALS_PREDICTED = 24, 12
-_NUM_RECORDED = 3
-_SMALLEST_RECORDED = 2  # libraries take shortcuts for a single sample
 
 
 class Session:
@@ -68,9 +65,6 @@ class Session:
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
         self._agreement: Coordinator = SingleProcess()
-        self._decline = ""
-        self._known_size = targets.base_size
-        self._trials: list[Trial] = []
         self._start = Start.now(roots_of(trainer, module, targets.loaders))
         self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
 
@@ -112,19 +106,46 @@ class Session:
             lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
         bounds = sampler.bounds(self._module, self._agreement)
-        runner = TrialRunner(
+        host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
             set_batch_size=self._targets.set_batch_size, agreement=self._agreement,
-            steps_per_trial=options.steps_per_trial, warmup_steps=options.warmup_steps, clock=self._clock,
+            known_size=self._targets.base_size, provoke_oom=options.provoke_oom, clock=self._clock,
         )  # fmt: skip
         try:
-            predictions = self._predictions(runner, bounds)
-            found = self._search(runner, predictions, bounds)
+            predictions, found = self._found(host, bounds)
             (size,) = map(int, self._agreement.smallest([sampler.without_single(found.batch_size, bounds[0])]))
-            return self._result(size, found, predictions, runner.recorder.budget_bytes, bounds)
+            return self._result(size, found, predictions, host, bounds)
         finally:
-            runner.restore()
-            runner.recorder.forget()
+            host.restore()
+            host.recorder.forget()
+
+    def _found(self, host: LightningHost, bounds: Bounds) -> tuple[Predictions, SearchResult]:
+        options, memory = self._options, host.recorder.memory
+        settings = TrialSettings(
+            # each size is a new shape of step to a plugin; what it records and verifies is no time to trust
+            warmup_steps=options.warmup_steps + (NUM_LEARNING_STEPS if memory is not None else 0),
+            timed_steps=options.steps_per_trial,
+            memory=memory,
+            clock=self._clock,
+            is_out_of_memory=host.is_out_of_memory,
+            allows_sync_batch_norm=True,
+        )
+        progress = SearchProgress(self._is_visible)
+        runner = TrialRunner(
+            host, settings, self._agreement, shown=lambda size: progress.trying(size, total=runner.max_trials)
+        )
+        smallest, largest, first = bounds
+        with progress.shown():
+            found = runner.find(
+                first=first,
+                begin=min(first, self._targets.base_size) if host.is_to_be_watched else first,
+                low=smallest,
+                high=largest,
+                tolerance=options.tolerance,
+                max_trials=None,
+                max_seconds=options.max_seconds,
+            )
+        return runner.predictions, found
 
     def _check_optimizers(self) -> None:
         optimizers = self._trainer.optimizers
@@ -134,77 +155,12 @@ class Session:
                 " training, return one"
             )
 
-    def _predictions(self, runner: TrialRunner, bounds: Bounds) -> Predictions:
-        """Record a few sizes and fit the performance model to them."""
-        provoke = self._options.provoke_oom
-        self._decline = reason_not_to_run_out(self._trainer, self._module, provoke)
-        smallest, largest, first = bounds
-        recorded: dict[int, Recorded] = {}
-        may_talk = provoke is None and self._agreement.num_ranks > 1  # until a step of a known size has shown it
-        begin = min(first, self._known_size) if may_talk else first
-        for size in filter(None, dict.fromkeys((begin, first, 2 * first, first // 2, 4 * first))):
-            is_wanted = max(_SMALLEST_RECORDED, smallest) <= size <= largest and len(recorded) < _NUM_RECORDED
-            if not (is_wanted or may_talk) or ((self._decline or may_talk) and size > self._known_size):
-                continue  # where no rank may run out of memory, only what the user runs anyway, and less
-            found = runner.record(size)
-            if found is None:
-                continue
-            may_talk = False
-            if is_wanted:
-                recorded[size] = found
-            self._known_size = max(self._known_size, size)
-            if not self._decline and provoke is None and not self._agreement.is_true_on_all(not runner.has_collectives):
-                self._decline = "the model has collectives of its own in a training step"
-        num_ranks, recorder = self._agreement.num_ranks, runner.recorder
-        predictor = fit_predictor(
-            recorded, budget_bytes=recorder.budget_bytes, policy=recorder.policy, num_ranks=num_ranks
-        )
-        return Predictions(predictor, self._agreement, pace_of(predictor, recorded, num_ranks))
-
-    def _search(self, runner: TrialRunner, predictions: Predictions, bounds: Bounds) -> SearchResult:
-        most = _MAX_TRIALS_PREDICTED if predictions.is_usable else _MAX_TRIALS
-        progress = SearchProgress(self._is_visible, most)
-        smallest, largest, first = bounds
-
-        def run(batch_size: int) -> Trial:
-            progress.trying(batch_size)
-            if self._decline and not self._is_safe(batch_size, runner, predictions):
-                trial = Trial(batch_size=batch_size, is_ok=False, reason="predicted not to fit, not tried")
-            else:
-                trial = runner(batch_size)
-            self._trials.append(trial)
-            progress.tried()
-            return trial
-
-        with progress.shown():
-            return find_batch_size(
-                run,
-                min_size=smallest,
-                max_size=largest,
-                init_size=first,
-                tolerance=self._options.tolerance,
-                predict=predictions.local if predictions.is_usable else None,
-                max_seconds=self._options.max_seconds,
-                clock=self._clock,
-                agreement=self._agreement,
-            )
-
-    def _is_safe(self, batch_size: int, runner: TrialRunner, predictions: Predictions) -> bool:
-        safe = is_safe(
-            batch_size,
-            known_size=self._known_size,
-            predict=predictions,
-            trials=self._trials,
-            budget_bytes=runner.recorder.budget_bytes,
-            num_ranks=self._agreement.num_ranks,
-        )
-        return self._agreement.is_true_on_all(safe)
-
     # ---- what is found
 
     def _result(
-        self, size: int, found: SearchResult, predictions: Predictions, budget_bytes: int | None, bounds: Bounds
+        self, size: int, found: SearchResult, predictions: Predictions, host: LightningHost, bounds: Bounds
     ) -> TuningResult:
+        budget_bytes = host.recorder.budget_bytes
         factor, rate, base = self._learning_rate(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
@@ -228,18 +184,8 @@ class Session:
                 next(each.samples_per_second for each in found.estimates if each.batch_size == found.batch_size),
                 accumulation=self._trainer.accumulate_grad_batches,
             ),
-            note=self._note(size, found),
+            note=_note(size, found, host.decline),
         )
-
-    def _note(self, size: int, found: SearchResult) -> str:
-        notes = []
-        if size != found.batch_size:
-            notes.append(f"Not {found.batch_size}: its last batch is one sample, which batch norm cannot train on.")
-        if self._decline:
-            notes.append(f"Sizes that may not fit were predicted, not tried: {self._decline}.")
-        if found.is_exhausted:
-            notes.append(f"The search ran out of {found.ended_by} before it was sure ({found.confidence:.0%}).")
-        return " ".join(notes)
 
     def _effective(self, batch_size: int) -> int:
         return effective_batch(batch_size, self._trainer.world_size, self._trainer.accumulate_grad_batches)
@@ -294,3 +240,14 @@ class Session:
         places = stragglers(strategy.optimizers, before, factor)
         scale_groups(strategy.optimizers, schedulers, places, factor)
         return places
+
+
+def _note(size: int, found: SearchResult, decline: str) -> str:
+    notes = []
+    if size != found.batch_size:
+        notes.append(f"Not {found.batch_size}: its last batch is one sample, which batch norm cannot train on.")
+    if decline:
+        notes.append(f"Sizes that may not fit were predicted, not tried: {decline}.")
+    if found.is_exhausted:
+        notes.append(f"The search ran out of {found.ended_by} before it was sure ({found.confidence:.0%}).")
+    return " ".join(notes)

@@ -14,13 +14,17 @@ from torch.nn.modules import module as nn_module
 
 from lightning_offload import BudgetInfeasibleError, MemoryPlugin, TuningError
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
-from lightning_offload.tuning.ranks import SingleProcess
-from lightning_offload.tuning.step_timer import RankStatus, TrialSettings
+from lightning_offload.tuning.function_host import FunctionHost
+from lightning_offload.tuning.ranks import Coordinator, SingleProcess
+from lightning_offload.tuning.runner import RankStatus, TrialRunner, TrialSettings
 from lightning_offload.tuning.trial import Trial
-from lightning_offload.tuning.trial_runs import run_trial
 from tests.plugins.training import Net, rows
 from tests.quick_collections import quick_collections as quick_collections
 from tests.tuning.trainings import Clock, Training
+
+
+def run_trial(train: Any, batch_size: int, settings: TrialSettings, agreement: Coordinator) -> Trial:
+    return TrialRunner(FunctionHost(train, (), settings.clock), settings, agreement).run(batch_size)
 
 
 def tried(training: Training, batch_size: int = 8, **settings: Any) -> Trial:
@@ -67,11 +71,12 @@ def test_two_optimizers() -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory.\nmore"), "CUDA out of memory."),
-        (BudgetInfeasibleError("too small", budget_bytes=1, floor_bytes=2, op="x"), "too small"),
-        (ValueError("mine: no room"), "mine: no room"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nmore"), "out of memory"),
+        (MemoryError(), "out of memory"),
+        (BudgetInfeasibleError("too small", budget_bytes=1, floor_bytes=2, op="x"), "needs a budget of 2 B"),
+        (ValueError("mine: no room\nmore"), "mine: no room"),
     ],
-    ids=["memory", "budget", "framework's"],
+    ids=["memory", "host memory", "budget", "framework's"],
 )
 def test_does_not_fit(error: Exception, reason: str) -> None:
     """What says that a size does not fit is a failed trial with the reason, and nothing of it stays alive."""
@@ -181,7 +186,7 @@ def test_peaks() -> None:
         )
     idle.detach()
     infeasible = run_trial(plugin_training(ModuleMemoryPlugin("4MiB")), 2048, TrialSettings(), SingleProcess())
-    assert "infeasible" in infeasible.reason
+    assert "needs a budget of" in infeasible.reason
 
 
 class Scripted(SingleProcess):

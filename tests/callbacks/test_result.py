@@ -18,7 +18,7 @@ from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.report.tuning_picture import save_tuning_png
 from lightning_offload.report.tuning_plot import Simulated, save_tuning_html, tuning_plots
-from lightning_offload.tuning.predictions import Recorded
+from lightning_offload.tuning.runner import Seen
 from lightning_offload.tuning.scaling import COLUMNS
 from lightning_offload.tuning.trial import Prediction, Trial
 from tests.callbacks.conftest import MakeTrainer
@@ -169,16 +169,16 @@ def test_more_devices_are_shown_where_their_links_are_known(
     make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU a second table says, labelled as simulated, what the chosen size would do on 1 to 1024 of them."""
-    original = StepRecorder._record
+    original = StepRecorder.record
 
-    def on_a_gpu(self: StepRecorder, *args: Any) -> Recorded:
-        recorded = original(self, *args)
-        assert recorded.planned is not None
-        return dataclasses.replace(
-            recorded, planned=dataclasses.replace(recorded.planned, device=device_spec("a100", dtype="float32"))
-        )
+    def on_a_gpu(self: StepRecorder, step: Any) -> Seen | None:
+        seen = original(self, step)
+        assert seen is not None
+        assert seen.recorded.planned is not None
+        planned = dataclasses.replace(seen.recorded.planned, device=device_spec("a100", dtype="float32"))
+        return dataclasses.replace(seen, recorded=dataclasses.replace(seen.recorded, planned=planned))
 
-    monkeypatch.setattr(StepRecorder, "_record", on_a_gpu)
+    monkeypatch.setattr(StepRecorder, "record", on_a_gpu)
     clock = Clock()
     finder = finder_of(clock)
     make_trainer(callbacks=[finder], max_epochs=1).fit(Net(clock=clock))

@@ -1,0 +1,510 @@
+"""Trials of a batch size: a few timed training steps on every rank, whatever trains, and the search over them.
+
+The one engine of the Lightning callback and of the decorator. What trains is a :class:`Host`: it trains at a size and
+tells a :class:`StepMeter` of each step, until that ends the trial by an exception which passes through whatever trains
+(a ``BaseException``: ``except Exception`` lets it through, ``finally`` and ``with`` run).
+
+Several ranks go in rounds: after each step, and when its host ends in any other way, a rank says how it fares, and all
+stop in the round in which one has to. DDP exchanges no gradients in trials, so that no rank waits for those of one that
+ran out of memory; what their exchange would add is measured between trials. Other collectives within a step remain
+unsafe where sizes may not fit: an out-of-memory error on one rank leaves the others waiting there. An error of one
+rank, whenever it comes, is an error on all.
+
+The first trials are *recorded* where a memory plugin shows their steps: a performance model is fitted to these, which
+predicts the sizes that are not tried. They are trials like any other to the search.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median
+from typing import Protocol
+
+import torch
+
+from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
+from lightning_offload.plugins.out_of_memory import release_frames
+from lightning_offload.tuning.allreduce_cost import Exchanges, GradientSyncOff
+from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, pace_of
+from lightning_offload.tuning.ranks import Coordinator, agreed
+from lightning_offload.tuning.search import MAX_TRIALS, MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
+from lightning_offload.tuning.trial import Predict, Trial
+from lightning_offload.units import format_bytes
+
+__all__ = ["ENDED_EARLY", "Host", "RankStatus", "Seen", "StepMeter", "TrialOver", "TrialRunner", "TrialSettings"]
+
+ENDED_EARLY = "training ended after"
+"""How the reason of a trial begins whose host returned before anything could be timed."""
+_STOPPED = "another rank stopped"
+_RECORDED_SHARE = 4
+"""Of so many trials one goes to a size that the performance model is fitted to."""
+_SMALLEST_RECORDED = 2  # libraries take shortcuts for a single sample
+_NO_TIME = 1e-9
+
+
+class TrialOver(BaseException):
+    """Ends a trial from inside whatever trains."""
+
+
+class RankStatus(IntEnum):
+    """How a rank fares in a round, from good to bad."""
+
+    GOES_ON = 0
+    HAS_ENOUGH = 1
+    ENDED = 2
+    DOES_NOT_FIT = 3
+    FAILED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialSettings:
+    """How long a trial is, and what it is measured with.
+
+    Attributes:
+        warmup_steps: Steps that are not timed.
+        timed_steps: Steps that are.
+        memory: A plugin whose peak and budget count, beside those that are attached and have steps in the trial.
+        clock: Seconds, from any start.
+        is_out_of_memory: Whether an error other than :class:`torch.OutOfMemoryError` says that a size does not fit.
+        allows_sync_batch_norm: Whether the host sees to it that no size is tried with it that may not fit.
+    """
+
+    warmup_steps: int = 4
+    timed_steps: int = 5
+    memory: MemoryPlugin | None = None
+    clock: Callable[[], float] = time.perf_counter
+    is_out_of_memory: Callable[[Exception], bool] = lambda _: False
+    allows_sync_batch_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a memory plugin tells of a trial's steps.
+
+    Attributes:
+        recorded: The step, its peak and its times.
+        policy: Who plans.
+        budget_bytes: The budget, None for no limit.
+    """
+
+    recorded: Recorded
+    policy: str
+    budget_bytes: int | None
+
+    @classmethod
+    def of(cls, memory: MemoryPlugin, step_seconds: float) -> Seen:
+        """Read a plugin.
+
+        Args:
+            memory: It measured the last step.
+            step_seconds: What that took.
+        """
+        report = memory.report()
+        recorded = Recorded(
+            planned=report.planned,
+            peak_bytes=report.measured_peak_bytes,
+            fixed_seconds=max(0.0, step_seconds - (report.measured_step_seconds or step_seconds)),
+            step_seconds=step_seconds,
+        )
+        return cls(recorded=recorded, policy=memory.policy, budget_bytes=memory.budget_bytes)
+
+
+class StepMeter:
+    """Collects the steps of one trial on this rank, and ends it once there are enough.
+
+    Args:
+        settings: How long the trial is.
+        agreement: Among the ranks.
+        is_recorded: Whether the host is to show a step to a memory plugin, if it can.
+
+    Attributes:
+        step_seconds: Of the timed steps.
+        num_steps: Steps so far, warm-up included.
+        peak_bytes: The largest after the warm-up; None where it is not known.
+        excess: Why the steps do not fit though none failed; empty where they do.
+        status: Of the worst rank in the round that ended the trial; None while it goes on.
+        seen: What a memory plugin told; None without one.
+        withheld: The exchanges of gradients that did not take place.
+    """
+
+    def __init__(self, settings: TrialSettings, agreement: Coordinator, *, is_recorded: bool = False) -> None:
+        self.step_seconds: list[float] = []
+        self.num_steps = 0
+        self.peak_bytes: int | None = None
+        self.excess = ""
+        self.status: RankStatus | None = None
+        self.seen: Seen | None = None
+        self.is_recorded = is_recorded
+        self.withheld = GradientSyncOff(allows_sync_batch_norm=settings.allows_sync_batch_norm)
+        self._settings = settings
+        self._agreement = agreement
+        self._exchanges: list[float] = []
+        self._num_before: weakref.WeakKeyDictionary[MemoryPlugin, int] = weakref.WeakKeyDictionary()
+        self._num_retries = 0
+
+    @property
+    def exchanges_per_step(self) -> float:
+        """Exchanges of gradients in a timed step: less than one where gradients are accumulated without."""
+        return sum(self._exchanges) / max(1, len(self._exchanges))
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure what trains inside."""
+        with self.withheld if self._agreement.num_ranks > 1 else contextlib.nullcontext():
+            self._num_before.update({each: each.report().num_steps for each in attached_plugins()})
+            self._watch_allocator()
+            yield
+
+    def note(self, seen: Seen) -> None:
+        """Take what a memory plugin of the host's own showed."""
+        self.seen = seen
+        self.peak_bytes = seen.recorded.peak_bytes
+
+    def step_took(self, seconds: float, *, num_exchanges: float = 0.0) -> None:
+        """Count a step that has ended.
+
+        Args:
+            seconds: What it took, the device's work included.
+            num_exchanges: How often :attr:`withheld` kept the model from exchanging its gradients in it.
+
+        Raises:
+            TrialOver: There are enough, or a rank has to stop.
+        """
+        if self.status is not None:
+            raise TrialOver  # what trains went on after it was stopped
+        settings = self._settings
+        self.num_steps += 1
+        if self.num_steps > settings.warmup_steps:
+            self.step_seconds.append(seconds)
+            self._exchanges.append(num_exchanges)
+            self._look_at_memory()
+        elif self.num_steps == settings.warmup_steps:
+            self._watch_allocator()
+        status = RankStatus.GOES_ON
+        if len(self.step_seconds) >= settings.timed_steps:
+            status = RankStatus.HAS_ENOUGH
+        if self.excess:
+            status = RankStatus.DOES_NOT_FIT
+        if self.ends(status) is not RankStatus.GOES_ON:
+            raise TrialOver
+
+    def ends(self, status: RankStatus) -> RankStatus:
+        """Tell the other ranks how this one fares; the worst of all."""
+        worst = RankStatus(int(self._agreement.largest([float(status)])[0]))
+        if worst is not RankStatus.GOES_ON:
+            self.status = worst
+        return worst
+
+    def _watch_allocator(self) -> None:
+        if _is_cuda_used():
+            torch.cuda.reset_peak_memory_stats()
+            self._num_retries = _num_retries()
+
+    def _look_at_memory(self) -> None:
+        """Read the peaks; the warm-up is over, so that plans are in force. A single plugin tells of its steps too."""
+        if _is_cuda_used():
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+            if _num_retries() > self._num_retries:
+                self.excess = "the allocator had to free its cache to go on: memory is as good as full"
+        given = [self._settings.memory] if self._settings.memory is not None else []
+        attached = [each for each in attached_plugins() if each.report().num_steps > self._num_before.get(each, 0)]
+        plugins = list({id(each): each for each in (*given, *attached)}.values())
+        for memory in plugins:
+            measured, budget = memory.report().measured_peak_bytes, memory.budget_bytes
+            if measured is None:
+                continue
+            self.peak_bytes = max(self.peak_bytes or 0, measured)
+            if budget is not None and measured > budget:
+                self.excess = f"peak {format_bytes(measured)} is above the budget {format_bytes(budget)}"
+        if len(plugins) == 1:
+            self.seen = Seen.of(plugins[0], self.step_seconds[-1])
+
+
+def _is_cuda_used() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _num_retries() -> int:
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
+class Host(Protocol):
+    """What trains in trials."""
+
+    def train(self, batch_size: int, meter: StepMeter) -> None:
+        """Train at a size and tell the meter of each step, until it raises :class:`TrialOver`.
+
+        Returning earlier is possible; what was timed until then counts. Whatever else is raised fails the trial where
+        it says that the size does not fit, and the search otherwise.
+        """
+
+    def restore(self) -> None:
+        """Put back whatever trials have changed. Called after each; not collective."""
+
+    def refusal(self, batch_size: int, trials: Sequence[Trial], predict: Predict) -> str:
+        """Why a size is not tried; empty where it is. Collective, and the same on every rank.
+
+        Args:
+            batch_size: The size.
+            trials: Those so far.
+            predict: Predicts any size, on all ranks; None where nothing can.
+        """
+
+
+class TrialRunner:
+    """The trials of one search.
+
+    Args:
+        host: What trains.
+        settings: How long a trial is.
+        agreement: Among the ranks.
+        shown: Entered around each trial, for whoever watches.
+
+    Attributes:
+        done: The trials that ran.
+        predictions: Of sizes that did not; empty before :meth:`find`.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        settings: TrialSettings,
+        agreement: Coordinator,
+        *,
+        shown: Callable[[int], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
+    ) -> None:
+        self.done: list[Trial] = []
+        self.predictions = Predictions(None, agreement)
+        self._host, self._settings, self._agreement, self._shown = host, settings, agreement, shown
+        self._exchanges = Exchanges(agreement, settings.clock)
+        self._seen: dict[int, Seen | None] = {}
+
+    @property
+    def max_trials(self) -> int:
+        """Most trials of a search that is not told of another number."""
+        return MAX_TRIALS_PREDICTED if self.predictions.is_usable else MAX_TRIALS
+
+    def find(
+        self,
+        *,
+        first: int,
+        begin: int | None = None,
+        low: int,
+        high: int | None,
+        tolerance: float,
+        max_trials: int | None,
+        max_seconds: float | None,
+    ) -> SearchResult:
+        """Find the efficiency-optimal size; every rank calls it, and all get the same.
+
+        Args:
+            first: Where the search begins.
+            begin: A smaller size to try before, to see what a step does; `first` unless given.
+            low: The smallest size allowed.
+            high: The largest, None for no limit.
+            tolerance: How much of the best throughput may be lost for a smaller size.
+            max_trials: Most trials, None for the usual number.
+            max_seconds: No trial begins that would probably end later; rank zero's clock counts.
+
+        Raises:
+            TuningError: No size was found to fit, or a rank failed.
+        """
+        clock = self._settings.clock
+        until = None if max_seconds is None else clock() + max_seconds
+        most = max(1, (max_trials or MAX_TRIALS_PREDICTED) // _RECORDED_SHARE)
+        self._record(first if begin is None else begin, first, low, high, most, until)
+        self.predictions = self._fitted()
+        return find_batch_size(
+            self.run,
+            init_size=first,
+            tolerance=tolerance,
+            min_size=low,
+            max_size=high,
+            max_trials=max_trials,
+            max_seconds=None if until is None else max(until - clock(), _NO_TIME),
+            predict=self.predictions.local if self.predictions.is_usable else None,
+            clock=clock,
+            known=self.done,
+            agreement=self._agreement,
+        )
+
+    def run(self, batch_size: int, *, is_recorded: bool = False) -> Trial:
+        """Try a size on every rank, unless the host refuses; each leaves with the same trial, and as it was.
+
+        Args:
+            batch_size: The size.
+            is_recorded: Whether a memory plugin is to see the steps, if any can.
+
+        Raises:
+            TuningError: Another rank failed.
+            Exception: Whatever the host raised on this one, unless it says that the size does not fit.
+        """
+        with self._shown(batch_size):
+            refusal = self._host.refusal(batch_size, self.done, self.predictions)
+            if refusal:
+                trial = Trial(batch_size=batch_size, is_ok=False, reason=refusal)
+            else:
+                trial = self._tried(batch_size, is_recorded=is_recorded)
+        self.done.append(trial)
+        return trial
+
+    # ---- recording
+
+    def _record(self, begin: int, first: int, low: int, high: int | None, most: int, until: float | None) -> None:
+        """Try a few sizes first, as long as a memory plugin shows their steps."""
+        waiting = list(dict.fromkeys((begin, first)))
+        fits: int | None = None
+        is_spread = False
+        while len(self._seen) < most and len(self.done) < 2 * most and not self._is_late(until):
+            if not waiting:
+                if fits is None or is_spread:
+                    return
+                smallest = max(low, _SMALLEST_RECORDED)
+                waiting = [size for size in (2 * fits, fits // 2, 4 * fits) if size >= smallest]
+                is_spread = True
+                continue
+            size = waiting.pop(0)
+            is_tried = any(trial.batch_size == size for trial in self.done)
+            if is_tried or size < low or (high is not None and size > high):
+                continue
+            if self._host.refusal(size, self.done, self.predictions):
+                continue  # it is no trial yet: the search may never come to it
+            if self.run(size, is_recorded=True).is_ok:
+                if not self._agreement.is_true_on_all(self._is_watched):
+                    return
+                fits = size
+            elif fits is None:
+                waiting = [size // 4]
+
+    def _is_late(self, until: float | None) -> bool:
+        if until is None or not self.done:
+            return False
+        return self._agreement.broadcast(self._settings.clock() >= until)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a plugin showed the steps of all trials that were ok."""
+        return all(each is not None and each.recorded.planned is not None for each in self._seen.values())
+
+    def _fitted(self) -> Predictions:
+        """Fit the performance model, if plugins have shown enough."""
+        agreement = self._agreement
+        seen = {size: each for size, each in self._seen.items() if each is not None}
+        recorded = {size: each.recorded for size, each in seen.items()}
+        predictor = None
+        if seen:
+            last = seen[max(seen)]
+            predictor = fit_predictor(
+                recorded, budget_bytes=last.budget_bytes, policy=last.policy, num_ranks=agreement.num_ranks
+            )
+        return Predictions(predictor, agreement, pace_of(predictor, recorded, agreement.num_ranks))
+
+    # ---- one trial
+
+    def _tried(self, batch_size: int, *, is_recorded: bool) -> Trial:
+        meter = StepMeter(self._settings, self._agreement, is_recorded=is_recorded)
+        try:
+            trial = self._measured(batch_size, meter)
+        except BaseException:
+            self._host.restore()
+            raise
+        self._agreement.together(self._host.restore, f"putting back what the trial of batch size {batch_size} changed")
+        if trial.is_ok:
+            self._seen[batch_size] = _at_speed(meter)
+        return trial
+
+    def _measured(self, batch_size: int, meter: StepMeter) -> Trial:
+        agreement = self._agreement
+        status, reason, failure = self._trained(batch_size, meter)
+        if meter.status is None:
+            meter.ends(status)
+        what = f"training at batch size {batch_size}"
+        agreement.raise_together(failure, what)  # whether it came before all had stopped, or after
+        if meter.status is RankStatus.FAILED:
+            raise TuningError(f"{what} failed on another rank: see its error")
+        own = _reason(meter, status, reason or meter.excess, self._settings)
+        is_ok = agreement.is_true_on_all(not own)
+        added = self._exposed_seconds(meter) if is_ok else 0.0
+        trial = agreed(_trial(batch_size, meter, own, added=added), agreement)
+        if is_ok or agreement.num_ranks == 1:
+            return trial
+        reasons = agreement.gather(own)  # the first rank that failed may have stopped for another
+        told = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each not in ("", _STOPPED)), None)
+        return dataclasses.replace(trial, reason=told or trial.reason)
+
+    def _trained(self, batch_size: int, meter: StepMeter) -> tuple[RankStatus, str, Exception | None]:
+        """Let the host train; how that ended, why the size does not fit, and what else was raised."""
+        status, reason, failure = RankStatus.ENDED, "", None
+        try:
+            with meter.measuring():
+                self._host.train(batch_size, meter)
+        except TrialOver as over:
+            status = RankStatus.HAS_ENOUGH
+            release_frames(over)
+        except Exception as error:
+            reason = _why_it_does_not_fit(error, self._settings)
+            if reason:
+                status = RankStatus.DOES_NOT_FIT
+                release_frames(error)
+            else:
+                status, failure = RankStatus.FAILED, error
+        finally:
+            if status is RankStatus.DOES_NOT_FIT or _is_cuda_used():
+                gc.collect()
+            if _is_cuda_used():
+                torch.cuda.empty_cache()  # so that a trial's memory is not that of the one before it
+        return status, reason, failure
+
+    def _exposed_seconds(self, meter: StepMeter) -> float:
+        """What exchanging the gradients would add to a step."""
+        if self._agreement.num_ranks == 1:
+            return 0.0
+        exchange = self._exchanges.of(meter.withheld.traffic)
+        return meter.exchanges_per_step * exchange.exposed_seconds(median(meter.step_seconds))
+
+
+def _why_it_does_not_fit(error: Exception, settings: TrialSettings) -> str:
+    """Why a size does not fit, by an error; empty where it says something else."""
+    if isinstance(error, BudgetInfeasibleError):
+        return f"needs a budget of {format_bytes(error.floor_bytes)}"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return "out of memory"
+    return str(error).partition("\n")[0] if settings.is_out_of_memory(error) else ""
+
+
+def _reason(meter: StepMeter, status: RankStatus, reason: str, settings: TrialSettings) -> str:
+    """Why the trial is not ok on this rank, where it ended so; empty where it is."""
+    if reason:
+        return reason
+    if meter.status is RankStatus.DOES_NOT_FIT:
+        return _STOPPED
+    if not meter.step_seconds:
+        needed = settings.warmup_steps + 1
+        early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps, a trial takes at least {needed}"
+        return early if status is RankStatus.ENDED else _STOPPED
+    return ""
+
+
+def _trial(batch_size: int, meter: StepMeter, reason: str, *, added: float) -> Trial:
+    seconds = tuple(each + added for each in meter.step_seconds)
+    if not reason:
+        return Trial.from_steps(batch_size, seconds, peak_bytes=meter.peak_bytes)
+    return Trial(
+        batch_size=batch_size, is_ok=False, peak_bytes=meter.peak_bytes, step_seconds=seconds, reason=reason
+    )  # fmt: skip
+
+
+def _at_speed(meter: StepMeter) -> Seen | None:
+    """What a plugin told, with the time of the steps that were timed."""
+    if meter.seen is None:
+        return None
+    recorded = dataclasses.replace(meter.seen.recorded, step_seconds=median(meter.step_seconds))
+    return dataclasses.replace(meter.seen, recorded=recorded)
