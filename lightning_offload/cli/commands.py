@@ -196,7 +196,7 @@ def _scale(
         str | None, typer.Option(metavar="SIZE", help="DDP's bucket_cap_mb. [default: 25MiB, the first one 1MiB]")
     ] = None,
     no_overlap: Annotated[
-        bool, typer.Option("--no-overlap", help="AllReduceCost all gradients at once after backward.")
+        bool, typer.Option("--no-overlap", help="Exchange all gradients at once after backward.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -5,24 +5,25 @@ The step is that of ``--graph``, of the file that ``plan`` writes beside the pla
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-from lightning_offload.cli.figures import as_rows, bytes_by_action, module_totals, predictions, saved_storages
-from lightning_offload.cli.output import console, note, progress, say, two_columns, write_json
+from lightning_offload.cli.output import console, note, progress, say, write_json
+from lightning_offload.cli.plan import NUM_SHOWN
 from lightning_offload.cli.setting import PlanOptions, check_options
-from lightning_offload.cli.tables import (
-    action_rows,
-    prediction_rows,
-    print_modules,
-    print_storages,
-    verdict,
-)
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-
-_NUM_SHOWN = 10
+from lightning_offload.report.plan_view import (
+    bytes_by_action,
+    costliest,
+    module_totals,
+    predictions,
+    stored_in,
+    verdict,
+)
+from lightning_offload.report.tables import action_rows, modules_table, prediction_rows, storages_table, two_columns
 
 
 def explain(path: Path, graph_path: Path | None, options: PlanOptions | None, *, as_json: bool) -> None:
@@ -95,18 +96,11 @@ def _payload(plan: MemoryPlan, graph: StepGraph | None) -> dict[str, Any]:
     payload = predictions(plan) | _counts(plan)
     if graph is None:
         return payload | {"storages": None, "modules": None}
-    saved = saved_storages(graph, plan)
+    saved = stored_in(graph, plan)
     payload |= {f"{action}_bytes": num_bytes for action, num_bytes in bytes_by_action(saved).items()}
-    modules = [
-        {
-            "module": total.module,
-            "keep_bytes": total.keep_bytes,
-            "swap_bytes": total.swap_bytes,
-            "recompute_bytes": total.recompute_bytes,
-        }
-        for total in module_totals(saved)
-    ]
-    return payload | {"storages": as_rows(saved), "modules": modules}
+    storages = [each.state_dict() for each in costliest(saved)]
+    modules = [dataclasses.asdict(total) for total in module_totals(saved)]
+    return payload | {"storages": storages, "modules": modules}
 
 
 def _print(path: Path, plan: MemoryPlan, graph: StepGraph | None) -> None:
@@ -125,8 +119,9 @@ def _print(path: Path, plan: MemoryPlan, graph: StepGraph | None) -> None:
         console().print(two_columns(rows))
         say("\nNames and sizes are in the step's graph: give --graph, or --model with its inputs.")
         return
-    saved = saved_storages(graph, plan)
+    saved = stored_in(graph, plan)
     rows += [(f"bytes {name}", text) for name, text in action_rows(plan, saved)]
     console().print(two_columns(rows))
-    print_storages(saved[:_NUM_SHOWN])
-    print_modules(module_totals(saved))
+    if saved:
+        console().print(storages_table(saved, NUM_SHOWN))
+    console().print(modules_table(saved))

@@ -11,8 +11,7 @@ import dataclasses
 from typing import Any
 
 from lightning_offload.cli.batch_search import largest_from, largest_within, most_efficient, smallest_within
-from lightning_offload.cli.figures import overhead
-from lightning_offload.cli.output import Tell, console, percent, progress, say, size, write_json
+from lightning_offload.cli.output import Tell, console, progress, say, write_json
 from lightning_offload.cli.plan import planned
 from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
 from lightning_offload.errors import BudgetInfeasibleError, UnsupportedError
@@ -20,6 +19,9 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
+from lightning_offload.report.plan_view import overhead
+from lightning_offload.report.scale import format_share
+from lightning_offload.report.tables import size
 from lightning_offload.units import format_bytes, format_seconds
 
 LAUNCH_SECONDS = 5e-6
@@ -216,6 +218,6 @@ def _cells(result: BatchResult | None) -> tuple[str, ...]:
         f"{result.batch_size:,}",
         f"{result.samples_per_second:,.1f}",
         format_seconds(result.predicted_step_seconds),
-        percent(result.overhead),
+        format_share(result.overhead),
         format_bytes(result.plain_peak_bytes),
     )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 Tell = Callable[[str], None]
 """Says what is being done now."""
@@ -77,30 +75,3 @@ def check_writable(option: str, path: Path | None) -> None:
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which is no folder"
         raise UnsupportedError(f"{option} {str(path)!r} {what}: name a file in a folder that exists")
-
-
-def two_columns(rows: Sequence[tuple[str, str]]) -> Table:
-    """A table of names and what they are."""
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(name, text)
-    return table
-
-
-def percent(fraction: float) -> str:
-    """A share or an excess, signed: "+3.4%"."""
-    return f"{100 * fraction:+.1f}%"
-
-
-def size(num_bytes: int | None) -> str:
-    """Bytes for a person; "no limit" for None."""
-    return "no limit" if num_bytes is None else format_bytes(num_bytes)
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person; "none" for 0."""
-    return "none" if seconds == 0 else format_seconds(seconds)

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_offload.cli.figures import (
-    as_rows,
-    bytes_by_action,
-    predictions,
-    saved_storages,
-)
-from lightning_offload.cli.output import check_writable, progress, say, write_file, write_json
+from lightning_offload.cli.output import check_writable, console, progress, say, write_file, write_json
 from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
-from lightning_offload.cli.tables import print_plan, print_storages
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import plan as make_plan
+from lightning_offload.report.plan_view import Stored, bytes_by_action, costliest, predictions, stored_in, verdict
+from lightning_offload.report.tables import action_rows, prediction_rows, size, storages_table, two_columns
 
 if TYPE_CHECKING:
     from lightning_offload.cli.workload import Captured
 
-_NUM_SHOWN = 10
+NUM_SHOWN = 10
+"""Storages that are listed by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +81,31 @@ def plan_step(options: PlanOptions, outputs: Outputs, *, as_json: bool) -> None:
         tell("writing files")
         write_outputs(outputs, captured.graph, plan, checked.device)
     seconds = {"capture_seconds": captured_at - begin, "planning_seconds": planned_at - captured_at}
-    saved = saved_storages(captured.graph, plan)
+    saved = stored_in(captured.graph, plan)
     if as_json:
         payload = checked.header | predictions(plan) | state_of(captured) | seconds
         payload |= {f"{action}_bytes": num_bytes for action, num_bytes in bytes_by_action(saved).items()}
-        write_json(payload | {"storages": as_rows(saved[:_NUM_SHOWN])} | outputs.paths())
+        write_json(
+            payload | {"storages": [each.state_dict() for each in costliest(saved)[:NUM_SHOWN]]} | outputs.paths()
+        )
         return
-    print_plan(checked, captured, plan, saved)
-    print_storages(saved[:_NUM_SHOWN])
+    _print(checked, captured, plan, saved)
     _print_files(outputs)
+
+
+def _print(checked: Checked, captured: Captured, plan: MemoryPlan, saved: Sequence[Stored]) -> None:
+    options, graph = checked.options, captured.graph
+    title = f"{options.target}, batch {options.batch_size}, {options.dtype} on {checked.device.name}: {verdict(plan)}"
+    say(title, style="bold")
+    state = (
+        f"{size(graph.persistent_bytes)} (parameters {size(captured.parameter_bytes)}, "
+        f"{options.optimizer} state {size(captured.optimizer_bytes)})"
+    )
+    step = f"{len(graph.ops):,} ops, {len(saved):,} saved storages"
+    rows = [("step", step), ("persistent state", state), *prediction_rows(plan), *action_rows(plan, saved)]
+    console().print(two_columns(rows))
+    if saved:
+        console().print(storages_table(saved, NUM_SHOWN))
 
 
 def planned(checked: Checked, graph: StepGraph, policy: str | None = None) -> MemoryPlan:

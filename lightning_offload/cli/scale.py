@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_offload.cli.figures import overhead, predictions
 from lightning_offload.cli.max_batch import LAUNCH_SECONDS
-from lightning_offload.cli.output import console, percent, progress, say, size, two_columns, write_json
+from lightning_offload.cli.output import console, progress, say, write_json
 from lightning_offload.cli.plan import planned, state_of
 from lightning_offload.cli.setting import Checked, PlanOptions, check_options
 from lightning_offload.errors import BudgetError, UnsupportedError
@@ -22,6 +21,9 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.cluster import Cluster, ClusterStep, StepProfile, profile_step, scaling
 from lightning_offload.planning.collectives import Choice, check_algorithm
 from lightning_offload.planning.gradients import BUCKET_BYTES, gradients_of
+from lightning_offload.report.plan_view import overhead, predictions
+from lightning_offload.report.scale import format_share
+from lightning_offload.report.tables import size, two_columns
 from lightning_offload.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -247,7 +249,10 @@ def _about(asked: _Asked, found: _Found) -> list[tuple[str, str]]:
     devices = _count(cluster.devices_per_node, "device")
     cards = _count(cluster.nics_per_node or cluster.devices_per_node, "card")
     rows = [
-        ("one device", f"{format_seconds(profile.step_seconds)} a step ({percent(overhead(plan))} for the budget)"),
+        (
+            "one device",
+            f"{format_seconds(profile.step_seconds)} a step ({format_share(overhead(plan))} for the budget)",
+        ),
         ("peak", f"{format_bytes(plan.predicted_peak_bytes)} of {size(plan.budget_bytes)}, with DDP's buckets"),
         ("gradients", f"{format_bytes(profile.gradient_bytes)} in {_count(len(profile.buckets), 'bucket')}"),
         ("within a node", f"{cluster.intra.title}, {_rate(cluster.intra)} a device, {devices}"),
@@ -274,7 +279,7 @@ def _how(asked: _Asked, rows: Sequence[ClusterStep]) -> str:
         if names:
             parts.append(f"{' and '.join(names)} from {next(group).num_devices:,} devices")
     how = ", ".join(parts) or "nothing to exchange on one device"
-    return f"AllReduceCost: {how}; {'overlapping backward' if asked.overlap else 'after backward, all at once'}."
+    return f"Exchange: {how}; {'overlapping backward' if asked.overlap else 'after backward, all at once'}."
 
 
 def _time(seconds: float) -> str:

@@ -5,9 +5,9 @@ It looks at graphs, plans and measured figures, and changes none of them.
 
 from __future__ import annotations
 
-from lightning_offload.report.data import MeasuredStep, PolicyOutcome, compare_policies
 from lightning_offload.report.page import save_plan_html
-from lightning_offload.report.text import comparison_table, render_text
+from lightning_offload.report.plan_view import MeasuredStep, PolicyOutcome, compare_policies
+from lightning_offload.report.tables import comparison_table, render_text
 from lightning_offload.report.trace import save_plan_trace
 
 __all__ = [

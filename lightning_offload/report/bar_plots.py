@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.report.data import MeasuredStep, PlanView, PolicyOutcome
+from lightning_offload.report.plan_view import MeasuredStep, PlanView, PolicyOutcome
 from lightning_offload.report.rows import module_rows
 from lightning_offload.report.scale import bytes_unit, escape, format_share, seconds_unit, shorten
 from lightning_offload.report.timeline_plots import MARGIN_LEFT, Plot

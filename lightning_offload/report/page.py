@@ -9,10 +9,10 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.report.bar_plots import measured_plot, modules_plot, policies_plot
-from lightning_offload.report.data import MeasuredStep, PlanView, PolicyOutcome, view_plan
 from lightning_offload.report.files import check_path, write_text
 from lightning_offload.report.html import make_page, plot_place, plotly_script, section
 from lightning_offload.report.page_parts import figures, footer, heading, lead, measured_table, storages_table
+from lightning_offload.report.plan_view import MeasuredStep, PlanView, PolicyOutcome, view_plan
 from lightning_offload.report.timeline_plots import Plot, lanes_plot, memory_plot
 
 __all__ = ["save_plan_html"]

@@ -9,11 +9,11 @@ from typing import get_args
 from lightning_offload._version import __version__
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action
 from lightning_offload.report.bar_plots import WORDS, measured_rows
-from lightning_offload.report.data import MeasuredStep, PlanView, Stored
+from lightning_offload.report.plan_view import MeasuredStep, PlanView, Stored
 from lightning_offload.report.scale import escape, format_share, or_dash
 from lightning_offload.units import format_bytes, format_seconds
 
-__all__ = ["figures", "footer", "heading", "lead", "measured_table", "storage_rows", "storages_table"]
+__all__ = ["figures", "footer", "heading", "in_words", "lead", "measured_table", "storages_table"]
 
 _NUM_STORAGES = 20
 _DOT = re.compile(r"(?<=\w)([._])(?=[A-Za-z_])")
@@ -33,7 +33,7 @@ def lead(view: PlanView) -> str:
     peak = f"The step peaks at {format_bytes(view.planned.peak_bytes)}"
     if saved > 0:
         share = saved / view.plain.peak_bytes
-        peak += f" in place of {format_bytes(view.plain.peak_bytes)}, {100 * share:.0f} % less"
+        peak += f" in place of {format_bytes(view.plain.peak_bytes)}, {100 * share:.0f}% less"
     else:
         peak += ", as with everything kept"
     time = f"takes {format_seconds(view.planned.step_seconds)} ({format_share(view.overhead)})"
@@ -71,7 +71,7 @@ def _figure_rows(view: PlanView) -> list[tuple[str, str, str, bool]]:
     disk = f"{format_bytes(plan.predicted_disk_bytes)} on disk" if plan.predicted_disk_bytes else "for swapped bytes"
     seconds = view.planned.stall_seconds
     stalls = f"{format_seconds(seconds)} of stalls" if seconds else "no stalls"
-    used = f"{100 * peak / budget:.1f} % of the budget" if budget else ""
+    used = f"{100 * peak / budget:.1f}% of the budget" if budget else ""
     return [
         ("budget", or_dash(budget, "bytes") if budget is not None else "none", f"on {view.device.name}", False),
         ("predicted peak", format_bytes(peak), _measured(measured_peak, "bytes") or used, over),
@@ -106,7 +106,7 @@ def _split(view: PlanView) -> str:
         return ""
     bars = "".join(f'<i class="{a}" style="width:{100 * size / total:.2f}%"></i>' for a, size in sizes.items())
     words = "".join(
-        f'<span><span class="dot {a}"></span>{WORDS[a]} {format_bytes(size)} ({100 * size / total:.0f} %)</span>'
+        f'<span><span class="dot {a}"></span>{WORDS[a]} {format_bytes(size)} ({100 * size / total:.0f}%)</span>'
         for a, size in sizes.items()
     )
     return (
@@ -131,29 +131,22 @@ def measured_table(view: PlanView) -> str:
 
 def storages_table(view: PlanView) -> str:
     """The largest saved storages."""
-    rows = [
-        [
-            _number(size),
-            f'<td class="name"><code>{escape(module)}</code></td>',
-            f'<td class="name"><code>{escape(op)}</code></td>',
-            f'<td class="short"><span class="dot {action}"></span>{escape(what)}</td>',
+    largest = sorted(view.stored, key=lambda stored: (-stored.num_bytes, stored.pack_tick))[:_NUM_STORAGES]
+    rows = []
+    for stored in largest:
+        what, how = in_words(stored)
+        rows.append([
+            _number(format_bytes(stored.num_bytes)),
+            f'<td class="name"><code>{escape(stored.module or "(no module)")}</code></td>',
+            f'<td class="name"><code>{escape(stored.op or "(input)")}</code></td>',
+            f'<td class="short"><span class="dot {stored.action}"></span>{escape(what)}</td>',
             _cell(how),
-        ]
-        for size, module, op, action, what, how in storage_rows(view)
-    ]
+        ])  # fmt: skip
     return _table(("size", "saved by", "made by", "decision", "how"), {0}, rows)
 
 
-def storage_rows(view: PlanView, num: int = _NUM_STORAGES) -> list[tuple[str, str, str, Action, str, str]]:
-    """The largest saved storages: size, module, op, action, and the decision in words, as plain text."""
-    largest = sorted(view.stored, key=lambda stored: (-stored.num_bytes, stored.pack_tick))[:num]
-    return [
-        (format_bytes(s.num_bytes), s.module or "(no module)", s.op or "(input)", s.action, *_decided(view, s))
-        for s in largest
-    ]
-
-
-def _decided(view: PlanView, stored: Stored) -> tuple[str, str]:
+def in_words(stored: Stored) -> tuple[str, str]:
+    """What a plan does with a storage, and how."""
     decision = stored.decision
     if decision is None or decision.action == "keep":
         return "kept", ""

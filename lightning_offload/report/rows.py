@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.report.data import Stored
+from lightning_offload.report.plan_view import Stored
 
 __all__ = ["ModuleRow", "module_rows"]
 

@@ -38,12 +38,12 @@ def format_share(share: float | None) -> str:
     """A share as a percentage with a sign where there is one, "n/a" for None.
 
     >>> format_share(0.0423), format_share(0.0), format_share(None)
-    ('+4.2 %', '0.0 %', 'n/a')
+    ('+4.2%', '0.0%', 'n/a')
     """
     if share is None:
         return "n/a"
-    text = f"{100 * share:+.1f} %"
-    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text
+    text = f"{100 * share:+.1f}%"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
 
 
 def or_dash(value: float | None, kind: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_offload.planning.trace import Lane, Span, StepTrace
-from lightning_offload.report.data import PlanView
+from lightning_offload.report.plan_view import PlanView
 from lightning_offload.report.scale import Unit, bytes_unit, escape, seconds_unit, shorten
 from lightning_offload.report.thinning import OpGroup, merge_spans, thin_curve
 from lightning_offload.units import format_bytes, format_seconds

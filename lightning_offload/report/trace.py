@@ -19,8 +19,8 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.trace import Lane, Span, StepTrace
-from lightning_offload.report.data import PlanView, view_plan
 from lightning_offload.report.files import check_path, write_text
+from lightning_offload.report.plan_view import PlanView, view_plan
 
 __all__ = ["save_plan_trace"]
 

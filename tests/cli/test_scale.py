@@ -123,9 +123,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_how_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     """Which algorithm from how many devices on, and whether it overlaps."""
     out = output_of(capsys, *SCALE, "--inter", "ndr400")
-    assert "AllReduceCost: ring from 2 devices, tree from 16 devices; overlapping backward." in out
+    assert "Exchange: ring from 2 devices, tree from 16 devices; overlapping backward." in out
     out = output_of(capsys, *SCALE, "--devices", "1", "--no-overlap")
-    assert "AllReduceCost: nothing to exchange on one device; after backward, all at once." in out
+    assert "Exchange: nothing to exchange on one device; after backward, all at once." in out
 
 
 def test_copies_share_the_link_to_the_host(capsys: pytest.CaptureFixture[str]) -> None:

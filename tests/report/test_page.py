@@ -14,9 +14,9 @@ import pytest
 
 from lightning_offload.errors import PlanError, ReportFileError, UnsupportedError
 from lightning_offload.report import MeasuredStep, PolicyOutcome, save_plan_html
-from lightning_offload.report.data import view_plan
 from lightning_offload.report.html import plots_json
 from lightning_offload.report.page import _body
+from lightning_offload.report.plan_view import view_plan
 from tests.report.steps import CARD, MIXED, SIX, net, plan_of, plots_of
 
 pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
@@ -96,8 +96,8 @@ def test_key_figures_stand_in_words() -> None:
     text = body()
     for expected in (
         "budget 600 B", f"predicted peak {plan.predicted_peak_bytes} B", f"everything kept {plan.plain_peak_bytes} B",
-        f"floor {plan.floor_bytes} B set by", "12.00 s with everything kept", "kept 200 B (33 %)",
-        "swapped 200 B (33 %)", "recomputed 200 B (33 %)", "saved by autograd: 600 B in 6 storages", "swapped to host",
+        f"floor {plan.floor_bytes} B set by", "12.00 s with everything kept", "kept 200 B (33%)",
+        "swapped 200 B (33%)", "recomputed 200 B (33%)", "saved by autograd: 600 B in 6 storages", "swapped to host",
         "body.0.conv",
     ):  # fmt: skip
         assert expected in text, expected
@@ -110,7 +110,7 @@ def test_measured_figures_stand_beside_predicted_ones() -> None:
     assert f"predicted peak {plan.predicted_peak_bytes} B last measured: 700 B" in text
     assert "last measured: 15.00 s" in text
     share = 100 * (700 / plan.predicted_peak_bytes - 1)
-    assert f"peak of the step {plan.predicted_peak_bytes} B 700 B {share:+.1f} %" in text
+    assert f"peak of the step {plan.predicted_peak_bytes} B 700 B {share:+.1f}%" in text
     assert re.search(r"forward peak \d+ B n/a n/a", text)
 
 

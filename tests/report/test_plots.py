@@ -11,8 +11,8 @@ import pytest
 from lightning_offload.graph import DeviceSpec
 from lightning_offload.report import MeasuredStep, PolicyOutcome
 from lightning_offload.report.bar_plots import measured_plot, modules_plot, policies_plot
-from lightning_offload.report.data import PlanView, view_plan
-from lightning_offload.report.page_parts import storage_rows
+from lightning_offload.report.page_parts import in_words
+from lightning_offload.report.plan_view import PlanView, view_plan
 from lightning_offload.report.timeline_plots import lanes_plot, memory_plot
 from tests.graph.building import GraphBuilder
 from tests.report.steps import CARD, DISK, MIXED, SIX, moved, plan_of
@@ -160,8 +160,8 @@ def test_decisions_are_told_in_words() -> None:
     plan = moved(plan_of(SIX, MIXED), 5, memo=False)
     plan = moved(plan, 3, release_op=-1, prefetch_unpack=-1)
     plan = moved(plan, 1, release_op=3, prefetch_unpack=1)
-    rows = storage_rows(view_plan(SIX, plan, CARD))
-    assert [row[4:] for row in rows] == [
+    rows = [in_words(stored) for stored in view_plan(SIX, plan, CARD).stored]
+    assert rows == [
         ("swapped to host", "released before op 3, brought back at unpack 1"),
         ("recomputed", "replayed, then kept for its own reads"),
         ("swapped to host", "released at its pack, brought back on demand"),
@@ -169,7 +169,6 @@ def test_decisions_are_told_in_words() -> None:
         ("recomputed", "replayed at each read"),
         ("kept", ""),
     ]
-    assert [row[0] for row in storage_rows(view_plan(SIX, plan, CARD), 2)] == ["100 B", "100 B"]
 
 
 def test_step_without_duration_backward_or_saves_is_drawn() -> None:

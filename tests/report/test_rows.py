@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_offload.graph import Action
-from lightning_offload.report.data import Stored
+from lightning_offload.report.plan_view import Stored
 from lightning_offload.report.rows import module_rows
 
 

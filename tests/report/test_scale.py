@@ -31,4 +31,4 @@ def test_names_are_safe_and_short() -> None:
 def test_what_is_not_known_is_said_so() -> None:
     """And a share that rounds to nothing has no sign."""
     assert (or_dash(None, "bytes"), or_dash(2048, "bytes"), or_dash(0.5, "seconds")) == ("n/a", "2.0 KiB", "500.0 ms")
-    assert (format_share(None), format_share(-0.00001), format_share(-0.5)) == ("n/a", "0.0 %", "-50.0 %")
+    assert (format_share(None), format_share(-0.00001), format_share(-0.5)) == ("n/a", "0.0%", "-50.0%")

@@ -15,7 +15,7 @@ from lightning_offload.errors import PlanError, ReportFileError
 from lightning_offload.graph import Action, DeviceSpec, MemoryPlan, StepGraph
 from lightning_offload.planning.problem import Problem
 from lightning_offload.report import save_plan_trace
-from lightning_offload.report.data import view_plan
+from lightning_offload.report.plan_view import view_plan
 from tests.graph.building import step_graphs, tiered_devices
 from tests.report.steps import CARD, DISK, MIXED, SIX, net, plan_of
 

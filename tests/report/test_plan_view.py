@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from lightning_offload.errors import PlanError, PolicyError
-from lightning_offload.graph import StepGraph
+from lightning_offload.graph import Decision, MemoryPlan, StepGraph
 from lightning_offload.planning.planner import POLICIES
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.report import MeasuredStep, PolicyOutcome, compare_policies
-from lightning_offload.report.data import view_plan
+from lightning_offload.report.plan_view import bytes_by_action, costliest, module_totals, stored_in, view_plan
 from tests.graph.building import GraphBuilder
 from tests.report.steps import CARD, MIXED, SIX, net, plan_of
 
@@ -98,3 +98,55 @@ def test_comparison_of_an_unknown_policy_is_refused() -> None:
 def test_nothing_is_measured_by_default() -> None:
     """Each figure is unknown until it is given."""
     assert set(dataclasses.asdict(MeasuredStep()).values()) == {None}
+
+
+def step() -> StepGraph:
+    """Two ops in forward whose results are saved, and backward ops of 2, 3 and 1 s that need them in reverse."""
+    build = GraphBuilder()
+    weight = build.given(100)
+    a = build.op((weight,), (10,), name="aten.mm.default", module="first")[0]
+    save_a = build.pack(a, module="first")
+    save_weight = build.pack(weight, module="first")
+    b = build.op((a,), (40,), name="aten.relu.default", seconds=4.0, module="second")[0]
+    save_b = build.pack(b, module="second")
+    build.backward()
+    for save, seconds in ((save_b, 2.0), (save_a, 3.0), (save_weight, 1.0)):
+        build.unpack(save)
+        build.op((), (1,), seconds=seconds)
+        build.release(save)
+    return build.build()
+
+
+def decided(graph: StepGraph, *decisions: Decision) -> MemoryPlan:
+    return MemoryPlan(
+        graph_digest=graph.digest(), policy="auto", budget_bytes=None, decisions=decisions, predicted_peak_bytes=1,
+        predicted_step_seconds=1.0, plain_peak_bytes=1, plain_step_seconds=1.0, floor_bytes=1, floor_op="",
+        bound_seconds=1.0,
+    )  # fmt: skip
+
+
+def test_saved_storages() -> None:
+    """Persistent ones do not count; idle time is that of the ops in between; the costliest to keep comes first."""
+    graph = step()
+    swap = Decision(storage=1, action="swap", tier="disk")
+    a, b = costliest(reversed(stored_in(graph, decided(graph, swap))))
+    assert (a.module, a.op, a.num_bytes, a.idle_seconds, a.action, a.tier) == (
+        "first", "aten.mm.default", 10, 6.0, "swap", "disk"
+    )  # fmt: skip
+    assert (b.module, b.op, b.num_bytes, b.idle_seconds, b.action, b.tier) == (
+        "second", "aten.relu.default", 40, 0.0, "keep", None
+    )  # fmt: skip
+    assert a.weight == 60.0
+    assert a.state_dict() == {
+        "storage": 1, "module": "first", "op": "aten.mm.default", "num_bytes": 10, "idle_seconds": 6.0,
+        "action": "swap", "tier": "disk",
+    }  # fmt: skip
+
+
+def test_totals() -> None:
+    """Bytes by action, in all and by module."""
+    graph = step()
+    saved = stored_in(graph, decided(graph, Decision(storage=2, action="recompute")))
+    assert bytes_by_action(saved) == {"keep": 10, "swap": 0, "recompute": 40}
+    totals = [(t.module, t.keep_bytes, t.swap_bytes, t.recompute_bytes) for t in module_totals(saved)]
+    assert totals == [("first", 10, 0, 0), ("second", 0, 0, 40)]

@@ -1,0 +1,199 @@
+"""A plan as tables for a terminal: of a report, and of the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.report.bar_plots import measured_rows
+from lightning_offload.report.page_parts import heading, lead
+from lightning_offload.report.plan_view import (
+    MeasuredStep,
+    PlanView,
+    PolicyOutcome,
+    Stored,
+    bytes_by_action,
+    costliest,
+    gap_to_bound,
+    overhead,
+    view_plan,
+)
+from lightning_offload.report.rows import module_rows
+from lightning_offload.report.scale import format_share, or_dash, shorten
+from lightning_offload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+__all__ = [
+    "action_rows", "comparison_table", "modules_table", "prediction_rows", "render_text", "size", "storages_table",
+    "two_columns",
+]  # fmt: skip
+
+
+def render_text(
+    graph: StepGraph,
+    plan: MemoryPlan,
+    device: DeviceSpec,
+    *,
+    measured: MeasuredStep | None = None,
+    comparison: Sequence[PolicyOutcome] | None = None,
+    num_storages: int = 10,
+) -> Group:
+    """A plan as tables; print them with ``rich.console.Console().print``.
+
+    Args:
+        graph: The step.
+        plan: The plan for it.
+        device: Where it runs.
+        measured: What was measured of steps under the plan.
+        comparison: The outcomes of several policies.
+        num_storages: How many of the saved storages that would cost most to keep are listed.
+
+    Raises:
+        PlanError: The plan is one for another step.
+    """
+    from rich.console import Group, RenderableType
+    from rich.text import Text
+
+    view = view_plan(graph, plan, device, measured=measured, comparison=comparison)
+    figures = two_columns([*prediction_rows(plan), *action_rows(plan, view.stored)])
+    parts: list[RenderableType] = [Text(heading(view), style="bold"), Text(lead(view)), figures]
+    if any(value is not None for *_, value in measured_rows(view)):
+        parts.append(_measured_table(view))
+    parts.append(modules_table(view.stored))
+    if num_storages > 0 and view.stored:
+        parts.append(storages_table(view.stored, num_storages))
+    if view.comparison:
+        parts.append(comparison_table(view.comparison))
+    return Group(*parts)
+
+
+def size(num_bytes: int | None) -> str:
+    """Bytes for a person; "no limit" for None."""
+    return "no limit" if num_bytes is None else format_bytes(num_bytes)
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> Table:
+    """A table of names and what they are."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        _add(table, *row)
+    return table
+
+
+def prediction_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """What a plan predicts."""
+    stall = plan.predicted_stall_seconds
+    return [
+        ("budget", size(plan.budget_bytes)),
+        ("peak, plain", size(plan.plain_peak_bytes)),
+        ("peak, planned", size(plan.predicted_peak_bytes)),
+        ("smallest feasible budget", f"{size(plan.floor_bytes)}, set by {plan.floor_op}"),
+        ("step time, plain", format_seconds(plan.plain_step_seconds)),
+        ("step time, planned", f"{format_seconds(plan.predicted_step_seconds)} ({format_share(overhead(plan))})"),
+        ("waiting for copies", format_seconds(stall) if stall else "none"),
+        ("lower bound", f"{format_seconds(plan.bound_seconds)} (the plan is at {format_share(gap_to_bound(plan))})"),
+    ]
+
+
+def action_rows(plan: MemoryPlan, stored: Sequence[Stored]) -> list[tuple[str, str]]:
+    """What happens to what was saved."""
+    totals = bytes_by_action(stored)
+    counts = {action: sum(each.action == action for each in stored) for action in totals}
+    where = f"{size(plan.predicted_host_bytes)} of host memory"
+    if plan.predicted_disk_bytes:
+        where += f", {size(plan.predicted_disk_bytes)} of disk"
+    return [
+        ("kept", f"{size(totals['keep'])} in {counts['keep']:,}"),
+        ("swapped", f"{size(totals['swap'])} in {counts['swap']:,}, at most {where} at once"),
+        ("recomputed", f"{size(totals['recompute'])} in {counts['recompute']:,}"),
+    ]
+
+
+def storages_table(stored: Sequence[Stored], num: int) -> Table:
+    """The saved storages that would cost most to keep, each with who saved it and what happens to it.
+
+    Args:
+        stored: All of them.
+        num: How many are listed.
+    """
+    shown = costliest(stored)[:num]
+    title = f"The {len(shown)} storages that would cost most to keep (bytes x time until they are needed)"
+    table = _table(title, "module", "made by", ">size", ">idle", "action")
+    for each in shown:
+        action = f"{each.action} ({each.tier})" if each.tier is not None else each.action
+        op = each.op.removeprefix("aten.").removesuffix(".default")
+        idle = format_seconds(each.idle_seconds)
+        _add(table, each.module or "-", op or "-", format_bytes(each.num_bytes), idle, action)
+    return table
+
+
+def modules_table(stored: Sequence[Stored]) -> Table:
+    """What happens to what each module saved; modules that are too many for a table are put together."""
+    table = _table("What each module saved, in the order of the step", "module", ">kept", ">swapped", ">recomputed")
+    for row in module_rows(stored):
+        _add(table, shorten(row.label, 48), *(format_bytes(each) if each else "" for each in row.num_bytes.values()))
+    table.add_section()
+    _add(table, "all", *(format_bytes(each) for each in bytes_by_action(stored).values()), style="bold")
+    return table
+
+
+def comparison_table(outcomes: Sequence[PolicyOutcome]) -> Table:
+    """Policies side by side, in the order given."""
+    table = _table("", "policy", ">peak", ">step time", ">overhead", ">traffic", ">recomputed")
+    for outcome in outcomes:
+        if outcome.step_seconds is None:
+            _add(table, outcome.policy, or_dash(outcome.floor_bytes, "bytes"), "infeasible", *("-",) * 3, style="dim")
+            continue
+        _add(
+            table,
+            outcome.policy,
+            or_dash(outcome.peak_bytes, "bytes"),
+            format_seconds(outcome.step_seconds),
+            format_share(outcome.overhead),
+            or_dash(outcome.traffic_bytes, "bytes"),
+            or_dash(outcome.recompute_bytes, "bytes"),
+        )
+    if any(outcome.step_seconds is None for outcome in outcomes):
+        table.caption, table.caption_justify = (
+            "infeasible: the peak is the smallest budget that the policy meets",
+            "left",
+        )
+    return table
+
+
+def _measured_table(view: PlanView) -> Table:
+    """Predicted figures beside measured ones."""
+    table = _table("Measured", "", ">predicted", ">measured")
+    for label, kind, predicted, value in measured_rows(view):
+        _add(table, label, or_dash(predicted, kind), or_dash(value, kind))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table; a column whose name begins with ">" holds figures: aligned to the right, on one line."""
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", title_style="bold")
+    for column in columns:
+        is_figure = column.startswith(">")
+        table.add_column(
+            column.removeprefix(">"), justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold"
+        )
+    return table
+
+
+def _add(table: Table, *cells: str, style: str = "") -> None:
+    """Add a row of plain text: names are the user's, and may look like markup."""
+    from rich.text import Text
+
+    table.add_row(*(Text(cell) for cell in cells), style=style)
