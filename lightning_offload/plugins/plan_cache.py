@@ -35,7 +35,8 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.plugins.replanning import beside, compute_factor, links_were_wrong, plan_with_margin
+from lightning_offload.planning.planner import beside, plan_with_margin
+from lightning_offload.plugins.replanning import compute_factor, links_were_wrong
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
 

@@ -156,8 +156,8 @@ def _matmul_values(m: Machine) -> Tensor:
 
 @_pure
 def _unary(m: Machine) -> Tensor:
-    f = m.rng.choice([torch.sin, torch.tanh, torch.sigmoid, F.relu, F.gelu, F.silu, torch.abs, F.softplus, torch.neg])
-    return f(m.any())
+    known = [torch.sin, torch.tanh, torch.sigmoid, F.relu, F.gelu, F.silu, torch.abs, F.softplus, torch.neg]
+    return m.rng.choice([*known, lambda t: t.exp().clamp(max=3.0)])(m.any())
 
 
 @_pure
@@ -446,7 +446,16 @@ def _write_view(m: Machine) -> Tensor:
 
 @_write
 def _write_value(m: Machine) -> None:
-    m.rng.choice([lambda t: t.mul_(1.1), lambda t: t.add_(0.1), lambda t: t[1:3].zero_()])(m.any())
+    m.rng.choice(
+        [
+            lambda t: t.mul_(1.1),
+            lambda t: t.mul_(m.any().detach().tanh()),
+            lambda t: t.add_(0.1),
+            lambda t: t[1:3].zero_(),
+            lambda t: t.t()[2].add_(0.25),
+            lambda t: t.masked_fill_(t.detach() > 0, 0.125),
+        ]
+    )(m.any())
 
 
 @_write

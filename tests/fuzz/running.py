@@ -62,7 +62,7 @@ def random_planner(seed: int) -> Any:
         decisions = [
             decision
             for c in problem.candidates.values()
-            if (decision := _decide(rng, graph, problem, c, weights)) is not None
+            if (decision := decide(rng, graph, problem, c, weights)) is not None
         ]
         return MemoryPlan(
             graph_digest=graph.digest(), policy=policy, budget_bytes=target, decisions=tuple(decisions),
@@ -73,7 +73,8 @@ def random_planner(seed: int) -> Any:
     return plan
 
 
-def _decide(rng: random.Random, graph: StepGraph, problem: Problem, c: Candidate, weights: Any) -> Decision | None:
+def decide(rng: random.Random, graph: StepGraph, problem: Problem, c: Candidate, weights: Any) -> Decision | None:
+    """A legal decision by dice, None to keep."""
     actions: tuple[Action, ...] = ("keep", "swap", "recompute")
     (action,) = rng.choices(actions, weights)
     if action == "keep":
@@ -185,7 +186,7 @@ def randomly_planned(seed: int) -> Iterator[MemoryPlugin]:
     """A plugin whose plans come from dice."""
     verify = ("first", "never", "always")[seed % 3]
     with (
-        mock.patch("lightning_offload.plugins.replanning.make_plan", random_planner(seed)),
+        mock.patch("lightning_offload.planning.planner.plan", random_planner(seed)),
         MemoryPlugin(device="cpu", policy="all-swap", verify=verify) as memory,
     ):
         yield memory

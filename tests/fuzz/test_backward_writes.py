@@ -98,7 +98,7 @@ class Net(nn.Module):
 
 
 class _Loss(Function):
-    """WriteBarrier what it saved, and what it hid from autograd."""
+    """Writes what it saved, and what it hid from autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, net: Net, hides: bool) -> Tensor:

@@ -13,10 +13,11 @@ import pytest
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from tests.engine.harness import Outcome, Wrap, differences, run
-from tests.engine.probing import NUM_PROBING_STEPS, NUM_RETRIES, Levels
+from tests.engine.probing import NUM_RETRIES, Levels
 from tests.gpu.device import DEVICE, NOT_DETERMINISTIC, deterministic
 from tests.zoo.case import Case
 
+_NUM_PROBING_STEPS = 4
 NUM_DOUBTS = 2
 """How often plain training is repeated where something differs, to see whether it repeats itself."""
 
@@ -75,7 +76,7 @@ def levels_of(case: Case, wrap: Wrap = Wrap.WHOLE) -> Levels:
         report = memory.report()
         found.append((report.floor_bytes or 0, report.plain_peak_bytes or 0))
 
-    steps = NUM_PROBING_STEPS if case.static else case.steps
+    steps = _NUM_PROBING_STEPS if case.static else case.steps
     run(case, memory=memory, wrap=wrap, around=around, steps=steps, device=str(DEVICE), record=False)
     levels = Levels(floor_bytes=max(low for low, _ in found), plain_peak_bytes=max(high for _, high in found))
     assert 0 < levels.floor_bytes <= levels.plain_peak_bytes, levels

@@ -30,7 +30,7 @@ SEEDS = (1, 2)
 @contextlib.contextmanager
 def randomly_planned(seed: int) -> Iterator[MemoryPlugin]:
     """A plugin whose plans come from dice."""
-    with mock.patch("lightning_offload.plugins.replanning.make_plan", random_planner(seed)):
+    with mock.patch("lightning_offload.planning.planner.plan", random_planner(seed)):
         yield MemoryPlugin(budget=None, policy="all-swap", verify=("first", "never", "always")[seed % 3])
 
 

@@ -233,7 +233,7 @@ _MAX_HOST_ROWS = 64
 
 
 class Copies:
-    """WriteBarrier the rows.
+    """Write the rows.
 
     Args:
         program: The program.
@@ -354,7 +354,7 @@ class Copies:
 
 
 class BufferRows:
-    """WriteBarrier the rows.
+    """Write the rows.
 
     Args:
         program: The program.
