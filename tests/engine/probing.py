@@ -1,19 +1,24 @@
-"""Where a case's budgets lie: between the floor and the plain peak that a first, unbounded run reports."""
+"""Trains a case once and keeps all that tests ask of it: bits, true peaks, reports, and what stays alive.
+
+A case's budgets lie between the floor and the plain peak that an unbounded run reports.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.plugins.report import Report
 from tests.engine.harness import Outcome, Wrap, run
+from tests.engine.live_tracker import LiveStorageTracker
 from tests.zoo.case import Case
 from tests.zoo.cases import BY_NAME
 
-NUM_PROBING_STEPS = 4
 NUM_RETRIES = 8
 """How often a case whose graph changes may find that a new graph needs a larger budget."""
 
@@ -34,32 +39,118 @@ class Levels:
         return int(self.floor_bytes + height * (self.plain_peak_bytes - self.floor_bytes))
 
 
-@functools.lru_cache(maxsize=8)
-def levels(name: str, wrap: Wrap = Wrap.WHOLE) -> Levels:
-    """Probe a case of the zoo: the highest floor and peak of any of its steps."""
-    case = BY_NAME[name]
-    memory = MemoryPlugin(budget=None, policy="all-swap")
-    floors: list[int] = []
-    peaks: list[int] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The true peak of one step, the op at which it was reached, and what the plugin reported after it."""
+
+    peak_bytes: int
+    peak_op: str
+    report: Report | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a training showed.
+
+    Attributes:
+        outcome: All that it left behind, bit by bit.
+        steps: Peaks and reports, step by step.
+        live_bytes: Bytes alive after each step, without the garbage collector's help.
+    """
+
+    outcome: Outcome
+    steps: list[Measured] = field(default_factory=list)
+    live_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def phase(self) -> str:
+        """The phase in which the last step left the plugin."""
+        report = self.steps[-1].report
+        return report.phase if report is not None else ""
+
+
+def train(
+    case: Case, memory: MemoryPlugin | None = None, *, wrap: Wrap = Wrap.WHOLE, steps: int | None = None
+) -> Training:
+    """Train a case under a tracker of live bytes; outcomes are kept as bytes, which no tracker sees."""
+    tracker = LiveStorageTracker()
+    found = Training(outcome=Outcome())
 
     @contextmanager
     def around() -> Iterator[None]:
-        yield
-        report = memory.report()
-        floors.append(report.floor_bytes or 0)
-        peaks.append(report.plain_peak_bytes or 0)
+        with tracker.window() as window:
+            yield
+        report = memory.report() if memory is not None else None
+        found.steps.append(Measured(peak_bytes=window.peak_bytes, peak_op=window.peak_op, report=report))
 
-    steps = NUM_PROBING_STEPS if case.static and not case.grows else case.steps
-    run(case, memory=memory, wrap=wrap, around=around, steps=steps, record=False)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with tracker:
+            outcome = run(
+                case,
+                memory=memory,
+                wrap=wrap,
+                steps=steps,
+                around=around,
+                on_start=lambda job: tracker.register(job.model, *job.optimizers),
+                after_step=lambda _: found.live_bytes.append(tracker.live_bytes),
+            )
+    finally:
+        if was_enabled:
+            gc.enable()
+    found.outcome.values.update(outcome.values)
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def trained_plainly(name: str) -> Training:
+    """A case of the zoo under plain PyTorch."""
+    return train(BY_NAME[name])
+
+
+@functools.lru_cache(maxsize=8)
+def trained_swapping(name: str, wrap: Wrap = Wrap.WHOLE) -> Training:
+    """A case of the zoo without a budget, everything swapped out."""
+    return train(BY_NAME[name], MemoryPlugin(budget=None, policy="all-swap"), wrap=wrap)
+
+
+def levels(name: str, wrap: Wrap = Wrap.WHOLE) -> Levels:
+    """Between what a case's budgets lie: the highest floor and peak of any of its steps."""
+    reports = [step.report for step in trained_swapping(name, wrap).steps]
+    floors = [report.floor_bytes or 0 for report in reports if report is not None]
+    peaks = [report.plain_peak_bytes or 0 for report in reports if report is not None]
     found = Levels(floor_bytes=max(floors), plain_peak_bytes=max(peaks))
     assert 0 < found.floor_bytes <= found.plain_peak_bytes, found
     return found
 
 
-@functools.lru_cache(maxsize=8)
 def plain_outcome(name: str) -> Outcome:
     """What plain PyTorch leaves behind."""
-    return run(BY_NAME[name])
+    return trained_plainly(name).outcome
+
+
+def train_within(case: Case, budget_bytes: int, wrap: Wrap = Wrap.WHOLE) -> tuple[Training, int]:
+    """Train a case within a budget; one whose graph changes, or whose state grows, may raise it to what is needed then.
+
+    Returns:
+        The training, and its budget.
+    """
+    for _ in range(NUM_RETRIES):
+        try:
+            return train(case, MemoryPlugin(budget=budget_bytes), wrap=wrap), budget_bytes
+        except BudgetInfeasibleError as error:
+            budget_bytes = _raised(case, budget_bytes, error)
+    raise AssertionError(f"{case.name} found no feasible budget, the last was {budget_bytes}")
+
+
+def _raised(case: Case, budget_bytes: int, error: BudgetInfeasibleError) -> int:
+    """The budget that an infeasible one is raised to, where that is to be expected."""
+    if case.static and not case.grows and error.floor_bytes > MARGIN * budget_bytes:
+        raise error
+    if error.floor_bytes <= budget_bytes:
+        raise AssertionError(f"{budget_bytes} is said to be infeasible and feasible") from error
+    return error.floor_bytes
 
 
 def run_within(case: Case, budget_bytes: int, wrap: Wrap) -> tuple[Outcome, str]:
@@ -72,11 +163,7 @@ def run_within(case: Case, budget_bytes: int, wrap: Wrap) -> tuple[Outcome, str]
         try:
             return run_with(case, MemoryPlugin(budget=budget_bytes), wrap)
         except BudgetInfeasibleError as error:
-            if case.static and not case.grows and error.floor_bytes > MARGIN * budget_bytes:
-                raise
-            if error.floor_bytes <= budget_bytes:
-                raise AssertionError(f"{budget_bytes} is said to be infeasible and feasible") from error
-            budget_bytes = error.floor_bytes
+            budget_bytes = _raised(case, budget_bytes, error)
     raise AssertionError(f"{case.name} found no feasible budget, the last was {budget_bytes}")
 
 

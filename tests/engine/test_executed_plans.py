@@ -18,7 +18,7 @@ from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.simulator import simulate
 from tests.engine.harness import Outcome, assert_same, run
 from tests.engine.live_tracker import LiveStorageTracker
-from tests.engine.test_budget import measure
+from tests.engine.probing import train
 from tests.zoo.cases import BY_NAME
 
 MODELS = (
@@ -49,7 +49,7 @@ NUM_STEPS = 2
 def recorded(name: str) -> tuple[str, StepGraph]:
     """The step of a model as a plugin records it, and the signature that it is known by."""
     memory = MemoryPlugin(policy="all-swap")
-    last = measure(BY_NAME[name], memory, steps=4)[-1]
+    last = train(BY_NAME[name], memory, steps=4).steps[-1]
     (row,) = memory.state_dict()["plans"]
     assert last.report.planned is not None
     return row["signature"], last.report.planned.graph

@@ -1,4 +1,4 @@
-"""WriteBarrier step graphs by hand, event by event, the way a recorder sees them."""
+"""Write step graphs by hand, event by event, the way a recorder sees them."""
 
 from __future__ import annotations
 

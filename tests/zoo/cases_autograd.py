@@ -36,7 +36,7 @@ class _Swish(Function):
 
 
 class _DoubleInPlace(Function):
-    """WriteBarrier its input and marks it dirty."""
+    """Writes its input and marks it dirty."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

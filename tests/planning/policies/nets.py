@@ -1,4 +1,4 @@
-"""WriteBarrier steps of small networks by hand, layer by layer, the way autograd saves and runs them."""
+"""Write steps of small networks by hand, layer by layer, the way autograd saves and runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WriteBarrier to what autograd saved, or to what a replay would read, end as in plain PyTorch."""
+"""Writes to what autograd saved, or to what a replay would read, end as in plain PyTorch."""
 
 from __future__ import annotations
 
