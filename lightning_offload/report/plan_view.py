@@ -263,7 +263,7 @@ def bytes_by_action(stored: Iterable[Stored]) -> dict[Action, int]:
 def module_totals(stored: Iterable[Stored]) -> list[ModuleTotal]:
     """Totals by module, in the order in which modules first saved."""
     groups: dict[str, list[Stored]] = {}
-    for each in stored:
+    for each in sorted(stored, key=lambda each: each.storage):
         groups.setdefault(each.module, []).append(each)
     totals = []
     for module, group in groups.items():

@@ -43,6 +43,21 @@ def _run_out(grad: torch.Tensor) -> None:
     raise torch.OutOfMemoryError("injected")
 
 
+class TightManual(Tight):
+    """The same with manual optimization, whose backward Lightning prepares DDP for from within the step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
 class Broken(Net):
     """Fails above a size, on rank one alone."""
 
@@ -150,6 +165,7 @@ CASES = {
     ),
     "offload": lambda folder: same(folder, lambda: {"strategy": lo.DDPOffloadStrategy(budget="2MiB")}),
     "out-of-memory": lambda folder: same(folder, dict, Tight, max_val=24),
+    "out-of-memory-manual": lambda folder: same(folder, dict, TightManual, max_val=24),
     "not-provoked": lambda folder: same(folder, dict, provoke_oom=False),
     "collectives": lambda folder: {**same(folder, dict, Talking, init_val=16), "first": Talking.tried[0]},
     "collectives-in-hook": lambda folder: same(folder, dict, TalkingInHook),

@@ -49,9 +49,10 @@ def test_a_tuned_run_equals_an_untuned_one(ranks: Ranks, case: str) -> None:
     assert first["note"] == ""
 
 
-def test_a_rank_that_runs_out_of_memory_alone(ranks: Ranks) -> None:
+@pytest.mark.parametrize("case", ["out-of-memory", "out-of-memory-manual"])
+def test_a_rank_that_runs_out_of_memory_alone(ranks: Ranks, case: str) -> None:
     """Nobody hangs, the size is not ok on either rank, and both train on with one below the edge, bit for bit."""
-    first, second = (rank["out-of-memory"] for rank in ranks)
+    first, second = (rank[case] for rank in ranks)
     assert "error" not in first, first["error"]
     assert first == second
     assert 0.75 * EDGE <= first["batch_size"] <= EDGE
