@@ -117,10 +117,16 @@ class LiveBytes(StepObserver):
     def on_op(
         self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float, did: Effects | None = None
     ) -> None:
-        for tensor in tensors_in((args, kwargs)):
+        older: Iterable[Tensor]
+        made: Iterable[Tensor]
+        if did is None:
+            older, made = tensors_in((args, kwargs)), tensors_in(out)
+        else:  # what it wrote in place was there before
+            older, made = [*did.read, *did.made[did.num_fresh :]], did.made[: did.num_fresh]
+        for tensor in older:
             if tensor.device == self._device and is_plain(tensor):
                 self._add(tensor.untyped_storage(), is_older=True)
-        for tensor in tensors_in(out):
+        for tensor in made:
             if tensor.device == self._device and is_plain(tensor):
                 self._add(tensor.untyped_storage(), is_older=False)
 

@@ -11,9 +11,11 @@ allocator: Note [the peak is reset for each op].
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -349,6 +351,10 @@ class Recorder(StepObserver):
 
     def finish(self) -> StepGraph:
         """End the recording and build the graph; later events are ignored. Waits for an accelerator."""
+        with _without_collections():
+            return self._finished()
+
+    def _finished(self) -> StepGraph:
         self._closed = True
         end, lifetimes = self._tick, self._storages
         storages = tuple(
@@ -378,6 +384,18 @@ class Recorder(StepObserver):
             saves=saves,
             gradient_bytes=unseen,
         )
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the garbage collector from looking through all objects while so many are made that are no garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _value(storage: int, producer: int) -> Value:
