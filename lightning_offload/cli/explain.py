@@ -50,7 +50,7 @@ def explain(path: Path, graph_path: Path | None, options: PlanOptions | None, *,
 
 
 def beside(path: Path) -> Path:
-    """Where ``plan`` writes the step of a plan unless it is told otherwise: plan.json and plan.graph.json."""
+    """Where ``plan`` writes the step of a plan unless `--graph` names another file: plan.json and plan.graph.json."""
     return path.with_suffix(".graph.json")
 
 

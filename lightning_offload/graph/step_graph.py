@@ -108,7 +108,7 @@ class Save:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
-    """A recorded step; see the module's docstring for ticks and lifetimes.
+    """A recorded step: its ops, the storages they worked on, and what autograd saved; the module defines ticks.
 
     Attributes:
         num_ticks: Length of the step in ticks.

@@ -79,7 +79,7 @@ class PlanEntry:
         num_planned: Steps under a plan, or unplanned.
         num_unmeasured: Those since the last one that was measured.
         is_over: Whether a step under the final plan was measured above the budget.
-        has_warned: Whether that was told.
+        has_warned: Whether a warning said so.
         was_restored: Whether its graph is from an earlier run: with DDP's buckets in the layout that they come to have.
         is_beside_known: Whether what is on the device beside its steps was counted, since the last recording.
         swapped_bytes: Saved bytes that left the device in the last step without a plan.
@@ -470,7 +470,7 @@ class PlanEntry:
         self.program = compile_plan(self.graph, plan)
 
     def _is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
-        """Whether training goes on although no plan is within the budget any more; that is told once.
+        """Whether training goes on although no plan is within the budget any more; one warning says so.
 
         Args:
             floor_bytes: The lowest peak of any plan now.

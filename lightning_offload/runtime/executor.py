@@ -56,7 +56,7 @@ class StepExecutor:
 
     Attributes:
         program: What to do; None for the floor policy.
-        observer: Who is told of every event, if anybody.
+        observer: Notified of every event; None for nobody.
         deviation: How the step's structure left the program; "" while it has not.
         num_unpacks: Unpacks so far.
         on_backward: Called once, when backward begins, at the latest when the first saved tensor is read back.
@@ -466,7 +466,7 @@ class KeepingExecutor:
         self._lease = None
 
     def made(self, tensors: list[Tensor]) -> None:
-        """Nobody is told of what autograd makes."""
+        """Nobody is notified of what autograd makes."""
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program."""

@@ -12,7 +12,7 @@ whether any dispatch mode is on (``isTensorSubclassLike``) and then compute the 
 other roundings or other strides. So the mode is off in backward wherever backward need not be seen, and where it must
 be, it is taken off for the nodes of such formulas, which are found by name in autograd's graph before it runs:
 autograd restores a thread's modes after each node, so what a hook before the node pops is gone for that node alone.
-What such a node made is told by a hook after it.
+What such a node made is reported by a hook after it.
 
 Sees what the program's own Python code does to tensors in backward.
 
@@ -100,7 +100,7 @@ class StepMode(InfraMode):
     """Hands every op to an executor's ``dispatch``.
 
     Attributes:
-        made: Is told of the gradients that a node of autograd made without the mode, if anybody is.
+        made: Called with the gradients that a node of autograd made without the mode; None for nobody.
     """
 
     supports_higher_order_operators = True
@@ -245,7 +245,7 @@ def seeing_user_code(dispatch: Dispatch, made: Made) -> Iterator[None]:
 
     Args:
         dispatch: Runs an op.
-        made: Is told of what autograd makes out of its sight.
+        made: Called with what autograd makes out of its sight.
     """
     if any(isinstance(mode, _SeeUserCode) for mode in _get_current_function_mode_stack()):
         yield

@@ -131,7 +131,7 @@ class Mover(abc.ABC):
         """Whether the times for which compute streams wait should be measured."""
 
     def take_stall_seconds(self) -> float:
-        """Time for which compute streams waited since this was last asked; threads' waits are told by the copies."""
+        """Time for which compute streams waited since this was last asked; threads' waits are counted by the copies."""
         return 0.0
 
 

@@ -145,7 +145,7 @@ def _may_be_gone(value: LiveValue) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replay:
-    """Makes values again; see the module's docstring.
+    """Makes values again by replaying the calls that made them, under the settings that those ran under.
 
     Attributes:
         have: Provides a value that need not be replayed.

@@ -9,7 +9,7 @@ tensor is held until compute has been made to wait for its copy; then compute's 
 the lane until its event has passed. The compute stream is looked up at each call: autograd's device threads and
 users' own stream contexts may have another one each time. Where a model computes on several streams, memory goes back
 to the stream it was allocated on while another may still read it: that stream waits for copies too, and what is read
-elsewhere is told to the allocator, as autograd's users must do themselves.
+elsewhere is reported to the allocator, as autograd's users must do themselves.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class Handle:
     """What autograd holds in place of a saved tensor.
 
     Attributes:
-        observer: Who is told when autograd drops it, if anybody.
+        observer: Notified when autograd drops it; None for nobody.
         lease: Keeps the step from being over.
         index: Ordinal of its pack.
         kept: The tensor itself, detached, where it is kept.

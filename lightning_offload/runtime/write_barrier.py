@@ -94,7 +94,7 @@ class WriteBarrier:
             self._materializer.settle(value)
 
 
-_RECOMPUTING: weakref.WeakSet[WriteBarrier] = weakref.WeakSet()  # told of each other's writes
+_RECOMPUTING: weakref.WeakSet[WriteBarrier] = weakref.WeakSet()  # each is notified of the others' writes
 
 
 def count_writes(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -210,7 +210,7 @@ def warmup_factor(step: int, num_warmup_steps: int, scale: float) -> float:
 
 @final
 class Warmup:
-    """Warms up the rates of optimizers; see the module's docstring.
+    """Raises the rates of optimizers from the base rate to the scaled one over the first steps.
 
     Use: ``attach`` it to the optimizers once they exist, ``remove`` it at the end of the fit, and keep ``state_dict``
     in the checkpoint. Attached again, it goes on where it was.

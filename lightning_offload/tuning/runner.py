@@ -131,7 +131,7 @@ class StepMeter:
         peak_bytes: The largest after the warm-up; None where it is not known.
         excess: Why the steps do not fit though none failed; empty where they do.
         status: Of the worst rank in the round that ended the trial; None while it goes on.
-        seen: What a memory plugin told; None without one.
+        seen: What a memory plugin reported; None without one.
         withheld: The exchanges of gradients that did not take place.
     """
 
@@ -289,7 +289,7 @@ class TrialRunner:
 
     @property
     def max_trials(self) -> int:
-        """Most trials of a search that is not told of another number."""
+        """Most trials of a search that is given no `max_trials`."""
         return MAX_TRIALS_PREDICTED if self.predictions.is_usable else MAX_TRIALS
 
     def find(
@@ -503,7 +503,7 @@ def _trial(batch_size: int, meter: StepMeter, reason: str, *, added: float) -> T
 
 
 def _at_speed(meter: StepMeter) -> Seen | None:
-    """What a plugin told, with the time of the steps that were timed."""
+    """What a plugin reported, with the time of the steps that were timed."""
     if meter.seen is None:
         return None
     recorded = dataclasses.replace(meter.seen.recorded, step_seconds=median(meter.step_seconds))

@@ -44,7 +44,7 @@ __all__ = ["MAX_TRIALS", "MAX_TRIALS_PREDICTED", "EndedBy", "SearchResult", "fin
 
 MAX_TRIALS = 24
 MAX_TRIALS_PREDICTED = 12
-"""Trials of a search that is not told how many it may run: without a performance model, and with one."""
+"""Trials of a search without `max_trials`: without a performance model, and with one."""
 
 EndedBy: TypeAlias = Literal["confidence", "trials", "seconds"]
 
