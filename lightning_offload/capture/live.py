@@ -24,17 +24,18 @@ from typing_extensions import override
 
 from lightning_offload.capture.placement import indexed
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import Effects, OpFacts, is_leaf, is_plain, tensors_in
+from lightning_offload.tensors.op_facts import Effects, OpFacts, effects, is_plain
 
 Census = dict[int, torch.UntypedStorage]
 """Storages by identity."""
 
 
 def live_storages(device: torch.device) -> Census:
-    """Take a census: the storages on a device of all tensors that Python knows of, gradients included.
+    """Take a census: the storages on a device of all tensors that Python knows of.
 
     Looks through every object that the garbage collector tracks, which takes tens of milliseconds in a large
-    process; what ``gc.freeze`` has set aside does not count.
+    process; what ``gc.freeze`` has set aside does not count. A gradient is among them once Python has seen it: no
+    tensor is asked for its own here, since another thread's backward may just be making it.
     """
     device, found = indexed(device), {}
     with torch._C.DisableTorchFunction():  # nobody's subclass is to hear of it
@@ -43,18 +44,10 @@ def live_storages(device: torch.device) -> Census:
             if issubclass(type(item), Tensor) and not issubclass(type(item), FakeTensor):
                 # A wrapper that outlived its transform, or a subclass, may refuse to tell: it ends no training.
                 with contextlib.suppress(Exception):
-                    found.update(_storages_of(item, device))
-    return found
-
-
-def _storages_of(item: Tensor, device: torch.device) -> Census:
-    """Those of a tensor and of its gradient."""
-    found: Census = {}
-    for tensor in (item, item.grad if is_leaf(item) else None):
-        if tensor is not None and tensor.device == device and is_plain(tensor):
-            storage = tensor.untyped_storage()
-            if storage.resizable():  # else a view of memory that torch did not allocate
-                found[storage._cdata] = storage
+                    if item.device == device and is_plain(item):
+                        storage = item.untyped_storage()
+                        if storage.resizable():  # else a view of memory that torch did not allocate
+                            found[storage._cdata] = storage
     return found
 
 
@@ -117,18 +110,16 @@ class LiveBytes(StepObserver):
     def on_op(
         self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float, did: Effects | None = None
     ) -> None:
-        older: Iterable[Tensor]
-        made: Iterable[Tensor]
-        if did is None:
-            older, made = tensors_in((args, kwargs)), tensors_in(out)
-        else:  # what it wrote in place was there before
-            older, made = [*did.read, *did.made[did.num_fresh :]], did.made[: did.num_fresh]
-        for tensor in older:
-            if tensor.device == self._device and is_plain(tensor):
-                self._add(tensor.untyped_storage(), is_older=True)
-        for tensor in made:
-            if tensor.device == self._device and is_plain(tensor):
-                self._add(tensor.untyped_storage(), is_older=False)
+        read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
+        device, live, untouched = self._device, self._live, self._untouched
+        for tensor, storage in zip(read, read_from, strict=True):
+            if storage is not None and tensor.device == device:
+                reference = live.get(storage._cdata)
+                if reference is None or storage._cdata in untouched or reference() is not storage:
+                    self._add(storage, is_older=True)
+        for position, tensor in enumerate(made):
+            if tensor.device == device:
+                self._add(made_on[position], is_older=position >= num_fresh)  # what is written was there before
 
     @override
     def on_made(self, tensors: list[Tensor]) -> None:
@@ -140,12 +131,9 @@ class LiveBytes(StepObserver):
     def on_allocation(self, storage: torch.UntypedStorage) -> None:
         self._add(storage, is_older=False)
 
-    def _knows(self, storage: torch.UntypedStorage) -> bool:
-        reference = self._live.get(storage._cdata)
-        return reference is not None and reference() is storage
-
     def _add(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
-        if self._knows(storage):
+        reference = self._live.get(storage._cdata)
+        if reference is not None and reference() is storage:
             entry = self._untouched.pop(storage._cdata, None)
             if entry is not None:
                 self.touched[storage._cdata] = entry

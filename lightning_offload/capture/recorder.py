@@ -177,24 +177,24 @@ class Recorder(StepObserver):
         workspace_bytes = self._memory.after_op() if self._memory is not None else 0
         if workspace_bytes and tries_algorithms(facts.name):
             workspace_bytes = 0
-        read, made, num_fresh = did if did is not None else effects(facts, args, kwargs, out)
+        read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
         device = self._device
         is_replayable = facts.may_replay(device.type, args)
         inputs: list[int] = []
-        for tensor in read:
-            if tensor.device == device and is_plain(tensor):
-                inputs.append(self._value_of(tensor))
+        for tensor, read_storage in zip(read, read_from, strict=True):
+            if read_storage is not None and tensor.device == device:
+                inputs.append(self._value_of(tensor, read_storage))
             elif is_replayable and not is_at_hand(tensor, device):
                 is_replayable = False
         index, tick = len(self._ops), self._tick
         self._tick = tick + 1
         outputs: list[int] = []
-        for position, tensor in enumerate(made):
+        for position, (tensor, made_storage) in enumerate(zip(made, made_on, strict=True)):
             if tensor.device == device:  # and it is plain: others count as made by nobody
                 if position < num_fresh:
-                    storage = self._follow(tensor.untyped_storage(), tick)
+                    storage = self._follow(made_storage, tick)
                 else:
-                    storage = self._value_storage[self._value_of(tensor)]
+                    storage = self._value_storage[self._value_of(tensor, made_storage)]
                 outputs.append(self._new_value(storage, index))
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
@@ -227,7 +227,11 @@ class Recorder(StepObserver):
         if self._closed:
             return
         counts = is_plain and self._counts(tensor)
-        value = self._value_of(tensor) if counts else self._new_value(self._new_storage(0, -1), -1)
+        value = (
+            self._value_of(tensor, tensor.untyped_storage())
+            if counts
+            else self._new_value(self._new_storage(0, -1), -1)
+        )
         save = _Save(value, self._next_tick(), self._modules.current(), must_keep=not counts)
         assert index == len(self._saves)
         self._saves.append(save)
@@ -277,9 +281,8 @@ class Recorder(StepObserver):
         reference = self._live.get(storage._cdata)
         return reference.index if reference is not None and reference() is storage else None
 
-    def _value_of(self, tensor: Tensor) -> int:
+    def _value_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
         """The value a tensor holds; a storage not seen before was there before the step."""
-        storage = tensor.untyped_storage()
         reference = self._live.get(storage._cdata)
         if reference is not None and reference() is storage:
             index = reference.index

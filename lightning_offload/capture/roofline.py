@@ -53,10 +53,10 @@ class WorkMeter:
 
 def work_of(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Work:
     """The work of a call, from the op, its arguments and its result."""
-    read, made, _ = effects(facts, args, kwargs, out)
-    if not made:
+    did = effects(facts, args, kwargs, out)
+    if not did.made:
         return Work(0.0, 0)
-    num_bytes = sum(t.numel() * t.element_size() for t in (*read, *made))
+    num_bytes = sum(t.numel() * t.element_size() for t in (*did.read, *did.made))
     return Work(_flops(facts.name, args, kwargs, out), num_bytes)
 
 

@@ -192,9 +192,8 @@ class _Allocations(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        _, made, num_fresh = effects(facts_of(func), args, kwargs, out)
-        for tensor in made[:num_fresh]:
-            storage = tensor.untyped_storage()
+        did = effects(facts_of(func), args, kwargs, out)
+        for storage in did.made_on[: did.num_fresh]:
             self._made[storage._cdata] = weakref.ref(storage)
         return out
 

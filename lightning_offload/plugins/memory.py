@@ -80,7 +80,6 @@ class Steps:
         self._run: StepRun | None = None
         self._is_attached = False
         self._is_open = False
-        self._thread = 0
         self._census_clock = CensusClock()
         self._num_optimizers = 0  # whose step is under way: one may call another
         self._end_watch: Callable[[], None] = _nothing
@@ -179,7 +178,7 @@ class Steps:
         run = self._run
         is_nested = torch._C._current_graph_task_id() != -1
         self.peaks.end_optimizer(is_whole=False)  # a mode would change it: Note [modes change backward]
-        if run is None or run.executor.is_spent or not (is_nested or threading.get_ident() == self._thread):
+        if run is None or run.executor.is_spent or not (is_nested or threading.get_ident() == self.state.thread):
             yield  # another's
             return
         executor = run.executor
@@ -198,7 +197,7 @@ class Steps:
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
         self._is_open = True
         _thread.num_open += 1
-        self._thread = threading.get_ident()
+        self.state.thread = threading.get_ident()
         try:
             shadowed = self.shadows.around(run.executor.pack) if hooks else contextlib.nullcontext()
             with run.timed(), executing(run.executor, hooks=hooks), shadowed:
@@ -333,7 +332,7 @@ class Steps:
         for executor in list(self.executors):
             if executor.is_recomputing:
                 executor.settle_readers_of(parameters)
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self.state.thread:
             return
         self._num_optimizers += 1
         device = self.device
@@ -347,7 +346,7 @@ class Steps:
             self.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
 
     def _after_optimizer_step(self) -> None:
-        if not self._num_optimizers or threading.get_ident() != self._thread:
+        if not self._num_optimizers or threading.get_ident() != self.state.thread:
             return  # a training step began within it, or it is another thread's
         self._num_optimizers -= 1
         if self._num_optimizers:  # that of an optimizer which has another one inside

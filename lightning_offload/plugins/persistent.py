@@ -2,10 +2,16 @@
 
 Learnt from the module, where one is given, and from the optimizers themselves through torch's global
 optimizer-step hooks. Tensors are known by weak reference; nothing is kept alive.
+
+Note [whose gradients are read]: torch ends the process (a segmentation fault) where one thread asks a parameter for its
+``.grad`` while another thread's backward makes it. So gradients are read only of what this plugin's steps train and of
+what is trained in their thread; an optimizer of another thread is another training, whose tensors are counted as far
+as they can be seen without asking them anything.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +34,7 @@ class PersistentState:
         optimizer_state_bytes: Bytes of the optimizers' state, None before the first optimizer step.
         optimizer_peak_bytes: Parameters, buffers, gradients and optimizer state after the last optimizer step that
             made state, without the step's temporaries; None before the first.
+        thread: The thread that the steps run in; None before the first.
     """
 
     def __init__(
@@ -38,6 +45,7 @@ class PersistentState:
         self.data_parallel = DataParallelModels()
         self.optimizer_state_bytes: int | None = None
         self.optimizer_peak_bytes: int | None = None
+        self.thread: int | None = None
         self._version = 0
         self._before_optimizer_step = before_optimizer_step
         self._after_optimizer_step = after_optimizer_step
@@ -79,6 +87,8 @@ class PersistentState:
         self._before_optimizer_step([p for group in optimizer.param_groups for p in group["params"]])
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_of_another_training(optimizer):
+            return
         num_tensors = sum(1 for _ in tensors_in(list(optimizer.state.values())))
         if self._optimizers.get(optimizer) != num_tensors:
             with self._lock:
@@ -90,29 +100,42 @@ class PersistentState:
             self.optimizer_peak_bytes = sum(all_state.values())
         self._after_optimizer_step()
 
+    def _is_of_another_training(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer that stepped has nothing to do with our steps: Note [whose gradients are read]."""
+        if self.thread is None or self.thread == threading.get_ident():
+            return False
+        ours = {id(tensor) for tensor in self._trained_by_steps()}
+        return not any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+
     def _all_optimizers(self) -> list[torch.optim.Optimizer]:
-        with self._lock:  # optimizers of other threads are heard of, too
+        with self._lock:  # an optimizer may step in another thread than ours
             return list(self._optimizers)
 
     def trainable(self) -> Iterator[Tensor]:
         """Tensors that collect gradients, as far as they are known."""
+        yield from self._trained_by_steps()
+        for optimizer in self._all_optimizers():
+            yield from (p for group in optimizer.param_groups for p in group["params"])
+
+    def _trained_by_steps(self) -> Iterator[Tensor]:
         module = self._module() if self._module is not None else None
         if module is not None:
             yield from module.parameters()
-        for optimizer in self._all_optimizers():
-            yield from (p for group in optimizer.param_groups for p in group["params"])
         yield from (leaf for leaf in (reference() for reference in self._leaves.values()) if leaf is not None)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        return (gradient for gradient in (p.grad for p in self.trainable()) if gradient is not None)
 
     def gradients(self) -> dict[int, int]:
         """The gradients that are there now, those that are views of buckets aside: bytes by identity of the storage."""
         buckets = self.buckets.sizes()
-        sizes = _sizes(p.grad for p in self.trainable() if p.grad is not None)
+        sizes = _sizes(self._gradients())
         return {key: size for key, size in sizes.items() if key not in buckets}
 
     def storages(self, device: torch.device) -> Census:
         """All storages on a device: those of every tensor that Python knows of, and those known here."""
-        known = (tensor for tensor in self.tensors() if tensor.device == device and is_plain(tensor))
-        storages = (tensor.untyped_storage() for tensor in known)
+        known = itertools.chain(self.tensors(), self._gradients())
+        storages = (tensor.untyped_storage() for tensor in known if tensor.device == device and is_plain(tensor))
         return {**live_storages(device), **{s._cdata: s for s in storages}, **self.buckets.storages(device)}
 
     def tensors(self) -> Iterator[Tensor]:

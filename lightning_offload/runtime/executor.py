@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
-from lightning_offload.runtime.hooks import NotSeen, bypass_mode
+from lightning_offload.runtime.hooks import NotSeen, bypass_mode, past_own_mode
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import OpStep, Program, ProgramCursor
@@ -337,12 +337,13 @@ class StepExecutor:
             handle.check_version()
             bypass_mode.depth += 1
             try:
-                if in_backward and self.program is not None and not self.has_deviated:
-                    # What is needed now is first in the lane; what comes later overlaps with the wait or replay for it.
-                    if handle.value is not None:
-                        self._materializer.fetch(handle.value)
-                    self._materializer.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
-                return self._read(handle)
+                with past_own_mode():
+                    if in_backward and self.program is not None and not self.has_deviated:
+                        # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
+                        if handle.value is not None:
+                            self._materializer.fetch(handle.value)
+                        self._materializer.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
+                    return self._read(handle)
             finally:
                 bypass_mode.depth -= 1
 

@@ -117,6 +117,20 @@ class StepMode(InfraMode):
         return self._dispatch(func, args, kwargs or {})
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def past_own_mode() -> contextlib.AbstractContextManager[None]:
+    """Around the runtime's own ops on plain tensors: they skip our mode, which takes longer than most of them do.
+
+    Where other modes are on as well (that of fake tensors, or a program's own) they go through them all, and through
+    ours by :data:`bypass_mode`.
+    """
+    if torch._C._len_torch_dispatch_stack() == 1 and isinstance(_get_current_dispatch_mode(), StepMode):
+        return torch._C._DisableTorchDispatch()
+    return _NOTHING
+
+
 def _leave(_: Any) -> None:
     """A hook before a node: it runs without our mode, which is there twice where user code in backward is seen."""
     while isinstance(_get_current_dispatch_mode(), StepMode):

@@ -232,10 +232,11 @@ class Replay:
             raise
         except Exception as error:
             raise ReplayError(f"{call.facts.name} could not be run again: {error}") from error
-        _, made, num_fresh = effects(call.facts, args, kwargs, out)
-        for tensor in made[:num_fresh]:
-            self.notice(tensor.untyped_storage())
-        return [tensor.untyped_storage() for tensor in made if tensor.device == call.device]
+        did = effects(call.facts, args, kwargs, out)
+        for storage in did.made_on[: did.num_fresh]:
+            self.notice(storage)
+        made = zip(did.made, did.made_on, strict=True)
+        return [storage for tensor, storage in made if tensor.device == call.device]
 
 
 def _copy_written(

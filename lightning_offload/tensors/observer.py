@@ -64,6 +64,9 @@ class _Several(StepObserver):
 
 
 def _tell(calls: list[Any]) -> Any:
+    if len(calls) == 1:
+        return calls[0]
+
     def tell(*args: Any) -> None:
         for call in calls:
             call(*args)

@@ -243,11 +243,15 @@ class Effects(NamedTuple):
         made: One tensor for each storage that it made a value on, those on fresh storages (outputs that share no
             argument's storage) first, then those written in place.
         num_fresh: The number of fresh ones.
+        read_from: The storage of each tensor that it read; None where that is not plain.
+        made_on: The storage of each tensor that it made.
     """
 
     read: list[Tensor]
     made: list[Tensor]
     num_fresh: int
+    read_from: list[torch.UntypedStorage | None]
+    made_on: list[torch.UntypedStorage]
 
 
 def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
@@ -262,30 +266,37 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
     given = _gather(args, [])
     if kwargs:
         _gather(kwargs, given)
+    given_from = [_storage_of(tensor) for tensor in given]
     if isinstance(out, Tensor) and not facts.mutates:  # nearly all calls
-        is_fresh = is_plain(out) and not _shares_storage(out, given)
-        return Effects(given, [out], 1) if is_fresh else Effects(given, [], 0)
-    seen = {t.untyped_storage()._cdata for t in given if is_plain(t)}
+        storage = _storage_of(out)
+        if storage is None or storage in given_from:
+            return Effects(given, [], 0, given_from, [])
+        return Effects(given, [out], 1, given_from, [storage])
     made: list[Tensor] = []
-    for tensor in (out,) if isinstance(out, Tensor) else _gather(out, []):
-        if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in seen:
-            seen.add(key)
-            made.append(tensor)
+    made_on: list[torch.UntypedStorage] = []
+    seen = {storage._cdata for storage in given_from if storage is not None}
+
+    def make(tensors: Any) -> None:
+        for tensor in tensors:
+            storage = _storage_of(tensor)
+            if storage is not None and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                made.append(tensor)
+                made_on.append(storage)
+
+    make((out,) if isinstance(out, Tensor) else _gather(out, []))
     num_fresh = len(made)
     if not facts.mutates:
-        return Effects(given, made, num_fresh)
+        return Effects(given, made, num_fresh, given_from, made_on)
+    seen.clear()
+    make(facts.written(args, kwargs))
     args_read = facts.replayed_args(args) if facts.made_anew(args) is None else args[1:]
-    written: set[int] = set()
-    for tensor in facts.written(args, kwargs):
-        if is_plain(tensor) and (key := tensor.untyped_storage()._cdata) not in written:
-            written.add(key)
-            made.append(tensor)
-    return Effects(_gather(kwargs, _gather(args_read, [])), made, num_fresh)
+    read = _gather(kwargs, _gather(args_read, []))
+    return Effects(read, made, num_fresh, [_storage_of(tensor) for tensor in read], made_on)
 
 
-def _shares_storage(tensor: Tensor, others: list[Tensor]) -> bool:
-    key = tensor.untyped_storage()._cdata
-    return any(is_plain(other) and other.untyped_storage()._cdata == key for other in others)
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if is_plain(tensor) else None
 
 
 def _covers_storage(tensor: Tensor) -> bool:

@@ -109,7 +109,7 @@ def test_what_was_there_counts_until_it_dies() -> None:
 
 
 def test_census_lists_each_storage_once() -> None:
-    """Tensors that Python knows of, their gradients too; not what torch did not allocate, nor other devices."""
+    """Tensors that Python knows of; not what torch did not allocate, nor other devices, nor a gradient unasked."""
     before, meta = live_storages(CPU), torch.device("meta")
     before_on_meta = live_storages(meta)
     weight = torch.ones(100, requires_grad=True)
@@ -117,7 +117,10 @@ def test_census_lists_each_storage_once() -> None:
     view, foreign = weight.detach()[:3], torch.from_numpy(np.ones(100))
     elsewhere = torch.ones(100, device="meta")
     found = {key: storage for key, storage in live_storages(CPU).items() if key not in before}
-    assert sorted(storage.nbytes() for storage in found.values()) == [ROW, ROW]
+    assert [storage.nbytes() for storage in found.values()] == [ROW]
+    assert weight.grad is not None
+    found = {key: storage for key, storage in live_storages(CPU).items() if key not in before}
+    assert [storage.nbytes() for storage in found.values()] == [ROW, ROW]
     assert weight.untyped_storage()._cdata in found
     found = {key: storage for key, storage in live_storages(meta).items() if key not in before_on_meta}
     assert [storage.nbytes() for storage in found.values()] == [ROW]

@@ -82,8 +82,8 @@ def _stream_patches(sleeps: Callable[[Lane], bool]) -> list[Any]:
             torch.cuda._sleep(_CYCLES)
         return mark(self)
 
-    def slow_wait(self: StreamMover, event: Any) -> None:
-        let_compute_wait(self, event)
+    def slow_wait(self: StreamMover, *args: Any) -> None:
+        let_compute_wait(self, *args)
         if sleeps("compute"):
             torch.cuda._sleep(_CYCLES)
 

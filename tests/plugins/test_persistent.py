@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import torch
@@ -89,6 +90,60 @@ def test_parameters_buffers_and_optimizer_state_are_known() -> None:
         every = sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
         moments = 2 * sum(p.nbytes for p in net.parameters()) + 4 * 4
         assert num_bytes(state) == every + moments
+    finally:
+        state.detach()
+
+
+class Unasked(nn.Parameter):
+    """Ends the test where somebody asks for its gradient, as torch may end the process while a backward makes it."""
+
+    @property
+    def grad(self) -> Tensor:
+        raise AssertionError("another thread's gradient was asked for")
+
+
+class Idle(Optimizer):
+    """Has state, and touches nothing."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["moment"] = torch.zeros(100)
+
+
+def test_another_threads_training_is_left_alone() -> None:
+    """No gradient of what an optimizer of another thread trains is read, unless our steps train it as well."""
+    ours, others = nn.Linear(10, 10), Unasked(torch.ones(100))
+    state = PersistentState(lambda parameters: None)
+    state.attach(ours)
+    try:
+        state.thread = threading.get_ident()
+        for optimizer, version in ((Idle([others], {}), 0), (Idle(ours.parameters(), {}), 1)):
+            thread = threading.Thread(target=optimizer.step)
+            thread.start()
+            thread.join()
+            assert state.version == version
+            assert state.gradients() == {}
+            assert others.untyped_storage()._cdata in state.storages(torch.device("cpu"))
+        assert state.optimizer_state_bytes == 2 * 400
+    finally:
+        state.detach()
+
+
+def test_gradients_that_nobody_has_looked_at_are_in_the_census() -> None:
+    """Of what the steps train, and of what an optimizer of their thread trains."""
+    state = PersistentState(lambda parameters: None)
+    ours, others = nn.Linear(10, 10), nn.Linear(10, 20)
+    state.attach(ours)
+    try:
+        optimizer = SGD(others.parameters(), lr=0.1)
+        trained(others, optimizer)
+        optimizer.zero_grad()
+        (ours(torch.ones(2, 10)).sum() + others(torch.ones(2, 10)).sum()).backward()
+        counted = state.storages(torch.device("cpu"))
+        gradients = [p.grad for layer in (ours, others) for p in layer.parameters()]
+        assert all(gradient.untyped_storage()._cdata in counted for gradient in gradients if gradient is not None)
+        assert len(gradients) == 4
     finally:
         state.detach()
 

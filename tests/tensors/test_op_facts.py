@@ -229,14 +229,14 @@ def test_effects_list_fresh_results_before_writes() -> None:
     """Fresh storages come first, then those written in place, each once; then the number of fresh ones."""
     x, out, index = torch.ones(3), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     facts = facts_of(aten.topk.values)
-    read, made, fresh = effects(facts, (x, 2), {"values": out, "indices": index}, (out, index))
+    read, made, fresh, *_ = effects(facts, (x, 2), {"values": out, "indices": index}, (out, index))
     assert positions(read, [x, out, index]) == [0, 1, 2]
     assert positions(made, [out, index]) == [0, 1]
     assert fresh == 0
     x2, mean, variance = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
     args = (x2, None, None, mean, variance, True, 0.1, 1e-5)
     result = aten.native_batch_norm.default(*args)
-    read, made, fresh = effects(facts_of(aten.native_batch_norm.default), args, {}, result)
+    read, made, fresh, *_ = effects(facts_of(aten.native_batch_norm.default), args, {}, result)
     assert positions(read, [x2, mean, variance]) == [0]
     assert positions(made, [*result, mean, variance]) == [0, 1, 2, 3, 4]
     assert fresh == 3
@@ -245,11 +245,11 @@ def test_effects_list_fresh_results_before_writes() -> None:
 def test_effects_of_a_view_make_nothing() -> None:
     """A view is no new value; several views of one written storage are one value."""
     x = torch.ones(4, 4)
-    read, made, fresh = effects(facts_of(aten.t.default), (x,), {}, x.t())
+    read, made, fresh, *_ = effects(facts_of(aten.t.default), (x,), {}, x.t())
     assert positions(read, [x]) == [0]
     assert (made, fresh) == ([], 0)
     parts = list(x.split(2))
-    read, made, fresh = effects(facts_of(aten._foreach_add_.Scalar), (parts, 1.0), {}, None)
+    read, made, fresh, *_ = effects(facts_of(aten._foreach_add_.Scalar), (parts, 1.0), {}, None)
     assert len(read) == 2
     assert positions(made, [x]) == [0]
     assert fresh == 0
@@ -311,7 +311,7 @@ def test_effects_leave_sparse_results_out() -> None:
     x = torch.eye(3)
     sparse = x.to_sparse()
     assert not is_plain(sparse)
-    _, made, fresh = effects(facts_of(aten.add.Tensor), (x,), {}, sparse)
+    _, made, fresh, *_ = effects(facts_of(aten.add.Tensor), (x,), {}, sparse)
     assert (made, fresh) == ([], 0)
 
 
@@ -355,7 +355,7 @@ def test_overwriting_ops_do_not_read_what_they_write(op: Any, more: tuple[Any, .
         torch.manual_seed(0)
         out = op(tensor, *more)
         assert facts.made_anew((tensor, *more)) is tensor
-        read, made, num_fresh = effects(facts, (tensor, *more), {}, out)
+        read, made, num_fresh, *_ = effects(facts, (tensor, *more), {}, out)
         assert (positions(read, [tensor]), positions(made, [tensor]), num_fresh) == ([-1] * len(read), [0], 0)
         results.append(tensor)
     assert torch.equal(*results)
