@@ -57,7 +57,8 @@ class Program:
         layout: Where swapped storages lie in their tiers.
         places: The same by storage index.
         prefetch: By ordinal of an unpack: the storages whose copies back are issued then.
-        pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure.
+        pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure; 0 where that is on
+            another device.
         made_packs: Ordinals of the packs whose storages the step made.
         is_keep_all: Whether the plan keeps everything, so that the step needs no dispatch mode.
         is_recomputing: Whether anything is recomputed.

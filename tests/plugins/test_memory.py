@@ -345,6 +345,33 @@ def test_wrapping_tensors_do_not_leave_the_plan() -> None:
     assert phases == ["recording", "verifying", "measuring"] + ["planned"] * 4
 
 
+class SavesElsewhere(torch.autograd.Function):
+    """Saves a tensor of another device, as attention kernels save their seeds on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, torch.empty(3, device="meta"))
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("keep-all", "64MiB"), ("all-swap", None), ("all-recompute", None)])
+def test_tensors_of_another_device_do_not_leave_the_plan(policy: str, budget: str | None) -> None:
+    """What is saved on another device is kept, and its steps are planned like others."""
+    x = torch.linspace(-1, 1, 64 * 1024).requires_grad_()
+    with MemoryPlugin(policy=policy, budget=budget, device="cpu") as memory:
+        phases = []
+        for _ in range(7):
+            with memory.step():
+                SavesElsewhere.apply(x.exp()).square().mean().backward()
+            x.grad = None
+            phases.append(memory.report().phase)
+    assert phases == ["recording", "verifying", "measuring"] + ["planned"] * 4
+
+
 @pytest.mark.parametrize("copy_it", [copy.deepcopy, pickle.dumps])
 def test_a_plugin_is_not_copied(copy_it: Callable[[object], object]) -> None:
     """It holds what belongs to its process; the error says how to hand its plans over."""
