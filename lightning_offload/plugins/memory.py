@@ -229,6 +229,9 @@ class Steps:
         kind, peaks = self.cache.choose(step_signature(inputs)), self.peaks
         peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
         self._num_optimizers = 0
+        if kind.runs_plainly(hardware.budget_bytes):
+            self.cache.begin_step()
+            return None
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)

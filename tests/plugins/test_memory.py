@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetError, PlanError, UnsupportedError
 from lightning_offload.graph import MemoryPlan, StepGraph
+from lightning_offload.plugins import persistent
 from tests.plugins.training import MIB, attached, middle_budget, net, phases_of, report_of, rows, train_step
 
 
@@ -343,6 +344,27 @@ def test_wrapping_tensors_do_not_leave_the_plan() -> None:
                 step()
             phases.append(memory.report().phase)
     assert phases == ["recording", "verifying", "measuring"] + ["planned"] * 4
+
+
+def test_steps_that_run_plainly_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a budget, and with a plan that keeps everything, nobody looks at what is on the device."""
+    look, num_looks = persistent.live_storages, 0
+
+    def count(device: torch.device) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        return look(device)
+
+    monkeypatch.setattr(persistent, "live_storages", count)
+    model, batch = net(), rows(8)
+    with attached(model, policy="keep-all") as memory:
+        train_step(model, batch, memory)
+        train_step(model, batch, memory)
+        assert num_looks > 0
+        num_looks = 0
+        for _ in range(4):
+            train_step(model, batch, memory)
+    assert num_looks == 0
 
 
 class SavesElsewhere(torch.autograd.Function):
