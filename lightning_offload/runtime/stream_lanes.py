@@ -131,17 +131,19 @@ class StreamMover(Mover):
 
     @contextlib.contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
-        """Make a stream current for this thread.
+        """Make a stream current for this thread, and its device, which is current only while it is.
 
         Not ``with stream``: a stream object keeps what was current before in itself, so two threads in one stream
         would leave each other on the wrong one.
         """
-        before = self.compute_stream()
+        device, before = torch.accelerator.current_device_index(), self.compute_stream()
         torch.accelerator.set_stream(stream)
         try:
             yield
         finally:
             torch.accelerator.set_stream(before)
+            if device != self.device.index:
+                torch.accelerator.set_device_index(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the current stream."""

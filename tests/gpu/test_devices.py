@@ -1,0 +1,45 @@
+"""The runtime serves a device that is not the current one, and leaves the current one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_offload.runtime.lanes import storage_bytes
+from lightning_offload.runtime.stream_lanes import StreamMover
+from tests.gpu.device import CUDA_MARKS, TOLERANT
+
+pytestmark = [*CUDA_MARKS, TOLERANT]
+
+NUM_BYTES = 4096
+
+
+@pytest.fixture
+def second() -> Iterator[torch.device]:
+    """The second device, while the first one is current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    before = torch.cuda.current_device()
+    torch.cuda.set_device(0)
+    yield torch.device("cuda", 1)
+    torch.cuda.set_device(before)
+
+
+def test_copies_leave_the_current_device_and_its_stream_alone(second: torch.device) -> None:
+    """Making a stream current makes its device current too: both are put back, in and out."""
+    mover = StreamMover(second)
+    host = torch.zeros(NUM_BYTES, dtype=torch.uint8).pin_memory()
+    source = torch.full((NUM_BYTES,), 7, dtype=torch.uint8, device=second).untyped_storage()
+    target = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=second).untyped_storage()
+    stream = torch.cuda.Stream(torch.device("cuda", 0))
+    current = []
+    with torch.cuda.stream(stream):
+        mover.to_host(mover.mark(), source, 0, NUM_BYTES, host.data_ptr()).synchronize()
+        current.append((torch.cuda.current_device(), torch.cuda.current_stream()))
+        mover.to_device(mover.mark(), target, 0, NUM_BYTES, host.data_ptr()).wait()
+        current.append((torch.cuda.current_device(), torch.cuda.current_stream()))
+    assert current == [(0, stream)] * 2
+    assert mover.compute_stream() == torch.cuda.default_stream(second)
+    assert torch.equal(storage_bytes(target).cpu(), storage_bytes(source).cpu())
