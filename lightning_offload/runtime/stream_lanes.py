@@ -98,6 +98,10 @@ class StreamMover(Mover):
         self._out, self._in = _Direction(), _Direction()
 
     @override
+    def begin_thread(self) -> None:
+        torch.accelerator.set_device_index(self.device)  # a new thread's is device 0, which would get a context too
+
+    @override
     def mark(self) -> _Mark:
         stream, event = self.compute_stream(), self.new_event()
         event.record(stream)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
+from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.lanes import storage_bytes
+from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.stream_lanes import StreamMover
 from tests.gpu.device import CUDA_MARKS, TOLERANT
 
@@ -43,3 +48,38 @@ def test_copies_leave_the_current_device_and_its_stream_alone(second: torch.devi
     assert current == [(0, stream)] * 2
     assert mover.compute_stream() == torch.cuda.default_stream(second)
     assert torch.equal(storage_bytes(target).cpu(), storage_bytes(source).cpu())
+
+
+class Watched(StreamMover):
+    """Notes which device is current as moves are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.seen: list[int] = []
+
+    @override
+    def to_host(self, *args: Any) -> Any:
+        self.seen.append(torch.cuda.current_device())
+        return super().to_host(*args)
+
+    @override
+    def to_device(self, *args: Any) -> Any:
+        self.seen.append(torch.cuda.current_device())
+        return super().to_device(*args)
+
+
+def test_threads_of_the_disk_are_on_their_device_from_the_start(second: torch.device, tmp_path: Path) -> None:
+    """A thread begins on device 0: whatever it asks for there, an event's order even, would make a context on it."""
+    mover, pool = Watched(second), DiskPool(tmp_path)
+    lanes = DiskLanes(mover)
+    source = torch.full((NUM_BYTES,), 7, dtype=torch.uint8, device=second).untyped_storage()
+    target = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=second).untyped_storage()
+    block = pool.allocate(NUM_BYTES)
+    assert block is not None
+    lanes.swap_out(source, block).wait()
+    lanes.swap_in(block, target).wait()
+    assert torch.equal(storage_bytes(target).cpu(), storage_bytes(source).cpu())
+    lanes.close()
+    pool.close()
+    assert mover.seen == [1, 1]
+    assert torch.cuda.current_device() == 0
