@@ -197,7 +197,9 @@ class StreamMover(Mover):
     def take_times(self) -> LaneTimes:
         """Times of the copies and stalls since measuring began, or since this was last asked."""
         self.settle()
-        (out_bytes, out_seconds), (in_bytes, in_seconds) = self._out.take(), self._in.take()
+        with self._lock:
+            timed_out, timed_in = self._out.take(), self._in.take()
+        (out_bytes, out_seconds), (in_bytes, in_seconds) = _added(timed_out), _added(timed_in)
         stalls, self._stalls = self._stalls, []
         for _, after in stalls:  # perhaps on several streams
             after.synchronize()
@@ -255,15 +257,18 @@ class _Direction:
         while self.under_way and self.under_way[0].is_done:
             self.under_way.popleft().storage = None
 
-    def take(self) -> tuple[int, float]:
-        """Bytes and seconds of those that are done; the times of the others are not known yet."""
-        timed = [(before, after, num_bytes) for before, after, num_bytes in self.timed if after is not None]
-        done: list[tuple[Any, Any, int]] = []
-        self.timed = []
-        for copy in timed:
-            (done if copy[1].query() else self.timed).append(copy)
-        milliseconds = sum(before.elapsed_time(after) for before, after, _ in done)
-        return sum(num_bytes for _, _, num_bytes in done), milliseconds / 1000
+    def take(self) -> list[tuple[Any, Any, int]]:
+        """What was timed since this was last asked: both events of each copy, and its bytes."""
+        timed, self.timed = self.timed, []
+        return [(before, after, num_bytes) for before, after, num_bytes in timed if after is not None]
+
+
+def _added(timed: list[tuple[Any, Any, int]]) -> tuple[int, float]:
+    """Bytes and seconds of copies of one direction; waits for the last event, which comes after all copies' own."""
+    if timed:
+        timed[-1][1].synchronize()
+    milliseconds = sum(before.elapsed_time(after) for before, after, _ in timed)
+    return sum(num_bytes for _, _, num_bytes in timed), milliseconds / 1000
 
 
 def _part(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> torch.Tensor:
