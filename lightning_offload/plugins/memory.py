@@ -389,7 +389,8 @@ class MemoryPlugin:
         policy: Who plans: "auto", "keep-all", "all-swap", "all-recompute", or a published system ("superneurons");
             :data:`~lightning_offload.planning.planner.POLICIES` has them all.
         tier: Where swapped tensors go: "host", "disk", or "auto": to the host, and to disk what has no room there.
-        host_budget: Most host memory for swapped tensors; by default most of what is free.
+        host_budget: Most host memory for swapped tensors; by default most of what is free, shared by the ranks of
+            this host.
         spill_dir: Folder for the spill file, which has no name there and goes with the process; by default that of
             temporary files.
         plan: A plan, or the path of one, to use instead of planning.
