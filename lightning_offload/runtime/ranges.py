@@ -79,7 +79,7 @@ class Ranges:
     def users(self, offset: int, num_bytes: int) -> tuple[Copy, ...]:
         """Copies that may still use a range that was just taken.
 
-        Only those are asked whether they are done, and the oldest: asking all of them takes long where many are waiting.
+        Only those are asked whether they are done, and the oldest: to ask all takes long where many are waiting.
         """
         cooling, end = self._cooling, offset + num_bytes
         while cooling and cooling[0][2].is_done:
