@@ -234,7 +234,8 @@ class Steps:
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)
-        ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+        with peaks.paused(hardware.device):
+            ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
         self.cache.begin_step()
         if kind.runs_plainly(hardware.budget_bytes):
             return None
@@ -313,7 +314,7 @@ class Steps:
         if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
             if not kind.is_beside_known:
                 self._look_beside(kind, hardware, self.state.gradients(), has_inputs=self._is_open)
-            with contextlib.suppress(BudgetInfeasibleError):
+            with contextlib.suppress(BudgetInfeasibleError), self.peaks.paused(hardware.device):
                 ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
 
     def forget(self, keep: Collection[str]) -> None:

@@ -299,12 +299,27 @@ class DevicePeaks:
         """Note what came after the last watched step; start counting anew if the coming one is watched."""
         if device.type != "cuda":
             return
-        if self._was_watched:
-            self.note_optimizer(torch.cuda.max_memory_allocated(device))
-            self.reserved_bytes = torch.cuda.memory_reserved(device)
+        self._note_device(device)
         if is_watched:
             torch.cuda.reset_peak_memory_stats(device)
         self._was_watched = is_watched
+
+    @contextlib.contextmanager
+    def paused(self, device: torch.device) -> Iterator[None]:
+        """What is on the device inside, to measure its links say, is no optimizer's."""
+        if device.type != "cuda" or not self._was_watched:
+            yield
+            return
+        self._note_device(device)
+        try:
+            yield
+        finally:
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _note_device(self, device: torch.device) -> None:
+        if self._was_watched:
+            self.note_optimizer(torch.cuda.max_memory_allocated(device))
+            self.reserved_bytes = torch.cuda.memory_reserved(device)
 
     def end_scope(self, device: torch.device) -> int | None:
         """Peak since a watched step began; the optimizer's is counted from here on."""

@@ -10,10 +10,14 @@ import pytest
 import torch
 from typing_extensions import override
 
+from lightning_offload import MemoryPlugin
+from lightning_offload.capture.calibrate import measure_device
+from lightning_offload.plugins.devices import measure_spec
 from lightning_offload.runtime.disk_lanes import DiskLanes
 from lightning_offload.runtime.lanes import storage_bytes
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.stream_lanes import StreamMover
+from lightning_offload.runtime.tiers import tiers_for
 from tests.gpu.device import CUDA_MARKS, TOLERANT
 
 pytestmark = [*CUDA_MARKS, TOLERANT]
@@ -83,3 +87,58 @@ def test_threads_of_the_disk_are_on_their_device_from_the_start(second: torch.de
     pool.close()
     assert mover.seen == [1, 1]
     assert torch.cuda.current_device() == 0
+
+
+def test_links_are_measured_by_large_blocks_that_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A small block is over before a fast link is at its rate; a disk's is small; optimizers' peaks are without it."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_CACHE", "")
+    asked: list[tuple[int, int]] = []
+
+    def measure(*args: Any, num_bytes: int, disk_bytes: int, **keywords: Any) -> Any:
+        asked.append((num_bytes, disk_bytes))
+        return measure_device(*args, num_bytes=num_bytes, disk_bytes=disk_bytes, **keywords)
+
+    monkeypatch.setattr("lightning_offload.plugins.devices.measure_device", measure)
+    device = torch.device("cuda", torch.cuda.current_device())
+    tiers = tiers_for(device, disk=DiskPool(tmp_path))
+    reserved = torch.cuda.memory_reserved(device)
+    spec = measure_spec(device, tiers, with_disk=True)
+    assert spec.has_disk
+    assert asked == [(256 << 20, 32 << 20)]
+    assert torch.cuda.memory_reserved(device) <= reserved
+    tiers.close()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.ones(8, 64, device=device)
+    with MemoryPlugin("3GiB", policy="all-swap", tier="host", module=model) as memory:
+        for _ in range(4):
+            with memory.step(batch):
+                model(batch).sum().backward()
+            optimizer.step()
+        report = memory.report()
+    assert len(asked) == 2
+    assert report.optimizer_peak_bytes is not None
+    assert report.optimizer_peak_bytes < torch.cuda.memory_allocated(device) + (32 << 20)
+
+
+def test_links_are_measured_by_small_blocks_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be it that little is free, or that less can be had than is free."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_CACHE", "")
+    asked: list[int] = []
+
+    def measure(*args: Any, num_bytes: int, **keywords: Any) -> Any:
+        asked.append(num_bytes)
+        if num_bytes > 32 << 20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure_device(*args, num_bytes=num_bytes, **keywords)
+
+    monkeypatch.setattr("lightning_offload.plugins.devices.measure_device", measure)
+    device = torch.device("cuda", torch.cuda.current_device())
+    tiers = tiers_for(device)
+    measure_spec(device, tiers, with_disk=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))
+    measure_spec(device, tiers, with_disk=False)
+    tiers.close()
+    assert asked == [256 << 20, 32 << 20, 32 << 20]
