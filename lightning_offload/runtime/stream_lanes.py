@@ -36,6 +36,7 @@ from lightning_offload.runtime.lanes import (
     storage_bytes,
 )
 
+_HIGH = -1  # priority; copies have no kernels, so they take nothing from compute's
 _EVENT_SECONDS = 3e-6  # between two events with nothing between them
 
 
@@ -122,8 +123,12 @@ class StreamMover(Mover):
     # ---- the hardware, as far as it is asked for anything; tests put threads in its place
 
     def new_stream(self) -> Any:
-        """A stream of this device."""
-        return torch.Stream(self.device)
+        """A stream of this device, of its pool of high priority.
+
+        torch makes no stream outside of its pools, whose streams it hands out in turn. A user's streams are of the
+        other pool, unless asked for with a priority, so they do not come to wait for copies.
+        """
+        return torch.Stream(self.device, priority=_HIGH)
 
     def new_event(self, *, timing: bool = False) -> Any:
         """An event of this device."""

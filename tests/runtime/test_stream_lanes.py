@@ -12,7 +12,7 @@ import torch
 
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.lanes import memory_bytes, storage_bytes
-from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes, _added, _Direction
+from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes, StreamMover, _added, _Direction
 from tests.runtime.fake_streams import FakeStream, FakeStreamMover
 
 
@@ -198,3 +198,12 @@ def test_copies_whose_last_event_is_late_are_timed_all_the_same() -> None:
     direction.timed = [(begin, begin, 100), (begin, end, 50), (begin, None, 10)]
     assert _added(direction.take()) == (150, 4.0)
     assert _added(direction.take()) == (0, 0.0)
+
+
+def test_lanes_take_streams_that_users_do_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of high priority, which torch has in a pool apart from the one that streams without a priority come from."""
+    asked: list[tuple[torch.device, int]] = []
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "Stream", lambda device, *, priority=0: asked.append((device, priority)))
+    StreamMover(device)
+    assert asked == [(device, -1)] * 2
