@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from lightning_offload.capture.placement import indexed
+
 
 def main(arguments: list[str]) -> int:
     """Do the job that the command line holds; returns the exit status."""
     job, output = json.loads(arguments[0]), Path(arguments[1])
     module, name = job["function"].split(":")
-    device = torch.device(job["device"])
+    device = indexed(torch.device(job["device"]))  # most of torch.cuda takes no "cuda" without a number
     if device.type == "cuda":
         torch.cuda.set_device(device)
     result = getattr(importlib.import_module(module), name)(device, quick=job["quick"], **job["arguments"])

@@ -60,6 +60,7 @@ def measure_transfers(
     disk_read: Transfer | None = None,
     both_at_once: bool = True,
     num_bytes: int = 32 << 20,
+    disk_bytes: int | None = None,
 ) -> LinkRates:
     """Measure a device's links.
 
@@ -72,10 +73,13 @@ def measure_transfers(
         both_at_once: Whether to measure both directions at once too; then ``swap_out`` and ``swap_in`` are called
             from two threads and must not share a block.
         num_bytes: Size of the block.
+        disk_bytes: How much of it goes to disk; by default all.
     """
 
-    def fill(transfer: Transfer) -> Callable[[], object]:
+    def fill(transfer: Transfer, num_bytes: int = num_bytes) -> Callable[[], object]:
         return lambda: transfer(new_storage(num_bytes, device))
+
+    disk_bytes = disk_bytes if disk_bytes is not None else num_bytes
 
     # Written, not merely allocated: pages of a CPU that were never written are all one page of zeros.
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -83,14 +87,14 @@ def measure_transfers(
     h2d = num_bytes / min(_trials(fill(swap_in), device))
     both = _both_seconds(lambda: swap_out(source), fill(swap_in)) if both_at_once else None
     write = _trials(lambda: disk_write(source), device) if disk_write is not None else None
-    read = _trials(fill(disk_read), device) if disk_read is not None else None
+    read = _trials(fill(disk_read, disk_bytes), device) if disk_read is not None else None
     return LinkRates(
         d2h_bytes_per_second=d2h,
         h2d_bytes_per_second=h2d,
         both_d2h_bytes_per_second=num_bytes / both[0] if both is not None else None,
         both_h2d_bytes_per_second=num_bytes / both[1] if both is not None else None,
-        disk_write_bytes_per_second=num_bytes * len(write) / sum(write) if write is not None else None,
-        disk_read_bytes_per_second=num_bytes * len(read) / sum(read) if read is not None else None,
+        disk_write_bytes_per_second=disk_bytes * len(write) / sum(write) if write is not None else None,
+        disk_read_bytes_per_second=disk_bytes * len(read) / sum(read) if read is not None else None,
     )
 
 
@@ -102,6 +106,7 @@ def measure_device(
     disk_write: Transfer | None = None,
     disk_read: Transfer | None = None,
     num_bytes: int = 32 << 20,
+    disk_bytes: int | None = None,
 ) -> DeviceSpec:
     """Measure what a planner needs of a device; the arguments are those of :func:`measure_transfers`."""
     rates = measure_transfers(
@@ -112,6 +117,7 @@ def measure_device(
         disk_read=disk_read,
         both_at_once=False,
         num_bytes=num_bytes,
+        disk_bytes=disk_bytes,
     )
     return spec_of(device, rates)
 

@@ -189,6 +189,7 @@ class Recorder(StepObserver):
         index, tick = len(self._ops), self._tick
         self._tick = tick + 1
         outputs: list[int] = []
+        is_only_here = True
         for position, (tensor, made_storage) in enumerate(zip(made, made_on, strict=True)):
             if tensor.device == device:  # and it is plain: others count as made by nobody
                 if position < num_fresh:
@@ -196,6 +197,8 @@ class Recorder(StepObserver):
                 else:
                     storage = self._value_storage[self._value_of(tensor, made_storage)]
                 outputs.append(self._new_value(storage, index))
+            elif not is_at_hand(tensor, device):
+                is_only_here = False
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             self._saw_backward_op = True
@@ -207,7 +210,8 @@ class Recorder(StepObserver):
                 tick,
                 tuple(dict.fromkeys(inputs)) if len(inputs) > 1 else tuple(inputs),  # each once
                 tuple(outputs),
-                is_replayable and len(outputs) == len(made),
+                # A number elsewhere (attention's seed) is not made again; those who read it have the first one.
+                is_replayable and is_only_here and bool(outputs) == bool(made),
                 workspace_bytes,
                 tuple(outputs[num_fresh:]) if facts.running_stats else (),
             )

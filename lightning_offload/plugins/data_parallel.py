@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, SupportsIndex
@@ -52,6 +53,23 @@ def num_ranks() -> int:
     """Number of processes that train together, this one included."""
     is_alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
     return 1 if is_alone else torch.distributed.get_world_size()
+
+
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+
+def num_local_ranks() -> int:
+    """Number of processes on this host that train together, this one included.
+
+    Launchers tell. Where none did, all of them count, but no more than there are devices if this process sees several.
+    """
+    told = (os.environ.get(name, "") for name in _LOCAL_SIZES)
+    local = next((int(text) for text in told if text.isdecimal()), 0)
+    if local:
+        return local
+    ranks = num_ranks()
+    devices = torch.accelerator.device_count() if ranks > 1 else 1
+    return min(ranks, devices) if devices > 1 else ranks
 
 
 class InSync:

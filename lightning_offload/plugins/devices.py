@@ -54,6 +54,7 @@ def supported(device: torch.device | str) -> torch.device:
 
 
 _LINK_BLOCK_BYTES = 32 << 20
+_CUDA_LINK_BLOCK_BYTES = 256 << 20  # less is over before a link as fast as a chip's own is at its rate
 _NOMINAL_RATE = 1e9  # bytes per second of links that could not be measured: too slow, so plans avoid them
 
 
@@ -84,11 +85,30 @@ def measure_spec(device: torch.device, tiers: Tiers, *, with_disk: bool) -> Devi
     key = spec_cache.key_for(device, folder)
     spec = spec_cache.load(key) if is_usual else None
     if spec is None:
-        with _transfers(device, tiers, _LINK_BLOCK_BYTES, with_disk=with_disk) as transfers:
-            spec = measure_device(device, num_bytes=_LINK_BLOCK_BYTES, **transfers)
+        spec = _measured_spec(device, tiers, with_disk=with_disk)
         if is_usual:
             spec_cache.store(key, spec)
     return spec
+
+
+def _measured_spec(device: torch.device, tiers: Tiers, *, with_disk: bool) -> DeviceSpec:
+    """Measure with a block as large as the links need, where there is memory for it, else with a small one."""
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        if free_bytes >= 8 * _CUDA_LINK_BLOCK_BYTES:
+            with contextlib.suppress(torch.OutOfMemoryError, HostRefusedError):
+                return _measured_by(device, tiers, _CUDA_LINK_BLOCK_BYTES, with_disk=with_disk)
+    return _measured_by(device, tiers, _LINK_BLOCK_BYTES, with_disk=with_disk)
+
+
+def _measured_by(device: torch.device, tiers: Tiers, num_bytes: int, *, with_disk: bool) -> DeviceSpec:
+    disk_bytes = _LINK_BLOCK_BYTES
+    try:
+        with _transfers(device, tiers, num_bytes, with_disk=with_disk, disk_bytes=disk_bytes) as transfers:
+            return measure_device(device, num_bytes=num_bytes, disk_bytes=disk_bytes, **transfers)
+    finally:
+        if device.type == "cuda" and num_bytes > _LINK_BLOCK_BYTES:
+            torch.cuda.empty_cache()  # the allocator would keep it from others of this device
 
 
 def measure_rates(
@@ -113,27 +133,33 @@ def measure_rates(
 
 
 @contextlib.contextmanager
-def _transfers(device: torch.device, tiers: Tiers, num_bytes: int, *, with_disk: bool) -> Iterator[dict[str, Transfer]]:
+def _transfers(
+    device: torch.device, tiers: Tiers, num_bytes: int, *, with_disk: bool, disk_bytes: int | None = None
+) -> Iterator[dict[str, Transfer]]:
     """Transfers that end when the bytes are there, in blocks that the plugin's own limits do not bind.
 
-    Where the host has no memory for them, those of the disk stand for its links, which nothing will use then.
+    Where the host has no memory for them, those of the disk, if they are of the same size, stand for its links, which
+    nothing will use then.
     """
     transfers: dict[str, Transfer] = {}
+    disk_bytes = disk_bytes if disk_bytes is not None else num_bytes
     if with_disk and tiers.disk is not None:
-        tiers.disk.prepare(num_bytes)
-        disk_block = tiers.allocate(num_bytes, Place(tier="disk"))
+        tiers.disk.prepare(disk_bytes)
+        disk_block = tiers.allocate(disk_bytes, Place(tier="disk"))
         if disk_block is None:
-            raise SpillError(f"no {format_bytes(num_bytes)} of {tiers.disk.folder!r} could be had to measure it with")
+            raise SpillError(f"no {format_bytes(disk_bytes)} of {tiers.disk.folder!r} could be had to measure it with")
         transfers["disk_write"] = lambda storage: tiers.swap_out(storage, disk_block).synchronize()
         transfers["disk_read"] = lambda storage: tiers.swap_in(disk_block, storage).synchronize()
     host = HostPool(pinning=tiers.host.pinning)
     host.is_refused = tiers.host.is_refused  # what was warned of
     out_block, in_block = host.allocate(num_bytes), host.allocate(num_bytes)
-    tiers.host.is_refused = host.is_refused
+    has_smaller = num_bytes > disk_bytes  # which is tried next
+    if not has_smaller:
+        tiers.host.is_refused = host.is_refused
     if out_block is not None and in_block is not None:
         transfers["swap_out"] = lambda storage: tiers.swap_out(storage, out_block).synchronize()
         transfers["swap_in"] = lambda storage: tiers.swap_in(in_block, storage).synchronize()
-    elif transfers:
+    elif transfers and not has_smaller:
         transfers.update(swap_out=transfers["disk_write"], swap_in=transfers["disk_read"])
     else:
         raise HostRefusedError(f"the host has no {format_bytes(2 * num_bytes)} to measure its links with")

@@ -20,6 +20,7 @@ from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
+from lightning_offload.plugins.data_parallel import num_local_ranks
 from lightning_offload.plugins.devices import HostRefusedError, measure_spec, nominal_spec
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.runtime.lanes import LaneTimes
@@ -258,10 +259,14 @@ def _rates(spec: DeviceSpec) -> tuple[float, ...]:
 
 
 def _host_limit(settings: Settings) -> int | None:
-    """Most host memory for swapped tensors: what was asked for, else most of what is free; None if not known."""
+    """Most host memory for swapped tensors: what was asked for, else a share of most of what is free.
+
+    Returns:
+        Bytes of this process, whose host may have others that train with it; None if not known.
+    """
     if settings.tier == "disk":
         return 0
     if settings.host_budget_bytes is not None:
         return settings.host_budget_bytes
     free = available_bytes()
-    return int(_HOST_FRACTION * free) if free is not None else None
+    return int(_HOST_FRACTION * free) // num_local_ranks() if free is not None else None

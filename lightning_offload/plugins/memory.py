@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_offload.capture.live import Census, CensusClock
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.plugins.buffer_copies import BufferCopies
 from lightning_offload.plugins.data_parallel import DataParallelModels, mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.hardware import Hardware, TierUse
@@ -62,6 +63,7 @@ class Steps:
         executors: Those that still hold something.
         optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
         shadows: What the hooks of steps do not see.
+        is_attached: Whether a model is served.
     """
 
     def __init__(self, settings: Settings, module: torch.nn.Module | None, device: torch.device | None) -> None:
@@ -78,7 +80,7 @@ class Steps:
         self._module = weakref.ref(module) if module is not None else None
         self._wrappers = contextlib.ExitStack()
         self._run: StepRun | None = None
-        self._is_attached = False
+        self.is_attached = False
         self._is_open = False
         self._census_clock = CensusClock()
         self._num_optimizers = 0  # whose step is under way: one may call another
@@ -117,9 +119,9 @@ class Steps:
             run_unseen_around_forward(wrapper)
             self._wrappers.callback(_run_as_usual, weakref.ref(wrapper))
         self.state.attach(self.module)
-        if not self._is_attached:
+        if not self.is_attached:
             self._end_watch = watch_backward(self._around_backward)
-        self._is_attached = True
+        self.is_attached = True
 
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent."""
@@ -132,7 +134,7 @@ class Steps:
             self.tier_use = self.hardware.use()
             self.hardware.tiers.close()
             self.hardware = None
-        self._is_attached = False
+        self.is_attached = False
 
     # ---- scopes
 
@@ -147,7 +149,7 @@ class Steps:
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
         """
-        if not self._is_attached or _thread.num_open or not torch.is_grad_enabled():
+        if not self.is_attached or _thread.num_open or not torch.is_grad_enabled():
             yield
             return
         self.finish()
@@ -235,7 +237,8 @@ class Steps:
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)
-        ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+        with peaks.paused(hardware.device):
+            ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
         self.cache.begin_step()
         if kind.runs_plainly(hardware.budget_bytes):
             return None
@@ -314,7 +317,7 @@ class Steps:
         if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
             if not kind.is_beside_known:
                 self._look_beside(kind, hardware, self.state.gradients(), has_inputs=self._is_open)
-            with contextlib.suppress(BudgetInfeasibleError):
+            with contextlib.suppress(BudgetInfeasibleError), self.peaks.paused(hardware.device):
                 ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
 
     def forget(self, keep: Collection[str]) -> None:
@@ -392,7 +395,8 @@ class MemoryPlugin:
         policy: Who plans: "auto", "keep-all", "all-swap", "all-recompute", or a published system ("superneurons");
             :data:`~lightning_offload.planning.planner.POLICIES` has them all.
         tier: Where swapped tensors go: "host", "disk", or "auto": to the host, and to disk what has no room there.
-        host_budget: Most host memory for swapped tensors; by default most of what is free.
+        host_budget: Most host memory for swapped tensors; by default most of what is free, shared by the ranks of
+            this host.
         spill_dir: Folder for the spill file, which has no name there and goes with the process; by default that of
             temporary files.
         plan: A plan, or the path of one, to use instead of planning.
@@ -533,7 +537,9 @@ class MemoryPlugin:
             with self.step(*inputs, **kwargs):
                 return step()
 
-        return with_second_attempt(attempt, self._steps.module, lambda: self._steps.optimizer_ran_inside)
+        steps = self._steps
+        copies = steps.state.copies if steps.is_attached else BufferCopies()
+        return with_second_attempt(attempt, steps.module, lambda: steps.optimizer_ran_inside, copies)
 
     # ---- results
 

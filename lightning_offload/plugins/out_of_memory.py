@@ -14,8 +14,9 @@ from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from lightning_offload.plugins.buffer_copies import BufferCopies
     from lightning_offload.plugins.plan_cache import PlanEntry
 
 _T = TypeVar("_T")
@@ -30,21 +31,21 @@ class Attempt:
 
     Args:
         module: The model; without it nothing can be put back.
+        buffers: Its buffers, each with a copy; None if they are not copied, and nothing can be put back.
     """
 
-    def __init__(self, module: torch.nn.Module | None) -> None:
-        buffers = list(module.buffers()) if module is not None else []
-        self._is_known = module is not None and sum(buffer.nbytes for buffer in buffers) <= _MAX_COPIED_BYTES
+    def __init__(self, module: torch.nn.Module | None, buffers: Iterable[tuple[Tensor, Tensor]] | None) -> None:
+        self._is_known = module is not None and buffers is not None
         self._rng = _rng_states()
         self._versions: list[tuple[weakref.ref[Tensor], int]] = []
         self._gradients: list[tuple[weakref.ref[Tensor], int | None]] = []
         self._copies: list[tuple[weakref.ref[Tensor], Tensor]] = []
-        if module is not None and self._is_known:
+        if module is not None and buffers is not None:
             for parameter in module.parameters():
                 gradient = parameter.grad
                 self._versions.append((weakref.ref(parameter), parameter._version))
                 self._gradients.append((weakref.ref(parameter), gradient._version if gradient is not None else None))
-            self._copies = [(weakref.ref(buffer), buffer.detach().clone()) for buffer in buffers]
+            self._copies = [(weakref.ref(buffer), copy) for buffer, copy in buffers]
 
     def restore(self) -> bool:
         """Put everything back as it was; False, with nothing put back, where that is not possible."""
@@ -86,7 +87,10 @@ def _rng_states() -> list[tuple[torch.Generator, Tensor]]:
 
 
 def with_second_attempt(
-    attempt: Callable[[], _T], module: torch.nn.Module | None, has_optimizer_run: Callable[[], bool]
+    attempt: Callable[[], _T],
+    module: torch.nn.Module | None,
+    has_optimizer_run: Callable[[], bool],
+    copies: BufferCopies,
 ) -> _T:
     """Run a step, and once more where the device ran out of memory and the model could be put back.
 
@@ -94,20 +98,27 @@ def with_second_attempt(
         attempt: Runs the step.
         module: The model, if it is known.
         has_optimizer_run: Whether an optimizer ran inside the attempt: fused ones write without a new version.
+        copies: Memory for copies of its buffers.
 
     Raises:
         torch.OutOfMemoryError: It ran out of memory twice, or could not be put back.
     """
-    before = Attempt(module)
-    try:
+    buffers = list(module.buffers()) if module is not None else []
+    is_small = sum(buffer.nbytes for buffer in buffers) <= _MAX_COPIED_BYTES
+    with copies.of(buffers if is_small else ()) as copied:
+        before = Attempt(module, zip(buffers, copied, strict=True) if is_small else None)
+        del buffers, copied
+        try:
+            return attempt()
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        if num_ranks() > 1:
+            raise torch.OutOfMemoryError(
+                f"{message}; the step was not repeated, the other processes do not repeat theirs"
+            )
+        if has_optimizer_run() or not before.restore():
+            raise torch.OutOfMemoryError(f"{message}; the step was not repeated, it had updated tensors already")
         return attempt()
-    except torch.OutOfMemoryError as error:
-        message = str(error)
-    if num_ranks() > 1:
-        raise torch.OutOfMemoryError(f"{message}; the step was not repeated, the other processes do not repeat theirs")
-    if has_optimizer_run() or not before.restore():
-        raise torch.OutOfMemoryError(f"{message}; the step was not repeated, it had updated tensors already")
-    return attempt()
 
 
 def out_of_memory(

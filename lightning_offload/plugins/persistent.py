@@ -22,14 +22,16 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_offload.capture.live import Census, live_storages
+from lightning_offload.plugins.buffer_copies import BufferCopies
 from lightning_offload.plugins.data_parallel import DataParallelModels, GradientBuckets
 from lightning_offload.tensors.op_facts import is_plain, tensors_in
 
 
 class PersistentState:
-    """Parameters, buffers, gradients, optimizer state and DDP's buckets, counted once for each storage.
+    """Parameters, buffers and their copies, gradients, optimizer state and DDP's buckets, each storage counted once.
 
     Attributes:
+        copies: Memory for copies of the buffers.
         data_parallel: The DDP models that the steps have to do with, and their gradient buckets; none without DDP.
         optimizer_state_bytes: Bytes of the optimizers' state, None before the first optimizer step.
         optimizer_peak_bytes: Parameters, buffers, gradients and optimizer state after the last optimizer step that
@@ -42,6 +44,7 @@ class PersistentState:
         before_optimizer_step: Callable[[list[Tensor]], None],
         after_optimizer_step: Callable[[], None] = lambda: None,
     ) -> None:
+        self.copies = BufferCopies()
         self.data_parallel = DataParallelModels()
         self.optimizer_state_bytes: int | None = None
         self.optimizer_peak_bytes: int | None = None
@@ -63,7 +66,7 @@ class PersistentState:
     @property
     def version(self) -> int:
         """Grows whenever there is state that was not there before."""
-        return self._version + self.buckets.version
+        return self._version + self.buckets.version + self.copies.version
 
     def attach(self, module: torch.nn.Module | None) -> None:
         """Install the optimizer hooks."""
@@ -75,7 +78,8 @@ class PersistentState:
             ]
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off, and keep no memory."""
+        self.copies.clear()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -139,11 +143,12 @@ class PersistentState:
         return {**live_storages(device), **{s._cdata: s for s in storages}, **self.buckets.storages(device)}
 
     def tensors(self) -> Iterator[Tensor]:
-        """Parameters, buffers and optimizer state, some of them twice."""
+        """Parameters, buffers and their copies, and optimizer state, some of them twice."""
         yield from self.trainable()
         module = self._module() if self._module is not None else None
         if module is not None:
             yield from module.buffers()
+        yield from self.copies
         for optimizer in self._all_optimizers():
             yield from tensors_in(list(optimizer.state.values()))
 

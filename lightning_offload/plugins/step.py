@@ -28,7 +28,7 @@ from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
 from lightning_offload.capture.workspace import op_memory_for
-from lightning_offload.graph.memory_plan import Tier
+from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
@@ -185,6 +185,13 @@ def _op_times(kind: PlanEntry, device: torch.device) -> OpTimes | None:
     return OpTimes(clock_for(device), op_memory_for(device) if kind.phase == "verifying" else None)
 
 
+def _room_under(plan: MemoryPlan, device: torch.device) -> Callable[[], int] | None:
+    """Tells how much of what a plan needs at most is free; None where the device is the host."""
+    if device.type != "cuda":
+        return None
+    return lambda: plan.predicted_peak_bytes - torch.cuda.memory_allocated(device)
+
+
 def start_run(
     kind: PlanEntry,
     tiers: Tiers,
@@ -215,8 +222,9 @@ def start_run(
     live = LiveBytes(device, there.values()) if there is not None and is_counted else None
     must_verify = program is not None and program.is_recomputing and verify != "never"
     verifier: Verifier | None = None
-    if must_verify and (verify == "always" or kind.must_verify):
-        verifier = Verifier(tiers, kind.demote, kind.verified if verify == "first" else ())
+    if program is not None and must_verify and (verify == "always" or kind.must_verify):
+        trusted = kind.verified if verify == "first" else ()
+        verifier = Verifier(tiers, kind.demote, trusted, _room_under(program.plan, device))
     observers: list[StepObserver] = [o for o in (live, recorder, times) if o is not None]
     executor: Executor
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
@@ -299,12 +307,27 @@ class DevicePeaks:
         """Note what came after the last watched step; start counting anew if the coming one is watched."""
         if device.type != "cuda":
             return
-        if self._was_watched:
-            self.note_optimizer(torch.cuda.max_memory_allocated(device))
-            self.reserved_bytes = torch.cuda.memory_reserved(device)
+        self._note_device(device)
         if is_watched:
             torch.cuda.reset_peak_memory_stats(device)
         self._was_watched = is_watched
+
+    @contextlib.contextmanager
+    def paused(self, device: torch.device) -> Iterator[None]:
+        """What is on the device inside, to measure its links say, is no optimizer's."""
+        if device.type != "cuda" or not self._was_watched:
+            yield
+            return
+        self._note_device(device)
+        try:
+            yield
+        finally:
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _note_device(self, device: torch.device) -> None:
+        if self._was_watched:
+            self.note_optimizer(torch.cuda.max_memory_allocated(device))
+            self.reserved_bytes = torch.cuda.memory_reserved(device)
 
     def end_scope(self, device: torch.device) -> int | None:
         """Peak since a watched step began; the optimizer's is counted from here on."""

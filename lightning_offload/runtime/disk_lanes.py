@@ -163,6 +163,12 @@ class _DiskWorker(Worker[DiskBlock]):
         self._ring = ()
 
     @override
+    def _work(self) -> None:
+        with contextlib.suppress(Exception):  # a device that cannot be had fails each copy, and who waits is told
+            self._mover.begin_thread()
+        super()._work()
+
+    @override
     def drain(self) -> None:
         super().drain()
         for slot in self._ring:

@@ -127,6 +127,9 @@ class Mover(abc.ABC):
     def to_device(self, mark: Any, storage: torch.UntypedStorage, offset: int, num_bytes: int, address: int) -> Copy:
         """Start copying host memory to bytes of a device storage; arguments as in :meth:`to_host`."""
 
+    def begin_thread(self) -> None:  # noqa: B027  (memory of the CPU is every thread's)
+        """Called first in a thread that is there to ask for moves."""
+
     def measure(self, is_on: bool) -> None:  # noqa: B027  (nothing to measure where no stream waits)
         """Whether the times for which compute streams wait should be measured."""
 

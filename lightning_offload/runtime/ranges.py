@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+from collections import deque
 
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.lanes import Copy
@@ -21,7 +22,7 @@ class Ranges:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.free: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []
-        self._cooling: list[tuple[int, int, Copy]] = []
+        self._cooling: deque[tuple[int, int, Copy]] = deque()
 
     @property
     def is_empty(self) -> bool:
@@ -76,12 +77,15 @@ class Ranges:
         self.free.insert(i, (offset, num_bytes))
 
     def users(self, offset: int, num_bytes: int) -> tuple[Copy, ...]:
-        """Copies that may still use a range that was just taken."""
-        if not self._cooling:
-            return ()
-        self._cooling = [entry for entry in self._cooling if not entry[2].is_done]
-        end = offset + num_bytes
-        return tuple(copy for begin, size, copy in self._cooling if begin < end and offset < begin + size)
+        """Copies that may still use a range that was just taken.
+
+        Only those are asked whether they are done, and the oldest: to ask all takes long where many are waiting.
+        """
+        cooling, end = self._cooling, offset + num_bytes
+        while cooling and cooling[0][2].is_done:
+            cooling.popleft()
+        found = tuple(copy for begin, size, copy in cooling if begin < end and offset < begin + size)
+        return tuple(copy for copy in found if not copy.is_done)
 
     def settle(self) -> None:
         """Block until no copy uses a range that was given back."""

@@ -221,7 +221,7 @@ class Replay:
                 own[result] = storage
 
     def _made_by(self, call: Call, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
-        """Run a call; what it makes on its device, in order."""
+        """Run a call; what it makes on its device, in order. Numbers that it gives elsewhere are not asked for."""
         try:
             if call.generator is None:
                 out = kernel_keys.call(call.func, args, kwargs)
@@ -233,10 +233,13 @@ class Replay:
         except Exception as error:
             raise ReplayError(f"{call.facts.name} could not be run again: {error}") from error
         did = effects(call.facts, args, kwargs, out)
-        for storage in did.made_on[: did.num_fresh]:
-            self.notice(storage)
-        made = zip(did.made, did.made_on, strict=True)
-        return [storage for tensor, storage in made if tensor.device == call.device]
+        made: list[torch.UntypedStorage] = []
+        for position, (tensor, storage) in enumerate(zip(did.made, did.made_on, strict=True)):
+            if tensor.device == call.device:
+                made.append(storage)
+                if position < did.num_fresh:
+                    self.notice(storage)
+        return made
 
 
 def _copy_written(

@@ -36,6 +36,7 @@ from lightning_offload.runtime.lanes import (
     storage_bytes,
 )
 
+_HIGH = -1  # priority; copies have no kernels, so they take nothing from compute's
 _EVENT_SECONDS = 3e-6  # between two events with nothing between them
 
 
@@ -98,6 +99,10 @@ class StreamMover(Mover):
         self._out, self._in = _Direction(), _Direction()
 
     @override
+    def begin_thread(self) -> None:
+        torch.accelerator.set_device_index(self.device)  # a new thread's is device 0, which would get a context too
+
+    @override
     def mark(self) -> _Mark:
         stream, event = self.compute_stream(), self.new_event()
         event.record(stream)
@@ -118,8 +123,12 @@ class StreamMover(Mover):
     # ---- the hardware, as far as it is asked for anything; tests put threads in its place
 
     def new_stream(self) -> Any:
-        """A stream of this device."""
-        return torch.Stream(self.device)
+        """A stream of this device, of its pool of high priority.
+
+        torch makes no stream outside of its pools, whose streams it hands out in turn. A user's streams are of the
+        other pool, unless asked for with a priority, so they do not come to wait for copies.
+        """
+        return torch.Stream(self.device, priority=_HIGH)
 
     def new_event(self, *, timing: bool = False) -> Any:
         """An event of this device."""
@@ -131,17 +140,19 @@ class StreamMover(Mover):
 
     @contextlib.contextmanager
     def on_stream(self, stream: Any) -> Iterator[None]:
-        """Make a stream current for this thread.
+        """Make a stream current for this thread, and its device, which is current only while it is.
 
         Not ``with stream``: a stream object keeps what was current before in itself, so two threads in one stream
         would leave each other on the wrong one.
         """
-        before = self.compute_stream()
+        device, before = torch.accelerator.current_device_index(), self.compute_stream()
         torch.accelerator.set_stream(stream)
         try:
             yield
         finally:
             torch.accelerator.set_stream(before)
+            if device != self.device.index:
+                torch.accelerator.set_device_index(device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the current stream."""
@@ -191,7 +202,9 @@ class StreamMover(Mover):
     def take_times(self) -> LaneTimes:
         """Times of the copies and stalls since measuring began, or since this was last asked."""
         self.settle()
-        (out_bytes, out_seconds), (in_bytes, in_seconds) = self._out.take(), self._in.take()
+        with self._lock:
+            timed_out, timed_in = self._out.take(), self._in.take()
+        (out_bytes, out_seconds), (in_bytes, in_seconds) = _added(timed_out), _added(timed_in)
         stalls, self._stalls = self._stalls, []
         for _, after in stalls:  # perhaps on several streams
             after.synchronize()
@@ -249,15 +262,18 @@ class _Direction:
         while self.under_way and self.under_way[0].is_done:
             self.under_way.popleft().storage = None
 
-    def take(self) -> tuple[int, float]:
-        """Bytes and seconds of those that are done; the times of the others are not known yet."""
-        timed = [(before, after, num_bytes) for before, after, num_bytes in self.timed if after is not None]
-        done: list[tuple[Any, Any, int]] = []
-        self.timed = []
-        for copy in timed:
-            (done if copy[1].query() else self.timed).append(copy)
-        milliseconds = sum(before.elapsed_time(after) for before, after, _ in done)
-        return sum(num_bytes for _, _, num_bytes in done), milliseconds / 1000
+    def take(self) -> list[tuple[Any, Any, int]]:
+        """What was timed since this was last asked: both events of each copy, and its bytes."""
+        timed, self.timed = self.timed, []
+        return [(before, after, num_bytes) for before, after, num_bytes in timed if after is not None]
+
+
+def _added(timed: list[tuple[Any, Any, int]]) -> tuple[int, float]:
+    """Bytes and seconds of copies of one direction; waits for the last event, which comes after all copies' own."""
+    if timed:
+        timed[-1][1].synchronize()
+    milliseconds = sum(before.elapsed_time(after) for before, after, _ in timed)
+    return sum(num_bytes for _, _, num_bytes in timed), milliseconds / 1000
 
 
 def _part(storage: torch.UntypedStorage, offset: int, num_bytes: int) -> torch.Tensor:

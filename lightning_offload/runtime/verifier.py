@@ -10,6 +10,7 @@ on the device: Note [Rehearsals]. So no value is given up in this step that coul
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection
 
@@ -22,6 +23,7 @@ from lightning_offload.runtime.values import LiveValue
 from lightning_offload.tensors.geometry import Geometry, same_bits
 
 _NOTEWORTHY_BYTES = 4096  # kernels leave small results (seeds, counters) undefined where nobody reads them
+_SPARE_BYTES = 2 << 20  # for results of one element, each in a block of the allocator's
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +34,8 @@ class Verifier:
         tiers: Where originals are remembered.
         on_mismatch: Told of each storage whose replay differed.
         trusted: Storages that need no comparison any more.
+        room: Bytes of device memory that nobody needs now, where comparisons are better made on the device: a host
+            takes long to fetch and to compare. None where the device is the host.
 
     Attributes:
         mismatched: Storages (indices in the graph) whose replay differed.
@@ -44,6 +48,7 @@ class Verifier:
         tiers: Tiers,
         on_mismatch: Callable[[int], None] | None = None,
         trusted: Collection[int] = (),
+        room: Callable[[], int] | None = None,
     ) -> None:
         self.mismatched: set[int] = set()
         self.verified: set[int] = set()
@@ -51,6 +56,7 @@ class Verifier:
         self._on_mismatch = on_mismatch
         self._tiers = tiers
         self._trusted = frozenset(trusted)
+        self._room = room
 
     def doubts(self, value: LiveValue) -> bool:
         """Whether a value's replay is not trusted yet."""
@@ -74,11 +80,20 @@ class Verifier:
             The storage to read from: the replayed one, now holding the original if it differed.
         """
         assert value.original is not None
-        original = self._tiers.bytes_of(value.original).untyped_storage()
-        if not self._is_same(value, geometry.view(storage), geometry._replace(device=_HOST).view(original)):
+        if not self._is_same(value, geometry.view(storage), self._original(value.original, storage, geometry)):
             self.mismatch(value, geometry, "it does not give the same bits")
             self._tiers.swap_in(value.original, storage).wait()
         return storage
+
+    def _original(self, block: Block, replayed: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+        """An original beside its replay, where there is room for it and for what a comparison makes, or on the host."""
+        num_bytes = replayed.nbytes()
+        if self._room is not None and num_bytes and self._room() >= 2 * num_bytes + _SPARE_BYTES:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                original = torch.UntypedStorage(num_bytes, device=replayed.device)
+                self._tiers.swap_in(block, original).wait()
+                return geometry.view(original)
+        return geometry._replace(device=_HOST).view(self._tiers.bytes_of(block).untyped_storage())
 
     def compare(
         self, value: LiveValue, replayed: torch.UntypedStorage, original: torch.UntypedStorage, geometry: Geometry

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.gpu.process import Ended, Job, launch
 
 
@@ -74,3 +76,12 @@ def _is_gone(pid: int) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+@pytest.mark.gpu
+def test_cuda_without_a_number_is_the_current_device():
+    """A job for "cuda" gets a device that all of torch takes, to cap its memory, say."""
+    arguments = {"model": "resnet50", "cap_bytes": 1 << 30, "is_managed": False, "batch_size": 2}
+    ended = launch(Job(function="benchmarks.gpu.max_batch:trial", device="cuda", quick=True, arguments=arguments), 240)
+    assert ended.state == "done", ended
+    assert ended.content["fits"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -153,3 +154,21 @@ def test_cpu_has_no_memory_of_its_own() -> None:
     """A CPU's memory is the host's, so it has no limit here."""
     assert device_memory_bytes(CPU) is None
     assert device_name(CPU) == "cpu"
+
+
+def test_less_may_go_to_disk() -> None:
+    """Its rates are those of what went there, and what comes back needs no more memory."""
+    sizes: dict[str, int] = {}
+
+    def transfer(name: str) -> Transfer:
+        return lambda storage: sizes.update({name: storage.nbytes()})
+
+    out, back, write, read = map(transfer, ("out", "in", "write", "read"))
+    clock = map(float, range(1000))
+    with mock.patch("lightning_offload.capture.calibrate.time.perf_counter", side_effect=clock):
+        rates = measure_transfers(
+            CPU, out, back, disk_write=write, disk_read=read, both_at_once=False, num_bytes=4096, disk_bytes=512
+        )
+    assert (rates.d2h_bytes_per_second, rates.h2d_bytes_per_second) == (4096, 4096)
+    assert (rates.disk_write_bytes_per_second, rates.disk_read_bytes_per_second) == (512, 512)
+    assert sizes == {"out": 4096, "in": 4096, "write": 4096, "read": 512}

@@ -259,7 +259,7 @@ def exception_on_one_rank() -> None:
     assert not _get_current_dispatch_mode_stack()
     assert type(trainer.precision_plugin) is plugin_class
     assert not torch_optimizer._global_optimizer_pre_hooks
-    assert not trainer.strategy.memory._steps._is_attached
+    assert not trainer.strategy.memory._steps.is_attached
 
 
 CHECKS = (

@@ -1,4 +1,4 @@
-"""Results and arguments on another device than the step's are kept, and do not disturb the plan."""
+"""Results on another device than the step's do not disturb the plan, nor, if they are single numbers, recomputation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from torch import Tensor
 from lightning_offload import MemoryPlugin
 
 
-@pytest.fixture(params=["last", "first"])
+@pytest.fixture(params=[("last", 1), ("first", 1), ("first", 2)], ids=str)
 def mixed_op(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """An aten op that also gives a scalar elsewhere, as attention with dropout gives CPU seeds on CUDA."""
-    order = request.param
-    name = f"lightning_offload_mixed_{order}"
+    """An aten op that also gives a number elsewhere, as attention gives CPU seeds on CUDA, or several."""
+    order, size = request.param
+    name = f"lightning_offload_mixed_{order}_{size}"
     library = torch.library.Library("aten", "FRAGMENT")
     library.define(f"{name}(Tensor x) -> (Tensor, Tensor, Tensor)")
 
     def kernel(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        seed = torch.empty((), dtype=torch.long, device="meta")
+        seed = torch.empty(() if size == 1 else size, dtype=torch.long, device="meta")
         return (x * 2, x.sum(-1), seed) if order == "last" else (seed, x * 2, x.sum(-1))
 
     library.impl(name, kernel, "CPU")
     op = getattr(torch.ops.aten, name)
-    yield (lambda x: op(x)[:2]) if order == "last" else (lambda x: op(x)[1:])
+
+    def call(x: Tensor) -> Any:
+        return op(x)[:2] if order == "last" else op(x)[1:]
+
+    call.is_recomputed = size == 1  # type: ignore[attr-defined]
+    yield call
     library._destroy()
 
 
@@ -72,3 +77,7 @@ def test_results_elsewhere_leave_the_step_on_its_plan(mixed_op: Any, policy: str
         report = memory.report()
     assert report.phase == "planned"
     assert report.swapped_bytes + report.recomputed_bytes > 0
+    if policy == "all-recompute":
+        size = x.nbytes + x.nbytes // 64  # of what the op gives here; layers and activations are recomputed in any case
+        assert report.recomputed_bytes == 3 * (2 * x.nbytes + mixed_op.is_recomputed * size)
+        assert report.num_mismatched == 0

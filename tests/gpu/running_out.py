@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.memory import CudaMeter, free_memory
 from lightning_offload import MemoryPlugin
+from lightning_offload.capture.placement import indexed
 from tests.gpu.large import DeepMlp
 
 _NUM_STEPS = 12
@@ -151,4 +152,4 @@ def _step(kind: str, memory: MemoryPlugin, run: _Run, batch: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1], torch.device(sys.argv[2]))) + "\n")
+    sys.stdout.write(json.dumps(main(sys.argv[1], indexed(torch.device(sys.argv[2])))) + "\n")

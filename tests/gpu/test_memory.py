@@ -13,6 +13,7 @@ from benchmarks.gpu.memory import CudaMeter
 from lightning_offload import MemoryPlugin
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.plugins.report import Report
+from lightning_offload.tensors.geometry import same_bits
 from tests.engine.harness import run
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.engine.probing import Levels
@@ -194,3 +195,36 @@ def test_reserved_memory_is_reported() -> None:
     assert report.reserved_bytes is not None
     assert report.measured_peak_bytes is not None
     assert report.measured_peak_bytes <= report.reserved_bytes <= torch.cuda.get_device_properties(DEVICE).total_memory
+
+
+def test_replays_are_compared_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Originals come back to it for that where the plan's peak leaves room, and the peak stays as predicted."""
+    if not IS_CUDA:
+        pytest.skip("the host is the device")
+    devices: list[str] = []
+
+    def compare(replayed: torch.Tensor, original: torch.Tensor) -> bool:
+        devices.append(original.device.type)
+        return same_bits(replayed, original)
+
+    monkeypatch.setattr("lightning_offload.runtime.verifier.same_bits", compare)
+    blocks = [part for _ in range(8) for part in (torch.nn.Linear(512, 512), torch.nn.GELU())]
+    model = torch.nn.Sequential(*blocks).to(DEVICE)
+    batch = torch.randn(2048, 512, device=DEVICE)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    expected = step()
+    with MemoryPlugin(budget=None, policy="all-recompute", module=model, verify="always") as memory:
+        for _ in range(5):
+            with memory.step(batch):
+                found = step()
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            report = memory.report()
+            if report.phase != "recording" and report.predicted_peak_bytes is not None:
+                assert (report.measured_peak_bytes or 0) <= report.predicted_peak_bytes
+    assert report.num_mismatched == 0
+    assert devices.count(DEVICE.type) > len(devices) // 2

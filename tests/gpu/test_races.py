@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import torch
 
 from lightning_offload import MemoryPlugin
+from lightning_offload.runtime.stream_lanes import StreamMover
 from tests.engine.harness import differences
 from tests.fuzz.running import random_planner
 from tests.gpu.device import CUDA_MARKS, IS_CUDA, MARKS, TOLERANT
@@ -80,3 +82,15 @@ class TestOnCuda:
         with without_waiting(), slowed(("in",), seed=5, share=1.0), poisoned():
             trained = train(case, MemoryPlugin(budget=None, policy="all-swap"), plain=plain)
         assert differences(plain.outcome, trained.outcome)
+
+    def test_every_copy_is_timed(self) -> None:
+        """Times wait for the events that tell them, which come later than the copies are known to be done."""
+        mover, num_bytes = StreamMover(torch.device("cuda", torch.cuda.current_device())), 4096
+        host = torch.zeros(2, num_bytes, dtype=torch.uint8).pin_memory()
+        source, target = [torch.zeros(num_bytes, dtype=torch.uint8, device=mover.device) for _ in range(2)]
+        mover.measure(True)
+        for _ in range(3):
+            mover.to_host(mover.mark(), source.untyped_storage(), 0, num_bytes, host[0].data_ptr())
+            mover.to_device(mover.mark(), target.untyped_storage(), 0, num_bytes, host[1].data_ptr()).wait()
+        times = mover.take_times()
+        assert (times.out_bytes, times.in_bytes) == (3 * num_bytes, 3 * num_bytes)

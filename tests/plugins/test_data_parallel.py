@@ -21,6 +21,7 @@ from lightning_offload.plugins.data_parallel import (
     GradientBuckets,
     InSync,
     WithoutSync,
+    num_local_ranks,
     run_as_usual,
     run_unseen_around_forward,
 )
@@ -318,3 +319,29 @@ def test_is_not_ours() -> None:
     with GradientBuckets().noted():
         assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
     assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), StepMode)
+
+
+@pytest.mark.parametrize(
+    ("told", "world", "devices", "expected"),
+    [
+        ({}, 1, 8, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 16, 8, 4),
+        ({"LOCAL_WORLD_SIZE": "", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 16, 8, 2),
+        ({"LOCAL_WORLD_SIZE": "none", "MPI_LOCALNRANKS": "0"}, 16, 8, 8),
+        ({}, 4, 8, 4),
+        ({}, 4, 1, 4),
+        ({}, 4, 0, 4),
+    ],
+)
+def test_ranks_of_this_host(
+    told: dict[str, str], world: int, devices: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers tell; else all ranks count, though no more than there are devices if several are in sight."""
+    for name in ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: world > 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    assert num_local_ranks() == expected

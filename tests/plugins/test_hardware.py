@@ -90,6 +90,13 @@ def test_little_host_memory_without_a_disk(measured: list[bool]) -> None:
     assert measured == [False, False]
 
 
+def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each counts on its share of what is free; a limit that was asked for is every rank's own."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for keywords, limit in (({}, 10 * MIB), ({"host_budget": "8MiB"}, 8 * MIB)):
+        assert made("host", **keywords).planning_spec(saved_bytes=81 * MIB).host_memory_bytes == limit
+
+
 def test_little_host_memory_and_a_disk(measured: list[bool]) -> None:
     """The disk is measured when it is first needed, and not again."""
     found = made(host_budget="8MiB")

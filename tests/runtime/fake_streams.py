@@ -127,6 +127,10 @@ class FakeStreamMover(StreamMover):
         super().__init__(torch.device("cpu"))
 
     @override
+    def begin_thread(self) -> None:
+        """There is but one device."""
+
+    @override
     def new_stream(self) -> FakeStream:
         stream = FakeStream(self, lambda: self._random.random() ** 4 * self._max_delay_seconds)
         self._streams.append(stream)

@@ -366,3 +366,22 @@ def test_times_are_those_of_the_bytes_moved(pool: DiskPool, lanes: DiskLanes) ->
     assert min(times.out_seconds, times.in_seconds) > 0
     again = lanes.take_times()
     assert (again.out_bytes, again.out_seconds, again.in_bytes, again.in_seconds) == (0, 0, 0, 0)
+
+
+def test_a_thread_tells_its_mover_before_it_asks_for_moves(pool: DiskPool) -> None:
+    """Each of the two does, once; one whose mover refuses goes on, and its copies say what is wrong."""
+    begun: list[str] = []
+
+    class Mover(CpuMover):
+        def begin_thread(self) -> None:
+            begun.append(threading.current_thread().name)
+            raise RuntimeError("there is no such device")
+
+    lanes = DiskLanes(Mover(), chunk_bytes=SMALL)
+    for _ in range(2):
+        storage, back, block = storage_of(1, SMALL), empty(SMALL), block_of(pool, SMALL)
+        lanes.swap_out(storage, block).wait()
+        lanes.swap_in(block, back).wait()
+        assert equal(storage, back)
+    lanes.close()
+    assert begun == ["lightning-offload-disk-write", "lightning-offload-disk-read"]

@@ -110,3 +110,31 @@ def test_ranges_grow_at_the_end() -> None:
     ranges.extend(5)
     ranges.give(0, 10)
     assert ranges.free == [(0, 15)]
+
+
+class _Counted(HostCopy):
+    """Notes how often it is asked whether it is done."""
+
+    num_asked = 0
+
+    @property
+    def is_done(self) -> bool:
+        _Counted.num_asked += 1
+        return super().is_done
+
+
+def test_few_copies_are_asked() -> None:
+    """Of many under way only the oldest and those that use the range; none twice once it is known to be done."""
+    ranges, copies = Ranges(100), [_Counted() for _ in range(100)]
+    assert ranges.take(100) == 0
+    for i, copy in enumerate(copies):
+        ranges.give(i, 1, copy)
+    _Counted.num_asked = 0
+    assert ranges.users(50, 2) == tuple(copies[50:52])
+    assert _Counted.num_asked <= 3
+    for copy in copies[:80]:
+        copy.finish()
+    assert ranges.users(50, 2) == ()
+    _Counted.num_asked = 0
+    assert ranges.users(90, 1) == (copies[90],)
+    assert _Counted.num_asked <= 2

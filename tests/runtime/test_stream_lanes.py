@@ -12,7 +12,7 @@ import torch
 
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.lanes import memory_bytes, storage_bytes
-from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes, _Direction
+from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes, StreamMover, _added, _Direction
 from tests.runtime.fake_streams import FakeStream, FakeStreamMover
 
 
@@ -177,27 +177,33 @@ def test_lanes_forget_copies_that_are_done(mover: FakeStreamMover) -> None:
     assert not [found for found in gc.get_objects() if type(found) is StreamCopy]
 
 
-class _Event:
-    """One that may be still to come; as on CUDA, only events that have come can be asked for times."""
+class _Late:
+    """An event that comes only when it is waited for; as on CUDA, others can be asked for no times."""
 
     def __init__(self, *, has_come: bool) -> None:
         self.has_come = has_come
 
-    def query(self) -> bool:
-        return self.has_come
+    def synchronize(self) -> None:
+        self.has_come = True
 
-    def elapsed_time(self, end: _Event) -> float:
+    def elapsed_time(self, end: _Late) -> float:
         assert self.has_come
         assert end.has_come
         return 2000.0
 
 
-def test_a_copy_that_is_not_done_is_not_timed_yet() -> None:
-    """Its time is told by whoever asks next; a copy whose end was not noted has none."""
-    direction, pending = _Direction(), _Event(has_come=False)
-    begin = _Event(has_come=True)
-    direction.timed = [(begin, begin, 100), (begin, pending, 50), (begin, None, 10)]
-    assert direction.take() == (100, 2.0)
-    assert direction.take() == (0, 0.0)
-    pending.has_come = True
-    assert direction.take() == (50, 2.0)
+def test_copies_whose_last_event_is_late_are_timed_all_the_same() -> None:
+    """What notes a copy's end comes after what says that it is done; a copy whose end was not noted has no time."""
+    direction, begin, end = _Direction(), _Late(has_come=True), _Late(has_come=False)
+    direction.timed = [(begin, begin, 100), (begin, end, 50), (begin, None, 10)]
+    assert _added(direction.take()) == (150, 4.0)
+    assert _added(direction.take()) == (0, 0.0)
+
+
+def test_lanes_take_streams_that_users_do_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of high priority, which torch has in a pool apart from the one that streams without a priority come from."""
+    asked: list[tuple[torch.device, int]] = []
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "Stream", lambda device, *, priority=0: asked.append((device, priority)))
+    StreamMover(device)
+    assert asked == [(device, -1)] * 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,33 @@ def test_only_the_bytes_of_the_view_count() -> None:
     original, replayed = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 9.0])
     assert verified(original, replayed, original[:2])[0].mismatched == set()
     assert verified(original, replayed.clone(), original[1:])[0].mismatched == {5}
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize(("room", "is_beside"), [(1 << 30, True), (1 << 20, False), (0, False)])
+def test_originals_come_to_the_device_where_there_is_room(
+    room: int, is_beside: bool, is_same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compared there, and nothing of them stays; where there is less room they are compared on the host."""
+    tiers = inline_tiers()
+    verifier = Verifier(tiers, room=lambda: room)
+    original, value = torch.tensor([[1.0, float("nan")], [-0.0, 2.0]]), LiveValue(5, 16)
+    replayed = original.clone() if is_same else torch.zeros(2, 2)
+    value.original = verifier.remember(original.untyped_storage())
+    brought: list[weakref.ref[torch.UntypedStorage]] = []
+    swap_in = tiers.swap_in
+
+    def bring(block: Any, storage: torch.UntypedStorage) -> Any:
+        brought.append(weakref.ref(storage))
+        return swap_in(block, storage)
+
+    monkeypatch.setattr(tiers, "swap_in", bring)
+    found = verifier.verify(value, replayed.untyped_storage(), Geometry.of(original.t()))
+    assert found is replayed.untyped_storage()
+    assert replayed.view(torch.int32).tolist() == original.view(torch.int32).tolist()
+    assert (verifier.num_verified, verifier.mismatched) == (1, set() if is_same else {5})
+    assert len(brought) == is_beside + (not is_same)
+    assert [storage() for storage in brought if storage() is not found] == [None] * is_beside
 
 
 def test_mismatch_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
