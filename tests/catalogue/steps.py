@@ -63,7 +63,12 @@ def _why_not(number: int, sample: Sample) -> str:
 
 def _is_uneven(sample: Sample, plain: Outcome, num_runs: int) -> bool:
     """Whether further plain runs differ: some algorithms (LAPACK's gelsy) depend on where memory happens to lie."""
-    return any(differences(plain, run_steps(sample, None)) for _ in range(num_runs))
+    in_the_way: list[Tensor] = []
+    for index in range(num_runs):
+        in_the_way.append(torch.empty(1 + 37 * index))  # memory lies elsewhere each time
+        if differences(plain, run_steps(sample, None)):
+            return True
+    return False
 
 
 def _texts(found: list[warnings.WarningMessage]) -> set[tuple[type[Warning], str]]:
