@@ -70,6 +70,15 @@ class CensusClock:
         return (self._ended - self._began) <= share * (time.perf_counter() - self._ended)
 
 
+class _Counted(weakref.ref[torch.UntypedStorage]):
+    """A storage by weak reference, and what it counts for."""
+
+    __slots__ = ("is_older", "key", "num_bytes")
+    key: int
+    num_bytes: int
+    is_older: bool
+
+
 class LiveBytes(StepObserver):
     """Peak of live bytes over one step, in total and by phase.
 
@@ -91,8 +100,8 @@ class LiveBytes(StepObserver):
         self.made_bytes = 0
         self._device = indexed(device)
         self._live_bytes = self._older_bytes = 0
-        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._dead: deque[tuple[int, weakref.ref[torch.UntypedStorage], int, bool]] = deque()
+        self._live: dict[int, _Counted] = {}
+        self._dead: deque[_Counted] = deque()
         self._untouched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.touched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         for storage in there:
@@ -151,16 +160,17 @@ class LiveBytes(StepObserver):
 
     def _forget_dead(self) -> None:
         while self._dead:
-            key, reference, size, was_older = self._dead.popleft()
-            self._live_bytes -= size
-            if was_older:
-                self._older_bytes -= size
-            if self._live.get(key) is reference:
-                del self._live[key]
+            gone = self._dead.popleft()
+            self._live_bytes -= gone.num_bytes
+            if gone.is_older:
+                self._older_bytes -= gone.num_bytes
+            if self._live.get(gone.key) is gone:
+                del self._live[gone.key]
 
     def _follow(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
-        size, key, dead = storage.nbytes(), storage._cdata, self._dead
-        self._live[key] = weakref.ref(storage, lambda reference: dead.append((key, reference, size, is_older)))
-        self._live_bytes += size
+        counted = _Counted(storage, self._dead.append)
+        counted.key, counted.num_bytes, counted.is_older = storage._cdata, storage.nbytes(), is_older
+        self._live[counted.key] = counted
+        self._live_bytes += counted.num_bytes
         if is_older:
-            self._older_bytes += size
+            self._older_bytes += counted.num_bytes
