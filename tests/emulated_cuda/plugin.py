@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import emulated_cuda  # before torch
+import emulated_cuda
 import pytest
+import torch
 
 _NUM_SHOWN = 5
 
@@ -35,6 +36,8 @@ def no_races() -> Iterator[None]:
     """Fail a test after which there are races that it did not take."""
     emulated_cuda.take_races()
     yield
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)  # what follows uses this test's memory again
     races = emulated_cuda.take_races()
     shown = "\n  ".join([*races[:_NUM_SHOWN], *(["..."] if len(races) > _NUM_SHOWN else [])])
     assert not races, f"the test left {len(races)} races:\n  {shown}"

@@ -124,7 +124,7 @@ def _cap(device: torch.device, memory: MemoryPlugin, run: _Run) -> None:
     assert needed is not None
     free_memory(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(_CAP * needed / total, device)
+    torch.cuda.set_per_process_memory_fraction(_CAP * needed / total)  # of the current device
 
 
 def _pretend(model: nn.Module) -> None:
