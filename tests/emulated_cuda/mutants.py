@@ -178,7 +178,7 @@ MUTANTS = (
     Mutant(
         name="slabs go while copies use them",
         broken=_patch(Ranges, "settle", lambda *_: None),
-        why_not="slabs go after steps that waited for their copies; within one if host memory is short, which none tries",
+        why_not="steps that waited for their copies come before, unless host memory is short, which no workload tries",
     ),
     Mutant(
         name="copies gate nothing",

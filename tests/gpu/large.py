@@ -1,5 +1,6 @@
 """Models large enough for memory to be about activations: ResNet-50, a GPT-2 and an LSTM. On a CPU or the emulated
-device, small ones."""
+device, small ones.
+"""
 
 from __future__ import annotations
 
