@@ -3,14 +3,14 @@
 python -m tests.emulated_cuda          # a share of them, chosen to reach every path, under each schedule
 python -m tests.emulated_cuda --all    # all of them under each schedule, and the table of mutants: hours
 
-Each schedule is a pytest of its own with a time limit, two at a time; a failed one's output is shown. Where the device
-cannot be built, one line says why and nothing fails. What is right is not decided by one run: a schedule that failed is
-run again by the command that is shown.
+Each schedule is a pytest of its own with a time limit, two at a time. What a failed one said is shown, and the command
+that runs it again. Where the device cannot be built, one line says why and nothing fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -27,7 +27,7 @@ from tests.emulated_cuda.build import build, why_not
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GPU, HERE = "tests/gpu", "tests/emulated_cuda"
-SHARE_SECONDS, ALL_SECONDS = 420, 6 * 3600
+SHARE_SECONDS, ALL_SECONDS = 270, 6 * 3600
 
 LAZY = {"EMULATED_CUDA_MODE": "lazy", "EMULATED_CUDA_POLICY": "random", "EMULATED_CUDA_SEED": "1"}
 COPIES_LAST = {**LAZY, "EMULATED_CUDA_POLICY": "copies_last"}
@@ -123,6 +123,9 @@ ALL = (
 )
 
 
+_RUNNING: set[subprocess.Popen[str]] = set()
+
+
 def main() -> None:
     """Build, run and sum up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,8 +142,15 @@ def main() -> None:
     _say(f"emulated device: {folder} ({time.monotonic() - start:.0f} s)")
     runs = [run for run in (ALL if options.all else SHARE) if options.only in run.name]
     limit_seconds = ALL_SECONDS if options.all else SHARE_SECONDS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     with ThreadPoolExecutor(options.jobs) as pool:
-        passed = list(pool.map(lambda run: perform(run, folder, limit_seconds), runs))
+        try:
+            passed = list(pool.map(lambda run: perform(run, folder, limit_seconds), runs))
+        finally:  # also if this process is interrupted
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_RUNNING):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
     sys.exit(not all(passed))
 
 
@@ -154,18 +164,20 @@ def perform(run: Run, folder: Path, limit_seconds: float) -> bool:
         "EMULATED_CUDA": "1",
         **run.schedule,
     }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EMULATED_CUDA")}
     path = os.pathsep.join([str(folder), str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
     start = time.monotonic()
     # A session of its own, so that what the tests start ends with them.
     process = subprocess.Popen(
         run.command,
         cwd=CHECKOUT,
-        env={**os.environ, **added, "PYTHONPATH": path},
+        env={**inherited, **added, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+    _RUNNING.add(process)
     try:
         output, _ = process.communicate(timeout=limit_seconds)
         told = _summary(output)
@@ -173,6 +185,8 @@ def perform(run: Run, folder: Path, limit_seconds: float) -> bool:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         told = f"ended after {limit_seconds:.0f} s"
+    finally:
+        _RUNNING.discard(process)
     is_well = process.returncode == 0
     line = f"{'ok    ' if is_well else 'FAILED'} {run.name}: {told} ({time.monotonic() - start:.0f} s)"
     if not is_well:
