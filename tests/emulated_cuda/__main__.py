@@ -101,7 +101,9 @@ SHARE = (  # the longest first
         name="two devices, lazy, random",
         schedule=TWO_DEVICES,
         tests=(f"{GPU}/test_settings.py", HERE),
-        only="two_devices and dropout or of_the_users and (dropout or inplace-residual) or test_device or current_device",
+        only=(
+            "two_devices and dropout or of_the_users and (dropout or inplace-residual) or test_device or current_device"
+        ),
     ),
 )
 
