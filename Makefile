@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-unit test-budgets test-catalogue check test-gpu bench bench-gpu docs clean
+.PHONY: help demo test test-unit test-budgets test-catalogue test-emulated test-emulated-all check test-gpu bench bench-gpu docs clean
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -21,7 +21,7 @@ TEST_THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 NUM_WORKERS ?= 2
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -37,7 +37,7 @@ test: $(ENVIRONMENT) ## run the tests (those that need a GPU are skipped without
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
 
 # Those that train whole models, in this process or in others.
-TRAINING_TESTS := engine fuzz zoo catalogue lightning distributed adapters callbacks demo examples gpu
+TRAINING_TESTS := engine fuzz zoo catalogue lightning distributed adapters callbacks demo examples gpu emulated_cuda
 
 test-unit: $(ENVIRONMENT) ## run the tests that train no whole model
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal $(TRAINING_TESTS:%=--ignore=tests/%)
@@ -47,6 +47,12 @@ test-budgets: $(ENVIRONMENT) ## hold the budget's promise at 40 budgets on each 
 
 test-catalogue: $(ENVIRONMENT) ## run all samples of torch's catalogues of ops and modules, of which test runs a share
 	LIGHTNING_OFFLOAD_CATALOGUE=all $(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal tests/catalogue
+
+test-emulated: $(ENVIRONMENT) ## run a share of the GPU tests on an emulated device (skipped without a C++ compiler)
+	$(PY) -m tests.emulated_cuda --jobs $(NUM_WORKERS)
+
+test-emulated-all: $(ENVIRONMENT) ## run all GPU tests on an emulated device, and all mutants of the stream path (hours)
+	$(PY) -m tests.emulated_cuda --all --jobs $(NUM_WORKERS)
 
 check: $(ENVIRONMENT) ## format, lint, types, import layers, spelling, doctests
 	$(PY) -m ruff format --check .

@@ -14,6 +14,12 @@ DEVICE = torch.device(os.environ.get("LIGHTNING_OFFLOAD_TEST_DEVICE", "cuda"))
 """The device under test."""
 
 IS_CUDA = DEVICE.type == "cuda"
+IS_EMULATED = os.environ.get("EMULATED_CUDA") == "1"
+"""Whether CUDA is the emulated device: tests/emulated_cuda/README.md."""
+
+IS_FAST = IS_CUDA and not IS_EMULATED
+"""Whether large models train in seconds."""
+
 MARKS = [pytest.mark.gpu] if IS_CUDA else []
 """Of tests that are skipped where the device under test is missing."""
 
@@ -43,6 +49,16 @@ def deterministic(*, warn_only: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def take_races() -> list[str]:
+    """What the emulated device saw of accesses that nothing orders, since this was last asked; nothing elsewhere."""
+    if not IS_EMULATED:
+        return []
+    import emulated_cuda
+
+    races: list[str] = emulated_cuda.take_races()
+    return races
 
 
 def clean() -> None:

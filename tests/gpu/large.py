@@ -1,4 +1,6 @@
-"""Models large enough for memory to be about activations: ResNet-50, a GPT-2 and an LSTM. On a CPU, small ones."""
+"""Models large enough for memory to be about activations: ResNet-50, a GPT-2 and an LSTM. On a CPU or the emulated
+device, small ones.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.gpu.device import IS_CUDA
+from tests.gpu.device import IS_FAST
 from tests.zoo.case import Case, adamw, integers, normal, sgd, simple
 from tests.zoo.models.resnet import ResNet
 from tests.zoo.models.sequence import RecurrentLM
 
-_SIDE, _IMAGES = (224, 32) if IS_CUDA else (64, 4)
-_LAYERS = (3, 4, 6, 3) if IS_CUDA else (1, 1, 1)
-_WIDTH, _NUM_LAYERS, _VOCABULARY = (768, 6, 8192) if IS_CUDA else (64, 2, 96)
-_SEQUENCES, _LENGTH = (8, 512) if IS_CUDA else (8, 48)
-_RNN_WIDTH, _RNN_LENGTH = (512, 256) if IS_CUDA else (64, 32)
+_SIDE, _IMAGES = (224, 32) if IS_FAST else (64, 4)
+_LAYERS = (3, 4, 6, 3) if IS_FAST else (1, 1, 1)
+_WIDTH, _NUM_LAYERS, _VOCABULARY = (768, 6, 8192) if IS_FAST else (64, 2, 96)
+_SEQUENCES, _LENGTH = (8, 512) if IS_FAST else (8, 48)
+_RNN_WIDTH, _RNN_LENGTH = (512, 256) if IS_FAST else (64, 32)
 
 
 def _resnet() -> nn.Module:
-    return ResNet(_LAYERS, bottleneck=True, width=64 if IS_CUDA else 16)
+    return ResNet(_LAYERS, bottleneck=True, width=64 if IS_FAST else 16)
 
 
 def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.memory import CudaMeter, free_memory
 from lightning_offload import MemoryPlugin
 from lightning_offload.capture.placement import indexed
+from tests.gpu.device import IS_EMULATED
 from tests.gpu.large import DeepMlp
 
 _NUM_STEPS = 12
@@ -42,7 +43,7 @@ class _Run:
     is_intact: bool = True
 
     def batch(self, index: int) -> Tensor:
-        rows, width = (16384, 1024) if self.device.type == "cuda" else (256, 64)
+        rows, width, _ = _sizes(self.device)
         return torch.randn(rows, width, generator=torch.Generator().manual_seed(index)).to(self.device)
 
     def forward_backward(self, batch: Tensor) -> Tensor:
@@ -93,9 +94,16 @@ def main(kind: str, device: torch.device) -> dict[str, Any]:
     }
 
 
+def _sizes(device: torch.device) -> tuple[int, int, int]:
+    """Rows of a batch, width and depth of the model."""
+    if device.type != "cuda":
+        return 256, 64, 6
+    return (2048, 256, 24) if IS_EMULATED else (16384, 1024, 24)
+
+
 def _new(device: torch.device) -> _Run:
     torch.manual_seed(3)
-    width, depth = (1024, 24) if device.type == "cuda" else (64, 6)
+    _, width, depth = _sizes(device)
     model = DeepMlp(width, depth).to(device)
     return _Run(device=device, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 

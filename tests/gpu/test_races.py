@@ -13,7 +13,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.stream_lanes import StreamMover
 from tests.engine.harness import differences
 from tests.fuzz.running import random_planner
-from tests.gpu.device import CUDA_MARKS, IS_CUDA, MARKS, TOLERANT
+from tests.gpu.device import CUDA_MARKS, IS_CUDA, IS_EMULATED, MARKS, TOLERANT, take_races
 from tests.gpu.probing import Plain, Trained, check_same, plain_of, train
 from tests.gpu.streams import Lane, poisoned, slowed, without_waiting
 from tests.zoo.case import Case
@@ -82,6 +82,7 @@ class TestOnCuda:
         with without_waiting(), slowed(("in",), seed=5, share=1.0), poisoned():
             trained = train(case, MemoryPlugin(budget=None, policy="all-swap"), plain=plain)
         assert differences(plain.outcome, trained.outcome)
+        assert take_races() or not IS_EMULATED
 
     def test_every_copy_is_timed(self) -> None:
         """Times wait for the events that tell them, which come later than the copies are known to be done."""

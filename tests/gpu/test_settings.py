@@ -105,8 +105,8 @@ class TestOnCuda:
             found: dict[str, Outcome] = {}
 
             def train_on(device: str, policy: str) -> None:
-                torch.cuda.set_device(device)
-                found[device] = run(case, memory=MemoryPlugin(budget=None, policy=policy), device=device)
+                with torch.cuda.device(device):
+                    found[device] = run(case, memory=MemoryPlugin(budget=None, policy=policy), device=device)
 
             for policy in ("all-swap", "all-recompute"):
                 # First one after the other: the global generators are shared, so only that can be compared.
