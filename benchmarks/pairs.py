@@ -53,6 +53,7 @@ def time_pairs(
     other: Callable[[], None],
     *,
     num_pairs: int,
+    prepare: Callable[[], None] = lambda: None,
     advance: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PairedTimes:
@@ -62,6 +63,7 @@ def time_pairs(
         plain: Runs one plain step; warmed up by the caller.
         other: Runs one step of the other kind; warmed up by the caller.
         num_pairs: Pairs to time.
+        prepare: Called before each step, out of its time.
         advance: Called after every pair.
         clock: Tells the time in seconds.
 
@@ -72,6 +74,7 @@ def time_pairs(
     seconds: dict[Callable[[], None], list[float]] = {plain: [], other: []}
     for index in range(num_pairs):
         for step in (plain, other) if index % 2 == 0 else (other, plain):
+            prepare()
             synchronize()
             start = clock()
             step()

@@ -82,10 +82,17 @@ class _Collector:
     rows: list[Row] = field(default_factory=list)
     spread: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
-    def time(self, case: str, plain: Callable[[], None], other: Callable[[], None], goal: float | None) -> PairedTimes:
+    def time(
+        self,
+        case: str,
+        plain: Callable[[], None],
+        other: Callable[[], None],
+        goal: float | None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> PairedTimes:
         """Time pairs and note ratio, interval and step times."""
         advance = functools.partial(self.progress.advance, self.task)
-        times = time_pairs(plain, other, num_pairs=self.options.num_pairs, advance=advance)
+        times = time_pairs(plain, other, num_pairs=self.options.num_pairs, prepare=prepare, advance=advance)
         ratio = ratio_of(times)
         self.rows.append(Row(case=case, metric="ratio", value=ratio.median, goal=goal))
         self.note(case, ratio_low=ratio.low, ratio_high=ratio.high)
@@ -171,14 +178,13 @@ def _recording(collector: _Collector, case: str, make: _Make) -> None:
     collector.progress.update(collector.task, description=case)
     plain, managed = make(), make()
     with MemoryPlugin("1TiB", module=managed.model) as memory:
-
         def record() -> None:
-            memory.forget()
             managed.step(functools.partial(memory.step, *managed.batch))
+            memory._steps.finish()  # as the next step would, before it begins
 
         _warm_up(plain.step)
-        _warm_up(record)
-        times = collector.time(case, plain.step, record, None)
+        record()
+        times = collector.time(case, plain.step, record, None, prepare=memory.forget)
     num_ops = workloads.count_ops(plain)
     microseconds = {
         name: quartiles(seconds)[1] * 1e6 / num_ops
