@@ -178,6 +178,7 @@ def _recording(collector: _Collector, case: str, make: _Make) -> None:
     collector.progress.update(collector.task, description=case)
     plain, managed = make(), make()
     with MemoryPlugin("1TiB", module=managed.model) as memory:
+
         def record() -> None:
             managed.step(functools.partial(memory.step, *managed.batch))
             memory._steps.finish()  # as the next step would, before it begins
