@@ -231,7 +231,9 @@ class Steps:
         kind, peaks = self.cache.choose(step_signature(inputs)), self.peaks
         peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
         self._num_optimizers = 0
-        if kind.runs_plainly(hardware.budget_bytes):
+        hardware.refresh()
+        is_up_to_date = kind.phase == "unplanned" or kind.hardware_version == hardware.version
+        if is_up_to_date and kind.runs_plainly(hardware.budget_bytes):
             self.cache.begin_step()
             return None
         gradients = self.state.gradients()
