@@ -62,7 +62,7 @@ def _why_not(number: int, sample: Sample) -> str:
 
 
 def _is_uneven(sample: Sample, plain: Outcome, num_runs: int) -> bool:
-    """Whether further plain runs differ: some algorithms (LAPACK's gelsy) depend on where memory happens to lie."""
+    """Whether further plain runs differ: some ops read memory that nothing ever filled, or depend on where it lies."""
     in_the_way: list[Tensor] = []
     for index in range(num_runs):
         in_the_way.append(torch.empty(1 + 37 * index))  # memory lies elsewhere each time
