@@ -11,14 +11,16 @@ from typing import Any
 
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.hook_points import hooks_before_ops
 from lightning_offload.graph.host_layout import plan_layout
-from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.memory_plan import AT_PACK, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.auto import auto
 from lightning_offload.planning.policies import PUBLISHED, Policy
 from lightning_offload.planning.policies.fixed import all_recompute, all_swap, keep_all
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.request import PlanRequest
+from lightning_offload.planning.request import PlanRequest, decisions_of
+from lightning_offload.planning.trace import simulate_plan
 
 POLICIES: dict[str, Policy] = {
     "auto": auto,
@@ -28,6 +30,7 @@ POLICIES: dict[str, Policy] = {
     **PUBLISHED,
 }
 _MAX_RETRIES = 3
+_LITTLE_LONGER = 1.02  # times the predicted step: what a plan may take more so that its steps need no dispatch mode
 
 
 def check_policy(name: str) -> str:
@@ -115,7 +118,7 @@ def plan_with_margin(
     counted = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + shortfall_bytes)
     limits = [limit for limit in (budget_bytes, usable_bytes) if limit is not None]
     try:
-        made = plan(counted, device, min(limits, default=None), **how)
+        made = _plan_at_hooks(counted, device, min(limits, default=None), **how)
     except BudgetInfeasibleError as error:
         is_within_budget = budget_bytes is None or (error.floor_bytes <= budget_bytes and min(limits) < budget_bytes)
         if must_fit and not is_within_budget:
@@ -123,6 +126,56 @@ def plan_with_margin(
         made = plan(counted, device, error.floor_bytes, **how)
     plain_peak_bytes = made.plain_peak_bytes - shortfall_bytes
     return dataclasses.replace(made, budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes)
+
+
+def _plan_at_hooks(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan:
+    """Plan a step; where the plan only keeps and swaps, so that it can run without seeing ops if that costs little.
+
+    Raises:
+        BudgetInfeasibleError: The budget is below the floor.
+    """
+    made = plan(graph, device, budget_bytes, **how)
+    if how.get("is_provisional") or any(decision.action == "recompute" for decision in made.decisions):
+        return made
+    problem = Problem(graph, how.get("keep", frozenset()))
+    limit_bytes = made.predicted_peak_bytes if budget_bytes is None else budget_bytes
+    for moved in (_at_hooks(problem, made, device, earlier) for earlier in (True, False)):
+        is_as_fast = moved.predicted_step_seconds <= _LITTLE_LONGER * made.predicted_step_seconds
+        if is_as_fast and moved.predicted_peak_bytes <= limit_bytes:
+            return moved
+    return made
+
+
+def _at_hooks(problem: Problem, made: MemoryPlan, device: DeviceSpec, earlier: bool) -> MemoryPlan:
+    """A plan that swaps, with each release moved to where a pack or an unpack comes before the op.
+
+    Args:
+        problem: The step.
+        made: The plan.
+        device: Where it runs.
+        earlier: Whether releases move to an op before theirs, and compute waits for copies; to a later one otherwise.
+    """
+    hooks = hooks_before_ops(problem.graph)
+    num_ops = len(hooks)
+    moved = [num_ops] * (num_ops + 1)
+    for index in range(num_ops) if earlier else reversed(range(num_ops)):
+        neighbour = (moved[index - 1] if index else AT_PACK) if earlier else moved[index + 1]
+        moved[index] = index if hooks[index] is not None else neighbour
+    decisions = [
+        dataclasses.replace(d, release_op=moved[d.release_op]) if d.release_op != AT_PACK else d for d in made.decisions
+    ]
+    if tuple(decisions) == made.decisions:
+        return made
+    timeline = simulate_plan(problem, decisions, device)
+    return dataclasses.replace(
+        made,
+        decisions=decisions_of(problem, {d.storage: d.action for d in decisions}, timeline),
+        predicted_peak_bytes=timeline.peak_bytes,
+        predicted_step_seconds=timeline.step_seconds,
+        predicted_stall_seconds=timeline.stall_seconds,
+        predicted_host_bytes=timeline.host_peak_bytes,
+        predicted_disk_bytes=timeline.disk_peak_bytes,
+    )
 
 
 def beside(made: MemoryPlan, num_bytes: int) -> MemoryPlan:

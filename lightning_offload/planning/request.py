@@ -125,24 +125,11 @@ def build_plan(
     no_memo: frozenset[int] = frozenset(),
 ) -> MemoryPlan:
     """Write a simulated choice down as a plan."""
-    problem = request.problem
-    turn = {s: i for i, s in enumerate(timeline.prefetch)}  # copies back at one unpack go in the plan's order
-    decisions = tuple(
-        Decision(
-            storage=s,
-            action=action,
-            tier=timeline.tiers.get(s, "host"),
-            release_op=_release_op(problem, timeline.release_tick.get(s, -1)),
-            prefetch_unpack=timeline.prefetch.get(s, -1),
-            memo=s not in no_memo,
-        )
-        for s, action in sorted(actions.items(), key=lambda item: (turn.get(item[0], -1), item[0]))
-    )
     return MemoryPlan(
-        graph_digest=problem.graph.digest(),
+        graph_digest=request.problem.graph.digest(),
         policy=policy,
         budget_bytes=request.budget_bytes,
-        decisions=decisions,
+        decisions=decisions_of(request.problem, actions, timeline, no_memo),
         predicted_peak_bytes=timeline.peak_bytes,
         predicted_step_seconds=timeline.step_seconds,
         plain_peak_bytes=request.plain.peak_bytes,
@@ -153,6 +140,24 @@ def build_plan(
         predicted_stall_seconds=timeline.stall_seconds,
         predicted_host_bytes=timeline.host_peak_bytes,
         predicted_disk_bytes=timeline.disk_peak_bytes,
+    )
+
+
+def decisions_of(
+    problem: Problem, actions: Actions, timeline: Timeline, no_memo: frozenset[int] = frozenset()
+) -> tuple[Decision, ...]:
+    """A simulated choice as a plan's decisions."""
+    turn = {s: i for i, s in enumerate(timeline.prefetch)}  # copies back at one unpack go in the plan's order
+    return tuple(
+        Decision(
+            storage=s,
+            action=action,
+            tier=timeline.tiers.get(s, "host"),
+            release_op=_release_op(problem, timeline.release_tick.get(s, -1)),
+            prefetch_unpack=timeline.prefetch.get(s, -1),
+            memo=s not in no_memo,
+        )
+        for s, action in sorted(actions.items(), key=lambda item: (turn.get(item[0], -1), item[0]))
     )
 
 

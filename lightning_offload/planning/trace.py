@@ -9,7 +9,7 @@ of kind "slowdown" at the end.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import AT_PACK, Action, MemoryPlan, Tier
+from lightning_offload.graph.memory_plan import AT_PACK, Action, Decision, MemoryPlan, Tier
 from lightning_offload.graph.step_graph import Phase, StepGraph
 from lightning_offload.planning.kernels.clock import CLOCK_NOISE
 from lightning_offload.planning.links import Rates, in_rates, out_rates
@@ -120,19 +120,31 @@ def follow(step: StepGraph | Problem, plan: MemoryPlan | None, device: DeviceSpe
     decisions = plan.decisions if plan is not None else ()
     if plan is not None:
         plan.check(problem.graph)
-    actions: dict[int, Action] = {d.storage: d.action for d in decisions if d.action != "keep"}
-    _check(problem, actions)
     tiers = {d.storage: d.tier for d in decisions if d.action == "swap"}
     if not device.has_disk and "disk" in tiers.values():
         raise PlanError(f"the plan swaps to disk, and device {device.name!r} has none; give disk_*_bytes_per_second")
+    simulated = simulate_plan(problem, decisions, device)
+    actions: dict[int, Action] = {d.storage: d.action for d in decisions if d.action != "keep"}
     no_memo = frozenset(d.storage for d in decisions if not d.memo)
-    schedule = Schedule(
-        release={d.storage: release_tick(problem, d.release_op) for d in decisions if d.action == "swap"},
-        prefetch={d.storage: d.prefetch_unpack for d in decisions if d.action == "swap"},
-        tiers=tiers,
-    )
-    simulated = simulate(problem, actions, device, no_memo=no_memo, schedule=schedule)
     return _Walk(problem, device, tiers, simulated).run(actions, no_memo)
+
+
+def simulate_plan(problem: Problem, decisions: Sequence[Decision], device: DeviceSpec) -> Timeline:
+    """Simulate a step under decisions, with each copy at the time that they say.
+
+    Raises:
+        PlanError: A decision cannot be carried out.
+    """
+    actions: dict[int, Action] = {d.storage: d.action for d in decisions if d.action != "keep"}
+    _check(problem, actions)
+    swaps = [d for d in decisions if d.action == "swap"]
+    schedule = Schedule(
+        release={d.storage: release_tick(problem, d.release_op) for d in swaps},
+        prefetch={d.storage: d.prefetch_unpack for d in swaps},
+        tiers={d.storage: d.tier for d in swaps},
+    )
+    no_memo = frozenset(d.storage for d in decisions if not d.memo)
+    return simulate(problem, actions, device, no_memo=no_memo, schedule=schedule)
 
 
 def release_tick(problem: Problem, release_op: int) -> int:

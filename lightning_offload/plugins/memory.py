@@ -244,10 +244,11 @@ class Steps:
         self.cache.begin_step()
         if kind.runs_plainly(hardware.budget_bytes):
             return None
-        run = start_run(kind, hardware.tiers, hardware.device, self.module, self.settings.verify, peaks, there)
+        device, verify = hardware.device, self.settings.verify
+        run = start_run(kind, hardware.tiers, device, self.module, verify, peaks, there, self.state.identities)
         if kind.phase != "recording":
-            run.bytes_out_of_sight = self.state.buckets.expected_bytes(hardware.device)
-        peaks.begin_step(hardware.device, is_watched=run.is_watched)
+            run.bytes_out_of_sight = self.state.buckets.expected_bytes(device)
+        peaks.begin_step(device, is_watched=run.is_watched)
         run.state_version = self.state.version
         run.watch_gradients(gradients, self.state.gradients)
         self.executors.add(run.executor)

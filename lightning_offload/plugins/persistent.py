@@ -142,6 +142,10 @@ class PersistentState:
         storages = (tensor.untyped_storage() for tensor in known if tensor.device == device and is_plain(tensor))
         return {**live_storages(device), **{s._cdata: s for s in storages}, **self.buckets.storages(device)}
 
+    def identities(self) -> set[int]:
+        """Of the storages of :meth:`tensors`."""
+        return set(_sizes(self.tensors()))
+
     def tensors(self) -> Iterator[Tensor]:
         """Parameters, buffers and their copies, and optimizer state, some of them twice."""
         yield from self.trainable()

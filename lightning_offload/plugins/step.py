@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -200,6 +200,7 @@ def start_run(
     verify: str,
     peaks: DevicePeaks,
     there: Census | None,
+    persistent: Callable[[], Collection[int]],
 ) -> StepRun:
     """Set up the executor and the observers that a step of this kind needs now.
 
@@ -211,6 +212,7 @@ def start_run(
         verify: When replays are compared with their originals.
         peaks: Reads the device's allocator.
         there: The storages that are on the device; None where nobody looked.
+        persistent: Gives the identities of storages that outlive the step.
     """
     program = kind.program
     recorder = Recorder(device, module) if kind.phase == "recording" else None
@@ -238,6 +240,8 @@ def start_run(
             program=program if kind.phase not in ("recording", "unplanned") else None,
             observer=observe_all(tuple(observers)),
             verifier=verifier,
+            sees_ops=not (is_light and program is not None and not program.needs_ops),
+            persistent=persistent,
         )
     if is_watched:
         tiers.take_times()  # forget what went before

@@ -8,6 +8,11 @@ storage is recognised by its live identity, never by its address.
 Threads: ops and packs come from the caller's thread, unpacks perhaps from autograd's device threads; a lock
 orders them. Finalizers take no lock.
 
+Under a plan that only keeps and swaps, steps that nobody observes run without a dispatch mode: packs are known by their
+ordinals, and device copies are released at packs and unpacks. What such a step cannot see is a write that no version
+counter counts (by ``.data``) to an activation that has left the device, in a step that differs in that from the
+recorded one; what the recorded step wrote so is never swapped.
+
 A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost almost nothing, and no
 dispatch mode. All that is left to do is autograd's version check, which hooks switch off, and to notice a step whose
 structure is not the one that was planned.
@@ -19,7 +24,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -54,6 +59,16 @@ _log = logging.getLogger(__name__)
 class StepExecutor:
     """The state of one step, from its first op until autograd has dropped its last saved tensor.
 
+    Args:
+        device: Where the step runs.
+        tiers: Where its tensors may go.
+        program: What to do; None for the floor policy.
+        observer: Notified of every event; None for nobody.
+        verifier: Compares replays with their originals, if they are to be.
+        sees_ops: Whether the step's ops go through :meth:`dispatch`; they must unless the program says otherwise.
+        persistent: Gives the identities of storages that outlive the step, for a step that does not see ops and leaves
+            its program.
+
     Attributes:
         program: What to do; None for the floor policy.
         observer: Notified of every event; None for nobody.
@@ -64,8 +79,6 @@ class StepExecutor:
         stayed_bytes: Saved bytes that were to leave under the floor policy, and for which no tier had room.
     """
 
-    sees_ops = True
-
     def __init__(
         self,
         *,
@@ -74,7 +87,11 @@ class StepExecutor:
         program: Program | None,
         observer: StepObserver | None,
         verifier: Verifier | None,
+        sees_ops: bool = True,
+        persistent: Callable[[], Collection[int]] = frozenset,
     ) -> None:
+        assert sees_ops or (program is not None and not program.needs_ops)
+        self.sees_ops = sees_ops
         self.program = program
         self.observer = observer
         self.deviation = ""
@@ -84,6 +101,7 @@ class StepExecutor:
         self._lease: StepLiveness | None = StepLiveness()
         self._unread = weakref.ref(self._lease)
         self._device = device
+        self._persistent = persistent
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
         self._num_packs = 0
@@ -119,7 +137,8 @@ class StepExecutor:
     @property
     def watches_backward(self) -> bool:
         """Whether the ops of backward must be seen."""
-        return self.observer is not None or (self.program is not None and self.program.is_strict)
+        is_strict = self.program is not None and self.program.is_strict
+        return self.observer is not None or (self.sees_ops and is_strict)
 
     @property
     def sees_user_code(self) -> bool:
@@ -253,8 +272,14 @@ class StepExecutor:
         handle = Handle(self.observer, self._lease, index, tensor)
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
-        handle.value = value = self._table.find(tensor.untyped_storage()) if plain else None
         is_planned = plain and self.program is not None and self._is_as_planned(index, tensor)
+        if not plain:
+            value = None
+        elif self.sees_ops:
+            value = self._table.find(tensor.untyped_storage())
+        else:
+            value = self._value_by_ordinal(handle, tensor, is_planned=is_planned)
+        handle.value = value
         if value is not None and self._leave(value, tensor):
             self._let_go(handle, value, tensor)
             return handle
@@ -265,6 +290,32 @@ class StepExecutor:
             if value is None and self.program.records_backward:
                 self._tracker.know(tensor)
         return handle
+
+    def _value_by_ordinal(self, handle: Handle, tensor: Tensor, *, is_planned: bool) -> LiveValue | None:
+        """The value that a pack is about, by what the program says of it; None where it stays on the device.
+
+        One that left the device stands for another save of its storage only where nothing was written in between.
+        """
+        assert self.program is not None
+        storage = tensor.untyped_storage()
+        if is_planned:
+            self._release(self.program.release_at_pack.get(handle.index, ()))
+            index = self.program.pack_storages[handle.index]
+        else:
+            index = -1
+        value = self._table.find(storage)
+        if value is not None:
+            is_same = not value.is_stale and all(version == handle.version for _, version in value.guards)
+            return value if is_same else None
+        if index < 0 and (is_planned or storage._cdata in self._persistent()):
+            return None
+        value = LiveValue(index, storage.nbytes())
+        self._table.follow(value, storage)
+        if not self._leave(value, tensor):
+            self._table.drop(storage)
+            return None
+        value.guards = ((handle.version_alias, handle.version),)
+        return value
 
     def _is_as_planned(self, index: int, tensor: Tensor) -> bool:
         """Whether the step still follows its program; another tensor saved than the planned one ends that."""
@@ -316,7 +367,7 @@ class StepExecutor:
                 return False
         return True
 
-    def _release(self, indices: list[int]) -> None:
+    def _release(self, indices: Iterable[int]) -> None:
         for index in indices:
             value = self._table.indexed(index)
             if value is not None:
@@ -340,6 +391,8 @@ class StepExecutor:
                 with past_own_mode():
                     if in_backward and self.program is not None and not self.has_deviated:
                         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
+                        if not self.sees_ops:
+                            self._release(self.program.release_at_unpack.get(self.num_unpacks - 1, ()))
                         if handle.value is not None:
                             self._materializer.fetch(handle.value)
                         self._materializer.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))

@@ -3,6 +3,9 @@
 For every value that the plan recomputes, the program lists the ops whose calls must be recorded: its producer,
 and in turn the producers of what that reads, down to values that will be at hand (kept, swapped, or persistent).
 
+A step whose plan recomputes nothing, and releases device copies at packs and unpacks alone, needs no op to be seen:
+which storage a pack is about follows from its ordinal.
+
 A :class:`ProgramCursor` finds the program's entry for each op that runs, and copes with ops that come and go beside
 the model's own.
 """
@@ -14,6 +17,7 @@ import dataclasses
 import torch
 
 from lightning_offload.errors import PlanError
+from lightning_offload.graph.hook_points import HookPoint, hooks_before_ops
 from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -60,7 +64,11 @@ class Program:
         pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure; 0 where that is on
             another device.
         made_packs: Ordinals of the packs whose storages the step made.
+        pack_storages: By pack: the storage that leaves the device by it, the first that saves it; or -1.
+        release_at_pack: By pack: storages whose device copies are released before it, where ops are not seen.
+        release_at_unpack: The same by ordinal of an unpack.
         is_keep_all: Whether the plan keeps everything, so that the step needs no dispatch mode.
+        needs_ops: Whether ops must be seen.
         is_recomputing: Whether anything is recomputed.
         records_backward: Whether anything is that backward made, for a backward of its own.
     """
@@ -74,7 +82,11 @@ class Program:
     prefetch: dict[int, tuple[int, ...]]
     pack_bytes: tuple[int, ...]
     made_packs: frozenset[int]
+    pack_storages: tuple[int, ...]
+    release_at_pack: dict[int, tuple[int, ...]]
+    release_at_unpack: dict[int, tuple[int, ...]]
     is_keep_all: bool
+    needs_ops: bool
     is_recomputing: bool
     records_backward: bool
 
@@ -100,6 +112,8 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
             steps[decision.release_op].release.append(decision.storage)
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
+    releases, has_others = _releases_at_hooks(graph, decisions)
+    is_recomputing = any(d.action == "recompute" for d in decisions.values())
     layout = plan_layout(graph, plan)
     saved = [graph.values[save.value].storage for save in graph.saves]
     in_backward = [op.phase == "backward" for op in graph.ops]
@@ -116,15 +130,19 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),
         made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
+        pack_storages=_leaving(graph, decisions),
+        release_at_pack={hook.ordinal: s for hook, s in releases.items() if hook.is_pack},
+        release_at_unpack={hook.ordinal: s for hook, s in releases.items() if not hook.is_pack},
         is_keep_all=not decisions,
-        is_recomputing=any(d.action == "recompute" for d in decisions.values()),
+        needs_ops=is_recomputing or has_others,
+        is_recomputing=is_recomputing,
         records_backward=any(b and s.record for b, s in zip(in_backward, steps, strict=True)),
     )
 
 
 def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpStep, ...]) -> set[int]:
     """Mark the ops to record; return the values that the executor must know by identity."""
-    last = {value.storage: v for v, value in enumerate(graph.values)}
+    last = _last_values(graph)
     saved_values = {save.value for save in graph.saves if last[graph.values[save.value].storage] == save.value}
     followed = {v for v in saved_values if graph.values[v].storage in decisions}
     stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
@@ -147,6 +165,36 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpSte
             if not at_hand and graph.values[v].producer >= 0:
                 stack.append(v)
     return followed
+
+
+def _last_values(graph: StepGraph) -> dict[int, int]:
+    """By storage: the last value that it holds; earlier ones are not followed."""
+    return {value.storage: v for v, value in enumerate(graph.values)}
+
+
+def _leaving(graph: StepGraph, decisions: dict[int, Decision]) -> tuple[int, ...]:
+    last, seen, leaving = _last_values(graph), set[int](), []
+    for save in graph.saves:
+        storage = graph.values[save.value].storage
+        leaves = storage in decisions and last[storage] == save.value and storage not in seen
+        seen.add(storage)
+        leaving.append(storage if leaves else -1)
+    return tuple(leaving)
+
+
+def _releases_at_hooks(
+    graph: StepGraph, decisions: dict[int, Decision]
+) -> tuple[dict[HookPoint, tuple[int, ...]], bool]:
+    """The releases by pack or unpack, and whether there are some that come at neither."""
+    hooks = hooks_before_ops(graph)
+    found: dict[HookPoint, list[int]] = {}
+    for decision in decisions.values():
+        if decision.action == "swap" and AT_PACK < decision.release_op < len(hooks):
+            hook = hooks[decision.release_op]
+            if hook is None:
+                return {}, True
+            found.setdefault(hook, []).append(decision.storage)
+    return {hook: tuple(storages) for hook, storages in found.items()}, False
 
 
 MAX_STRAY_OPS = 64
