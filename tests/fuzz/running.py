@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import StaleInputError
+from lightning_offload.graph.hook_points import hooks_before_ops
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Candidate, Problem
@@ -53,17 +54,23 @@ class Program:
 
 
 def random_planner(seed: int) -> Any:
-    """A planner that decides by dice, within what is legal: anything a candidate allows."""
+    """A planner that decides by dice, within what is legal: anything a candidate allows.
+
+    Half of its plans without a recompute release at packs and unpacks alone, so that their steps see no ops.
+    """
     rng = random.Random(f"plan {seed}")
 
     def plan(graph: StepGraph, device: Any, target: Any, *, policy: str, keep: frozenset[int], **_: Any) -> MemoryPlan:
         problem = Problem(graph, keep)
-        weights = rng.choice([(1, 1, 1), (0, 1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 4)])
+        weights = rng.choice([(1, 1, 1), (0, 1, 1), (0, 0, 1), (0, 1, 0), (1, 1, 0), (1, 0, 4)])
         decisions = [
             decision
             for c in problem.candidates.values()
             if (decision := decide(rng, graph, problem, c, weights)) is not None
         ]
+        if weights[2] == 0 and rng.random() < 0.5:
+            hooked = [index for index, hook in enumerate(hooks_before_ops(graph)) if hook is not None]
+            decisions = [_at_a_hook(decision, hooked, len(graph.ops)) for decision in decisions]
         return MemoryPlan(
             graph_digest=graph.digest(), policy=policy, budget_bytes=target, decisions=tuple(decisions),
             predicted_peak_bytes=0, predicted_step_seconds=0.0, plain_peak_bytes=0, plain_step_seconds=0.0,
@@ -89,6 +96,13 @@ def decide(rng: random.Random, graph: StepGraph, problem: Problem, c: Candidate,
         prefetch_unpack=rng.randrange(ON_DEMAND, max(len(problem.unpacks), 1)) if rng.random() < 0.5 else ON_DEMAND,
         memo=rng.random() < 0.5,
     )
+
+
+def _at_a_hook(decision: Decision, hooked: list[int], num_ops: int) -> Decision:
+    if decision.release_op == AT_PACK:
+        return decision
+    release_op = next((index for index in hooked if index >= decision.release_op), num_ops)
+    return dataclasses.replace(decision, release_op=release_op)
 
 
 _WRITTEN = re.compile("modified .*in-?place")
