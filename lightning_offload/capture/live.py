@@ -70,13 +70,25 @@ class CensusClock:
         return (self._ended - self._began) <= share * (time.perf_counter() - self._ended)
 
 
-class _Counted(weakref.ref[torch.UntypedStorage]):
-    """A storage by weak reference, and what it counts for."""
+class Counted(weakref.ref[torch.UntypedStorage]):
+    """A storage by weak reference, and what it counts for.
 
-    __slots__ = ("is_older", "key", "num_bytes")
+    Attributes:
+        key: Its identity while it lives.
+        num_bytes: Its size.
+        is_older: Whether it was there before the step.
+        index: Its index in a recording; -1 where that has not met it.
+        row: Its row among the lifetimes that ``deaths`` belongs to.
+        deaths: Where the tick at which it dies is entered; None for nowhere.
+    """
+
+    __slots__ = ("deaths", "index", "is_older", "key", "num_bytes", "row")
     key: int
     num_bytes: int
     is_older: bool
+    index: int
+    row: int
+    deaths: list[int] | None
 
 
 class LiveBytes(StepObserver):
@@ -100,13 +112,14 @@ class LiveBytes(StepObserver):
         self.made_bytes = 0
         self._device = indexed(device)
         self._live_bytes = self._older_bytes = 0
-        self._live: dict[int, _Counted] = {}
-        self._dead: deque[_Counted] = deque()
+        self._tick = 0
+        self._live: dict[int, Counted] = {}
+        self._dead: deque[Counted] = deque()
         self._untouched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self.touched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         for storage in there:
-            self._follow(storage, is_older=True)
-            self._untouched[storage._cdata] = (self._live[storage._cdata], storage.nbytes())
+            counted = self._count(storage, is_older=True)
+            self._untouched[counted.key] = (counted, counted.num_bytes)
         self.peak_bytes = self.forward_peak_bytes = self.lap_peak_bytes = self._live_bytes
         self.backward_peak_bytes = 0
 
@@ -143,34 +156,54 @@ class LiveBytes(StepObserver):
     def _add(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
         reference = self._live.get(storage._cdata)
         if reference is not None and reference() is storage:
-            entry = self._untouched.pop(storage._cdata, None)
-            if entry is not None:
-                self.touched[storage._cdata] = entry
-            return
-        self._untouched.pop(storage._cdata, None)  # died, and its identity is used again
-        self._forget_dead()
-        self._follow(storage, is_older=is_older)
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        self.lap_peak_bytes = max(self.lap_peak_bytes, self._live_bytes)
-        self.made_bytes = max(self.made_bytes, self._live_bytes - self._older_bytes)
-        if torch._C._current_graph_task_id() == -1:
-            self.forward_peak_bytes = max(self.forward_peak_bytes, self._live_bytes)
+            self._touch(storage)
         else:
-            self.backward_peak_bytes = max(self.backward_peak_bytes, self._live_bytes)
+            self._follow(storage, is_older=is_older)
+
+    def _touch(self, storage: torch.UntypedStorage) -> None:
+        entry = self._untouched.pop(storage._cdata, None)
+        if entry is not None:
+            self.touched[storage._cdata] = entry
+
+    def _follow(self, storage: torch.UntypedStorage, *, is_older: bool) -> Counted:
+        """Count a storage from now on."""
+        if self._untouched:
+            self._untouched.pop(storage._cdata, None)  # died, and its identity is used again
+        self._forget_dead()
+        counted = self._count(storage, is_older=is_older)
+        now = self._live_bytes
+        if now > self.peak_bytes:
+            self.peak_bytes = now
+        if now > self.lap_peak_bytes:
+            self.lap_peak_bytes = now
+        if now - self._older_bytes > self.made_bytes:
+            self.made_bytes = now - self._older_bytes
+        if torch._C._current_graph_task_id() == -1:
+            if now > self.forward_peak_bytes:
+                self.forward_peak_bytes = now
+        elif now > self.backward_peak_bytes:
+            self.backward_peak_bytes = now
+        return counted
 
     def _forget_dead(self) -> None:
-        while self._dead:
-            gone = self._dead.popleft()
+        """Take what has died since the last time out of the count."""
+        dead = self._dead
+        while dead:
+            gone = dead.popleft()
+            if gone.deaths is not None:
+                gone.deaths[gone.row] = self._tick
             self._live_bytes -= gone.num_bytes
             if gone.is_older:
                 self._older_bytes -= gone.num_bytes
             if self._live.get(gone.key) is gone:
                 del self._live[gone.key]
 
-    def _follow(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
-        counted = _Counted(storage, self._dead.append)
+    def _count(self, storage: torch.UntypedStorage, *, is_older: bool) -> Counted:
+        counted = Counted(storage, self._dead.append)
         counted.key, counted.num_bytes, counted.is_older = storage._cdata, storage.nbytes(), is_older
+        counted.index, counted.deaths = -1, None
         self._live[counted.key] = counted
         self._live_bytes += counted.num_bytes
         if is_older:
             self._older_bytes += counted.num_bytes
+        return counted

@@ -3,7 +3,8 @@
 The step runs under the floor policy meanwhile (everything saved is swapped out at once), so that the lifetimes
 seen are those of the program's own references, and a step that would not fit can be recorded all the same. A
 storage's death is seen through a weak reference to its Python object, which torch keeps for as long as the
-storage lives. Works the same under FakeTensorMode, with modelled in place of measured times and no workspaces.
+storage lives; the same references count the live bytes. Works the same under FakeTensorMode, with modelled in
+place of measured times and no workspaces.
 
 On an accelerator an op's duration is the device's, read at the end; on CUDA the op's workspace is read off the
 allocator: Note [the peak is reset for each op].
@@ -15,19 +16,18 @@ import contextlib
 import dataclasses
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_offload.capture.live import Counted, LiveBytes
 from lightning_offload.capture.module_names import ModuleNames
-from lightning_offload.capture.placement import indexed
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
 from lightning_offload.graph.step_graph import Op, Save, StepGraph, Storage, Value
-from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_leaf, is_plain
 
 Price = Callable[[OpFacts, Any, Any, Any], float]
@@ -94,13 +94,6 @@ class _Lifetimes:
         return sum(size for size, birth, death in lifetimes if birth <= tick and (death == _ALIVE or death > tick))
 
 
-class _Watched(weakref.ref[torch.UntypedStorage]):
-    """A storage by weak reference, with its index."""
-
-    __slots__ = ("index",)
-    index: int
-
-
 @dataclasses.dataclass(slots=True)
 class _Save:
     value: int
@@ -111,7 +104,7 @@ class _Save:
     release_tick: int | None = None
 
 
-class Recorder(StepObserver):
+class Recorder(LiveBytes):
     """Builds a step graph from the events of one step.
 
     Args:
@@ -120,6 +113,7 @@ class Recorder(StepObserver):
         price: Models durations; by default they are measured.
         clock: Measures durations; by default the device's own.
         memory: Measures workspaces; by default the device's allocator's, where there is one.
+        there: The storages that are there when the step begins, for the peaks that :class:`LiveBytes` counts.
 
     Attributes:
         leaves: Weak references to the tensors with ``requires_grad`` that the step read and did not make.
@@ -134,10 +128,11 @@ class Recorder(StepObserver):
         *,
         clock: OpClock | None = None,
         memory: OpMemory | None = None,
+        there: Iterable[torch.UntypedStorage] = (),
     ) -> None:
+        super().__init__(device, there)
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.num_unpacks = 0
-        self._device = indexed(device)
         self._price = price
         is_real = price is None
         self._clock = clock or (clock_for(self._device) if is_real else HostClock())
@@ -150,9 +145,6 @@ class Recorder(StepObserver):
         self._value_producer: list[int] = []
         self._saves: list[_Save] = []
         self._by_runtime = _Lifetimes()
-        self._references: list[_Watched] = []
-        self._live: dict[int, _Watched] = {}
-        self._tick = 0
         self._backward_module = ""
         self._closed = False
         self._saw_backward_op = False
@@ -178,6 +170,8 @@ class Recorder(StepObserver):
         if workspace_bytes and tries_algorithms(facts.name):
             workspace_bytes = 0
         read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
+        if self._dead:
+            self._forget_dead()
         device = self._device
         is_replayable = facts.may_replay(device.type, args)
         inputs: list[int] = []
@@ -193,7 +187,7 @@ class Recorder(StepObserver):
         for position, (tensor, made_storage) in enumerate(zip(made, made_on, strict=True)):
             if tensor.device == device:  # and it is plain: others count as made by nobody
                 if position < num_fresh:
-                    storage = self._follow(made_storage, tick)
+                    storage = self._enter(made_storage, tick)
                 else:
                     storage = self._value_storage[self._value_of(tensor, made_storage)]
                 outputs.append(self._new_value(storage, index))
@@ -223,8 +217,12 @@ class Recorder(StepObserver):
             return
         tick = self._next_tick()
         for tensor in tensors:
-            if self._counts(tensor) and self._find(tensor.untyped_storage()) is None:
-                self._new_value(self._follow(tensor.untyped_storage(), tick), -1)
+            if self._counts(tensor):
+                storage = tensor.untyped_storage()
+                if self._find(storage) is None:
+                    self._new_value(self._enter(storage, tick), -1)
+                else:
+                    self._value_of(tensor, storage)
 
     @override
     def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
@@ -254,11 +252,13 @@ class Recorder(StepObserver):
 
     @override
     def on_unpacked(self, index: int, storage: torch.UntypedStorage) -> None:
-        if self._closed or self._find(storage) is not None:
+        if self._closed:
             return
-        reference = _Watched(storage)  # its death is not the graph's business
-        reference.index = self._value_storage[self._saves[index].value]
-        self._live[storage._cdata] = reference
+        found = self._find(storage)
+        if found is None:
+            found = self._follow(storage, is_older=False)  # its death is not the graph's business
+        if found.index < 0:
+            found.index = self._value_storage[self._saves[index].value]
 
     @override
     def on_release(self, index: int) -> None:
@@ -268,9 +268,8 @@ class Recorder(StepObserver):
     @override
     def on_allocation(self, storage: torch.UntypedStorage) -> None:
         if not self._closed:
-            reference = _Watched(storage, self._note_death_by_runtime)
-            reference.index = self._by_runtime.add(storage.nbytes(), self._tick)
-            self._references.append(reference)
+            counted = self._follow(storage, is_older=False)
+            counted.row, counted.deaths = self._by_runtime.add(counted.num_bytes, self._tick), self._by_runtime.death
 
     # ---- identity
 
@@ -278,36 +277,38 @@ class Recorder(StepObserver):
         return tensor.device == self._device and is_plain(tensor)
 
     def _next_tick(self) -> int:
+        self._forget_dead()  # they died at this tick
         self._tick += 1
         return self._tick - 1
 
-    def _find(self, storage: torch.UntypedStorage) -> int | None:
-        reference = self._live.get(storage._cdata)
-        return reference.index if reference is not None and reference() is storage else None
+    def _find(self, storage: torch.UntypedStorage) -> Counted | None:
+        found = self._live.get(storage._cdata)
+        return found if found is not None and found() is storage else None
 
     def _value_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
         """The value a tensor holds; a storage not seen before was there before the step."""
-        reference = self._live.get(storage._cdata)
-        if reference is not None and reference() is storage:
-            index = reference.index
-        else:
-            index = self._follow(storage, -1)
+        found = self._live.get(storage._cdata)
+        if found is None or found() is not storage:
+            index = self._enter(storage, -1)
             self._new_value(index, -1)
+        elif found.index < 0:
+            self._touch(storage)
+            index = self._entered(found, -1)
+            self._new_value(index, -1)
+        else:
+            index = found.index
         if self._storages.birth[index] < 0 and tensor.requires_grad and is_leaf(tensor):
             self.leaves.setdefault(id(tensor), weakref.ref(tensor))
         return self._latest[index]
 
-    def _follow(self, storage: torch.UntypedStorage, birth: int) -> int:
-        reference = _Watched(storage, self._note_death)
-        reference.index = index = self._new_storage(storage.nbytes(), birth)
-        self._live[storage._cdata] = reference
+    def _enter(self, storage: torch.UntypedStorage, birth: int) -> int:
+        """Follow a storage that was not met before; its index."""
+        return self._entered(self._follow(storage, is_older=birth < 0), birth)
+
+    def _entered(self, counted: Counted, birth: int) -> int:
+        counted.index = counted.row = index = self._new_storage(counted.num_bytes, birth)
+        counted.deaths = self._storages.death
         return index
-
-    def _note_death(self, reference: _Watched) -> None:
-        self._storages.death[reference.index] = self._tick
-
-    def _note_death_by_runtime(self, reference: _Watched) -> None:
-        self._by_runtime.death[reference.index] = self._tick
 
     def _new_storage(self, num_bytes: int, birth: int) -> int:
         self._latest.append(-1)
@@ -326,7 +327,7 @@ class Recorder(StepObserver):
         return {
             key: reference
             for key, reference in self._live.items()
-            if reference() is not None and self._storages.birth[reference.index] < 0
+            if reference.index >= 0 and reference() is not None and self._storages.birth[reference.index] < 0
         }
 
     def all_reduced(self) -> dict[int, weakref.ref[torch.UntypedStorage]]:
@@ -336,7 +337,7 @@ class Recorder(StepObserver):
         return {key: self._live[key] for key in self.persistent_ids() if self._live[key].index in reduced}
 
     @property
-    def peak_bytes(self) -> int | None:
+    def allocator_peak_bytes(self) -> int | None:
         """The true peak of the device's allocator since the first op, up to now; None where it does not tell.
 
         Read it when the step's scope ends: what is allocated afterwards, by an optimizer say, counts too.
@@ -353,6 +354,7 @@ class Recorder(StepObserver):
         if self._memory is None or not self._ops:
             return 0
         tick = self._ops[-1].tick
+        self._forget_dead()
         known = self._storages.bytes_after(tick) + self._by_runtime.bytes_after(tick)
         return max(0, self._memory.allocated_bytes - known)
 
@@ -362,6 +364,7 @@ class Recorder(StepObserver):
             return self._finished()
 
     def _finished(self) -> StepGraph:
+        self._forget_dead()
         self._closed = True
         end, lifetimes = self._tick, self._storages
         storages = tuple(
@@ -382,7 +385,6 @@ class Recorder(StepObserver):
         leaves = {t.untyped_storage()._cdata: t for t in (r() for r in self.leaves.values()) if t is not None}
         unseen = 0 if self._saw_backward_op else sum(t.untyped_storage().nbytes() for t in leaves.values())
         self._live.clear()
-        self._references.clear()
         return StepGraph(
             num_ticks=end,
             ops=tuple(row.op(seconds) for row, seconds in zip(self._ops, self._clock.resolve(), strict=True)),

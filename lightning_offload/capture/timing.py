@@ -174,7 +174,7 @@ class OpTimes(StepObserver):
         return self._clock.resolve()
 
     @property
-    def peak_bytes(self) -> int | None:
+    def allocator_peak_bytes(self) -> int | None:
         """The true peak of the device's allocator since the first op, up to now; None if it was not measured."""
         return self._memory.peak_bytes if self._memory is not None else None
 

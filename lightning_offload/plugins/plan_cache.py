@@ -73,6 +73,7 @@ class PlanEntry:
         computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         verified: Storages whose replays were verified.
+        takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
         num_deviations: Steps that left their plan.
         num_surprises: Steps in which backward wrote what the plan counts on.
         num_unfinished: Recordings without a backward, or in which an optimizer made its state.
@@ -105,6 +106,7 @@ class PlanEntry:
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
     verified: set[int] = dataclasses.field(default_factory=set)
+    takes_data: bool = False
     num_deviations: int = 0
     num_surprises: int = 0
     num_unfinished: int = 0

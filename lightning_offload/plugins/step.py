@@ -102,7 +102,7 @@ class StepRun:
         if peak is None:
             return
         for observer in (self.recorder, self.times):  # they reset the allocator's peak for each op
-            peak = max(peak, (observer.peak_bytes or 0) if observer is not None else 0)
+            peak = max(peak, (observer.allocator_peak_bytes or 0) if observer is not None else 0)
         self.device_peak_bytes = max(self.device_peak_bytes or 0, peak)
 
     @property
@@ -129,8 +129,10 @@ class StepRun:
         """
         kind = self.kind
         self._take_times()
-        if isinstance(self.executor, StepExecutor) and self.executor.program is None:
-            kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.stayed_bytes
+        if isinstance(self.executor, StepExecutor):
+            kind.takes_data |= self.executor.took_data
+            if self.executor.program is None:
+                kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.stayed_bytes
         if not self.executor.num_unpacks and self.recorder is None:
             return
         self._note_peaks()
@@ -215,19 +217,24 @@ def start_run(
         persistent: Gives the identities of storages that outlive the step.
     """
     program = kind.program
-    recorder = Recorder(device, module) if kind.phase == "recording" else None
+    is_recorded = kind.phase == "recording"
+    recorder = Recorder(device, module, there=there.values() if there is not None else ()) if is_recorded else None
     times = _op_times(kind, device)
     is_on_cpu = device.type == "cpu"
     can_count = there is not None or not is_on_cpu
     is_watched = recorder is not None or times is not None or kind.is_due_for_measurement(can_count=can_count)
-    is_counted = there is not None and ((is_on_cpu and is_watched) or recorder is not None)
-    live = LiveBytes(device, there.values()) if there is not None and is_counted else None
+    live: LiveBytes | None = None
+    if there is not None and recorder is not None:
+        live = recorder
+    elif there is not None and is_on_cpu and is_watched:
+        live = LiveBytes(device, there.values())
     must_verify = program is not None and program.is_recomputing and verify != "never"
     verifier: Verifier | None = None
     if program is not None and must_verify and (verify == "always" or kind.must_verify):
         trusted = kind.verified if verify == "first" else ()
         verifier = Verifier(tiers, kind.demote, trusted, _room_under(program.plan, device))
-    observers: list[StepObserver] = [o for o in (live, recorder, times) if o is not None]
+    counter = recorder if recorder is not None else live
+    observers: list[StepObserver] = [o for o in (counter, times) if o is not None]
     executor: Executor
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
     is_light = not observers and kind.phase == "planned" and not kind.num_deviations
@@ -240,7 +247,7 @@ def start_run(
             program=program if kind.phase not in ("recording", "unplanned") else None,
             observer=observe_all(tuple(observers)),
             verifier=verifier,
-            sees_ops=not (is_light and program is not None and not program.needs_ops),
+            sees_ops=program is None or program.needs_ops or kind.takes_data or not is_light,
             persistent=persistent,
         )
     if is_watched:

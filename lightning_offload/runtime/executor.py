@@ -9,9 +9,9 @@ Threads: ops and packs come from the caller's thread, unpacks perhaps from autog
 orders them. Finalizers take no lock.
 
 Under a plan that only keeps and swaps, steps that nobody observes run without a dispatch mode: packs are known by their
-ordinals, and device copies are released at packs and unpacks. What such a step cannot see is a write that no version
-counter counts (by ``.data``) to an activation that has left the device, in a step that differs in that from the
-recorded one; what the recorded step wrote so is never swapped.
+ordinals, and device copies are released at packs and unpacks. A write is noticed by version counters, and one past
+them where the program takes ``Tensor.data``: what was saved on that memory follows it from then on, and later steps of
+the kind have their ops seen.
 
 A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost almost nothing, and no
 dispatch mode. All that is left to do is autograd's version check, which hooks switch off, and to notice a step whose
@@ -51,7 +51,7 @@ from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of
+from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of, is_plain
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,11 @@ class StepExecutor:
         on_backward: Called once, when backward begins, at the latest when the first saved tensor is read back.
         swapped_bytes: Saved bytes that left the device under the floor policy.
         stayed_bytes: Saved bytes that were to leave under the floor policy, and for which no tier had room.
+        took_data: Whether the program took ``Tensor.data`` of what the step made: a step without a dispatch mode
+            could not tell whether it is written.
     """
+
+    hears_of_data = True
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class StepExecutor:
         self.num_unpacks = 0
         self.on_backward: Callable[[], None] | None = None
         self.swapped_bytes = self.stayed_bytes = 0
+        self.took_data = False
         self._lease: StepLiveness | None = StepLiveness()
         self._unread = weakref.ref(self._lease)
         self._device = device
@@ -209,6 +214,17 @@ class StepExecutor:
         if self.observer is not None:
             with bypass_mode, NotSeen():
                 self.observer.on_made(tensors)
+
+    def exposes(self, tensor: Tensor) -> None:
+        """Hear that the program takes a tensor past its version counter, and may write it unseen."""
+        with bypass_mode, NotSeen():
+            if not is_plain(tensor) or self._table.find(tensor.untyped_storage()) is None:
+                return
+            self.took_data = True
+            in_backward = torch._C._current_graph_task_id() != -1
+            is_seen = self.watches_backward or self.sees_user_code if in_backward else self.sees_ops
+            if not is_seen:
+                self._writes.before(tensor)
 
     def _next_step(self, facts: OpFacts) -> OpStep | None:
         """The program's entry for this op; None under the floor policy."""
@@ -456,6 +472,7 @@ class KeepingExecutor:
 
     is_recomputing = False
     sees_ops = False
+    hears_of_data = False
     watches_backward = False
     sees_user_code = False
     unforeseen_bytes = 0
@@ -521,6 +538,9 @@ class KeepingExecutor:
 
     def made(self, tensors: list[Tensor]) -> None:
         """Nobody is notified of what autograd makes."""
+
+    def exposes(self, tensor: Tensor) -> None:
+        """Nothing leaves its memory."""
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program."""

@@ -277,9 +277,11 @@ class HookedExecutor(Protocol):
 
     Attributes:
         sees_ops: Whether the step's ops must go through ``dispatch``.
+        hears_of_data: Whether it must hear of ``Tensor.data``.
     """
 
     sees_ops: bool
+    hears_of_data: bool
 
     @property
     def watches_backward(self) -> bool:
@@ -296,6 +298,9 @@ class HookedExecutor(Protocol):
 
     def made(self, tensors: list[Tensor]) -> None:
         """Hear of tensors that autograd made out of sight of the mode."""
+
+    def exposes(self, tensor: Tensor) -> None:
+        """Hear that the program takes a tensor past its version counter, before it does."""
 
     def close(self) -> None:
         """End the part of the step in which tensors are saved."""
@@ -314,6 +319,8 @@ def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]
         if hooks:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
             stack.enter_context(_yielding_to_functorch(executor))
+        if executor.hears_of_data:
+            stack.enter_context(_hearing_of_data(executor))
         if executor.sees_ops and (hooks or executor.watches_backward):
             stack.callback(watch_backward(contextlib.nullcontext))  # Note [modes change backward]
             stack.enter_context(StepMode(executor.dispatch, executor.made))
@@ -365,3 +372,36 @@ def _yielding_to_functorch(executor: HookedExecutor) -> Iterator[None]:
             _num_patches -= 1
             if _num_patches == 0:
                 torch.autograd.graph.disable_saved_tensors_hooks = _original_disable
+
+
+_plain_data: Any = torch._C.TensorBase.data
+_hearers: list[HookedExecutor] = []
+
+
+def _get_data(tensor: Tensor) -> Any:
+    if not bypass_mode.depth:
+        for executor in list(_hearers):
+            executor.exposes(tensor)
+    return _plain_data.__get__(tensor)
+
+
+_heard_data = property(_get_data, _plain_data.__set__, doc=_plain_data.__doc__)
+
+
+@contextlib.contextmanager
+def _hearing_of_data(executor: HookedExecutor) -> Iterator[None]:
+    """Inside, an executor hears of every ``Tensor.data``, in autograd's threads as well.
+
+    It is the one way in Python to a tensor's memory that has a version counter of its own, so that a write through it
+    is seen by a dispatch mode alone.
+    """
+    with _PATCH_LOCK:
+        _hearers.append(executor)
+        Tensor.data = _heard_data  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        with _PATCH_LOCK:
+            _hearers.remove(executor)
+            if not _hearers:
+                del Tensor.data

@@ -390,7 +390,7 @@ def test_modelled_durations_ask_no_device() -> None:
         recorder.before_op()
         recorder.on_op(facts_of(torch.ops.aten.exp.default), (out,), {}, out, 9.0)
     assert [op.seconds for op in recorder.finish().ops] == [0.25, 0.25]
-    assert recorder.peak_bytes is None
+    assert recorder.allocator_peak_bytes is None
     assert recorder.unseen_bytes == 0
 
 
@@ -400,7 +400,7 @@ def test_workspaces_are_recorded() -> None:
     y = hand.run(torch.ops.aten.exp.default, torch.ones(100), workspace_bytes=1000)
     hand.run(torch.ops.aten.sin.default, y)
     assert [op.workspace_bytes for op in hand.recorder.finish().ops] == [1000, 0]
-    assert hand.recorder.peak_bytes == 2 * ROW + 1000
+    assert hand.recorder.allocator_peak_bytes == 2 * ROW + 1000
 
 
 def test_workspaces_of_trial_runs_are_left_to_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,5 +483,5 @@ def test_a_recording_on_cuda() -> None:
     graph = recorder.finish()
     check(graph)
     assert all(op.seconds > 0 for op in graph.ops if op.outputs)
-    assert recorder.peak_bytes is not None
-    assert recorder.peak_bytes >= graph.persistent_bytes + recorder.unseen_bytes
+    assert recorder.allocator_peak_bytes is not None
+    assert recorder.allocator_peak_bytes >= graph.persistent_bytes + recorder.unseen_bytes

@@ -164,5 +164,5 @@ def test_other_ops_change_nothing() -> None:
 
 def test_the_peak_is_known_where_memory_is_measured() -> None:
     """Who measures workspaces has the step's peak, since it resets the allocator's own."""
-    assert times(["a"], [1.0]).peak_bytes is None
-    assert times(["a", "b"], [1.0] * 2, [50, 20]).peak_bytes == 50
+    assert times(["a"], [1.0]).allocator_peak_bytes is None
+    assert times(["a", "b"], [1.0] * 2, [50, 20]).allocator_peak_bytes == 50

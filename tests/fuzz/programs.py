@@ -83,12 +83,14 @@ class Machine:
         key: Seeds every decision. Each instruction has its own generator, so that leaving some of them out
             (``skipped``, to find the smallest program that fails) does not change the others.
         writes: How often, from 0 to 1, a write in place is drawn instead of another instruction.
+        sneaks: Whether it writes values unseen by version counters now and then, between instructions.
     """
 
     skipped: ClassVar[set[int]] = set()
 
-    def __init__(self, net: Net, key: str, writes: float) -> None:
+    def __init__(self, net: Net, key: str, writes: float, *, sneaks: bool = False) -> None:
         self.net = net
+        self.sneaks = sneaks
         self.key = key
         self.writes = writes
         self.rng = random.Random(key)
@@ -120,6 +122,8 @@ class Machine:
         drop, dropped = self.rng.random() < 0.35, self.rng.random()
         out = instruction(self)
         self.pool.extend(t for t in (out if isinstance(out, (tuple, list)) else (out,)) if t is not None)
+        if self.sneaks and self.rng.random() < 0.15:
+            self.any().data.mul_(0.9)
         if drop and len(self.pool) > 3:
             del self.pool[int(dropped * (len(self.pool) - 1))]
 

@@ -26,6 +26,8 @@ from lightning_offload.runtime.host_pool import HostPool
 from tests.fuzz.programs import SIDE, Machine, Net
 
 NUM_STEPS = 6
+NUM_QUIET_STEPS = 10
+FIRST_SNEAKING_STEP = 6
 SHAPES = ("whole", "forward", "bare", "retain", "interleaved", "accumulate", "update-inside")
 """Forward and backward in one step; forward alone with a watched or a bare backward; two backwards; two steps at once;
 gradients of two steps added up; the optimizer inside the step."""
@@ -33,42 +35,61 @@ gradients of two steps added up; the optimizer inside the step."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A program and how it is trained; all from one seed."""
+    """A program and how it is trained; all from one seed.
+
+    Attributes:
+        is_quiet: Whether nothing is recomputed, so that its steps need no dispatch mode, and trained for longer. From
+            some step on it may write what no version counter counts.
+    """
 
     seed: int
     shape: str
     writes: float
     num_instructions: int
     varies: bool
+    is_quiet: bool = False
 
     @classmethod
-    def of(cls, seed: int) -> Program:
+    def of(cls, seed: int, *, is_quiet: bool = False) -> Program:
         rng = random.Random(f"program {seed}")
         return cls(
             seed=seed,
             shape=rng.choice(SHAPES),
             writes=rng.choice([0.0, 0.1, 0.25]),
             num_instructions=rng.randrange(4, 22),
-            varies=rng.random() < 0.25,
+            varies=rng.random() < (0.1 if is_quiet else 0.25),
+            is_quiet=is_quiet,
         )
 
+    @property
+    def num_steps(self) -> int:
+        """How long it is trained."""
+        return NUM_QUIET_STEPS if self.is_quiet else NUM_STEPS
 
-def random_planner(seed: int) -> Any:
+    def sneaks(self, index: int) -> bool:
+        """Whether it writes unseen in a step."""
+        return self.is_quiet and index >= FIRST_SNEAKING_STEP and random.Random(f"{self.seed} {index}").random() < 0.5
+
+
+def random_planner(seed: int, *, is_quiet: bool = False) -> Any:
     """A planner that decides by dice, within what is legal: anything a candidate allows.
 
-    Half of its plans without a recompute release at packs and unpacks alone, so that their steps see no ops.
+    Args:
+        seed: Of the dice.
+        is_quiet: Whether its plans recompute nothing, and release at packs and unpacks alone, so that steps see no ops.
     """
     rng = random.Random(f"plan {seed}")
 
     def plan(graph: StepGraph, device: Any, target: Any, *, policy: str, keep: frozenset[int], **_: Any) -> MemoryPlan:
         problem = Problem(graph, keep)
-        weights = rng.choice([(1, 1, 1), (0, 1, 1), (0, 0, 1), (0, 1, 0), (1, 1, 0), (1, 0, 4)])
+        choices = [(0, 1, 0), (1, 1, 0), (1, 4, 0)] if is_quiet else _WEIGHTS
+        weights = rng.choice(choices)
         decisions = [
             decision
             for c in problem.candidates.values()
             if (decision := decide(rng, graph, problem, c, weights)) is not None
         ]
-        if weights[2] == 0 and rng.random() < 0.5:
+        if is_quiet:
             hooked = [index for index, hook in enumerate(hooks_before_ops(graph)) if hook is not None]
             decisions = [_at_a_hook(decision, hooked, len(graph.ops)) for decision in decisions]
         return MemoryPlan(
@@ -78,6 +99,9 @@ def random_planner(seed: int) -> Any:
         )  # fmt: skip
 
     return plan
+
+
+_WEIGHTS = [(1, 1, 1), (0, 1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 4)]
 
 
 def decide(rng: random.Random, graph: StepGraph, problem: Problem, c: Candidate, weights: Any) -> Decision | None:
@@ -130,7 +154,7 @@ def trace(program: Program, memory: Any = None) -> Trace:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.5, foreach=program.seed % 2 == 0)
     runner = _Runner(program, memory or _Plain(), net, optimizer)
-    for index in range(NUM_STEPS):
+    for index in range(program.num_steps):
         try:
             runner.train_step(index)
         except RuntimeError as error:
@@ -179,7 +203,7 @@ class _Runner:
         program = self.program
         batch = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(100 * index + part))
         key = f"{program.seed} {index % 3 == 2 if program.varies else False}"
-        return Machine(self.net, key, program.writes).run(batch, program.num_instructions)
+        return Machine(self.net, key, program.writes, sneaks=program.sneaks(index)).run(batch, program.num_instructions)
 
     def end_step(self) -> None:
         for name, parameter in self.net.named_parameters():
@@ -196,18 +220,22 @@ class _Runner:
 
 
 @contextlib.contextmanager
-def randomly_planned(seed: int) -> Iterator[MemoryPlugin]:
+def randomly_planned(program: Program) -> Iterator[MemoryPlugin]:
     """A plugin whose plans come from dice."""
-    verify = ("first", "never", "always")[seed % 3]
+    verify = ("first", "never", "always")[program.seed % 3]
     with (
-        mock.patch("lightning_offload.planning.planner.plan", random_planner(seed)),
+        mock.patch("lightning_offload.planning.planner.plan", random_planner(program.seed, is_quiet=program.is_quiet)),
         MemoryPlugin(device="cpu", policy="all-swap", verify=verify) as memory,
     ):
         yield memory
 
 
-def check(seed: int) -> str:
+def check(seed: int, *, is_quiet: bool = False) -> str:
     """Run one program both ways and compare.
+
+    Args:
+        seed: Of the program.
+        is_quiet: Whether it is one whose steps need no dispatch mode.
 
     Returns:
         What happened: "same", "error" (the same one both ways), or "stale".
@@ -215,11 +243,11 @@ def check(seed: int) -> str:
     Raises:
         AssertionError: Something differs, or stays behind.
     """
-    program = Program.of(seed)
+    program = Program.of(seed, is_quiet=is_quiet)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = trace(program)
-        with randomly_planned(seed) as memory:
+        with randomly_planned(program) as memory:
             pools = _note_pools(memory)
             try:
                 actual = trace(program, memory)

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,9 +16,10 @@ from lightning_offload.errors import BudgetInfeasibleError, PolicyError
 from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
 from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.planning import planner
-from lightning_offload.planning.planner import POLICIES, check_policy, plan
+from lightning_offload.planning.planner import POLICIES, check_policy, plan, plan_with_margin
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
+from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.runtime.program import compile_plan
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 
@@ -178,6 +180,60 @@ def test_layout_of_a_plan_fits_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     # Where no plan with less on the host is within the budget, the first one stands: offsets are hints.
     low = _floor_of(net, short, "all-swap")
     assert plan(net, short, low, policy="all-swap").predicted_host_bytes == 4 * 4096
+
+
+@given(graph=step_graphs(), device=tiered_devices(), policy=st.sampled_from(NAMES), height=st.floats(0, 1))
+def test_releases_move_to_where_hooks_are_only_for_little(
+    graph: StepGraph, device: DeviceSpec, policy: str, height: float
+) -> None:
+    """Actions and tiers stay; the plan is within the budget, hardly slower, and its figures are its own."""
+    request = PlanRequest(Problem(graph), device, None)
+    budget = int(request.floor.peak_bytes + height * (request.plain.peak_bytes - request.floor.peak_bytes))
+    how: dict[str, Any] = {"usable_bytes": None, "shortfall_bytes": 0, "must_fit": True, "policy": policy}
+    try:
+        first = plan(graph, device, budget, policy=policy)
+    except BudgetInfeasibleError:
+        with pytest.raises(BudgetInfeasibleError):
+            plan_with_margin(graph, device, budget, **how)
+        return
+    found = plan_with_margin(graph, device, budget, **how)
+    same = [(d.storage, d.action, d.tier) for d in sorted(first.decisions, key=lambda d: d.storage)]
+    assert [(d.storage, d.action, d.tier) for d in sorted(found.decisions, key=lambda d: d.storage)] == same
+    assert found.predicted_peak_bytes <= budget
+    assert found.predicted_step_seconds <= 1.02 * first.predicted_step_seconds
+    if device.host_memory_bytes is not None:
+        assert found.predicted_host_bytes <= device.host_memory_bytes
+    timeline = simulate_plan(Problem(graph), found.decisions, device)
+    assert timeline.peak_bytes == found.predicted_peak_bytes
+    assert timeline.step_seconds == pytest.approx(found.predicted_step_seconds)
+    program = compile_plan(graph, found)
+    if found.decisions != first.decisions:
+        assert not program.needs_ops
+
+
+def test_release_before_an_op_without_a_hook_moves() -> None:
+    """It comes earlier where the copy is done by then or little is waited for; where much is, ops are seen."""
+    b = GraphBuilder()
+    value = b.make(100, b.given(1), seconds=1.0)
+    save = b.pack(value)
+    other = b.make(10, value, seconds=2.0)
+    b.drop(value)
+    second = b.pack(other)
+    b.make(10, other, seconds=50.0)
+    large = b.make(200, other)  # the copy out of 100 bytes ends before it; no hook comes in between
+    b.drop(large, other)
+    b.backward()
+    b.op(seconds=50.0)
+    b.unpack(second)
+    b.op(seconds=50.0)
+    b.unpack(save)
+    b.op()
+    graph = b.build()
+    how: dict[str, Any] = {"usable_bytes": None, "shortfall_bytes": 0, "must_fit": True, "policy": "all-swap"}
+    for rate, is_moved in ((100.0, True), (2.0, False)):
+        device = dataclasses.replace(DEVICE, d2h_bytes_per_second=rate, h2d_bytes_per_second=100.0)
+        program = compile_plan(graph, plan_with_margin(graph, device, None, **how))
+        assert program.needs_ops is not is_moved, rate
 
 
 def test_plain_figures_are_those_of_keep_all() -> None:

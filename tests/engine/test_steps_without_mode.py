@@ -1,0 +1,207 @@
+"""Steps whose plan only keeps and swaps see no ops; what happens in them all the same changes no bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.runtime.executor import StepExecutor
+
+SIDE = 48
+NUM_STEPS = 14
+LATE = 9
+"""A step long after the last one that is observed."""
+
+Events = dict[str, Callable[["Net", Tensor], Tensor]]
+
+
+class Net(nn.Module):
+    """A chain of activations, one of which something happens to."""
+
+    def __init__(self, happens: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(SIDE, SIDE) for _ in range(5)])
+        self.place = 2
+        self.happens = happens
+        self.index = 0
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = layer(x).sigmoid()
+            if place == self.place:
+                x = self.happens(self, x)
+        return x.square().mean()
+
+
+def _written_by_data(net: Net, x: Tensor) -> Tensor:
+    if net.index >= LATE and net.index % 2:
+        x.data.mul_(1.5)
+    return x
+
+
+def _written_through_a_view(net: Net, x: Tensor) -> Tensor:
+    if net.index >= LATE:
+        x.t()[:4].data.zero_()
+    return x
+
+
+def _written_after_the_next_save(net: Net, x: Tensor) -> Tensor:
+    y = x.exp()
+    if net.index >= LATE:
+        x.data.add_(0.25)
+    return y * x
+
+
+def _read_by_data(net: Net, x: Tensor) -> Tensor:
+    net.seen.append(x.data.mean())
+    return x
+
+
+def _kept_by_the_program(net: Net, x: Tensor) -> Tensor:
+    net.seen = [x.detach()]
+    return x
+
+
+def _written_in_a_hook(net: Net, x: Tensor) -> Tensor:
+    def hook(gradient: Tensor) -> Tensor:
+        if net.index >= LATE:
+            x.data.mul_(0.5)
+        return gradient * 2
+
+    x.register_hook(hook)
+    return x * 1.0
+
+
+def _saved_twice(net: Net, x: Tensor) -> Tensor:
+    return x.sin() * x + x.cos()
+
+
+def _other_sizes(net: Net, x: Tensor) -> Tensor:
+    if net.index == LATE:
+        return (torch.cat([x, x]).tanh() * 2)[: len(x)]
+    return x
+
+
+def _more_saves(net: Net, x: Tensor) -> Tensor:
+    for _ in range(max(0, net.index - LATE)):
+        x = x.sin()
+    return x
+
+
+def _fewer_saves(net: Net, x: Tensor) -> Tensor:
+    for _ in range(LATE - min(net.index, LATE) if net.index >= LATE - 2 else 2):
+        x = x.sin()
+    return x
+
+
+def _in_a_backward_of_its_own(net: Net, x: Tensor) -> Tensor:
+    inner = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad((inner.sin() * inner).sum(), inner)
+    return x + gradient
+
+
+EVENTS: Events = {
+    "written-by-data": _written_by_data,
+    "written-through-a-view": _written_through_a_view,
+    "written-after-the-next-save": _written_after_the_next_save,
+    "read-by-data": _read_by_data,
+    "kept-by-the-program": _kept_by_the_program,
+    "written-in-a-hook": _written_in_a_hook,
+    "saved-twice": _saved_twice,
+    "other-sizes": _other_sizes,
+    "more-saves": _more_saves,
+    "fewer-saves": _fewer_saves,
+    "in-a-backward-of-its-own": _in_a_backward_of_its_own,
+}
+
+
+@dataclasses.dataclass
+class Log:
+    """What executors were made for."""
+
+    sees_ops: list[bool] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[Log]:
+    """Note which steps have their ops seen."""
+    log, made = Log(), StepExecutor.__init__
+
+    def note(self: StepExecutor, **how: object) -> None:
+        log.sees_ops.append(bool(how["sees_ops"]))
+        made(self, **how)  # type: ignore[arg-type]
+
+    with mock.patch.object(StepExecutor, "__init__", note):
+        yield log
+
+
+def bits(event: str, memory: MemoryPlugin | None, place: int = 2) -> list[bytes]:
+    """Train for a few steps; the loss and all gradients of each."""
+    torch.manual_seed(3)
+    net, found = Net(EVENTS[event]), []
+    net.place = place
+    with memory or contextlib.nullcontext():
+        for net.index in range(NUM_STEPS):
+            x = torch.randn(32, SIDE)
+            with memory.step() if memory is not None else contextlib.nullcontext():
+                loss = net(x)
+                loss.backward()
+            found += [loss.detach().numpy().tobytes(), *(p.grad.numpy().tobytes() for p in net.parameters())]  # type: ignore[union-attr]
+            net.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("event", EVENTS)
+def test_bits_are_those_of_plain_pytorch(event: str, place: int) -> None:
+    """Whatever happens to an activation that has left the device, backward reads what plain PyTorch's would."""
+    with logged() as log:
+        assert bits(event, MemoryPlugin(policy="all-swap"), place) == bits(event, None, place)
+    if event not in ("read-by-data", "written-in-a-hook", "more-saves", "fewer-saves", "other-sizes"):
+        assert not log.sees_ops[LATE - 1], "the step before it was none without a mode, and shows nothing"
+
+
+def test_steps_that_take_data_are_seen_from_then_on() -> None:
+    """An activation's ``data`` might be written: later steps of the kind have their ops seen, others do not."""
+    with logged() as log:
+        bits("written-by-data", MemoryPlugin(policy="all-swap"))
+    assert not any(log.sees_ops[LATE - 2 : LATE + 1])
+    assert all(log.sees_ops[LATE + 1 :])
+    with logged() as log:
+        bits("read-by-data", MemoryPlugin(policy="all-swap"))
+    assert all(log.sees_ops)
+    with logged() as log:
+        bits("saved-twice", MemoryPlugin(policy="all-swap"))
+    assert not any(log.sees_ops[LATE:])
+
+
+def test_data_is_heard_inside_of_steps_alone() -> None:
+    """Afterwards ``Tensor.data`` is torch's own again, and it works all the while."""
+    own = torch.Tensor.data
+    bits("written-by-data", MemoryPlugin(policy="all-swap"))
+    assert torch.Tensor.data is own
+    assert "data" not in vars(torch.Tensor)
+
+
+def test_write_that_a_version_counter_counts_raises_as_in_plain_pytorch() -> None:
+    """A saved tensor that was written in place is refused."""
+
+    def written(net: Net, x: Tensor) -> Tensor:
+        if net.index >= LATE:
+            with torch.no_grad():
+                x.mul_(2.0)
+        return x
+
+    with (
+        mock.patch.dict(EVENTS, {"written": written}),
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        bits("written", MemoryPlugin(policy="all-swap"))
