@@ -133,6 +133,7 @@ class Recorder(LiveBytes):
         super().__init__(device, there)
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.num_unpacks = 0
+        self._is_on_cpu = self._device.type == "cpu"
         self._price = price
         is_real = price is None
         self._clock = clock or (clock_for(self._device) if is_real else HostClock())
@@ -173,7 +174,7 @@ class Recorder(LiveBytes):
         if self._dead:
             self._forget_dead()
         device = self._device
-        is_replayable = facts.may_replay(device.type, args)
+        is_replayable = facts.replayable if self._is_on_cpu else facts.may_replay(device.type, args)
         inputs: list[int] = []
         for tensor, read_storage in zip(read, read_from, strict=True):
             if read_storage is not None and tensor.device == device:

@@ -268,6 +268,13 @@ def seeing_user_code(dispatch: Dispatch, made: Made) -> Iterator[None]:
         yield
 
 
+def is_own_function_mode_alone() -> bool:
+    """Whether the one function mode that is on is that which sees the program's code in backward."""
+    if torch._C._len_torch_function_stack() != 1:
+        return False
+    return isinstance(torch._C._get_function_stack_at(0), _SeeUserCode)
+
+
 NotSeen: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
 """Around the runtime's own calls of torch in a backward, to spare them the way through the mode."""
 

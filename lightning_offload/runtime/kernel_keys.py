@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.runtime.hooks import NotSeen
+from lightning_offload.runtime.hooks import NotSeen, is_own_function_mode_alone
 
 _Keys = torch._C.DispatchKeySet
 _LAZY = _Keys(torch._C.DispatchKey.Conjugate) | _Keys(torch._C.DispatchKey.Negative)
 _LAZY = _LAZY | _Keys(torch._C.DispatchKey.ZeroTensor)
 _SEQUENCES = frozenset({list, tuple})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
 _WITHIN_A_MODE = torch._C.DispatchKey.PythonTLSSnapshot
 _BILINEAR = torch.ops.aten._trilinear.default
@@ -28,11 +29,16 @@ _BILINEAR = torch.ops.aten._trilinear.default
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, within a mode or without one: Note [keys inside a mode]."""
-    if torch._C._len_torch_function_stack():
-        with NotSeen():
-            is_complex = _takes_complex(args, kwargs)
-    else:
+    if not torch._C._len_torch_function_stack():
+        return _call(func, args, kwargs, is_complex=_takes_complex(args, kwargs))
+    with NotSeen():
         is_complex = _takes_complex(args, kwargs)
+        if is_own_function_mode_alone() and _runs_no_python(func, args):  # none that is to be seen
+            return _call(func, args, kwargs, is_complex=is_complex)
+    return _call(func, args, kwargs, is_complex=is_complex)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_complex: bool) -> Any:
     if not is_complex and func is not _BILINEAR:
         return func(*args, **kwargs)
     excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
@@ -43,6 +49,17 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         excluded = excluded - _Keys(_AUTOCAST) if is_on else excluded
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         return func(*args, **kwargs)
+
+
+def _runs_no_python(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether no code of the program's can run in a call: a subclass of tensors may have some."""
+    for item in args:
+        if isinstance(item, Tensor):
+            if item.__class__ not in _PLAIN:
+                return False
+        elif item.__class__ in _SEQUENCES and item and not isinstance(item[0], int):
+            return False
+    return getattr(func, "namespace", "") == "aten"
 
 
 def _takes_complex(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
