@@ -124,7 +124,7 @@ class PersistentState:
     def _trained_by_steps(self) -> Iterator[Tensor]:
         module = self._module() if self._module is not None else None
         if module is not None:
-            yield from module.parameters()
+            yield from _parameters(module)
         yield from (leaf for leaf in (reference() for reference in self._leaves.values()) if leaf is not None)
 
     def _gradients(self) -> Iterator[Tensor]:
@@ -155,6 +155,21 @@ class PersistentState:
         yield from self.copies
         for optimizer in self._all_optimizers():
             yield from tensors_in(list(optimizer.state.values()))
+
+
+def _parameters(module: torch.nn.Module) -> Iterator[Tensor]:
+    """What ``module.parameters()`` gives, some of them twice, in a tenth of its time: every step asks."""
+    seen, stack = {id(module)}, [module]
+    while stack:
+        parent = stack.pop()
+        if isinstance(parent, torch.jit.ScriptModule):
+            yield from parent.parameters()
+            continue
+        yield from (parameter for parameter in parent._parameters.values() if parameter is not None)
+        for child in parent._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -43,6 +43,7 @@ from lightning_offload.units import format_bytes
 _log = logging.getLogger(__name__)
 _MAX_DEVIATIONS = 3
 _MEASURE_EVERY = 32
+_NUM_ALIKE = 3
 _MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
@@ -74,6 +75,9 @@ class PlanEntry:
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         verified: Storages whose replays were verified.
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
+        num_nodes: Autograd nodes that each of its planned steps made so far; None while it has none that keeps all.
+        num_alike: Steps in a row that made so many.
+        has_varied: Whether one made another number.
         num_deviations: Steps that left their plan.
         num_surprises: Steps in which backward wrote what the plan counts on.
         num_unfinished: Recordings without a backward, or in which an optimizer made its state.
@@ -107,6 +111,9 @@ class PlanEntry:
     accumulated_bytes: int = 0
     verified: set[int] = dataclasses.field(default_factory=set)
     takes_data: bool = False
+    num_nodes: int | None = None
+    num_alike: int = 0
+    has_varied: bool = False
     num_deviations: int = 0
     num_surprises: int = 0
     num_unfinished: int = 0
@@ -289,9 +296,23 @@ class PlanEntry:
             self.mismatched.clear()
             self.verified.clear()
         self.graph, self.was_restored, self.is_beside_known = graph, False, False
+        self.num_nodes, self.num_alike = None, 0
         self.program = None
         self.phase = "verifying"
         self.note_gradients(self.old_gradient_bytes, accumulated_bytes)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether its steps, all of which is kept, were so much alike that hooks need not watch for one that is not."""
+        return not self.has_varied and self.num_alike >= _NUM_ALIKE
+
+    def note_nodes(self, num_nodes: int | None) -> None:
+        """A step that kept everything made so many autograd nodes."""
+        if num_nodes is None:
+            return
+        if self.num_nodes not in (None, num_nodes):
+            self.has_varied = True
+        self.num_nodes, self.num_alike = num_nodes, self.num_alike + 1
 
     def deviated(self, how: str) -> None:
         """A step left its plan: record the next one."""

@@ -118,7 +118,8 @@ class StepRun:
         def note() -> None:
             self.accumulated = gradients()
 
-        self.executor.on_backward = note
+        if self.executor.packs:
+            self.executor.on_backward = note
 
     def finish(self, state: PersistentState, budget_bytes: int | None) -> None:
         """Hand what was seen to the kind of step.
@@ -129,7 +130,9 @@ class StepRun:
         """
         kind = self.kind
         self._take_times()
-        if isinstance(self.executor, StepExecutor):
+        if isinstance(self.executor, KeepingExecutor):
+            kind.note_nodes(self.executor.num_nodes)
+        else:
             kind.takes_data |= self.executor.took_data
             if self.executor.program is None:
                 kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.stayed_bytes
@@ -239,7 +242,7 @@ def start_run(
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
     is_light = not observers and kind.phase == "planned" and not kind.num_deviations
     if program is not None and program.is_keep_all and is_light:
-        executor, is_watched = KeepingExecutor(program), False
+        executor, is_watched = KeepingExecutor(program, packs=not kind.is_steady), False
     else:
         executor = StepExecutor(
             device=device,

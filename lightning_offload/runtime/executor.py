@@ -13,9 +13,9 @@ ordinals, and device copies are released at packs and unpacks. A write is notice
 them where the program takes ``Tensor.data``: what was saved on that memory follows it from then on, and later steps of
 the kind have their ops seen.
 
-A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost almost nothing, and no
-dispatch mode. All that is left to do is autograd's version check, which hooks switch off, and to notice a step whose
-structure is not the one that was planned.
+A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost little, and no dispatch mode. All
+that is left to do is autograd's version check, which hooks switch off, and to notice a step whose structure is not the
+one that was planned. Where no step so far was, that it made as many autograd nodes as they did tells, without hooks.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class StepExecutor:
     """
 
     hears_of_data = True
+    packs = True
 
     def __init__(
         self,
@@ -464,11 +465,26 @@ class StepExecutor:
             self._writes.before(tensor)
 
 
+def _next_node() -> int:
+    """The sequence number of the next node that autograd makes in this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
 _Packed = tuple[Tensor, int, StepLiveness | None]
 
 
 class KeepingExecutor:
-    """Executes a step that keeps everything; the attributes are those of :class:`StepExecutor`."""
+    """Executes a step that keeps everything; the other attributes are those of :class:`StepExecutor`.
+
+    Args:
+        program: What was planned.
+        packs: Whether saved tensors come by.
+
+    Attributes:
+        packs: Whether saved tensors come by.
+        num_nodes: Autograd nodes made in the step by the thread that began it; None while it is open.
+    """
 
     is_recomputing = False
     sees_ops = False
@@ -480,8 +496,11 @@ class KeepingExecutor:
     observer: StepObserver | None = None
     decisions: dict[int, Decision]
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, *, packs: bool = True) -> None:
         self.program = program
+        self.packs = packs
+        self.num_nodes: int | None = None
+        self._first_node = _next_node()
         self.decisions = {}
         self.deviation = ""
         self.num_unpacks = 0
@@ -534,7 +553,8 @@ class KeepingExecutor:
 
     def close(self) -> None:
         """End the part of the step in which tensors are saved."""
-        self._lease = None
+        if self._lease is not None:
+            self._lease, self.num_nodes = None, _next_node() - self._first_node
 
     def made(self, tensors: list[Tensor]) -> None:
         """Nobody is notified of what autograd makes."""

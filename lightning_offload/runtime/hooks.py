@@ -284,10 +284,12 @@ class HookedExecutor(Protocol):
 
     Attributes:
         sees_ops: Whether the step's ops must go through ``dispatch``.
+        packs: Whether saved tensors must go through ``pack`` and ``unpack``.
         hears_of_data: Whether it must hear of ``Tensor.data``.
     """
 
     sees_ops: bool
+    packs: bool
     hears_of_data: bool
 
     @property
@@ -323,7 +325,7 @@ def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]
     """
     with contextlib.ExitStack() as stack:
         stack.callback(executor.close)
-        if hooks:
+        if hooks and executor.packs:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
             stack.enter_context(_yielding_to_functorch(executor))
         if executor.hears_of_data:
