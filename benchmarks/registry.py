@@ -11,6 +11,7 @@ from benchmarks.results import Measurements, Options
 
 SUITES = {
     "gpu": "benchmarks.suites.gpu",
+    "host": "benchmarks.suites.host",
     "links": "benchmarks.suites.links",
     "overhead": "benchmarks.suites.overhead",
     "papers": "benchmarks.suites.papers",

@@ -136,6 +136,24 @@ class _ManyOps(nn.Module):
         return x
 
 
+def small_layers(device: torch.device, *, quick: bool) -> Workload:
+    """Return a stack of transformer layers whose every op is tiny, dropout on.
+
+    Args:
+        device: Where it runs.
+        quick: Whether two layers will do.
+    """
+    num_layers, width, batch_size, length = (2 if quick else 24), 16, 2, 4
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True) for _ in range(num_layers)]
+    return Workload(
+        model=nn.Sequential(*layers).to(device),
+        batch=(torch.randn(batch_size, length, width, device=device),),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        config={"num_layers": num_layers, "width": width, "batch_size": batch_size, "length": length},
+    )
+
+
 def recurrence(device: torch.device, *, quick: bool) -> Workload:
     """Return a gated recurrence unrolled in Python: 17,000 ops on a few elements each, forward and backward.
 

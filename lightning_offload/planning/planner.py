@@ -31,6 +31,8 @@ POLICIES: dict[str, Policy] = {
 }
 _MAX_RETRIES = 3
 _LITTLE_LONGER = 1.02  # times the predicted step: what a plan may take more so that its steps need no dispatch mode
+_MODE_SECONDS = 20e-6  # what the mode costs the host for each op of forward
+_LAUNCH_SECONDS = 9e-6  # what an op costs the host in plain PyTorch
 
 
 def check_policy(name: str) -> str:
@@ -118,7 +120,7 @@ def plan_with_margin(
     counted = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + shortfall_bytes)
     limits = [limit for limit in (budget_bytes, usable_bytes) if limit is not None]
     try:
-        made = _plan_at_hooks(counted, device, min(limits, default=None), **how)
+        made = _plan_sparing_the_mode(counted, device, min(limits, default=None), **how)
     except BudgetInfeasibleError as error:
         is_within_budget = budget_bytes is None or (error.floor_bytes <= budget_bytes and min(limits) < budget_bytes)
         if must_fit and not is_within_budget:
@@ -128,22 +130,56 @@ def plan_with_margin(
     return dataclasses.replace(made, budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes)
 
 
-def _plan_at_hooks(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan:
-    """Plan a step; where the plan only keeps and swaps, so that it can run without seeing ops if that costs little.
+def _plan_sparing_the_mode(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan:
+    """Plan a step, and spare it the dispatch mode where that costs less than the mode does.
+
+    A step needs no mode whose plan recomputes nothing and releases device copies at packs and unpacks alone. Plans do
+    not count the host's time, so it is weighed here.
 
     Raises:
         BudgetInfeasibleError: The budget is below the floor.
     """
     made = plan(graph, device, budget_bytes, **how)
-    if how.get("is_provisional") or any(decision.action == "recompute" for decision in made.decisions):
+    if how.get("is_provisional"):
         return made
+    recomputes = any(decision.action == "recompute" for decision in made.decisions)
+    may_take = _LITTLE_LONGER * made.predicted_step_seconds
+    quiet = made
+    if recomputes:
+        may_take = made.predicted_step_seconds + _mode_seconds(graph, device)
+        if how.get("policy", "auto") != "auto" or may_take <= _LITTLE_LONGER * made.predicted_step_seconds:
+            return made
+        found = _without_recompute(graph, device, budget_bytes, **how)
+        if found is None or found.predicted_step_seconds > may_take:
+            return made
+        bounds = {name: getattr(made, name) for name in ("graph_digest", "floor_bytes", "floor_op", "bound_seconds")}
+        quiet = dataclasses.replace(found, **bounds)
     problem = Problem(graph, how.get("keep", frozenset()))
-    limit_bytes = made.predicted_peak_bytes if budget_bytes is None else budget_bytes
-    for moved in (_at_hooks(problem, made, device, earlier) for earlier in (True, False)):
-        is_as_fast = moved.predicted_step_seconds <= _LITTLE_LONGER * made.predicted_step_seconds
-        if is_as_fast and moved.predicted_peak_bytes <= limit_bytes:
+    limit_bytes = quiet.predicted_peak_bytes if budget_bytes is None else budget_bytes
+    for moved in (_at_hooks(problem, quiet, device, earlier) for earlier in (True, False)):
+        if moved.predicted_step_seconds <= may_take and moved.predicted_peak_bytes <= limit_bytes:
             return moved
     return made
+
+
+def _mode_seconds(graph: StepGraph, device: DeviceSpec) -> float:
+    """By how much a dispatch mode around forward lengthens a step.
+
+    Where the host only launches, by what it then takes longer than the device.
+    """
+    forward = [op.seconds for op in graph.ops if op.phase == "forward"]
+    if device.kind == "cpu":
+        return _MODE_SECONDS * len(forward)
+    return max(0.0, (_LAUNCH_SECONDS + _MODE_SECONDS) * len(forward) - sum(forward))
+
+
+def _without_recompute(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan | None:
+    """A plan that recomputes nothing; None where none meets the budget."""
+    once = dataclasses.replace(graph, ops=tuple(dataclasses.replace(op, replayable=False) for op in graph.ops))
+    try:
+        return plan(once, device, budget_bytes, **how)
+    except BudgetInfeasibleError:
+        return None
 
 
 def _at_hooks(problem: Problem, made: MemoryPlan, device: DeviceSpec, earlier: bool) -> MemoryPlan:

@@ -1,10 +1,11 @@
-"""Steps whose plan only keeps and swaps see no ops; what happens in them all the same changes no bit."""
+"""Steps whose plan only keeps and swaps see no ops, those that keep all no tensors; what happens changes no bit."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
 
 SIDE = 48
 NUM_STEPS = 14
@@ -205,3 +206,43 @@ def test_write_that_a_version_counter_counts_raises_as_in_plain_pytorch() -> Non
         pytest.raises(RuntimeError, match="modified by an inplace operation"),
     ):
         bits("written", MemoryPlugin(policy="all-swap"))
+
+
+def _packs(memory: MemoryPlugin, event: str) -> list[int]:
+    """How many saved tensors came by, by step."""
+    found: list[int] = []
+    pack, made = KeepingExecutor.pack, KeepingExecutor.__init__
+
+    def begin(self: KeepingExecutor, *args: Any, **how: Any) -> None:
+        found.append(0)
+        made(self, *args, **how)
+
+    def count(self: KeepingExecutor, tensor: Tensor) -> Any:
+        found[-1] += 1
+        return pack(self, tensor)
+
+    with (
+        mock.patch.object(KeepingExecutor, "__init__", begin),
+        mock.patch.object(KeepingExecutor, "pack", count),
+    ):
+        assert bits(event, memory) == bits(event, None)
+    return found
+
+
+def test_steps_that_keep_everything_shed_their_hooks() -> None:
+    """Once a few steps were alike, nothing of the next ones comes by; they are counted all the same."""
+    memory = MemoryPlugin("64MiB", policy="keep-all")
+    packs = _packs(memory, "saved-twice")
+    assert packs[0] > 0
+    assert not any(packs[4:])
+    assert len(packs) >= LATE
+    assert memory.report().num_steps == NUM_STEPS
+
+
+@pytest.mark.parametrize("event", ["more-saves", "other-sizes"])
+def test_steps_that_turn_out_otherwise_get_their_hooks_back(event: str) -> None:
+    """A step that made more autograd nodes than those before it ends that: hooks find what the kind has become."""
+    memory = MemoryPlugin("64MiB", policy="keep-all")
+    packs = _packs(memory, event)
+    assert not packs[LATE - 4], "the step before was hooked"
+    assert any(packs[LATE - 3 :])

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -234,6 +235,38 @@ def test_release_before_an_op_without_a_hook_moves() -> None:
         device = dataclasses.replace(DEVICE, d2h_bytes_per_second=rate, h2d_bytes_per_second=100.0)
         program = compile_plan(graph, plan_with_margin(graph, device, None, **how))
         assert program.needs_ops is not is_moved, rate
+
+
+@given(graph=step_graphs(), height=st.floats(0, 1), mode_seconds=st.sampled_from([0.0, 0.5, 1e9]))
+def test_recomputing_is_given_up_for_no_more_than_the_mode_costs(
+    graph: StepGraph, height: float, mode_seconds: float
+) -> None:
+    """Auto's plan takes no longer than the mode's time beyond the best one, within the budget, with the same bounds."""
+    request = PlanRequest(Problem(graph), DEVICE, None)
+    budget = int(request.floor.peak_bytes + height * (request.plain.peak_bytes - request.floor.peak_bytes))
+    first = plan(graph, DEVICE, budget)
+    with mock.patch.object(planner, "_mode_seconds", return_value=mode_seconds):
+        found = plan_with_margin(graph, DEVICE, budget, usable_bytes=None, shortfall_bytes=0, must_fit=True)
+    assert found.predicted_peak_bytes <= budget
+    assert found.predicted_step_seconds <= 1.02 * first.predicted_step_seconds + mode_seconds
+    for name in ("graph_digest", "floor_bytes", "floor_op", "bound_seconds", "plain_peak_bytes"):
+        assert getattr(found, name) == getattr(first, name)
+    had_recompute, has_recompute = (any(d.action == "recompute" for d in p.decisions) for p in (first, found))
+    program = compile_plan(graph, found)
+    if had_recompute and not has_recompute:
+        assert mode_seconds > 0
+        assert not program.needs_ops
+    if has_recompute:
+        assert found.decisions == first.decisions
+
+
+def test_mode_weighs_where_ops_are_tiny() -> None:
+    """On a host its time adds to each op's; a device waits only for what the host takes longer than it."""
+    tiny, long = (chain(*[10] * 50, seconds=seconds) for seconds in (1e-6, 1e-3))
+    device = dataclasses.replace(DEVICE, kind="cuda")
+    assert planner._mode_seconds(tiny, DEVICE) == planner._mode_seconds(long, DEVICE) == pytest.approx(50 * 20e-6)
+    assert planner._mode_seconds(tiny, device) == pytest.approx(50 * 28e-6)
+    assert planner._mode_seconds(long, device) == 0
 
 
 def test_plain_figures_are_those_of_keep_all() -> None:

@@ -1,0 +1,88 @@
+"""What a steady step costs the host, in CPU time over a plain one's, where every op is tiny.
+
+A net of 24 small transformer layers: some 1,800 ops in forward, 672 saved tensors. On a GPU such a step takes as long
+as the host needs to launch it; what the runtime does in Python comes on top. Each case trains two copies of the net in
+turns, a plain one and one under management; the clock is the process's CPU time, that of its copying threads included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Iterator
+
+from rich.progress import Progress
+
+from benchmarks import environment, workloads
+from benchmarks.pairs import quartiles, ratio_of, time_pairs
+from benchmarks.results import Measurements, Options, Row
+from benchmarks.workloads import Workload
+from lightning_offload import MemoryPlugin
+
+TITLE = "Host time of a steady step"
+
+_CASES: dict[str, tuple[str, float, float | None]] = {
+    "keep-all": ("keep-all", 1.0, 1.10),
+    "auto, h = 0.8": ("auto", 0.8, None),
+    "auto, h = 0.5": ("auto", 0.5, 2.0),
+    "auto, h = 0.2": ("auto", 0.2, None),
+    "all-swap": ("all-swap", 1.0, 2.5),
+    "all-recompute": ("all-recompute", 1.0, 3.0),
+}
+"""By case: the policy, where the budget lies between the floor (0) and the plain peak (1), and the goal."""
+
+_MAX_PLANNING_STEPS = 12
+_NUM_WARMUP_STEPS = 4
+
+
+def run(options: Options, progress: Progress) -> Measurements:
+    """Measure all cases; see the module's description."""
+    task = progress.add_task("host", total=len(_CASES) * options.num_pairs)
+    make = functools.partial(workloads.small_layers, environment.device(), quick=options.quick)
+    rows: list[Row] = []
+    spread: dict[str, dict[str, list[float]]] = {}
+    for case, (policy, height, goal) in _CASES.items():
+        progress.update(task, description=case)
+        plain, managed = make(), make()
+        with _planned(managed, policy, _budget(managed, height)) as memory:
+            step = functools.partial(managed.step, functools.partial(memory.step, *managed.batch))
+            for _ in range(_NUM_WARMUP_STEPS):
+                plain.step()
+                step()
+            times = time_pairs(
+                plain.step, step, num_pairs=options.num_pairs, advance=lambda: progress.advance(task),
+                clock=time.process_time,
+            )  # fmt: skip
+            report = memory.report()
+        ratio = ratio_of(times)
+        figures = {"ratio_low": ratio.low, "ratio_high": ratio.high}
+        series = {"plain_step_seconds": times.plain_seconds, "step_seconds": times.other_seconds}
+        spread[case] = {name: quartiles(seconds) for name, seconds in series.items()}
+        figures |= {name: middle for name, (_, middle, _) in spread[case].items()}
+        figures |= {"swapped_bytes": report.swapped_bytes, "recomputed_bytes": report.recomputed_bytes}
+        rows.append(Row(case=case, metric="ratio", value=ratio.median, goal=goal))
+        rows += [Row(case=case, metric=metric, value=value) for metric, value in figures.items() if value is not None]
+    return Measurements(rows=rows, config={"small_layers": make().config}, repeats=options.num_pairs, spread=spread)
+
+
+def _budget(workload: Workload, height: float) -> int:
+    """The budget at a height between floor and plain peak."""
+    with _planned(workload, "auto", 1 << 40) as memory:
+        report = memory.report()
+    if report.floor_bytes is None or report.plain_peak_bytes is None:
+        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
+    return report.floor_bytes + round(height * (report.plain_peak_bytes - report.floor_bytes))
+
+
+@contextlib.contextmanager
+def _planned(workload: Workload, policy: str, budget_bytes: int) -> Iterator[MemoryPlugin]:
+    with MemoryPlugin(f"{budget_bytes}B", policy=policy, module=workload.model) as memory:
+        for count in itertools.count():
+            workload.step(functools.partial(memory.step, *workload.batch))
+            if memory.report().phase == "planned":
+                break
+            if count >= _MAX_PLANNING_STEPS:
+                raise RuntimeError(f"no final plan after {count} steps, but {memory.report().phase!r}")
+        yield memory
