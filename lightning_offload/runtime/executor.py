@@ -13,9 +13,9 @@ ordinals, and device copies are released at packs and unpacks. A write is notice
 them where the program takes ``Tensor.data``: what was saved on that memory follows it from then on, and later steps of
 the kind have their ops seen.
 
-A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost little, and no dispatch mode. All
-that is left to do is autograd's version check, which hooks switch off, and to notice a step whose structure is not the
-one that was planned. Where no step so far was, that it made as many autograd nodes as they did tells, without hooks.
+A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost little, and no dispatch mode.
+All that is left to do is autograd's version check, which hooks switch off, and to notice a step whose structure is not
+the one that was planned. Where steps were alike so far, the number of autograd nodes tells that, without hooks.
 """
 
 from __future__ import annotations

@@ -24,6 +24,22 @@ def nothing_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_stored")
+def test_host_has_a_ratio_for_each_kind_of_plan(capsys: pytest.CaptureFixture[str]):
+    """Goals stand at those that have one; what is kept, swapped and recomputed is as the policy says."""
+    assert main(["host", "--quick", "--json", "--pairs", "3"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    goals = {row["case"]: row["goal"] for row in rows if row["metric"] == "ratio"}
+    assert goals == {
+        "keep-all": 1.1, "auto, h = 0.8": None, "auto, h = 0.5": 2.0, "auto, h = 0.2": None, "all-swap": 2.5,
+        "all-recompute": 3.0,
+    }  # fmt: skip
+    found = {(row["case"], row["metric"]): row["value"] for row in rows}
+    assert found["keep-all", "swapped_bytes"] == found["keep-all", "recomputed_bytes"] == 0
+    assert found["all-swap", "swapped_bytes"] > 0 == found["all-swap", "recomputed_bytes"]
+    assert found["all-recompute", "recomputed_bytes"] > 0
+
+
+@pytest.mark.usefixtures("nothing_stored")
 def test_overhead_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]):
     """The last line has suite, device and rows; the goals stand at the ratios that have one."""
     assert main(["overhead", "--quick", "--json"]) == 0
