@@ -20,16 +20,19 @@ class HookPoint(NamedTuple):
 
 
 def hooks_before_ops(graph: StepGraph) -> tuple[HookPoint | None, ...]:
-    """By op: the first hook between the op before it and itself; None where there is none."""
+    """By op: the last hook between the op before it and itself; None where there is none.
+
+    What comes after it is after every pack that comes before the op.
+    """
     packs = [(save.pack_tick, HookPoint(True, i)) for i, save in enumerate(graph.saves)]
     unpack_ticks = sorted(tick for save in graph.saves for tick in save.unpack_ticks)
     points = sorted(packs + [(tick, HookPoint(False, i)) for i, tick in enumerate(unpack_ticks)])
     found: list[HookPoint | None] = []
     place = 0
     for op in graph.ops:
-        first: HookPoint | None = None
+        last: HookPoint | None = None
         while place < len(points) and points[place][0] < op.tick:
-            first = first or points[place][1]
+            last = points[place][1]
             place += 1
-        found.append(first)
+        found.append(last)
     return tuple(found)

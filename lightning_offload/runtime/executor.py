@@ -279,7 +279,10 @@ class StepExecutor:
         bypass_mode.depth += 1
         try:
             with NotSeen():
-                return self._pack(*as_saved(tensor))
+                handle = self._pack(*as_saved(tensor))
+                if not self.sees_ops and self.program is not None and not self.has_deviated:
+                    self._release(self.program.release_at_pack.get(handle.index, ()))
+                return handle
         finally:
             bypass_mode.depth -= 1
 
@@ -315,11 +318,7 @@ class StepExecutor:
         """
         assert self.program is not None
         storage = tensor.untyped_storage()
-        if is_planned:
-            self._release(self.program.release_at_pack.get(handle.index, ()))
-            index = self.program.pack_storages[handle.index]
-        else:
-            index = -1
+        index = self.program.pack_storages[handle.index] if is_planned else -1
         value = self._table.find(storage)
         if value is not None:
             is_same = not value.is_stale and all(version == handle.version for _, version in value.guards)

@@ -65,8 +65,8 @@ class Program:
             another device.
         made_packs: Ordinals of the packs whose storages the step made.
         pack_storages: By pack: the storage that leaves the device by it, the first that saves it; or -1.
-        release_at_pack: By pack: storages whose device copies are released before it, where ops are not seen.
-        release_at_unpack: The same by ordinal of an unpack.
+        release_at_pack: By pack: storages whose device copies are released after it, where ops are not seen.
+        release_at_unpack: By ordinal of an unpack: those released before it brings anything back.
         is_keep_all: Whether the plan keeps everything, so that the step needs no dispatch mode.
         needs_ops: Whether ops must be seen.
         is_recomputing: Whether anything is recomputed.

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
+from lightning_offload.planning import planner
 from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
+from tests.engine.probing import levels, train
+from tests.zoo.case import Case
+from tests.zoo.cases import CASES
 
 SIDE = 48
 NUM_STEPS = 14
@@ -246,3 +250,24 @@ def test_steps_that_turn_out_otherwise_get_their_hooks_back(event: str) -> None:
     packs = _packs(memory, event)
     assert not packs[LATE - 4], "the step before was hooked"
     assert any(packs[LATE - 3 :])
+
+
+STATIC = [case for case in CASES if case.static and not case.grows and case.budgeted]
+
+
+@pytest.mark.parametrize("policy", ["all-swap", "auto"])
+@pytest.mark.parametrize("case", STATIC[::3], ids=str)
+def test_peaks_are_those_with_a_mode(case: Case, policy: str) -> None:
+    """A step that sees no ops takes no more memory at its peak than those before it, which did under the same plan."""
+    spared = mock.patch.object(planner, "_mode_seconds", return_value=1e9)
+    budget = levels(case.name).budget(0.5) if policy == "auto" else None
+    with logged() as log, spared:
+        memory = MemoryPlugin(f"{budget}B" if budget is not None else None, policy=policy)
+        steps = train(case, memory, steps=NUM_STEPS).steps
+    seen = [i for i, sees_ops in enumerate(log.sees_ops) if sees_ops]
+    if len(log.sees_ops) != NUM_STEPS or seen[-1] >= NUM_STEPS - 2:
+        pytest.skip("its plan needs a mode, or keeps everything")
+    with_mode = steps[seen[-1]].peak_bytes
+    assert {step.peak_bytes for step in steps[seen[-1] + 1 :]} == {with_mode}
+    if budget is not None:
+        assert with_mode <= budget

@@ -12,22 +12,22 @@ from tests.graph.building import GraphBuilder, chain, step_graphs
 
 def test_chain() -> None:
     """Each op of a chain but the first comes after a pack, or after an unpack in backward."""
-    packs = [HookPoint(True, i) for i in range(3)]
+    packs = [HookPoint(True, i) for i in range(2)]
     unpacks = [HookPoint(False, i) for i in range(3)]
-    assert hooks_before_ops(chain(10, 20, 30)) == (None, *packs[:2], packs[2], *unpacks[1:])
+    assert hooks_before_ops(chain(10, 20, 30)) == (None, *packs, *unpacks)
 
 
 @pytest.mark.parametrize("num_packs", [0, 1, 3])
-def test_first_of_several(num_packs: int) -> None:
-    """Of the hooks between two ops it is the first."""
+def test_last_of_several(num_packs: int) -> None:
+    """Of the hooks between two ops it is the last."""
     b = GraphBuilder()
     value = b.make(10, b.given(1))
     for _ in range(num_packs):
         b.pack(value)
     b.op((value,))
     b.op((value,))
-    first = HookPoint(True, 0) if num_packs else None
-    assert hooks_before_ops(b.build()) == (None, first, None)
+    last = HookPoint(True, num_packs - 1) if num_packs else None
+    assert hooks_before_ops(b.build()) == (None, last, None)
 
 
 @given(step_graphs())
@@ -43,5 +43,5 @@ def test_hooks_lie_between_their_op_and_the_one_before(graph: StepGraph) -> None
         if hook is None:
             assert not between
         else:
-            assert min(between) == (pack_ticks if hook.is_pack else unpack_ticks)[hook.ordinal]
+            assert max(between) == (pack_ticks if hook.is_pack else unpack_ticks)[hook.ordinal]
         previous = op.tick
