@@ -22,6 +22,7 @@ import torch
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.runtime import disk_lanes
+from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import Slab
 from lightning_offload.runtime.lanes import done_copy
 from lightning_offload.runtime.materialize import Materializer
@@ -184,6 +185,11 @@ MUTANTS = (
         name="writes do not wait for copies out",
         broken=_patch(WriteBarrier, "before", _write_before_copy(WriteBarrier.before)),
         noticed_by=(("overwritten later", OVERWRITTEN),),
+    ),
+    Mutant(
+        name="nobody hears of storages that are emptied",
+        broken=_patch(StepExecutor, "resizes", lambda *_: None),
+        noticed_by=(("emptied later", OVERWRITTEN),),
     ),
     Mutant(
         name="lanes do not gate used host memory",
