@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-unit test-budgets test-catalogue test-emulated test-emulated-all check test-gpu bench bench-gpu docs clean
+.PHONY: help demo test test-unit test-budgets test-catalogue test-emulated test-emulated-all check test-gpu bench bench-gpu rehearse-gpu docs clean
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -78,6 +78,9 @@ MINUTES ?= 9
 
 bench-gpu: $(ENVIRONMENT) ## measure everything on a GPU, the most valuable first, for MINUTES=9
 	$(PY) -m benchmarks gpu --minutes $(MINUTES)
+
+rehearse-gpu: $(ENVIRONMENT) ## run test-gpu and bench-gpu on an emulated device, tiny (an hour)
+	$(PY) -m tests.emulated_cuda --rehearse --jobs $(NUM_WORKERS)
 
 docs: $(ENVIRONMENT) ## run the code in README.md and the examples in docs, and check their spelling
 	$(PY) -m pytest tests/test_readme.py

@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.pairs < 2:
         print(f"error: --pairs {parsed.pairs} is too few for an interval; give at least 2", file=sys.stderr)
         return 2
+    if environment.is_emulated() and _would_commit(parsed):
+        print("error: the emulated device has no figures to keep; add --quick, or --results FOLDER", file=sys.stderr)
+        return 2
     device = environment.device_name(parsed.device)
     described = environment.describe("cpu" if device == "cpu" else "cuda")  # before the suite writes its pictures
     try:
@@ -54,6 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return _finish(parsed, measurements, device, described)
+
+
+def _would_commit(parsed: argparse.Namespace) -> bool:
+    """Whether results go to the folder of those that are committed, or into it."""
+    folder = parsed.results or (None if parsed.quick else RESULTS_FOLDER)
+    return folder is not None and folder.resolve().is_relative_to(RESULTS_FOLDER)
 
 
 def _options(parsed: argparse.Namespace) -> Options:

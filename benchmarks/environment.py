@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import lightning_offload
 
+_MEASURED = (":/", ":(exclude,top)benchmarks/results", ":(exclude,top)*.md")  # a run writes the others itself
 _PACKAGES = ("torch", "lightning", "transformers", "numpy", "scipy")
 
 
@@ -24,6 +26,11 @@ def device() -> torch.device:
 def device_name(kind: str | None = None) -> str:
     """Return the device's name for people and for file names; by default that of the GPU if there is one."""
     return torch.cuda.get_device_name() if torch.device(kind or device()).type == "cuda" else "cpu"
+
+
+def is_emulated() -> bool:
+    """Whether CUDA is the emulated device of tests/emulated_cuda, whose figures say nothing of a GPU."""
+    return "emulated_cuda" in sys.modules
 
 
 def describe(kind: str | None = None) -> dict[str, Any]:
@@ -44,6 +51,7 @@ def describe(kind: str | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions,
         "commit": _commit(),
+        **({"emulated": True} if on_gpu and is_emulated() else {}),
         **({"device_memory_bytes": torch.cuda.get_device_properties(0).total_memory} if on_gpu else {}),
     }
 
@@ -71,14 +79,14 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Return the commit that was measured, marked if the files differ from it.
+    """Return the commit that was measured, marked if the files differ from it, results and documents aside.
 
     Outside git it is what `BENCHMARK_COMMIT` in the environment says, or "unknown".
     """
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return os.environ.get("BENCHMARK_COMMIT", "unknown")
-    return commit + (" with changes" if _git("status", "--porcelain") else "")
+    return commit + (" with changes" if _git("status", "--porcelain", "--", *_MEASURED) else "")
 
 
 def _git(*arguments: str) -> str:

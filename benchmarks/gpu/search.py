@@ -71,7 +71,7 @@ class BatchSearch:
             return None
         top = high - 1 if high is not None else low * _MAX_GROWTH
         wanted = self._predicted()
-        if wanted is None:
+        if wanted is None or (high is not None and wanted >= high):  # a line that a trial has refuted
             wanted = (low + high) // 2 if high is not None else 2 * low
         return min(max(wanted, low + max(1, int(_TOLERANCE * low) if high is None else 1)), top)
 

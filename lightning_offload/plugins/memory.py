@@ -38,7 +38,7 @@ from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
 from lightning_offload.runtime.executor import Executor
-from lightning_offload.runtime.hooks import executing, mode_off, seeing_user_code, watch_backward
+from lightning_offload.runtime.hooks import executing, is_capturing, mode_off, seeing_user_code, watch_backward
 
 _SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
 _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
@@ -148,10 +148,16 @@ class Steps:
 
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
+            UnsupportedError: On entering: a CUDA graph is being captured.
         """
         if not self.is_attached or _thread.num_open or not torch.is_grad_enabled():
             yield
             return
+        if is_capturing():
+            raise UnsupportedError(
+                "a step cannot begin while a CUDA graph is captured, whose memory is not the plugin's to manage: begin "
+                "the capture within memory.step(), or capture the whole step with LIGHTNING_OFFLOAD=0 or enabled=False"
+            )
         self.finish()
         called = self.state.data_parallel.called
         if called is not None:
@@ -228,6 +234,8 @@ class Steps:
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
         hardware = self.hardware_for(inputs)
+        if hardware.device.type == "cuda" and torch.backends.cudnn.benchmark:
+            inputs = (*inputs, _TryingAlgorithms())
         kind, peaks = self.cache.choose(step_signature(inputs)), self.peaks
         peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
         self._num_optimizers = 0
@@ -364,6 +372,10 @@ class Steps:
         peaks.end_optimizer(is_whole=True)
         if self._is_open and run is not None and run.live is not None:
             peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
+
+
+class _TryingAlgorithms:
+    """Given among a step's inputs: cuDNN tries its algorithms, so that no convolution can be replayed."""
 
 
 class _Thread(threading.local):

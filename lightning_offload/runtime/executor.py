@@ -13,6 +13,9 @@ ordinals, and device copies are released at packs and unpacks. A write is notice
 them where the program takes ``Tensor.data``: what was saved on that memory follows it from then on, and later steps of
 the kind have their ops seen.
 
+What a CUDA graph captures within a step runs as without us: its ops are not seen, what it saves is kept. A graph of a
+backward alone is refused where that would need what has left the device.
+
 A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost little, and no dispatch mode.
 All that is left to do is autograd's version check, which hooks switch off, and to notice a step whose structure is not
 the one that was planned. Where steps were alike so far, the number of autograd nodes tells that, without hooks.
@@ -30,8 +33,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
-from lightning_offload.runtime.hooks import NotSeen, bypass_mode, past_own_mode
+from lightning_offload.runtime.hooks import NotSeen, bypass_mode, is_capturing, past_own_mode
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import OpStep, Program, ProgramCursor
@@ -107,6 +111,7 @@ class StepExecutor:
         self._lease: StepLiveness | None = StepLiveness()
         self._unread = weakref.ref(self._lease)
         self._device = device
+        self._can_capture = device.type == "cuda"
         self._persistent = persistent
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
@@ -160,7 +165,7 @@ class StepExecutor:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program, with what the plan asks for around it."""
-        if bypass_mode.depth:
+        if bypass_mode.depth or (self._can_capture and is_capturing()):
             return call(func, args, kwargs)
         bypass_mode.depth = 1  # as entering it does, in less time
         try:
@@ -227,6 +232,14 @@ class StepExecutor:
             if not is_seen:
                 self._writes.before(tensor)
 
+    def resizes(self, storage: torch.UntypedStorage) -> None:
+        """Hear that a storage gets another size, which sharded parameters do to be there for a while only.
+
+        What was saved on it is what it then holds, as in plain autograd.
+        """
+        with bypass_mode, NotSeen():
+            self._writes.before_change(storage)
+
     def _next_step(self, facts: OpFacts) -> OpStep | None:
         """The program's entry for this op; None under the floor policy."""
         if self._cursor is None or self.has_deviated:
@@ -290,6 +303,7 @@ class StepExecutor:
         index = self._num_packs
         self._num_packs = index + 1
         handle = Handle(self.observer, self._lease, index, tensor)
+        plain = plain and not (self._can_capture and is_capturing())
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
         is_planned = plain and self.program is not None and self._is_as_planned(index, tensor)
@@ -405,7 +419,9 @@ class StepExecutor:
             bypass_mode.depth += 1
             try:
                 with past_own_mode():
-                    if in_backward and self.program is not None and not self.has_deviated:
+                    if self._can_capture and is_capturing():
+                        _check_is_there(handle)
+                    elif in_backward and self.program is not None and not self.has_deviated:
                         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
                         if not self.sees_ops:
                             self._release(self.program.release_at_unpack.get(self.num_unpacks - 1, ()))
@@ -468,6 +484,22 @@ def _next_node() -> int:
     """The sequence number of the next node that autograd makes in this thread."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
+
+
+def _check_is_there(handle: Handle) -> None:
+    """A saved tensor is needed by a CUDA graph: neither a copy nor a replay may become a part of that.
+
+    Raises:
+        UnsupportedError: It is not on the device.
+    """
+    value = handle.value
+    if value is None or handle.geometry is None:
+        return
+    if value.live() is None or (value.is_ours and value.copy is not None):
+        raise UnsupportedError(
+            "a CUDA graph of a backward is captured whose forward ran before, and what that saved has left the device: "
+            "capture forward and backward together, outside of memory.step() or within one, or use policy='keep-all'"
+        )
 
 
 _Packed = tuple[Tensor, int, StepLiveness | None]
@@ -559,6 +591,9 @@ class KeepingExecutor:
         """Nobody is notified of what autograd makes."""
 
     def exposes(self, tensor: Tensor) -> None:
+        """Nothing leaves its memory."""
+
+    def resizes(self, storage: torch.UntypedStorage) -> None:
         """Nothing leaves its memory."""
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

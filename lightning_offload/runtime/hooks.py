@@ -64,6 +64,11 @@ bypass_mode = _BypassMode()
 """Entered around everything that the runtime does with tensors."""
 
 
+def is_capturing() -> bool:
+    """Whether what this thread asks of its device goes into a CUDA graph and is not run: nothing may be waited for."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Made = Callable[[list[Tensor]], None]
 
@@ -285,7 +290,7 @@ class HookedExecutor(Protocol):
     Attributes:
         sees_ops: Whether the step's ops must go through ``dispatch``.
         packs: Whether saved tensors must go through ``pack`` and ``unpack``.
-        hears_of_data: Whether it must hear of ``Tensor.data``.
+        hears_of_data: Whether it must hear of ``Tensor.data``, and of storages that are resized.
     """
 
     sees_ops: bool
@@ -310,6 +315,9 @@ class HookedExecutor(Protocol):
 
     def exposes(self, tensor: Tensor) -> None:
         """Hear that the program takes a tensor past its version counter, before it does."""
+
+    def resizes(self, storage: torch.UntypedStorage) -> None:
+        """Hear that the program is about to give a storage another size."""
 
     def close(self) -> None:
         """End the part of the step in which tensors are saved."""
@@ -394,6 +402,16 @@ def _get_data(tensor: Tensor) -> Any:
     return _plain_data.__get__(tensor)
 
 
+_plain_resize: Any = torch.UntypedStorage.resize_
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> Any:
+    if not bypass_mode.depth:
+        for executor in list(_hearers):
+            executor.resizes(storage)
+    return _plain_resize(storage, size)
+
+
 _heard_data = property(_get_data, _plain_data.__set__, doc=_plain_data.__doc__)
 
 
@@ -402,11 +420,13 @@ def _hearing_of_data(executor: HookedExecutor) -> Iterator[None]:
     """Inside, an executor hears of every ``Tensor.data``, in autograd's threads as well.
 
     It is the one way in Python to a tensor's memory that has a version counter of its own, so that a write through it
-    is seen by a dispatch mode alone.
+    is seen by a dispatch mode alone. It hears of ``UntypedStorage.resize_`` as well, by which sharded parameters come
+    and go, and of which nobody else tells.
     """
     with _PATCH_LOCK:
         _hearers.append(executor)
         Tensor.data = _heard_data  # type: ignore[assignment]
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -414,3 +434,4 @@ def _hearing_of_data(executor: HookedExecutor) -> Iterator[None]:
             _hearers.remove(executor)
             if not _hearers:
                 del Tensor.data
+                torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]

@@ -62,7 +62,10 @@ class WriteBarrier:
         Returns:
             Whether the storage was made in this step, so that its next value may leave the device too.
         """
-        storage = tensor.untyped_storage()
+        return self.before_change(tensor.untyped_storage())
+
+    def before_change(self, storage: torch.UntypedStorage) -> bool:
+        """Do so for a storage, which may also be about to get another size."""
         value = self._table.find(storage)
         if value is None:
             return False

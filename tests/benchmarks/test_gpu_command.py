@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from benchmarks.__main__ import main
 from benchmarks.gpu import max_batch
 from benchmarks.gpu.cases import all_cases, chosen
 from benchmarks.gpu.process import Job
+from benchmarks.results import RESULTS_FOLDER
 
 TRYING = ("gpu", "--device", "cpu", "--quick")
 
@@ -46,6 +49,16 @@ def test_without_minutes_nothing_is_started(tmp_path: Path, capsys: pytest.Captu
     assert main([*TRYING, "--results", str(tmp_path), "--minutes", "0"]) == 0
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.count("left for another run") == len(all_cases("cpu", quick=True))
+
+
+@pytest.mark.parametrize("where", [(), ("--quick", "--results", str(RESULTS_FOLDER / "more"))], ids=["usual", "below"])
+def test_no_figure_of_the_emulated_device_is_committed(
+    where: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Neither in the usual place nor in a folder below it."""
+    monkeypatch.setitem(sys.modules, "emulated_cuda", types.ModuleType("emulated_cuda"))
+    assert main(["gpu", "--device", "cpu", "--minutes", "0", *where]) == 2
+    assert "the emulated device has no figures to keep" in capsys.readouterr().err
 
 
 def test_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):

@@ -45,6 +45,15 @@ def test_few_trials_are_enough():
         assert num_trials <= 7, (largest, first)
 
 
+def test_a_line_that_was_refuted_is_not_followed():
+    """Where memory runs out below what steps say they need, halving takes over."""
+    state = BatchSearch(cap_bytes=10 * 70, first=4)
+    while (size := state.next()) is not None:
+        state.trials[size] = Trial(fits=size <= 40, need_bytes=10 * size if size <= 40 else None)
+    assert state.best >= 39
+    assert len(state.trials) <= 8
+
+
 def test_nothing_fits():
     """Zero, if not even a single sample fits."""
     state, _ = search(0, first=64)

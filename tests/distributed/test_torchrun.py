@@ -31,3 +31,11 @@ def test_check(launched: tuple[Path, str], check: str) -> None:
         path = folder / f"rank{rank}.json"
         done = json.loads(path.read_text()) if path.exists() else []
         assert check in done, f"rank {rank} did not get to the end of {check}:\n{output}"
+
+
+def test_a_budget_that_one_rank_cannot_meet_ends_the_job(tmp_path: Path) -> None:
+    """Though the other one may wait for half an hour."""
+    with pytest.raises(AssertionError) as raised:
+        torchrun(SCRIPT, tmp_path, "infeasible_budget_on_one_rank")
+    assert "BudgetInfeasibleError" in str(raised.value)
+    assert "did not end within" not in str(raised.value)

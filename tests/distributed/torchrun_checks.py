@@ -26,7 +26,13 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_offload import DDPOffloadStrategy, OffloadMonitor, OffloadStrategy, UnsupportedError
+from lightning_offload import (
+    BudgetInfeasibleError,
+    DDPOffloadStrategy,
+    OffloadMonitor,
+    OffloadStrategy,
+    UnsupportedError,
+)
 from tests.distributed.fitting import (
     Phases,
     SyncedNet,
@@ -232,7 +238,21 @@ def disabled() -> None:
     assert trainer.strategy.memory.report().num_steps == 0
 
 
-# ---- the last one, after which the job is over
+def infeasible_budget() -> None:
+    """Every rank raises, before it issues a collective without the others: the next fit finds the group as it was."""
+    trainer = make_trainer(DDPOffloadStrategy("64KiB", timeout=timedelta(seconds=30)))
+    with pytest.raises(BudgetInfeasibleError):
+        trainer.fit(ConvNet(), images(40))
+    plain_ddp()
+
+
+# ---- the last ones, after which the job is over
+
+
+def infeasible_budget_on_one_rank() -> None:
+    """Nobody catches its error, so its process ends, and with it the job: the other one is not left waiting."""
+    budget = "64KiB" if RANK == 1 else "1GiB"
+    make_trainer(DDPOffloadStrategy(budget, timeout=timedelta(minutes=30))).fit(ConvNet(), images(400))
 
 
 class Breaks(ConvNet):
@@ -266,15 +286,17 @@ CHECKS = (
     offload_means_ddp, plain_ddp, accumulation, bf16_mixed, bf16_mixed_accumulation, static_graph,
     unused_parameters_accumulation, bucket_views_accumulation, several_buckets, all_swap, all_recompute, synced_norm,
     synced_norm_recomputed, manual_optimization, buckets_count, buckets_go_with_the_fit, shapes_differ_between_ranks,
-    checkpoints, monitor, disabled, exception_on_one_rank,
+    checkpoints, monitor, disabled, infeasible_budget, exception_on_one_rank,
 )  # fmt: skip
+ENDING = (infeasible_budget_on_one_rank,)
+"""Those that end with an error, each in processes of its own."""
 
 
 def main() -> None:
     torch.set_num_threads(1)
     done: list[str] = []
     only = sys.argv[2:]
-    for check in [c for c in CHECKS if not only or c.__name__ in only]:
+    for check in [c for c in (*CHECKS, *ENDING) if c.__name__ in only or (not only and c in CHECKS)]:
         check()
         done.append(check.__name__)
         (FOLDER / f"rank{RANK}.json").write_text(json.dumps(done))

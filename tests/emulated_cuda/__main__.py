@@ -1,7 +1,8 @@
-"""Builds the emulated device and runs tests on it: `make test-emulated`, `make test-emulated-all`.
+"""Builds the emulated device and runs tests on it: `make test-emulated`, `make test-emulated-all`, `make rehearse-gpu`.
 
-python -m tests.emulated_cuda          # a share of them, chosen to reach every path, under each schedule
-python -m tests.emulated_cuda --all    # all of them under each schedule, and the table of mutants: hours
+python -m tests.emulated_cuda             # a share of them, chosen to reach every path, under each schedule
+python -m tests.emulated_cuda --all       # all of them under each schedule, and the table of mutants: hours
+python -m tests.emulated_cuda --rehearse  # what is to be run on a GPU: `make test-gpu`, `make bench-gpu` (tiny)
 
 Each schedule is a pytest of its own with a time limit, two at a time. What a failed one said is shown, and the command
 that runs it again. Where the device cannot be built, one line says why and nothing fails.
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.emulated_cuda.build import build, why_not
@@ -32,6 +33,7 @@ SHARE_SECONDS, ALL_SECONDS = 1200, 6 * 3600
 LAZY = {"EMULATED_CUDA_MODE": "lazy", "EMULATED_CUDA_POLICY": "random", "EMULATED_CUDA_SEED": "1"}
 COPIES_LAST = {**LAZY, "EMULATED_CUDA_POLICY": "copies_last"}
 THREADS = {"EMULATED_CUDA_MODE": "threads", "EMULATED_CUDA_COMPUTE_US": "100", "EMULATED_CUDA_COPY_US": "300"}
+EAGER = {"EMULATED_CUDA_MODE": "eager"}
 TWO_DEVICES = {**LAZY, "EMULATED_CUDA_SEED": "2", "EMULATED_CUDA_DEVICES": "2"}
 
 EXACT = (
@@ -41,6 +43,9 @@ EXACT = (
     " or overwritten-data or slice-of-storage)"
 )
 SETTINGS = "half_precision and 0.25 or another_thread or accumulation_under_autocast"
+
+
+PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "tests.emulated_cuda.plugin", "-o", "timeout_method=thread")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ class Run:
         tests: Files and folders.
         only: Which of their tests, as pytest's -k has it; all of them if empty.
         module: What runs them.
+        options: What it is given before the tests.
     """
 
     name: str
@@ -60,15 +66,19 @@ class Run:
     tests: tuple[str, ...] = ()
     only: str = ""
     module: str = "pytest"
-    options: tuple[str, ...] = field(
-        default=("-q", "-p", "no:cacheprovider", "-p", "tests.emulated_cuda.plugin", "-o", "timeout_method=thread")
-    )
+    options: tuple[str, ...] = PYTEST_OPTIONS
 
     @property
     def command(self) -> list[str]:
         """What runs them, in this interpreter."""
-        options = self.options if self.module == "pytest" else ()
-        return [sys.executable, "-m", self.module, *options, *self.tests, *(["-k", self.only] if self.only else [])]
+        return [
+            sys.executable,
+            "-m",
+            self.module,
+            *self.options,
+            *self.tests,
+            *(["-k", self.only] if self.only else []),
+        ]
 
 
 SHARE = (  # the longest first
@@ -88,8 +98,8 @@ SHARE = (  # the longest first
         schedule=COPIES_LAST,
         tests=(f"{GPU}/test_races.py", HERE),
         only=(
-            "not other_settings and not gives_the_same_bits and (emulated_cuda or does_not_wait or is_timed"
-            " or (out+in+compute or read_by_nobody) and (dropout or inplace-residual or views))"
+            "not other_settings and not gives_the_same_bits and not every_case and (emulated_cuda or does_not_wait"
+            " or is_timed or (out+in+compute or read_by_nobody) and (dropout or inplace-residual or views))"
         ),
     ),
     Run(
@@ -108,6 +118,17 @@ SHARE = (  # the longest first
     ),
 )
 
+BENCHMARK = Run(
+    name="eager: all cases of the benchmark, tiny",
+    schedule=EAGER,
+    tests=(f"{HERE}/test_benchmark.py",),
+    only="every_case",
+)
+REHEARSAL = (
+    Run(name="eager: make test-gpu", schedule=EAGER, tests=(GPU,), options=(*PYTEST_OPTIONS, "-m", "gpu")),
+    BENCHMARK,
+)
+
 _EVERYTHING = (
     HERE,
     *(
@@ -123,9 +144,10 @@ _SCHEDULES = {
     "two devices": TWO_DEVICES,
 }
 ALL = (
-    Run(name="all mutants", schedule=LAZY, module="tests.emulated_cuda.mutants"),
+    Run(name="all mutants", schedule=LAZY, module="tests.emulated_cuda.mutants", options=()),
+    BENCHMARK,
     *(
-        Run(name=f"{name}: {tests}", schedule=schedule, tests=(tests,))
+        Run(name=f"{name}: {tests}", schedule=schedule, tests=(tests,), only="not every_case")
         for name, schedule in _SCHEDULES.items()
         for tests in _EVERYTHING
     ),
@@ -138,7 +160,9 @@ _RUNNING: set[subprocess.Popen[str]] = set()
 def main() -> None:
     """Build, run and sum up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="all tests under each schedule, and all mutants")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--all", action="store_true", help="all tests under each schedule, and all mutants")
+    group.add_argument("--rehearse", action="store_true", help="make test-gpu, and all cases of make bench-gpu, tiny")
     parser.add_argument("--only", default="", help="the runs whose names contain this")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     options = parser.parse_args()
@@ -149,8 +173,9 @@ def main() -> None:
     start = time.monotonic()
     folder = build(options.jobs)
     _say(f"emulated device: {folder} ({time.monotonic() - start:.0f} s)")
-    runs = [run for run in (ALL if options.all else SHARE) if options.only in run.name]
-    limit_seconds = ALL_SECONDS if options.all else SHARE_SECONDS
+    chosen = ALL if options.all else REHEARSAL if options.rehearse else SHARE
+    runs = [run for run in chosen if options.only in run.name]
+    limit_seconds = SHARE_SECONDS if chosen is SHARE else ALL_SECONDS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     with ThreadPoolExecutor(options.jobs) as pool:
         try:

@@ -37,7 +37,7 @@ def test_several_schedules_and_two_devices_are_run() -> None:
     """By the share as well as by all."""
     for runs in (SHARE, ALL):
         assert len({tuple(run.schedule.items()) for run in runs}) >= 3
-        assert {run.schedule["EMULATED_CUDA_MODE"] for run in runs} == {"lazy", "threads"}
+        assert {run.schedule["EMULATED_CUDA_MODE"] for run in runs} >= {"lazy", "threads"}
         assert any(run.schedule.get("EMULATED_CUDA_DEVICES") == "2" for run in runs)
 
 

@@ -66,6 +66,41 @@ class Overwritten(nn.Module):
         return self.c(torch.tanh(self.b(gates)) * gates)
 
 
+class OverwrittenLater(Overwritten):
+    """Does so in some steps alone, whose plan counts on what was there before: a replay reads it from the host."""
+
+    is_writing = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        squares = h.square()
+        gates = torch.exp(h)
+        if self.is_writing:
+            h.data.mul_(0.5)
+        return self.c(torch.tanh(self.b(gates)) * squares)
+
+
+class EmptiedLater(OverwrittenLater):
+    """Gives the memory up instead, and takes it again in backward, as sharded parameters do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        squares = h.square()
+        gates = torch.exp(h)
+        out: Tensor = self.c(torch.tanh(self.b(gates)) * squares)
+        if self.is_writing:
+            contents = h.detach().clone()
+            h.untyped_storage().resize_(0)
+
+            def fill(_: Tensor) -> None:
+                h.untyped_storage().resize_(contents.nbytes)
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(h):
+                    h.copy_(contents)
+
+            out.register_hook(fill)
+        return out
+
+
 class Side(nn.Module):
     """Part of it computes on a side stream of its own, beside the rest."""
 
@@ -131,6 +166,7 @@ def _batch(*shape: int) -> Batch:
 
 
 vectors, images, sequences = _batch(256, 128), _batch(8, 3, 32, 32), _batch(8, 32, 64)
+many_vectors = _batch(2048, 128)
 
 # ---- trainings
 
@@ -189,6 +225,69 @@ simple("in place", InPlace, vectors)
 simple("overwritten", Overwritten, vectors)
 simple("side stream", Side, vectors)
 simple("middle on a side stream", Middle, vectors)
+
+
+def _in_later_steps(name: str, build: Callable[[], OverwrittenLater]) -> None:
+    def run(memory: MemoryPlugin | None) -> list[Tensor]:
+        training = Training(build)
+        for step in range(2 * NUM_STEPS):
+            x, y = vectors(step)
+            training.models[0].is_writing = step >= NUM_STEPS
+            with step_of(memory, x, y):
+                loss = functional.cross_entropy(training.models[0](x), y)
+                loss.backward()
+            training.update(loss)
+        return training.result()
+
+    RUNS[name] = run
+
+
+_in_later_steps("overwritten later", OverwrittenLater)
+_in_later_steps("emptied later", EmptiedLater)
+
+
+class PeakError(Exception):
+    """A step held more memory than it may."""
+
+
+@workload
+def peaks(memory: MemoryPlugin | None) -> list[Tensor]:
+    """What leaves the device takes no memory there, however late the copies are."""
+    training = Training(deep)
+    for step in range(2 * NUM_STEPS):
+        x, y = many_vectors(step)
+        training.seen = [tensor.cpu() for tensor in training.seen]  # steps whose surroundings grow are planned anew
+        torch.cuda.reset_peak_memory_stats()
+        limit_bytes = torch.cuda.memory_allocated() + 5 * x.nbytes  # six are saved, beside those at work
+        with step_of(memory, x, y):
+            loss = functional.cross_entropy(training.models[0](x), y)
+            loss.backward()
+        peak_bytes = torch.cuda.max_memory_allocated()
+        training.update(loss)
+        report = memory.report() if memory is not None else None
+        if report is None or report.phase != "planned" or not report.bound_seconds:
+            continue  # plans by dice, which release when they like, know no bound
+        if peak_bytes > limit_bytes:
+            raise PeakError(f"{peak_bytes} bytes where {limit_bytes} are enough")
+    return training.result()
+
+
+@workload
+def large_forward_after_a_small_one(memory: MemoryPlugin | None) -> list[Tensor]:
+    """In one step, out of its plan: where host memory is short, the small one's makes room while copies use it."""
+    training = Training(deep)
+    for step in range(2 * NUM_STEPS):
+        x, y = many_vectors(step)
+        with step_of(memory, x, y):
+            loss = functional.cross_entropy(training.models[0](x), y)
+            loss.backward()
+            losses = [loss.detach()]
+            if step == NUM_STEPS:
+                loss = functional.cross_entropy(training.models[0](x.repeat(8, 1)), y.repeat(8))
+                loss.backward()
+                losses.append(loss)
+        training.update(*losses)
+    return training.result()
 
 
 @contextlib.contextmanager

@@ -93,6 +93,30 @@ class TestOnCuda:
         """Steps run on another stream each time; the runtime looks the compute stream up."""
         check(BY_NAME[name], setting, around=_on_new_stream)
 
+    @pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+    def test_cuda_graph_captured_in_a_step(self, policy: str) -> None:
+        """What is captured is run as without the plugin, whose own copies and replays are no part of it."""
+        layers = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(3)]).to(DEVICE)
+        x, held = torch.ones(64, 256, device=DEVICE), torch.ones(64, 256, device=DEVICE)
+
+        def gradients(memory: MemoryPlugin | None, index: int) -> list[torch.Tensor]:
+            layers.zero_grad()
+            with memory.step(x) if memory is not None else contextlib.nullcontext():
+                y = torch.tanh(layers(x))
+                if index == 6:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        doubled = (held * y.detach()).tanh() * 2
+                    graph.replay()
+                    assert torch.equal(doubled, (held * y.detach()).tanh() * 2)
+                y.sum().backward()
+            return [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
+
+        plain = gradients(None, 0)
+        with MemoryPlugin(budget=None, policy=policy) as memory:
+            for index in range(9):
+                assert all(map(torch.equal, gradients(memory, index), plain))
+
     @pytest.mark.parametrize("name", ["resnet-basic", "gpt2-sdpa", "lstm", "dropout"])
     def test_two_devices_in_one_process(self, name: str) -> None:
         """A plugin for each device, served by a thread each: neither disturbs the other."""

@@ -40,11 +40,12 @@ def _load() -> ctypes.CDLL:
 
 
 _C = _load()
-for _name in ("configure", "take_races", "num_syncs", "num_queued", "elapsed_time"):
+for _name in ("configure", "resize_storage", "take_races", "num_syncs", "num_queued", "elapsed_time"):
     getattr(_C, f"emulated_{_name}").restype = ctypes.c_char_p
 for _name in ("num_launched", "most_queued", "capacity"):
     getattr(_C, f"emulated_{_name}").restype = ctypes.c_int64
 _C.emulated_configure.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64]
+_C.emulated_resize_storage.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _C.emulated_host_register.argtypes = [ctypes.c_size_t, ctypes.c_uint64]
 _C.emulated_host_unregister.argtypes = [ctypes.c_size_t]
 _C.emulated_set_fraction.argtypes = [ctypes.c_int, ctypes.c_double]
@@ -283,6 +284,19 @@ def _install() -> None:
         return base_new(cls, *args, **kwargs)
 
     torch.UntypedStorage.__new__ = new_storage
+
+    # Likewise its resize_.
+    base_resize = core.StorageBase.resize_
+
+    def resize_storage(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return base_resize(storage, size)
+        error = _C.emulated_resize_storage(storage._cdata, size).decode()
+        if error:
+            raise (torch.OutOfMemoryError if "out of memory" in error else RuntimeError)(error)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_storage
 
     if os.environ.get("EMULATED_CUDA_REPORT"):
         import atexit
