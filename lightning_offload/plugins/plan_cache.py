@@ -36,6 +36,7 @@ from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import beside, plan_with_margin
+from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.replanning import compute_factor, links_were_wrong
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
@@ -72,6 +73,7 @@ class PlanEntry:
         num_corrections: Plans made again because planned steps did not take the time they should.
         computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
+        plain: What its steps need where they keep everything.
         verified: Storages whose replays were verified.
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
         num_deviations: Steps that left their plan.
@@ -105,6 +107,7 @@ class PlanEntry:
     recorded_gradient_bytes: int = 0
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
+    plain: PlainNeed = dataclasses.field(default_factory=PlainNeed)
     verified: set[int] = dataclasses.field(default_factory=set)
     takes_data: bool = False
     num_deviations: int = 0
@@ -178,10 +181,15 @@ class PlanEntry:
             self.num_unmeasured = 0
         return is_due
 
-    def runs_plainly(self, budget_bytes: int | None) -> bool:
-        """Whether there is nothing to do in its steps, not even to watch them."""
+    def runs_plainly(self, budget_bytes: int | None, device: torch.device) -> bool:
+        """Whether there is nothing to do in its steps: all is kept, without a budget or well within it.
+
+        Args:
+            budget_bytes: The budget.
+            device: Where they run.
+        """
         if self.phase == "unplanned":
-            return budget_bytes is None
+            return budget_bytes is None or self.plain.fits(device, budget_bytes)
         is_keep_all = self.program is not None and self.program.is_keep_all
         return self.phase != "recording" and is_keep_all and budget_bytes is None
 
@@ -302,7 +310,8 @@ class PlanEntry:
         if self.phase == "unplanned":
             _log.warning(
                 "the model's structure changes from step to step under the same input shapes (%s): such steps run "
-                "without a plan, everything saved is swapped out, and no prediction keeps their peak within the budget",
+                "without a plan, everything saved is swapped out unless there is ample room for it, and no "
+                "prediction keeps their peak within the budget",
                 how,
             )
 

@@ -62,6 +62,7 @@ class StepRun:
         accumulated: Those that were there when its backward began.
         bytes_out_of_sight: What is on the device and in no census: buckets of DDP that were not met yet.
         device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
+        there_bytes: What was on such a device when it began; None where it was not asked.
         is_watched: Whether its memory, its ops or its copies are measured.
         lane_times: What the lanes did, if that was measured.
         seconds: Time spent in its scopes, once it is finished and if that was measured.
@@ -84,6 +85,7 @@ class StepRun:
     accumulated: dict[int, int] = dataclasses.field(default_factory=dict)
     bytes_out_of_sight: int = 0
     device_peak_bytes: int | None = None
+    there_bytes: int | None = None
     lane_times: dict[Tier, LaneTimes] | None = None
     seconds: float | None = None
 
@@ -111,6 +113,11 @@ class StepRun:
         times = (self.lane_times or {}).values()
         return self.executor.stall_seconds + sum(t.stall_seconds for t in times)
 
+    def note_there(self) -> None:
+        """Note what is on the device as it begins, where it shows what such steps need that keep everything."""
+        if self.is_watched and self.executor.program is None and self.device.type == "cuda":
+            self.there_bytes = torch.cuda.memory_allocated(self.device)
+
     def watch_gradients(self, now: dict[int, int], gradients: Callable[[], dict[int, int]]) -> None:
         """Note the gradients of earlier steps: those there now, and those there when backward begins."""
         self.old_gradients = now
@@ -133,6 +140,7 @@ class StepRun:
             kind.takes_data |= self.executor.took_data
             if self.executor.program is None:
                 kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.stayed_bytes
+                self._learn_plain_need(self.executor.swapped_bytes)
         if not self.executor.num_unpacks and self.recorder is None:
             return
         self._note_peaks()
@@ -159,6 +167,10 @@ class StepRun:
             kind.measured(self.times)
         elif self.is_watched:
             kind.check_peak(budget_bytes)
+
+    def _learn_plain_need(self, swapped_bytes: int) -> None:
+        if self.device_peak_bytes is not None and self.there_bytes is not None:
+            self.kind.plain.learn(self.device_peak_bytes + swapped_bytes - self.there_bytes)
 
     def _take_times(self) -> None:
         self.seconds = self.clock.seconds()
@@ -450,8 +462,8 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
             given = hardware.adapted(settings.plan) if settings.plan is not None else None
             kind.replan(spec, hardware.budget_bytes, settings.policy, settings.keep, given)
         assert kind.program is not None
-        if hardware.prepare(key, kind.program.layout):
-            break
+        if kind.phase == "unplanned" or hardware.prepare(key, kind.program.layout):
+            break  # steps without a plan go on with the slabs that they have made
 
 
 def learn_from(run: StepRun, hardware: Hardware) -> None:

@@ -95,8 +95,13 @@ SHARE = (  # the longest first
     Run(
         name="lazy, random: bits, settings",
         schedule=LAZY,
-        tests=(f"{GPU}/test_exact.py", f"{GPU}/test_settings.py", f"{GPU}/test_devices.py"),
-        only=f"({EXACT}) or {SETTINGS} or test_devices",
+        tests=(
+            f"{GPU}/test_exact.py",
+            f"{GPU}/test_settings.py",
+            f"{GPU}/test_devices.py",
+            f"{GPU}/test_plain_steps.py",
+        ),
+        only=f"({EXACT}) or {SETTINGS} or test_devices or test_plain_steps",
     ),
     Run(
         name="two devices, lazy, random",
@@ -112,7 +117,7 @@ _EVERYTHING = (
     HERE,
     *(
         f"{GPU}/test_{name}.py"
-        for name in ("races", "devices", "settings", "memory", "out_of_memory", "trying", "exact")
+        for name in ("races", "devices", "settings", "plain_steps", "memory", "out_of_memory", "trying", "exact")
     ),
 )
 _SCHEDULES = {
