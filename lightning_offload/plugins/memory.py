@@ -340,8 +340,11 @@ class Steps:
             return
         if run.recorder is not None:
             self.state.learn_leaves(run.recorder.leaves)
+        if run.slack_bytes is not None and self.hardware is not None:
+            self.hardware.read_budget_again(run.slack_bytes)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
         run.finish(self.state, budget_bytes)
+        run.kind.note_retries(self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
         if self.hardware is not None:
             learn_from(run, self.hardware)

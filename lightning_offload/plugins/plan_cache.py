@@ -46,6 +46,8 @@ _MAX_DEVIATIONS = 3
 _MEASURE_EVERY = 32
 _MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
+_SLIGHTLY_TIGHTER = 0.95  # of one that it had room for only by giving back what it held in reserve
+_SOON = 16  # planned steps, within which a second time is no accident
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
 _SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and ends no training that runs
 
@@ -70,6 +72,8 @@ class PlanEntry:
         spec: The device that the plan in force was made for.
         hardware_version: Version of the hardware that it was made for.
         usable_bytes: Device memory that there turned out to be, after running out of it.
+        retried_at: The planned step in which the allocator last had to give its reserve back.
+        num_tightened: Plans made again because it had to again and again.
         num_corrections: Plans made again because planned steps did not take the time they should.
         computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
@@ -102,6 +106,8 @@ class PlanEntry:
     spec: DeviceSpec | None = None
     hardware_version: int = -1
     usable_bytes: int | None = None
+    retried_at: int | None = None
+    num_tightened: int = 0
     num_corrections: int = 0
     computing_seconds: float | None = None
     recorded_gradient_bytes: int = 0
@@ -419,6 +425,29 @@ class PlanEntry:
         self.usable_bytes = max(self.plan.floor_bytes, int(_TIGHTER * self.plan.predicted_peak_bytes))
         self.program = self.measured_peak_bytes = None
         self.num_planned = 0
+
+    def note_retries(self, num_retries: int) -> None:
+        """Plan tighter where the allocator gives its reserve back again and again, for which the device stands still.
+
+        Once is no sign of that: the first step under a new plan finds the reserve cut for the one before.
+
+        Args:
+            num_retries: How often it had to in the last step, and after it.
+        """
+        if not num_retries or self.phase != "planned" or self.plan is None:
+            return
+        is_again = self.retried_at is not None and 0 <= self.num_planned - self.retried_at <= _SOON
+        self.retried_at = self.num_planned
+        if not is_again or self.num_tightened >= _MAX_CORRECTIONS:
+            return
+        usable_bytes = max(self.plan.floor_bytes, int(_SLIGHTLY_TIGHTER * self.plan.predicted_peak_bytes))
+        if usable_bytes < self.plan.predicted_peak_bytes:
+            self.num_tightened += 1
+            self.usable_bytes, self.retried_at, self.program = usable_bytes, None, None
+            _log.info(
+                "the device's allocator had to give back its reserve under the plan: steps are planned for %s",
+                format_bytes(usable_bytes),
+            )
 
     def _is_final(self, unforeseen_bytes: int) -> bool:
         """Whether nothing measured can change the plan: one that keeps everything, and fits."""

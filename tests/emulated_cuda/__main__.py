@@ -40,6 +40,7 @@ EXACT = (
     " or checkpoint-selective-all or own-generator-all or retain-graph-all or resnet-bf16-h or lstm-all-recompute"
     " or overwritten-data or slice-of-storage)"
 )
+WHOLE = "test_devices or test_plain_steps or test_default_budget"
 SETTINGS = "half_precision and 0.25 or another_thread or accumulation_under_autocast"
 
 
@@ -101,7 +102,7 @@ SHARE = (  # the longest first
             f"{GPU}/test_devices.py",
             f"{GPU}/test_plain_steps.py",
         ),
-        only=f"({EXACT}) or {SETTINGS} or test_devices or test_plain_steps",
+        only=f"({EXACT}) or {SETTINGS} or {WHOLE}",
     ),
     Run(
         name="two devices, lazy, random",
@@ -117,7 +118,17 @@ _EVERYTHING = (
     HERE,
     *(
         f"{GPU}/test_{name}.py"
-        for name in ("races", "devices", "settings", "plain_steps", "memory", "out_of_memory", "trying", "exact")
+        for name in (
+            "races",
+            "devices",
+            "settings",
+            "plain_steps",
+            "default_budget",
+            "memory",
+            "out_of_memory",
+            "trying",
+            "exact",
+        )
     ),
 )
 _SCHEDULES = {
