@@ -237,7 +237,8 @@ class PlanEntry:
         """The same of the allocator's figure."""
         if self.known is None:
             return None
-        touched = sum(num_bytes for reference, num_bytes in self.known if has_inputs or reference() is not None)
+        taken = self.graph.taken_bytes if self.graph is not None else int
+        touched = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
         return max(0, allocated_bytes - gradient_bytes - touched)
 
     def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:

@@ -80,7 +80,7 @@ SHARE = (  # the longest first
         only=(
             "test_same_bits and (inplace-residual-all or lstm-all-swap or dropout-all) or plain_peak and resnet50 "
             "or within_the_budget and resnet50 and 0.25 or step_given_as_a_function or same_to_the_byte and all-swap "
-            "or replays_are_compared "
+            "or replays_are_compared or small_tensors "
             "or (out+in+compute or read_by_nobody) and (accumulation or custom-function)"
         ),
     ),
