@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_offload.capture.live import Counted, LiveBytes
 from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
-from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
+from lightning_offload.capture.workspace import OpMemory, block_bytes_of, op_memory_for, tries_algorithms
 from lightning_offload.graph.step_graph import Op, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_leaf, is_plain
 
@@ -393,6 +393,7 @@ class Recorder(LiveBytes):
             values=tuple(map(_value, self._value_storage, self._value_producer)),
             saves=saves,
             gradient_bytes=unseen,
+            block_bytes=block_bytes_of(self._device),
         )
 
 

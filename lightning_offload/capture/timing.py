@@ -3,19 +3,26 @@
 Protocol of an :class:`OpClock`: ``before_op`` and ``after_op`` around each op, in the thread that runs it;
 ``resolve`` at the end. An accelerator runs ops long after the host has launched them, so its clock marks the
 stream before and after each op and reads the marks once the device has reached them. What lies between two ops
-(waits for copies above all) is in no op's duration. An op that the device awaits takes as long as its launch: a
-step that the host cannot feed fast enough has such durations in truth.
+(waits for copies above all) is in no op's duration.
+
+Note [starved devices]: a device that waits for the host reaches the mark before an op long before the op, so what lies
+between the op's marks is its launch as well. Recordings and measured steps take the host longer than others do, and to
+the smallest ops that adds many times what they take. Such an op shows by the gap between it and the op before; what an
+op takes that does next to nothing is subtracted from it.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import statistics
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from lightning_offload.capture.placement import indexed
@@ -23,6 +30,10 @@ from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import Effects, OpFacts
+
+_GAP_SECONDS = 5e-6  # between two ops; a device that is behind the host has a microsecond or two between marks
+_LEAST_SECONDS = 1e-6  # of an op
+_NUM_LAUNCHES = 15
 
 
 class OpClock(abc.ABC):
@@ -77,6 +88,7 @@ class DeviceClock(OpClock):
         device: The accelerator.
         mark: Marks the stream that is current on the device; by default with an event that keeps time.
         synchronize: Waits until the device has reached all marks.
+        launch_seconds: What lies between the marks of an op that does next to nothing, while the device waits for it.
     """
 
     def __init__(
@@ -85,10 +97,12 @@ class DeviceClock(OpClock):
         *,
         mark: Callable[[torch.device], Mark] | None = None,
         synchronize: Callable[[torch.device], None] | None = None,
+        launch_seconds: Callable[[torch.device], float] | None = None,
     ) -> None:
         self._device = indexed(device)
         self._mark = mark or record_event
         self._synchronize = synchronize or torch.accelerator.synchronize
+        self._launch_seconds = launch_seconds or empty_launch_seconds
         self._open = _OpMark()
         self._spans: list[_Span] = []
         self._seconds: list[float] = []
@@ -107,7 +121,13 @@ class DeviceClock(OpClock):
     def resolve(self) -> list[float]:
         if self._spans:
             self._synchronize(self._device)
-            self._seconds.extend(span.seconds() for span in self._spans)
+            seconds = [span.seconds() for span in self._spans]
+            before = [None, *self._spans[:-1]]
+            starved = [i for i, span in enumerate(self._spans) if span.follows_a_gap(before[i])]
+            launch_seconds = self._launch_seconds(self._device) if starved else 0.0
+            for i in starved:
+                seconds[i] = max(seconds[i] - launch_seconds, min(seconds[i], _LEAST_SECONDS))
+            self._seconds.extend(seconds)
             self._spans.clear()
         return self._seconds
 
@@ -123,6 +143,15 @@ class _Span:
     start: Mark | None
     end: Mark
     host_seconds: float
+
+    def follows_a_gap(self, before: _Span | None) -> bool:
+        """Whether the device waited for this op: Note [starved devices]."""
+        if before is None or self.start is None:
+            return False
+        try:
+            return before.end.elapsed_time(self.start) * 1e-3 > _GAP_SECONDS
+        except (RuntimeError, ValueError):
+            return False
 
     def seconds(self) -> float:
         if self.start is None:
@@ -142,6 +171,26 @@ def record_event(device: torch.device) -> Mark:
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+@functools.cache
+def empty_launch_seconds(device: torch.device) -> float:
+    """What lies between the marks of an op on one element, while an accelerator waits for it; 0 where it cannot run."""
+    if device.type == "cpu":
+        return 0.0
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            element, found = torch.zeros(1, device=device), []
+            for _ in range(_NUM_LAUNCHES):
+                torch.accelerator.synchronize(device)
+                start = record_event(device)
+                element.add_(1)
+                end = record_event(device)
+                torch.accelerator.synchronize(device)
+                found.append(start.elapsed_time(end) * 1e-3)
+    except RuntimeError:  # out of memory above all
+        return 0.0
+    return statistics.median(found)
 
 
 def clock_for(device: torch.device) -> OpClock:

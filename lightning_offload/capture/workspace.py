@@ -49,6 +49,17 @@ class CudaMemoryStats:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
+_CUDA_BLOCK_BYTES = 512
+
+
+def block_bytes_of(device: torch.device) -> int:
+    """What a device's allocator rounds sizes up to a multiple of, in bytes.
+
+    Of a large block it may hand out up to 1 MiB more, which depends on what was freed before: that is measured.
+    """
+    return _CUDA_BLOCK_BYTES if device.type == "cuda" else 1
+
+
 class OpMemory:
     """Measures the workspace of each op.
 

@@ -116,6 +116,7 @@ class StepGraph:
         gradient_bytes: Gradients that backward will leave behind, where it was not observed; else 0.
         old_gradient_bytes: Gradients of earlier steps that may be there before backward, beyond those recorded.
         accumulated_bytes: The part of them that may still be there in backward.
+        block_bytes: What the device's allocator rounds sizes up to a multiple of; sizes here are tensors' own.
     """
 
     num_ticks: int
@@ -127,6 +128,7 @@ class StepGraph:
     gradient_bytes: int = 0
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
+    block_bytes: int = dataclasses.field(default=1, metadata=codec.ADDED)
 
     @property
     def persistent_bytes(self) -> int:
@@ -143,14 +145,28 @@ class StepGraph:
         """Whether ranks talk to one another within the step."""
         return any(op.name.partition(".")[0] in _COLLECTIVES for op in self.ops)
 
+    def allocated(self) -> StepGraph:
+        """The same step with storages as large as what the allocator hands out for them."""
+        if self.block_bytes == 1:
+            return self
+        storages = (dataclasses.replace(s, num_bytes=self.taken_bytes(s.num_bytes)) for s in self.storages)
+        return dataclasses.replace(self, storages=tuple(storages), block_bytes=1)
+
+    def taken_bytes(self, num_bytes: int) -> int:
+        """What the allocator hands out for so many bytes."""
+        return -(-num_bytes // self.block_bytes) * self.block_bytes
+
     def digest(self) -> str:
-        """Fingerprint of the structure (ops, sizes, saves), not of what is measured: two runs of one model agree."""
+        """Fingerprint of the structure (ops, sizes, saves), not of what is measured: two runs of one model agree.
+
+        It is the same of :meth:`allocated`.
+        """
         hasher = hashlib.sha256()
         for op in self.ops:
             hasher.update(f"{op.name}|{op.inputs}|{op.outputs}\n".encode())
         for save in self.saves:
             storage = self.storages[self.values[save.value].storage]
-            hasher.update(f"{save.value}|{storage.num_bytes}\n".encode())
+            hasher.update(f"{save.value}|{self.taken_bytes(storage.num_bytes)}\n".encode())
         return hasher.hexdigest()[:32]
 
     def storages_saved_in(self, patterns: Iterable[str]) -> frozenset[int]:
@@ -181,6 +197,7 @@ class StepGraph:
             "gradient_bytes": self.gradient_bytes,
             "old_gradient_bytes": self.old_gradient_bytes,
             "accumulated_bytes": self.accumulated_bytes,
+            "block_bytes": self.block_bytes,
         }
         for name in ("ops", "storages", "values", "saves"):
             payload[name] = codec.encode_rows(getattr(self, name))
@@ -209,6 +226,7 @@ def check(graph: StepGraph) -> None:
     """
     sizes = (graph.num_ticks, graph.extra_bytes, graph.gradient_bytes, graph.accumulated_bytes)
     _expect(min(sizes) >= 0 and graph.old_gradient_bytes >= graph.accumulated_bytes, "negative size")
+    _expect(graph.block_bytes >= 1, f"blocks of {graph.block_bytes} bytes")
     for i, storage in enumerate(graph.storages):
         ok = storage.num_bytes >= 0 and -1 <= storage.birth <= storage.death <= graph.num_ticks
         _expect(ok, f"storages[{i}] has a negative size or a death before its birth: {storage}")

@@ -72,7 +72,7 @@ class Problem:
     """A step graph with the choices that there are: which storages may leave the device, and what that takes.
 
     Attributes:
-        graph: The step.
+        graph: The step, with storages as large as what the device's allocator hands out for them.
         candidates: By storage.
         unpacks: All unpacks of the step, in order.
         unpack_ticks: Their ticks.
@@ -84,7 +84,7 @@ class Problem:
     """
 
     def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset()) -> None:
-        self.graph = graph
+        self.graph = graph = graph.allocated()
         self.stays = LiveRanges(graph)
         self.views: dict[type, object] = {}
         self._sources: dict[int, Source | None] = {}

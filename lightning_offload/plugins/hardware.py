@@ -56,6 +56,7 @@ _log = logging.getLogger(__name__)
 _LINK_FRACTION = 0.8  # of a measured link that plans count on: too fast a link costs most of all wrong guesses
 _HOST_FRACTION = 0.8  # of the host memory that is free when a device is first used, where no host_budget is given
 _MUCH_SLOWER, _MUCH_FASTER = 0.95, 1.1
+_MUCH_LESS = 0.98  # of the budget: worth other plans
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +89,15 @@ class Hardware:
         device: The compute device.
         tiers: The tiers below it.
         version: Grows when plans should be made again.
-        budget_bytes: The budget on this device, as it was when the device was first used.
+        budget_bytes: The budget on this device. Where none was given, it is what there was when the device was first
+            used, or a recorded step showed that there is less.
     """
 
     def __init__(self, device: torch.device, settings: Settings) -> None:
         self.device = device
         self.version = 0
         self.budget_bytes = budget_bytes_on(settings, device)
+        self._settings = settings
         self._tier = settings.tier
         self._host_bytes = _host_limit(settings)
         disk = DiskPool(settings.spill_dir) if settings.tier != "host" else None
@@ -106,6 +109,19 @@ class Hardware:
         self._refusals = self._refused_now()
         self._refused_demand: tuple[int, int] | None = None
         self._wanted: dict[str, Mapping[Tier, int]] = {}
+
+    def read_budget_again(self, slack_bytes: int) -> None:
+        """See how much memory there is once a step has run: kernels and libraries were loaded, memory is in pieces.
+
+        Args:
+            slack_bytes: What the device's allocator came to hold beyond what was alive.
+        """
+        if self.budget_bytes is None or self._settings.budget is not None:
+            return
+        now = budget_bytes_on(self._settings, self.device, slack_bytes)
+        if now is not None and now < _MUCH_LESS * self.budget_bytes:
+            self.budget_bytes = now
+            self.version += 1
 
     def planning_spec(self, saved_bytes: int) -> DeviceSpec:
         """What plans are made for: the device with its tiers, at a prudent share of its links' rates.

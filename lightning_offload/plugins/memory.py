@@ -32,6 +32,7 @@ from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.hardware import Hardware, TierUse
 from lightning_offload.plugins.out_of_memory import out_of_memory, with_second_attempt
 from lightning_offload.plugins.persistent import PersistentState
+from lightning_offload.plugins.plain_steps import PlainStep
 from lightning_offload.plugins.plan_cache import PlanCache, PlanEntry, dump_kinds, load_kinds, step_signature
 from lightning_offload.plugins.report import Report, make_report
 from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on, check_settings
@@ -80,6 +81,7 @@ class Steps:
         self._module = weakref.ref(module) if module is not None else None
         self._wrappers = contextlib.ExitStack()
         self._run: StepRun | None = None
+        self._plain: tuple[PlanEntry, PlainStep] | None = None
         self.is_attached = False
         self._is_open = False
         self._census_clock = CensusClock()
@@ -165,7 +167,8 @@ class Steps:
         run = self._begin((*inputs, *mark_of(wrapper or called)))
         del inputs  # the caller's to free
         if run is None:
-            yield
+            with self._plainly():
+                yield
             return
         with self._opened(run, hooks=True):
             yield
@@ -186,6 +189,10 @@ class Steps:
         run = self._run
         is_nested = torch._C._current_graph_task_id() != -1
         self.peaks.end_optimizer(is_whole=False)  # a mode would change it: Note [modes change backward]
+        if run is None and not is_nested and threading.get_ident() == self.state.thread:
+            with self._plainly():
+                yield
+            return
         if run is None or run.executor.is_spent or not (is_nested or threading.get_ident() == self.state.thread):
             yield  # another's
             return
@@ -200,6 +207,25 @@ class Steps:
             if executor.sees_user_code:
                 stack.enter_context(seeing_user_code(executor.dispatch, executor.made))
             yield
+
+    @contextlib.contextmanager
+    def _plainly(self) -> Iterator[None]:
+        """Around each scope of a step that runs plainly: watched, where that is for it to fit the budget."""
+        if self._plain is None or self.device is None:
+            yield
+            return
+        kind, step = self._plain
+        _thread.num_open += 1
+        self.state.thread = threading.get_ident()
+        try:
+            with step.scope():
+                yield
+        except torch.OutOfMemoryError as error:
+            self._plain = None
+            raise out_of_memory(error, self.device, kind, self.budget_bytes) from None
+        finally:
+            _thread.num_open -= 1
+            kind.measured_peak_bytes = step.peak_bytes
 
     @contextlib.contextmanager
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
@@ -241,27 +267,37 @@ class Steps:
         self._num_optimizers = 0
         hardware.refresh()
         is_up_to_date = kind.phase == "unplanned" or kind.hardware_version == hardware.version
-        if is_up_to_date and kind.runs_plainly(hardware.budget_bytes):
-            self.cache.begin_step()
+        if is_up_to_date and kind.runs_plainly(hardware.budget_bytes, hardware.device):
+            self._begin_plainly(kind, hardware)
             return None
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
             ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
-        self.cache.begin_step()
-        if kind.runs_plainly(hardware.budget_bytes):
-            return None
         device, verify = hardware.device, self.settings.verify
+        if kind.runs_plainly(hardware.budget_bytes, device):
+            self._begin_plainly(kind, hardware)
+            return None
+        self.cache.begin_step()
         run = start_run(kind, hardware.tiers, device, self.module, verify, peaks, there, self.state.identities)
         if kind.phase != "recording":
             run.bytes_out_of_sight = self.state.buckets.expected_bytes(device)
         peaks.begin_step(device, is_watched=run.is_watched)
+        run.note_there()
         run.state_version = self.state.version
         run.watch_gradients(gradients, self.state.gradients)
         self.executors.add(run.executor)
         self._run = run
         return run
+
+    def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:
+        self.cache.begin_step()
+        if kind.phase != "unplanned" or hardware.budget_bytes is None:
+            return
+        self.peaks.begin_step(hardware.device, is_watched=False)
+        kind.swapped_bytes = kind.stayed_bytes = 0
+        self._plain = kind, PlainStep(kind.plain, hardware.device, hardware.budget_bytes)
 
     def _look_beside(
         self, kind: PlanEntry, hardware: Hardware, gradients: dict[int, int], *, has_inputs: bool
@@ -306,13 +342,17 @@ class Steps:
 
     def finish(self) -> None:
         """Take over what the last step showed, once its backward has run."""
+        self._plain = None
         run, self._run = self._run, None
         if run is None:
             return
         if run.recorder is not None:
             self.state.learn_leaves(run.recorder.leaves)
+        if run.slack_bytes is not None and self.hardware is not None:
+            self.hardware.read_budget_again(run.slack_bytes)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
         run.finish(self.state, budget_bytes)
+        run.kind.note_retries(self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
         if self.hardware is not None:
             learn_from(run, self.hardware)

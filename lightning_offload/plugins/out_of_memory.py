@@ -157,6 +157,8 @@ def _explained(
         figures.append(f"allocated at most {format_bytes(torch.cuda.max_memory_allocated(device))}")
         figures.append(f"reserved {format_bytes(torch.cuda.memory_reserved(device))}")
     what = "the next step of this shape is planned tighter" if kind.plan is not None else "there was no plan yet"
+    if kind.phase == "unplanned":
+        what = "steps of this shape run without a plan, the next one keeps nothing that it saves"
     advice = "lower the budget or the batch size"
     if device.type == "cuda":
         advice += "; where reserved is well above allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

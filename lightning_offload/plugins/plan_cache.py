@@ -36,6 +36,7 @@ from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import beside, plan_with_margin
+from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.replanning import compute_factor, links_were_wrong
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
@@ -46,6 +47,8 @@ _MEASURE_EVERY = 32
 _NUM_ALIKE = 3
 _MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
+_SLIGHTLY_TIGHTER = 0.95  # of one that it had room for only by giving back what it held in reserve
+_SOON = 16  # planned steps, within which a second time is no accident
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
 _SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and ends no training that runs
 
@@ -70,9 +73,12 @@ class PlanEntry:
         spec: The device that the plan in force was made for.
         hardware_version: Version of the hardware that it was made for.
         usable_bytes: Device memory that there turned out to be, after running out of it.
+        retried_at: The planned step in which the allocator last had to give its reserve back.
+        num_tightened: Plans made again because it had to again and again.
         num_corrections: Plans made again because planned steps did not take the time they should.
         computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
+        plain: What its steps need where they keep everything.
         verified: Storages whose replays were verified.
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
         num_nodes: Autograd nodes that each of its planned steps made so far; None while it has none that keeps all.
@@ -104,11 +110,14 @@ class PlanEntry:
     spec: DeviceSpec | None = None
     hardware_version: int = -1
     usable_bytes: int | None = None
+    retried_at: int | None = None
+    num_tightened: int = 0
     num_corrections: int = 0
     computing_seconds: float | None = None
     recorded_gradient_bytes: int = 0
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
+    plain: PlainNeed = dataclasses.field(default_factory=PlainNeed)
     verified: set[int] = dataclasses.field(default_factory=set)
     takes_data: bool = False
     num_nodes: int | None = None
@@ -185,10 +194,15 @@ class PlanEntry:
             self.num_unmeasured = 0
         return is_due
 
-    def runs_plainly(self, budget_bytes: int | None) -> bool:
-        """Whether there is nothing to do in its steps, not even to watch them."""
+    def runs_plainly(self, budget_bytes: int | None, device: torch.device) -> bool:
+        """Whether there is nothing to do in its steps: all is kept, without a budget or well within it.
+
+        Args:
+            budget_bytes: The budget.
+            device: Where they run.
+        """
         if self.phase == "unplanned":
-            return budget_bytes is None
+            return budget_bytes is None or self.plain.fits(device, budget_bytes)
         is_keep_all = self.program is not None and self.program.is_keep_all
         return self.phase != "recording" and is_keep_all and budget_bytes is None
 
@@ -230,7 +244,8 @@ class PlanEntry:
         """The same of the allocator's figure."""
         if self.known is None:
             return None
-        touched = sum(num_bytes for reference, num_bytes in self.known if has_inputs or reference() is not None)
+        taken = self.graph.taken_bytes if self.graph is not None else int
+        touched = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
         return max(0, allocated_bytes - gradient_bytes - touched)
 
     def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
@@ -323,7 +338,8 @@ class PlanEntry:
         if self.phase == "unplanned":
             _log.warning(
                 "the model's structure changes from step to step under the same input shapes (%s): such steps run "
-                "without a plan, everything saved is swapped out, and no prediction keeps their peak within the budget",
+                "without a plan, everything saved is swapped out unless there is ample room for it, and no "
+                "prediction keeps their peak within the budget",
                 how,
             )
 
@@ -431,6 +447,29 @@ class PlanEntry:
         self.usable_bytes = max(self.plan.floor_bytes, int(_TIGHTER * self.plan.predicted_peak_bytes))
         self.program = self.measured_peak_bytes = None
         self.num_planned = 0
+
+    def note_retries(self, num_retries: int) -> None:
+        """Plan tighter where the allocator gives its reserve back again and again, for which the device stands still.
+
+        Once is no sign of that: the first step under a new plan finds the reserve cut for the one before.
+
+        Args:
+            num_retries: How often it had to in the last step, and after it.
+        """
+        if not num_retries or self.phase != "planned" or self.plan is None:
+            return
+        is_again = self.retried_at is not None and 0 <= self.num_planned - self.retried_at <= _SOON
+        self.retried_at = self.num_planned
+        if not is_again or self.num_tightened >= _MAX_CORRECTIONS:
+            return
+        usable_bytes = max(self.plan.floor_bytes, int(_SLIGHTLY_TIGHTER * self.plan.predicted_peak_bytes))
+        if usable_bytes < self.plan.predicted_peak_bytes:
+            self.num_tightened += 1
+            self.usable_bytes, self.retried_at, self.program = usable_bytes, None, None
+            _log.info(
+                "the device's allocator had to give back its reserve under the plan: steps are planned for %s",
+                format_bytes(usable_bytes),
+            )
 
     def _is_final(self, unforeseen_bytes: int) -> bool:
         """Whether nothing measured can change the plan: one that keeps everything, and fits."""

@@ -26,8 +26,8 @@ def links_were_wrong(plan: MemoryPlan, stall_seconds: float, *, is_slower: bool,
 def compute_factor(plan: MemoryPlan, computing_seconds: float, before: float | None) -> float:
     """By how much the ops' durations are wrong on an accelerator; 1 as long as that is not clear.
 
-    Ops timed one by one take as long as the host needs to launch them at the least; a step as a whole shows how much
-    shorter they are back to back. A step that is slow once may have waited for the host, or for the allocator; one
+    Ops timed one by one may have waited for the host, of whose part only an estimate is taken off; a step as a whole
+    shows what they take back to back. A step that is slow once may have waited for the host, or for the allocator; one
     that is so again shows that the durations are those of another machine, or of a cooler one.
 
     Args:

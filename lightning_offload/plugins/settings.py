@@ -22,7 +22,10 @@ Verify = Literal["first", "always", "never"]
 
 _log = logging.getLogger(__name__)
 _SWITCH = "LIGHTNING_OFFLOAD"
-_MARGIN = 0.03  # of a device's memory, left for what the allocator rounds up and for other libraries
+# Of a device's memory, where no budget is given:
+_MARGIN = 0.05  # left for what the allocator rounds up, for kernels that are loaded late and for other libraries
+_LEAST_MARGIN_BYTES = 1 << 30
+_MOST_SLACK = 0.1  # counted as lost to fragmentation
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +126,21 @@ def _load_plan(plan: MemoryPlan | str | os.PathLike[str] | None) -> MemoryPlan |
     return MemoryPlan.from_json(text)
 
 
-def budget_bytes_on(settings: Settings, device: torch.device) -> int | None:
+def budget_bytes_on(settings: Settings, device: torch.device, slack_bytes: int = 0) -> int | None:
     """The budget in bytes on a device; None where there is none, as on a CPU without ``budget=``.
+
+    Args:
+        settings: What was asked for.
+        device: The device.
+        slack_bytes: What its allocator was seen to hold beyond what was alive; not counted where a budget was given.
 
     Raises:
         BudgetError: A fraction was asked for of a device whose memory is not known.
     """
     total = int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
-    if settings.budget is None and device.type == "cuda":
+    if settings.budget is None and total is not None:
         free, _ = torch.cuda.mem_get_info(device)
-        return int((free + torch.cuda.memory_reserved(device)) - _MARGIN * (total or 0))
+        margin_bytes = min(max(int(_MARGIN * total), _LEAST_MARGIN_BYTES), total // 4)
+        lost_bytes = min(slack_bytes, int(_MOST_SLACK * total))
+        return int(free + torch.cuda.memory_reserved(device) - margin_bytes - lost_bytes)
     return resolve_budget(settings.budget, device_bytes=total)

@@ -32,6 +32,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
+from lightning_offload.plugins.plain_steps import Allocated
 from lightning_offload.plugins.plan_cache import PlanEntry
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
@@ -62,6 +63,8 @@ class StepRun:
         accumulated: Those that were there when its backward began.
         bytes_out_of_sight: What is on the device and in no census: buckets of DDP that were not met yet.
         device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
+        there: What such a device's allocator held when a step without a plan began; None where it was not asked.
+        slack_bytes: What it came to hold in a recorded step beyond what was alive at once.
         is_watched: Whether its memory, its ops or its copies are measured.
         lane_times: What the lanes did, if that was measured.
         seconds: Time spent in its scopes, once it is finished and if that was measured.
@@ -84,6 +87,8 @@ class StepRun:
     accumulated: dict[int, int] = dataclasses.field(default_factory=dict)
     bytes_out_of_sight: int = 0
     device_peak_bytes: int | None = None
+    there: Allocated | None = None
+    slack_bytes: int | None = None
     lane_times: dict[Tier, LaneTimes] | None = None
     seconds: float | None = None
 
@@ -104,12 +109,21 @@ class StepRun:
         for observer in (self.recorder, self.times):  # they reset the allocator's peak for each op
             peak = max(peak, (observer.allocator_peak_bytes or 0) if observer is not None else 0)
         self.device_peak_bytes = max(self.device_peak_bytes or 0, peak)
+        if self.recorder is not None and self.there is not None:
+            # What was held before may be a user's: it is there to be used.
+            used_bytes = max(self.device_peak_bytes, self.there.reserved_bytes)
+            self.slack_bytes = max(0, torch.cuda.memory_reserved(self.device) - used_bytes)
 
     @property
     def stall_seconds(self) -> float:
         """Time that compute waited for copies, as far as it was measured."""
         times = (self.lane_times or {}).values()
         return self.executor.stall_seconds + sum(t.stall_seconds for t in times)
+
+    def note_there(self) -> None:
+        """Note what is on the device as it begins, where it shows what such steps need that keep everything."""
+        if self.is_watched and self.executor.program is None and self.device.type == "cuda":
+            self.there = Allocated.on(self.device)
 
     def watch_gradients(self, now: dict[int, int], gradients: Callable[[], dict[int, int]]) -> None:
         """Note the gradients of earlier steps: those there now, and those there when backward begins."""
@@ -136,6 +150,7 @@ class StepRun:
             kind.takes_data |= self.executor.took_data
             if self.executor.program is None:
                 kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.stayed_bytes
+                self._learn_plain_need(self.executor.swapped_bytes)
         if not self.executor.num_unpacks and self.recorder is None:
             return
         self._note_peaks()
@@ -162,6 +177,10 @@ class StepRun:
             kind.measured(self.times)
         elif self.is_watched:
             kind.check_peak(budget_bytes)
+
+    def _learn_plain_need(self, swapped_bytes: int) -> None:
+        if self.device_peak_bytes is not None and self.there is not None:
+            self.kind.plain.learn(self.device_peak_bytes + swapped_bytes - self.there.current_bytes)
 
     def _take_times(self) -> None:
         self.seconds = self.clock.seconds()
@@ -313,6 +332,7 @@ class DevicePeaks:
     def __init__(self) -> None:
         self.optimizer_peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
+        self._num_retries: int | None = None
         self._was_watched = False
         self._mode: _OptimizerMode | None = None
         self._thread = 0
@@ -342,6 +362,14 @@ class DevicePeaks:
         if self._was_watched:
             self.note_optimizer(torch.cuda.max_memory_allocated(device))
             self.reserved_bytes = torch.cuda.memory_reserved(device)
+
+    def take_retries(self, device: torch.device) -> int:
+        """How often the allocator had to give its reserve back to go on, since this was last asked."""
+        if device.type != "cuda":
+            return 0
+        now = int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+        before, self._num_retries = self._num_retries, now
+        return max(0, now - before) if before is not None else 0
 
     def end_scope(self, device: torch.device) -> int | None:
         """Peak since a watched step began; the optimizer's is counted from here on."""
@@ -453,8 +481,8 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
             given = hardware.adapted(settings.plan) if settings.plan is not None else None
             kind.replan(spec, hardware.budget_bytes, settings.policy, settings.keep, given)
         assert kind.program is not None
-        if hardware.prepare(key, kind.program.layout):
-            break
+        if kind.phase == "unplanned" or hardware.prepare(key, kind.program.layout):
+            break  # steps without a plan go on with the slabs that they have made
 
 
 def learn_from(run: StepRun, hardware: Hardware) -> None:

@@ -42,6 +42,12 @@ _OF_PARENTS: list[mmap.mmap] = []
 class Slab:
     """One mapping, page-locked where the pool pins.
 
+    Args:
+        num_bytes: Its size.
+        pinning: Page-locks it.
+        pin: Whether to.
+        despite_refusal: Whether to try that although a mapping was refused before: for small ones.
+
     Attributes:
         address: Where it begins.
         ranges: Which of it is free.
@@ -50,7 +56,7 @@ class Slab:
 
     __slots__ = ("_memory", "_pid", "_pinning", "address", "is_pinned", "ranges")
 
-    def __init__(self, num_bytes: int, pinning: Pinning, *, pin: bool) -> None:
+    def __init__(self, num_bytes: int, pinning: Pinning, *, pin: bool, despite_refusal: bool = False) -> None:
         self.ranges = Ranges(num_bytes)
         self.is_pinned = False
         self._pid = os.getpid()
@@ -58,7 +64,7 @@ class Slab:
         self._memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
         self._advise("MADV_HUGEPAGE")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        if pin and pinning.can_pin and not pinning.is_refused:
+        if pin and pinning.can_pin and (despite_refusal or not pinning.is_refused):
             # A fork must not turn page-locked pages into shared ones: the device would go on with those of the child.
             self._advise("MADV_DONTFORK")
             self.is_pinned = pinning.pin(self.address, num_bytes)

@@ -4,6 +4,7 @@ A lane takes copies in order and gives a :class:`Copy` to wait for. The source o
 unchanged until its copy is done, which the executor sees to; device memory is always allocated by the compute
 thread. :class:`~.cpu_lanes.CpuLanes` copy in worker threads that hold no GIL, so that every path of the runtime
 runs on any machine; :class:`~.stream_lanes.StreamLanes` copy on side streams of an accelerator;
+:class:`~.pageable_lanes.PageableLanes` reach memory that could not be page-locked, through a little that could;
 :class:`~.disk_lanes.DiskLanes` go to and from a spill file; :class:`FakeLanes` move nothing and serve FakeTensor
 steps.
 
@@ -50,6 +51,16 @@ class LaneTimes:
     in_bytes: int = 0
     in_seconds: float = 0.0
     stall_seconds: float = 0.0
+
+    def added(self, other: LaneTimes) -> LaneTimes:
+        """What these lanes and others of the same tier did."""
+        return LaneTimes(
+            out_bytes=self.out_bytes + other.out_bytes,
+            out_seconds=self.out_seconds + other.out_seconds,
+            in_bytes=self.in_bytes + other.in_bytes,
+            in_seconds=self.in_seconds + other.in_seconds,
+            stall_seconds=self.stall_seconds + other.stall_seconds,
+        )
 
 
 class CopyLanes(abc.ABC):

@@ -81,7 +81,7 @@ class Pinning(abc.ABC):
     """Page-locks mappings.
 
     Attributes:
-        is_refused: Whether page-locking was asked for and refused; it is not tried again.
+        is_refused: Whether page-locking was asked for and refused; only small mappings are tried again.
         can_pin: Whether there is anything to page-lock for.
     """
 
@@ -153,10 +153,13 @@ class CudaPinning(Pinning):
             _log.debug("could not unregister host memory", exc_info=True)
 
     def _refuse(self, num_bytes: int, reason: str) -> None:
-        self.is_refused = True
+        was_refused, self.is_refused = self.is_refused, True
+        if was_refused:
+            _log.debug("%d bytes of host memory could not be page-locked either (%s)", num_bytes, reason)
+            return
         _log.warning(
-            "%d bytes of host memory could not be page-locked (%s): swaps use pageable memory, which is slower. "
-            "Raise the limit of locked memory (ulimit -l) or lower host_budget",
+            "%d bytes of host memory could not be page-locked (%s): swaps pass through a little that can, which is "
+            "slower. Raise the limit of locked memory (ulimit -l) or lower host_budget",
             num_bytes, reason,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -286,10 +286,14 @@ class StreamLanes(CopyLanes):
 
     Args:
         mover: Copies on side streams of the accelerator.
+        pageable: Makes the lanes to host memory that is not page-locked, when there first is any; without it the host
+            stands by during copies to and from such memory.
     """
 
-    def __init__(self, mover: StreamMover) -> None:
+    def __init__(self, mover: StreamMover, pageable: Callable[[], CopyLanes] | None = None) -> None:
         self.mover = mover
+        self._make_pageable = pageable
+        self._pageable: CopyLanes | None = None
 
     @property
     def out_stream(self) -> Any:
@@ -304,6 +308,9 @@ class StreamLanes(CopyLanes):
     @override
     def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
         assert isinstance(block, HostBlock)
+        other = self._lanes_of(block)
+        if other is not None:
+            return other.swap_out(storage, block)
         self._gate(block, self.out_stream)
         copy = self.mover.to_host(self.mover.mark(), storage, 0, block.num_bytes, block.address)
         block.busy = copy
@@ -312,6 +319,9 @@ class StreamLanes(CopyLanes):
     @override
     def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
         assert isinstance(block, HostBlock)
+        other = self._lanes_of(block)
+        if other is not None:
+            return other.swap_in(block, storage)
         if isinstance(block.busy, StreamCopy):  # compute waited for the copy out, but perhaps on another stream
             block.busy.gate(self.in_stream)
         copy = self.mover.to_device(self.mover.mark(), storage, 0, block.num_bytes, block.address)
@@ -329,18 +339,34 @@ class StreamLanes(CopyLanes):
     @override
     def measure(self, is_on: bool) -> None:
         self.mover.measure(is_on)
+        if self._pageable is not None:
+            self._pageable.measure(is_on)
 
     @override
     def take_times(self) -> LaneTimes:
-        return self.mover.take_times()
+        own = self.mover.take_times()
+        return own if self._pageable is None else own.added(self._pageable.take_times())
 
     @override
     def drain(self) -> None:
         self.mover.settle()
+        if self._pageable is not None:
+            self._pageable.drain()
 
     @override
     def close(self) -> None:
         self.mover.settle()
+        if self._pageable is not None:
+            self._pageable.close()
+
+    def _lanes_of(self, block: HostBlock) -> CopyLanes | None:
+        """The lanes for memory that is not page-locked; None for these."""
+        if block.is_pinned or self._make_pageable is None:
+            return None
+        if self._pageable is None:
+            self._pageable = self._make_pageable()
+            self._pageable.measure(self.mover.is_measuring)
+        return self._pageable
 
     def _gate(self, block: Block, stream: Any) -> None:
         """Let a stream write to a block's memory only after that memory's earlier users."""

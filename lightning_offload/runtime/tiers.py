@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 
 from lightning_offload.graph.memory_plan import Tier
 from lightning_offload.runtime.cpu_lanes import CpuLanes
-from lightning_offload.runtime.disk_lanes import DiskLanes
+from lightning_offload.runtime.disk_lanes import DiskLanes, PlainChunk
 from lightning_offload.runtime.host_pool import HostBlock, HostPool, Slab
 from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, CpuMover, LaneTimes, Mover, memory_bytes
+from lightning_offload.runtime.pageable_lanes import PageableLanes
 from lightning_offload.runtime.pinning import NotPinned, pinning_for
 from lightning_offload.runtime.spill import DiskBlock, DiskPool
+from lightning_offload.runtime.staged_lanes import HostChunk
 from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
 
 
@@ -159,9 +162,16 @@ class Tiers:
         return self.lanes
 
 
-def lanes_for(device: torch.device) -> CopyLanes:
-    """The lanes between a device and host memory."""
-    return CpuLanes() if device.type == "cpu" else StreamLanes(StreamMover(device))
+def lanes_for(device: torch.device, staging: Callable[[int], HostChunk] = PlainChunk) -> CopyLanes:
+    """The lanes between a device and host memory.
+
+    Args:
+        device: The device.
+        staging: Gives page-locked chunks, for copies to and from memory that is not.
+    """
+    if device.type == "cpu":
+        return CpuLanes()
+    return StreamLanes(StreamMover(device), lambda: PageableLanes(StreamMover(device), staging))
 
 
 def mover_for(device: torch.device) -> Mover:
@@ -178,7 +188,6 @@ def tiers_for(device: torch.device, *, host_budget_bytes: int | None = None, dis
         disk: The spill file; None without a disk tier.
     """
     pinning = pinning_for(device)
-    disk_lanes: DiskLanes | None = None
-    if disk is not None:
-        disk_lanes = DiskLanes(mover_for(device), functools.partial(Slab, pinning=pinning, pin=True))
-    return Tiers(lanes_for(device), HostPool(host_budget_bytes, pinning), disk_lanes, disk)
+    chunk = functools.partial(Slab, pinning=pinning, pin=True, despite_refusal=True)
+    disk_lanes = DiskLanes(mover_for(device), chunk) if disk is not None else None
+    return Tiers(lanes_for(device, chunk), HostPool(host_budget_bytes, pinning), disk_lanes, disk)

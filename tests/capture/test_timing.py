@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from lightning_offload.capture.timing import DeviceClock, HostClock, OpTimes, clock_for, retime
+from lightning_offload.capture.timing import DeviceClock, HostClock, OpTimes, clock_for, empty_launch_seconds, retime
 from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.tensors.op_facts import facts_of
 from tests.capture.devices import FakeMemory, FakeStream
@@ -31,9 +31,11 @@ def times(names: list[str], seconds: list[float], workspaces: list[int] | None =
     return found
 
 
-def clock(stream: FakeStream) -> DeviceClock:
+def clock(stream: FakeStream, launch_seconds: float = 0.0) -> DeviceClock:
     """A device's clock on a fake stream."""
-    return DeviceClock(GPU, mark=stream.mark, synchronize=stream.synchronize)
+    return DeviceClock(
+        GPU, mark=stream.mark, synchronize=stream.synchronize, launch_seconds=lambda device: launch_seconds
+    )
 
 
 # ---- clocks
@@ -60,6 +62,36 @@ def test_device_clock_takes_the_devices_durations() -> None:
     assert found.seconds == [0.25, 0.5]
     assert stream.devices == {GPU}
     assert isinstance(clock_for(GPU), DeviceClock)
+
+
+def test_the_launch_is_no_part_of_an_op_that_the_device_waited_for() -> None:
+    """What follows a gap was launched meanwhile; what the device had in its queue was not."""
+    us = 1e-6
+    stream = FakeStream(
+        0 * us, 1000 * us,  # the first op: nothing is known of what was before
+        1002 * us, 1012 * us,  # from the queue: 10 us in truth
+        1062 * us, 1092 * us,  # after a gap: 10 us and its launch
+        1200 * us, 2220 * us,  # likewise, 1 ms
+        2300 * us, 2315 * us,  # less than a launch
+        2315.5 * us, 2316 * us,  # shorter than the least, from the queue
+    )  # fmt: skip
+    timed = clock(stream, launch_seconds=20 * us)
+    for _ in range(6):
+        timed.before_op()
+        timed.after_op(0.0)
+    assert timed.resolve() == pytest.approx([1000 * us, 10 * us, 10 * us, 1000 * us, 1 * us, 0.5 * us])
+
+
+def test_a_cpu_has_no_launch() -> None:
+    """Ops run where they are called."""
+    assert empty_launch_seconds(torch.device("cpu")) == 0
+
+
+@pytest.mark.gpu
+def test_an_empty_launch_takes_microseconds() -> None:
+    """As it is measured, and once for each device."""
+    seconds = empty_launch_seconds(torch.device("cuda", torch.cuda.current_device()))
+    assert 0 < seconds < 1e-3
 
 
 def test_the_device_is_awaited_once() -> None:

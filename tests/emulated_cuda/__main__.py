@@ -42,6 +42,7 @@ EXACT = (
     " or checkpoint-selective-all or own-generator-all or retain-graph-all or resnet-bf16-h or lstm-all-recompute"
     " or overwritten-data or slice-of-storage)"
 )
+WHOLE = "test_devices or test_plain_steps or test_default_budget"
 SETTINGS = "half_precision and 0.25 or another_thread or accumulation_under_autocast"
 
 
@@ -89,7 +90,7 @@ SHARE = (  # the longest first
         only=(
             "test_same_bits and (inplace-residual-all or lstm-all-swap or dropout-all) or plain_peak and resnet50 "
             "or within_the_budget and resnet50 and 0.25 or step_given_as_a_function or same_to_the_byte and all-swap "
-            "or replays_are_compared "
+            "or replays_are_compared or small_tensors "
             "or (out+in+compute or read_by_nobody) and (accumulation or custom-function)"
         ),
     ),
@@ -105,8 +106,13 @@ SHARE = (  # the longest first
     Run(
         name="lazy, random: bits, settings",
         schedule=LAZY,
-        tests=(f"{GPU}/test_exact.py", f"{GPU}/test_settings.py", f"{GPU}/test_devices.py"),
-        only=f"({EXACT}) or {SETTINGS} or test_devices",
+        tests=(
+            f"{GPU}/test_exact.py",
+            f"{GPU}/test_settings.py",
+            f"{GPU}/test_devices.py",
+            f"{GPU}/test_plain_steps.py",
+        ),
+        only=f"({EXACT}) or {SETTINGS} or {WHOLE}",
     ),
     Run(
         name="two devices, lazy, random",
@@ -133,7 +139,17 @@ _EVERYTHING = (
     HERE,
     *(
         f"{GPU}/test_{name}.py"
-        for name in ("races", "devices", "settings", "memory", "out_of_memory", "trying", "exact")
+        for name in (
+            "races",
+            "devices",
+            "settings",
+            "plain_steps",
+            "default_budget",
+            "memory",
+            "out_of_memory",
+            "trying",
+            "exact",
+        )
     ),
 )
 _SCHEDULES = {

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime import disk_lanes
+from lightning_offload.runtime import staged_lanes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import Slab
 from lightning_offload.runtime.lanes import done_copy
@@ -242,12 +242,12 @@ MUTANTS = (
     ),
     Mutant(
         name="chunks are written to disk before they are there",
-        broken=_patch(disk_lanes.Writer, "_finish", _finish_at_once(disk_lanes.Writer._finish)),
+        broken=_patch(staged_lanes.Writer, "_finish", _finish_at_once(staged_lanes.Writer._finish)),
         noticed_by=(("part of a backward", DISK),),
     ),
     Mutant(
         name="chunks are filled from disk while copies read them",
-        broken=_patch(disk_lanes, "settled", lambda copy: None),
+        broken=_patch(staged_lanes, "settled", lambda copy: None),
         noticed_by=(("perceptron", DISK),),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -105,4 +106,64 @@ def test_training_on_another_than_the_current_device() -> None:
     plain = losses_of(None)
     with MemoryPlugin(budget=None, policy="all-swap", device="cuda:1") as memory:
         found = losses_of(memory)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+@pytest.fixture
+def few_page_locks() -> Iterator[None]:
+    """The host page-locks 33 MiB in all: what copies pass through, and nothing that they go to."""
+    emulated.set_pin_limit(33 << 20)
+    yield
+    emulated.set_pin_limit(1 << 40)
+
+
+def swapping_losses(memory: MemoryPlugin | None, num_steps: int, blocking: list[int]) -> list[torch.Tensor]:
+    """Train a model whose saved tensors take several chunks each; notes how often each step blocked the host."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[part for _ in range(2) for part in (nn.Linear(256, 256), nn.Tanh())]).to("cuda")
+    losses = []
+    for step in range(num_steps):
+        x = torch.full((34 << 10, 256), 0.1 * step, device="cuda")
+        with memory.step(x) if memory is not None else contextlib.nullcontext():
+            before = sum(emulated.syncs().values())
+            loss = functional.mse_loss(model(x), x)
+            loss.backward()
+            blocking.append(sum(emulated.syncs().values()) - before)
+        losses.append(loss.detach().cpu())
+        for weight in model.parameters():
+            assert weight.grad is not None
+            losses.append(weight.grad.clone().cpu())
+    return losses
+
+
+@pytest.mark.usefixtures("few_page_locks")
+@pytest.mark.parametrize("schedule", ["lazy random", "lazy copies_last", "lazy copies_first", "threads random"])
+def test_memory_that_is_not_page_locked_is_reached_through_chunks(schedule: str) -> None:
+    """The same bits, and no copy for which the thread that computes stands by."""
+    mode, policy = schedule.split()
+    emulated.configure(mode, policy, 1, *((100, 300) if mode == "threads" else ()))
+    blocking: list[int] = []
+    plain = swapping_losses(None, 6, [])
+    with MemoryPlugin(policy="all-swap", tier="host", budget="2GiB") as memory:
+        found = swapping_losses(memory, 6, blocking)
+        report = memory.report()
+        assert memory._steps.hardware is not None
+        assert memory._steps.hardware.tiers.host.is_pinning_refused
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    assert report.phase == "planned"
+    assert report.swapped_bytes > 0
+    assert report.pinned_bytes == 0
+    assert blocking[-1] == 0, blocking
+
+
+def test_chunks_that_cannot_be_page_locked_do_as_well() -> None:
+    """Nothing at all can be: slower, and right."""
+    emulated.configure("lazy", "random", 3)
+    plain = swapping_losses(None, 5, [])
+    emulated.set_pin_limit(0)
+    try:
+        with MemoryPlugin(policy="all-swap", tier="host", budget="2GiB") as memory:
+            found = swapping_losses(memory, 5, [])
+    finally:
+        emulated.set_pin_limit(1 << 40)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))

@@ -228,3 +228,39 @@ def test_replays_are_compared_on_the_device(monkeypatch: pytest.MonkeyPatch) -> 
                 assert (report.measured_peak_bytes or 0) <= report.predicted_peak_bytes
     assert report.num_mismatched == 0
     assert devices.count(DEVICE.type) > len(devices) // 2
+
+
+class Tiny(torch.nn.Module):
+    """Saves many tensors that are a little larger than a block of the allocator."""
+
+    def __init__(self, num_elements: int = 129, depth: int = 400) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, num_elements))
+        self.depth = depth
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        for _ in range(self.depth):
+            x = x.sin()
+        return x
+
+
+def test_small_tensors_take_whole_blocks() -> None:
+    """The first plan predicts what the allocator counts, with nothing measured yet."""
+    if not IS_CUDA:
+        pytest.skip("tensors on a CPU take what they hold")
+    model, batch = Tiny().to(DEVICE), torch.ones(129, device=DEVICE)
+    with MemoryPlugin(budget=None, module=model) as memory:
+        model(batch).sum().backward()  # kernels' own memory is there from here on
+        for _ in range(2):
+            with memory.step(batch):
+                model(batch).sum().backward()
+        kind = memory._steps.cache.kind
+        report = memory.report()
+    assert kind.shortfall_bytes == 0
+    assert report.measured_peak_bytes is not None
+    assert report.predicted_peak_bytes is not None
+    assert report.plain_peak_bytes is not None
+    blocks = 1024 * model.depth
+    assert report.measured_peak_bytes <= report.predicted_peak_bytes <= report.measured_peak_bytes + 8 * 1024
+    assert blocks <= report.plain_peak_bytes <= report.measured_peak_bytes + 8 * 1024

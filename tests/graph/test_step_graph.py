@@ -34,6 +34,7 @@ CORRUPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "newer schema": lambda data: data.update(schema=2),
     "schema as text": lambda data: data.update(schema="1"),
     "missing header field": lambda data: data.pop("num_ticks"),
+    "no block": lambda data: data.update(block_bytes=0),
     "unknown header field": lambda data: data.update(colour="red"),
     "missing table": lambda data: data.pop("ops"),
     "table is no list": lambda data: data.update(ops={"a": 1}),
@@ -206,3 +207,23 @@ def test_storages_of_the_modules_that_match() -> None:
     assert graph.storages_saved_in(["B*"]) == {other}
     assert graph.storages_saved_in(["*"]) == {stem, first, second, other}
     assert graph.storages_saved_in(["conv"]) == graph.storages_saved_in([]) == frozenset()
+
+
+def test_allocated_storages_are_whole_blocks() -> None:
+    """Sizes are rounded up; the structure is the same, so a plan for the one is a plan for the other."""
+    graph = dataclasses.replace(chain(700, 1024, 10), block_bytes=512)
+    allocated = graph.allocated()
+    assert [s.num_bytes for s in allocated.storages] == [-(-s.num_bytes // 512) * 512 for s in graph.storages]
+    assert allocated.block_bytes == 1
+    assert allocated.digest() == graph.digest()
+    assert allocated.allocated() is allocated
+    assert allocated.digest() != chain(700, 1024, 10).digest()
+
+
+def test_block_size_is_kept_in_files() -> None:
+    """A file written before there was one has blocks of a byte."""
+    graph = dataclasses.replace(chain(700, 1024, 10), block_bytes=512)
+    assert StepGraph.from_json(graph.to_json()) == graph
+    data = json.loads(graph.to_json())
+    del data["block_bytes"]
+    assert StepGraph.from_json(json.dumps(data)) == chain(700, 1024, 10)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.devices import first_device
 from lightning_offload.plugins.plan_cache import PlanEntry, step_signature
+from lightning_offload.plugins.step import DevicePeaks
 from tests.plugins.training import attached, middle_budget, net, phases_of, report_of, rows, train_step
 
 BEGIN = ["recording", "verifying", "measuring", "planned"]
@@ -122,6 +125,32 @@ def test_forward_alone_ends_unplanned() -> None:
             phases.append(memory.report().phase)
     assert phases[:3] == ["recording"] * 3
     assert phases[-1] == "unplanned"
+
+
+@pytest.mark.parametrize(
+    ("retried", "num_plans"), [((), 1), ((6,), 1), ((6, 9), 2), ((6, 25), 1), (range(4, 40), 4)], ids=str
+)
+def test_reserve_given_back_again_and_again_makes_plans_tighter(
+    monkeypatch: pytest.MonkeyPatch, retried: Collection[int], num_plans: int
+) -> None:
+    """By 5% each time, up to three times; once in a while is no reason."""
+    model, batch, steps = net(), rows(), iter(range(40))
+    expected = train_step(model, batch)
+    monkeypatch.setattr(DevicePeaks, "take_retries", lambda peaks, device: int(next(steps) in retried))
+    peaks: list[int] = []
+    with attached(model, budget="64MiB") as memory:
+        for step in range(40):
+            assert train_step(model, batch, memory) == expected
+            report = memory.report()
+            assert report.predicted_peak_bytes is not None
+            if step >= len(BEGIN):
+                peaks.append(report.predicted_peak_bytes)
+        assert report.phase == "planned"
+        assert report.measured_peak_bytes is not None
+        assert report.measured_peak_bytes <= peaks[-1]
+    found = list(dict.fromkeys(peaks))
+    assert len(found) == num_plans
+    assert all(after <= 0.95 * before for before, after in itertools.pairwise(found))
 
 
 def test_no_grad_steps_are_no_steps() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,37 @@ def test_budget_on_a_cpu() -> None:
     assert budget_bytes_on(check_settings(**DEFAULTS), cpu) is None
     with pytest.raises(BudgetError, match="fraction"):
         budget_bytes_on(check_settings(**{**DEFAULTS, "budget": 0.5}), cpu)
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "free_gib", "reserved_gib", "slack_gib", "expected_gib"),
+    [
+        (80, 78, 1, 0, 75),  # five per cent
+        (80, 78, 1, 3, 72),  # and what was seen to be in pieces
+        (80, 78, 1, 40, 67),  # up to a tenth
+        (16, 15, 0, 0, 14),  # 1 GiB at least
+        (2, 2, 0, 0, 1.5),  # and at most a quarter
+        (80, 30, 10, 0, 36),  # the rest is another's
+    ],
+)
+def test_default_budget_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+    total_gib: float,
+    free_gib: float,
+    reserved_gib: float,
+    slack_gib: float,
+    expected_gib: float,
+) -> None:
+    """What is free or this process's, less room for what is not alive in tensors; given budgets are as they are."""
+    gib, cuda = 1 << 30, torch.device("cuda", 0)
+    properties = SimpleNamespace(total_memory=int(total_gib * gib))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * gib), int(total_gib * gib)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(reserved_gib * gib))
+    slack_bytes = int(slack_gib * gib)
+    assert budget_bytes_on(check_settings(**DEFAULTS), cuda, slack_bytes) == int(expected_gib * gib)
+    assert budget_bytes_on(check_settings(**{**DEFAULTS, "budget": "3MiB"}), cuda, slack_bytes) == 3 << 20
+    assert budget_bytes_on(check_settings(**{**DEFAULTS, "budget": 0.5}), cuda, slack_bytes) == total_gib * gib / 2
 
 
 def test_properties_before_the_device_is_known() -> None:

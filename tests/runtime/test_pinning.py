@@ -12,7 +12,7 @@ import torch
 
 from lightning_offload.runtime import pinning
 from lightning_offload.runtime import pinning as numa
-from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.host_pool import HostPool, Slab
 from lightning_offload.runtime.pinning import CudaPinning, NotPinned, pinning_for
 
 MIB = 1 << 20
@@ -95,6 +95,23 @@ def test_refused_pinning_warns_once_and_goes_on_with_pageable_memory(
     assert pool.is_pinning_refused
     (record,) = caplog.records
     assert record.message.startswith(f"{5 * MIB} bytes of host memory could not be page-locked (CUDA error 2)")
+
+
+def test_small_mappings_are_page_locked_after_a_refusal(runtime: FakeRuntime, caplog: pytest.LogCaptureFixture) -> None:
+    """What copies pass through is, if it can be; that it cannot is said no second time."""
+    runtime.error = 2
+    made = cuda_pinning()
+    with caplog.at_level(logging.WARNING):
+        assert not Slab(5 * MIB, made, pin=True).is_pinned
+        assert not Slab(MIB, made, pin=True, despite_refusal=True).is_pinned
+        runtime.error = 0
+        assert not Slab(5 * MIB, made, pin=True).is_pinned
+        chunk = Slab(MIB, made, pin=True, despite_refusal=True)
+    assert chunk.is_pinned
+    assert list(runtime.registered.values()) == [MIB]
+    assert len(caplog.records) == 1
+    del chunk
+    assert runtime.registered == {}
 
 
 def test_a_cpu_needs_no_pinning() -> None:
