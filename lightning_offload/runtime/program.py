@@ -98,7 +98,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         PlanError: The plan is for another graph, or recomputes what cannot be.
     """
     plan.check(graph)
-    decisions = {d.storage: d for d in _released_after_packs(graph, plan) if d.action != "keep"}
+    decisions = {d.storage: d for d in plan.decisions if d.action != "keep"}
     sizes = [graph.storages[v.storage].num_bytes for v in graph.values]
     steps = tuple(OpStep(op.name, tuple(sizes[v] for v in op.outputs)) for op in graph.ops)
     followed = _follow(graph, decisions, steps)
@@ -138,25 +138,6 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         is_recomputing=is_recomputing,
         records_backward=any(b and s.record for b, s in zip(in_backward, steps, strict=True)),
     )
-
-
-def _released_after_packs(graph: StepGraph, plan: MemoryPlan) -> list[Decision]:
-    """The decisions, with releases at the pack itself where nothing runs between the pack and the op of the release.
-
-    A step without a dispatch mode comes by the first hook before that op, which is then that pack or one before it.
-    """
-    packed: dict[int, int] = {}
-    for save in graph.saves:
-        packed.setdefault(graph.values[save.value].storage, save.pack_tick)
-    found = []
-    for decision in plan.decisions:
-        release_op, pack_tick = decision.release_op, packed.get(decision.storage)
-        if decision.action == "swap" and 0 < release_op < len(graph.ops) and pack_tick is not None:
-            is_next = graph.ops[release_op - 1].tick < pack_tick
-            found.append(dataclasses.replace(decision, release_op=AT_PACK) if is_next else decision)
-        else:
-            found.append(decision)
-    return found
 
 
 def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpStep, ...]) -> set[int]:

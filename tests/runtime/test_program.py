@@ -6,7 +6,6 @@ import pytest
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph import Decision, StepGraph
-from lightning_offload.graph.memory_plan import AT_PACK
 from lightning_offload.runtime.program import compile_plan
 from tests.graph.building import GraphBuilder, chain
 from tests.runtime.executing import plan_of
@@ -46,16 +45,6 @@ def test_swapped_storage_is_followed_and_scheduled() -> None:
     assert program.prefetch == {1: (2,)}
     assert recorded(FOUR, Decision(storage=2, action="swap")) == []
     assert [op.num_bytes for op in program.ops] == [(10,), (20,), (30,), (40,)]
-
-
-def test_releases_right_after_a_pack_are_made_at_the_pack() -> None:
-    """A step without a dispatch mode would ask for them at the hook before: that pack, or one before it."""
-    program = compile_plan(FOUR, plan_of(FOUR, Decision(storage=2, action="swap", release_op=2)))
-    assert program.decisions[2].release_op == AT_PACK
-    assert (program.release_at_pack, program.release_at_unpack) == ({}, {})
-    later = compile_plan(FOUR, plan_of(FOUR, Decision(storage=2, action="swap", release_op=3)))
-    assert later.decisions[2].release_op == 3
-    assert later.release_at_pack == {2: (2,)}
 
 
 def test_recomputed_storage_records_its_producer_down_to_what_is_at_hand() -> None:
