@@ -143,7 +143,7 @@ def small_layers(device: torch.device, *, quick: bool) -> Workload:
         device: Where it runs.
         quick: Whether two layers will do.
     """
-    num_layers, width, batch_size, length = (2 if quick else 24), 16, 2, 4
+    num_layers, width, batch_size, length = (2 if quick else 24), 16, 4, 8
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True) for _ in range(num_layers)]
     return Workload(
