@@ -23,6 +23,7 @@ the one that was planned. Where steps were alike so far, the number of autograd 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -70,8 +71,8 @@ class StepExecutor:
         observer: Notified of every event; None for nobody.
         verifier: Compares replays with their originals, if they are to be.
         sees_ops: Whether the step's ops go through :meth:`dispatch`; they must unless the program says otherwise.
-        persistent: Gives the identities of storages that outlive the step, for a step that does not see ops and leaves
-            its program.
+        persistent: Gives the identities of storages that outlive the step; asked once, if a step that does not see ops
+            leaves its program.
 
     Attributes:
         program: What to do; None for the floor policy.
@@ -112,7 +113,7 @@ class StepExecutor:
         self._unread = weakref.ref(self._lease)
         self._device = device
         self._can_capture = device.type == "cuda"
-        self._persistent = persistent
+        self._persistent = functools.cache(persistent)
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
         self._num_packs = 0
