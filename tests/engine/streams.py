@@ -23,6 +23,8 @@ from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import bypass_mode
 from lightning_offload.runtime.lanes import Block, Copy, CopyLanes, LaneTimes, storage_bytes
 from lightning_offload.runtime.materialize import Materializer
+from lightning_offload.runtime.pageable_lanes import PageableLanes
+from lightning_offload.runtime.staged_lanes import HostChunk
 from lightning_offload.runtime.stream_lanes import StreamLanes, StreamMover
 from tests.runtime.fake_streams import FakeStreamMover
 
@@ -107,12 +109,13 @@ class PoisonedLanes(CopyLanes):
 
 
 @contextlib.contextmanager
-def streaming(delays: Delays | None = None, *, seed: int = 0) -> Iterator[Poison]:
+def streaming(delays: Delays | None = None, *, seed: int = 0, is_pageable: bool = False) -> Iterator[Poison]:
     """Let plugins on the CPU use lanes of streams, with poison.
 
     Args:
         delays: Sets the delays of each mover's streams; by default both dawdle at random.
         seed: Of the delays.
+        is_pageable: Copy as if host memory could not be page-locked.
     """
     movers: list[FakeStreamMover] = []
     poison = Poison()
@@ -123,8 +126,9 @@ def streaming(delays: Delays | None = None, *, seed: int = 0) -> Iterator[Poison
             delays(movers[-1])
         return movers[-1]
 
-    def lanes_for(device: torch.device) -> CopyLanes:
-        return PoisonedLanes(StreamLanes(mover_for(device)), poison)
+    def lanes_for(device: torch.device, staging: Callable[[int], HostChunk]) -> CopyLanes:
+        pageable = (lambda: PageableLanes(mover_for(device), staging)) if is_pageable else None
+        return PoisonedLanes(StreamLanes(mover_for(device), pageable), poison)
 
     dispatch, release, disk_lanes = StepExecutor.dispatch, Materializer.release, tiers.DiskLanes
 

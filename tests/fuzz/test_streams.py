@@ -15,5 +15,5 @@ CHUNKS: tuple[Delays | None, ...] = (None, only_out, only_in, None, None, None)
 def test_random_program_is_exact(chunk: int) -> None:
     """Losses, gradients, parameters, buffers, random states and errors are those of plain PyTorch."""
     for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK):
-        with streaming(CHUNKS[chunk], seed=seed):
+        with streaming(CHUNKS[chunk], seed=seed, is_pageable=seed % 3 == 2):
             check(seed)
