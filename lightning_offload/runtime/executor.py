@@ -49,8 +49,8 @@ from lightning_offload.runtime.values import (
     StepLiveness,
     ValueTable,
     emptied,
-    on_counter_of,
     raise_modified,
+    seen_through,
 )
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
@@ -243,7 +243,7 @@ class StepExecutor:
 
     def _next_step(self, facts: OpFacts) -> OpStep | None:
         """The program's entry for this op; None under the floor policy."""
-        if self._cursor is None or self.has_deviated:
+        if self._cursor is None or self.deviation:
             return None
         step = self._cursor.next(facts.name)
         if step is None:
@@ -294,7 +294,7 @@ class StepExecutor:
         try:
             with NotSeen():
                 handle = self._pack(*as_saved(tensor))
-                if not self.sees_ops and self.program is not None and not self.has_deviated:
+                if not (self.sees_ops or self.deviation) and self.program is not None:
                     self._release(self.program.release_at_pack.get(handle.index, ()))
                 return handle
         finally:
@@ -351,7 +351,7 @@ class StepExecutor:
     def _is_as_planned(self, index: int, tensor: Tensor) -> bool:
         """Whether the step still follows its program; another tensor saved than the planned one ends that."""
         assert self.program is not None
-        if self.has_deviated:
+        if self.deviation:
             return False
         planned, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
         if index < len(planned) and planned[index] in (0, num_bytes):  # 0: it is on another device
@@ -368,7 +368,7 @@ class StepExecutor:
         if value.block is not None:
             return True
         decision = place = None
-        if self.program is not None and not self.has_deviated:
+        if self.program is not None and not self.deviation:
             decision = self.program.decisions.get(value.index)
             if decision is None:
                 self._table.own(value, storage)
@@ -422,7 +422,7 @@ class StepExecutor:
                 with past_own_mode():
                     if self._can_capture and is_capturing():
                         _check_is_there(handle)
-                    elif in_backward and self.program is not None and not self.has_deviated:
+                    elif in_backward and self.program is not None and not self.deviation:
                         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
                         if not self.sees_ops:
                             self._release(self.program.release_at_unpack.get(self.num_unpacks - 1, ()))
@@ -454,7 +454,7 @@ class StepExecutor:
             self.observer.on_unpacked(handle.index, storage)
         if self.is_recomputing:
             self._table.hand_out(value, storage, handle)
-        return on_counter_of(handle.version_alias, handle.geometry.view(storage))
+        return seen_through(handle.version_alias, handle.geometry, storage)
 
     # ---- backward and the end
 

@@ -82,6 +82,8 @@ class Ranges:
         Only those are asked whether they are done, and the oldest: to ask all takes long where many are waiting.
         """
         cooling, end = self._cooling, offset + num_bytes
+        if not cooling:
+            return ()
         while cooling and cooling[0][2].is_done:
             cooling.popleft()
         found = tuple(copy for begin, size, copy in cooling if begin < end and offset < begin + size)

@@ -139,9 +139,12 @@ class LiveValue:
         Args:
             gone: A handle or a call on it that goes right now.
         """
-        wanted_by = (reference() for references in (self.handles, self.readers) for reference in references)
-        if self.call is not None and all(user is None or user is gone for user in wanted_by):
-            self.call = None
+        for references in (self.handles, self.readers):
+            for reference in references:
+                user = reference()
+                if user is not None and user is not gone:
+                    return
+        self.call = None
 
     def leave_origin(self) -> None:
         """Rely on the host copy or the call alone."""
@@ -200,7 +203,8 @@ class Call(_Referable):
     def __del__(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             for value in self.inputs:
-                value.forget_call(self)
+                if value.call is not None:
+                    value.forget_call(self)
 
 
 class StepLiveness:
@@ -238,8 +242,9 @@ class Handle:
     def __del__(self) -> None:
         if self.observer is not None:
             self.observer.on_release(self.index)
-        if self.value is not None and torch._C._current_graph_task_id() != -1:
-            self.value.forget_call(self)
+        value = self.value
+        if value is not None and value.call is not None and torch._C._current_graph_task_id() != -1:
+            value.forget_call(self)
 
     def check_version(self) -> None:
         """Raise as plain autograd does if the saved tensor was modified in place.
@@ -280,12 +285,12 @@ def emptied(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def on_counter_of(version_alias: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor's memory behind the version counter of an alias."""
-    if isinstance(tensor, FakeTensor):  # has no memory to put there
-        return tensor
+def seen_through(version_alias: Tensor, geometry: Geometry, storage: torch.UntypedStorage) -> Tensor:
+    """What lies on a storage, behind the version counter of an alias of the tensor that was saved."""
+    if isinstance(version_alias, FakeTensor):  # has no memory to put there
+        return geometry.view(storage)
     shared = detached(version_alias)
-    shared.data = tensor
+    shared.data = geometry.view(storage, version_alias)
     return shared
 
 

@@ -6,10 +6,15 @@ negated tensors are rebuilt exactly, without copying.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_make: Callable[..., Geometry] = tuple.__new__  # a named tuple's own takes as long as all that a tensor is asked
+_plain_data: Any = torch._C.TensorBase.data  # while a step is open, Tensor's own is heard
+_data_of: Callable[[Tensor], Tensor] = _plain_data.__get__
 
 
 class Geometry(NamedTuple):
@@ -26,23 +31,25 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
         """The geometry of a strided tensor."""
-        return cls(
-            tuple(map(int, tensor.shape)),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.device,
-            tensor.is_conj(),
-            tensor.is_neg(),
+        size, offset = tensor.shape, tensor.storage_offset()
+        if type(tensor) is not Tensor:  # a fake one may have symbols for numbers
+            size, offset = torch.Size(map(int, size)), int(offset)
+        return _make(
+            cls, (size, tensor.stride(), offset, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
         )
 
-    def view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor with this geometry on a storage; detached, sharing memory with it."""
+    def view(self, storage: torch.UntypedStorage, base: Tensor | None = None) -> Tensor:
+        """The tensor with this geometry on a storage; detached, sharing memory with it.
+
+        Args:
+            storage: The memory.
+            base: A tensor of this dtype and device without lazy bits, where one is at hand; it stays as it is.
+        """
         has_grad = torch.is_grad_enabled()
         if has_grad:
             torch._C._set_grad_enabled(False)  # entering no_grad would take as long as all the rest
         try:
-            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            tensor = torch.empty(0, dtype=self.dtype, device=self.device) if base is None else _data_of(base)
             tensor.set_(storage, self.offset, self.size, self.stride)
             if self.conj:
                 tensor = tensor.conj()
