@@ -136,16 +136,21 @@ class _ManyOps(nn.Module):
         return x
 
 
-def small_layers(device: torch.device, *, quick: bool) -> Workload:
+def small_layers(device: torch.device, *, quick: bool, checkpointed: bool = False) -> Workload:
     """Return a stack of transformer layers whose every op is tiny, dropout on.
 
     Args:
         device: Where it runs.
         quick: Whether two layers will do.
+        checkpointed: Whether each layer is computed again in backward.
     """
     num_layers, width, batch_size, length = (2 if quick else 24), 16, 4, 8
     torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True) for _ in range(num_layers)]
+    layers: list[nn.Module] = [
+        nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True) for _ in range(num_layers)
+    ]
+    if checkpointed:
+        layers = [_Checkpointed(layer) for layer in layers]
     return Workload(
         model=nn.Sequential(*layers).to(device),
         batch=(torch.randn(batch_size, length, width, device=device),),

@@ -4,6 +4,9 @@ A net of 24 small transformer layers: some 1,800 ops in forward, 672 saved tenso
 as the host needs to launch it; what the runtime does in Python comes on top. Each case trains two copies of the net in
 turns, a plain one and one under management, torch computing in one thread; the clock is the process's CPU time, that of
 its copying threads included.
+
+Beside them stand torch's own checkpointing and offloading, and what nothing in Python that sees each op of forward and
+each saved tensor can be below: a dispatch mode and hooks that do nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from rich.progress import Progress
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from benchmarks import environment, workloads
 from benchmarks.pairs import quartiles, ratio_of, time_pairs
@@ -50,33 +57,80 @@ def run(options: Options, progress: Progress) -> Measurements:
 
 
 def _measure(options: Options, progress: Progress) -> Measurements:
-    task = progress.add_task("host", total=len(_CASES) * options.num_pairs)
-    make = functools.partial(workloads.small_layers, environment.device(), quick=options.quick)
+    device = environment.device()
+    make = functools.partial(workloads.small_layers, device, quick=options.quick)
+    rivals = _rivals(make, device)
+    task = progress.add_task("host", total=(len(_CASES) + len(rivals)) * options.num_pairs)
     rows: list[Row] = []
     spread: dict[str, dict[str, list[float]]] = {}
-    for case, (policy, height, goal) in _CASES.items():
+
+    def compare(case: str, plain: Callable[[], None], step: Callable[[], None], goal: float | None) -> None:
         progress.update(task, description=case)
+        for _ in range(_NUM_WARMUP_STEPS):
+            plain()
+            step()
+        times = time_pairs(
+            plain, step, num_pairs=options.num_pairs, advance=lambda: progress.advance(task), clock=time.process_time
+        )
+        ratio = ratio_of(times)
+        series = {"plain_step_seconds": times.plain_seconds, "step_seconds": times.other_seconds}
+        spread[case] = {name: quartiles(seconds) for name, seconds in series.items()}
+        figures = {"ratio_low": ratio.low, "ratio_high": ratio.high}
+        figures |= {name: middle for name, (_, middle, _) in spread[case].items()}
+        rows.append(Row(case=case, metric="ratio", value=ratio.median, goal=goal))
+        rows.extend(Row(case=case, metric=metric, value=value) for metric, value in figures.items())
+
+    for case, (policy, height, goal) in _CASES.items():
         plain, managed = make(), make()
         plain.step()  # what it leaves on the device is beside the managed steps, and counts in their budget
         with _planned(managed, policy, _budget(managed, height)) as memory:
             step = functools.partial(managed.step, functools.partial(memory.step, *managed.batch))
-            for _ in range(_NUM_WARMUP_STEPS):
-                plain.step()
-                step()
-            times = time_pairs(
-                plain.step, step, num_pairs=options.num_pairs, advance=lambda: progress.advance(task),
-                clock=time.process_time,
-            )  # fmt: skip
+            compare(case, plain.step, step, goal)
             report = memory.report()
-        ratio = ratio_of(times)
-        figures = {"ratio_low": ratio.low, "ratio_high": ratio.high}
-        series = {"plain_step_seconds": times.plain_seconds, "step_seconds": times.other_seconds}
-        spread[case] = {name: quartiles(seconds) for name, seconds in series.items()}
-        figures |= {name: middle for name, (_, middle, _) in spread[case].items()}
-        figures |= {"swapped_bytes": report.swapped_bytes, "recomputed_bytes": report.recomputed_bytes}
-        rows.append(Row(case=case, metric="ratio", value=ratio.median, goal=goal))
-        rows += [Row(case=case, metric=metric, value=value) for metric, value in figures.items() if value is not None]
+        for metric in ("swapped_bytes", "recomputed_bytes"):
+            rows.append(Row(case=case, metric=metric, value=getattr(report, metric)))
+    for case, rival in rivals.items():
+        compare(case, make().step, rival, None)
     return Measurements(rows=rows, config={"small_layers": make().config}, repeats=options.num_pairs, spread=spread)
+
+
+def _rivals(make: Callable[..., Workload], device: torch.device) -> dict[str, Callable[[], None]]:
+    """By name: what else steps the net."""
+    checkpointed, offloaded, watched = make(checkpointed=True), make(), make()
+    on_cpu = functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=device.type == "cuda")
+    idly = functools.partial(_doing_nothing, watched.model)
+    return {
+        "torch, checkpoint per layer": checkpointed.step,
+        "torch, save_on_cpu": functools.partial(offloaded.step, on_cpu),
+        "a mode and hooks that do nothing": functools.partial(watched.step, idly),
+    }
+
+
+class _IdleMode(TorchDispatchMode):
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _doing_nothing(model: nn.Module) -> Iterator[None]:
+    """Hooks around all, and a mode around forward."""
+
+    def enter_mode(*_: object) -> None:
+        mode.enter_context(_IdleMode())
+
+    with contextlib.ExitStack() as mode, torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        enter = model.register_forward_pre_hook(enter_mode)
+        leave = model.register_forward_hook(lambda *_: mode.close())
+        try:
+            yield
+        finally:
+            enter.remove()
+            leave.remove()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _budget(workload: Workload, height: float) -> int:

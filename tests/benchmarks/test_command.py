@@ -31,7 +31,8 @@ def test_host_has_a_ratio_for_each_kind_of_plan(capsys: pytest.CaptureFixture[st
     goals = {row["case"]: row["goal"] for row in rows if row["metric"] == "ratio"}
     assert goals == {
         "keep-all": 1.1, "auto, h = 0.8": None, "auto, h = 0.5": 2.0, "auto, h = 0.2": None, "all-swap": 2.5,
-        "all-recompute": 3.0,
+        "all-recompute": 3.0, "torch, checkpoint per layer": None, "torch, save_on_cpu": None,
+        "a mode and hooks that do nothing": None,
     }  # fmt: skip
     found = {(row["case"], row["metric"]): row["value"] for row in rows}
     assert found["keep-all", "swapped_bytes"] == found["keep-all", "recomputed_bytes"] == 0
