@@ -167,10 +167,14 @@ class CpuMover(Mover):
         return DONE
 
 
+_set: Any = torch._C.TensorBase.set_  # while a step is open, Tensor's own is heard
+
+
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage as a flat tensor of bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+    _set(flat, storage, 0, (storage.nbytes(),), (1,))
+    return flat
 
 
 def memory_bytes(address: int, num_bytes: int) -> torch.Tensor:

@@ -6,10 +6,12 @@ negated tensors are rebuilt exactly, without copying.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_set: Any = torch._C.TensorBase.set_  # while a step is open, Tensor's own is heard
 
 
 class Geometry(NamedTuple):
@@ -43,7 +45,7 @@ class Geometry(NamedTuple):
             torch._C._set_grad_enabled(False)  # entering no_grad would take as long as all the rest
         try:
             tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-            tensor.set_(storage, self.offset, self.size, self.stride)
+            _set(tensor, storage, self.offset, self.size, self.stride)
             if self.conj:
                 tensor = tensor.conj()
             if self.neg:
