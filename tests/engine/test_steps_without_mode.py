@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.planning import planner
+from lightning_offload.plugins import plan_cache
 from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
 from tests.engine.probing import levels, train
 from tests.fuzz.running import random_planner
@@ -343,6 +344,31 @@ def test_steps_that_turn_out_otherwise_get_their_hooks_back(event: str) -> None:
     packs = _packs(memory, event)
     assert not packs[LATE - 4], "the step before was hooked"
     assert any(packs[LATE - 3 :])
+
+
+def _more_rows(net: Net, x: Tensor) -> Tensor:
+    rows = 4 if net.index < LATE else 31
+    return x + (x[:rows] * net.scale).exp().mean()
+
+
+def _trained_from_now_on(net: Net, x: Tensor) -> Tensor:
+    net.scale.requires_grad_(net.index >= LATE)
+    return (x * net.scale).cos()
+
+
+@pytest.mark.parametrize("happens", [_more_rows, _trained_from_now_on])
+def test_steps_of_as_many_nodes_that_save_more_get_their_hooks_back(happens: Callable[[Net, Tensor], Tensor]) -> None:
+    """What the number of autograd nodes does not tell is found by a step that has hooks, once in a while."""
+    memory = MemoryPlugin("64MiB", policy="keep-all")
+    with (
+        mock.patch.dict(EVENTS, {"happens": happens}),
+        mock.patch.object(plan_cache, "_MEASURE_EVERY", 6),
+        logged() as log,
+    ):
+        packs = _packs(memory, "happens")
+    assert not any(packs[3:8]), "the step in which it changed was hooked"
+    assert packs[8]
+    assert len(log.sees_ops) > 3, "no step was recorded anew"
 
 
 STATIC = [case for case in CASES if case.static and not case.grows and case.budgeted]
