@@ -83,6 +83,7 @@ class PlanEntry:
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
         num_nodes: Autograd nodes that each of its planned steps made so far; None while it has none that keeps all.
         num_alike: Steps in a row that made so many.
+        num_unhooked: Those since then that had no hooks.
         has_varied: Whether one made another number.
         num_deviations: Steps that left their plan.
         num_surprises: Steps in which backward wrote what the plan counts on.
@@ -122,6 +123,7 @@ class PlanEntry:
     takes_data: bool = False
     num_nodes: int | None = None
     num_alike: int = 0
+    num_unhooked: int = 0
     has_varied: bool = False
     num_deviations: int = 0
     num_surprises: int = 0
@@ -316,10 +318,16 @@ class PlanEntry:
         self.phase = "verifying"
         self.note_gradients(self.old_gradient_bytes, accumulated_bytes)
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether its steps, all of which is kept, were so much alike that hooks need not watch for one that is not."""
-        return not self.has_varied and self.num_alike >= _NUM_ALIKE
+    def sheds_hooks(self) -> bool:
+        """Whether the coming step, which keeps everything, goes without hooks: those before it were alike.
+
+        As many nodes may save more than they did (a longer sequence, a layer that is trained from now on), which hooks
+        alone tell: so one step in 32 has them.
+        """
+        if self.has_varied or self.num_alike < _NUM_ALIKE:
+            return False
+        self.num_unhooked = (self.num_unhooked + 1) % _MEASURE_EVERY
+        return self.num_unhooked != 0
 
     def note_nodes(self, num_nodes: int | None) -> None:
         """A step that kept everything made so many autograd nodes."""

@@ -261,7 +261,7 @@ def start_run(
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
     is_light = not observers and kind.phase == "planned" and not kind.num_deviations
     if program is not None and program.is_keep_all and is_light:
-        executor, is_watched = KeepingExecutor(program, packs=not kind.is_steady), False
+        executor, is_watched = KeepingExecutor(program, packs=not kind.sheds_hooks()), False
     else:
         executor = StepExecutor(
             device=device,

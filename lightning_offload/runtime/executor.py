@@ -56,7 +56,7 @@ from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of, is_plain
+from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of
 
 _log = logging.getLogger(__name__)
 
@@ -222,16 +222,26 @@ class StepExecutor:
             with bypass_mode, NotSeen():
                 self.observer.on_made(tensors)
 
-    def exposes(self, tensor: Tensor) -> None:
-        """Hear that the program takes a tensor past its version counter, and may write it unseen."""
+    def exposes(self, storage: torch.UntypedStorage) -> None:
+        """Hear that the program takes a storage past the version counters of its tensors, and may write it unseen."""
         with bypass_mode, NotSeen():
-            if not is_plain(tensor) or self._table.find(tensor.untyped_storage()) is None:
+            value = self._table.find(storage)
+            if value is None and self.sees_ops:
                 return
-            self.took_data = True
             in_backward = torch._C._current_graph_task_id() != -1
             is_seen = self.watches_backward or self.sees_user_code if in_backward else self.sees_ops
-            if not is_seen:
-                self._writes.before(tensor)
+            if value is not None and not value.is_given:
+                self.took_data = True
+                if not is_seen:
+                    self._writes.before_change(storage)
+            if not self.sees_ops:
+                self._keep_from_now_on(storage)
+
+    def _keep_from_now_on(self, storage: torch.UntypedStorage) -> None:
+        """Let nothing leave that is saved on a storage later: it may be written unseen at any time."""
+        value = LiveValue(-1, storage.nbytes())
+        value.is_given = True
+        self._table.follow(value, storage)
 
     def resizes(self, storage: torch.UntypedStorage) -> None:
         """Hear that a storage gets another size, which sharded parameters do to be there for a while only.
@@ -272,8 +282,10 @@ class StepExecutor:
         value = self._table.find(storage)
         if value is None:
             value = LiveValue(-1, storage.nbytes())
+            if not self.sees_ops:
+                value.guards = ((handle.version_alias, handle.version_alias._version),)
             self._table.follow(value, storage)
-        if value.is_given:
+        if value.is_given or not (self.sees_ops or value.is_as_saved(handle)):
             return
         if value.block is not None or self._materializer.swap_out(value, storage, None, release_now=True):
             self._let_go(handle, value, tensor)
@@ -335,9 +347,11 @@ class StepExecutor:
         storage = tensor.untyped_storage()
         index = self.program.pack_storages[handle.index] if is_planned else -1
         value = self._table.find(storage)
+        if value is not None and value.is_given:  # what exposed it may have come before
+            self.took_data |= index >= 0
+            return None
         if value is not None:
-            is_same = not value.is_stale and all(version == handle.version for _, version in value.guards)
-            return value if is_same else None
+            return value if value.is_as_saved(handle) else None
         if index < 0 and (is_planned or storage._cdata in self._persistent()):
             return None
         value = LiveValue(index, storage.nbytes())
@@ -591,7 +605,7 @@ class KeepingExecutor:
     def made(self, tensors: list[Tensor]) -> None:
         """Nobody is notified of what autograd makes."""
 
-    def exposes(self, tensor: Tensor) -> None:
+    def exposes(self, storage: torch.UntypedStorage) -> None:
         """Nothing leaves its memory."""
 
     def resizes(self, storage: torch.UntypedStorage) -> None:

@@ -45,7 +45,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from typing_extensions import override
 
-from lightning_offload.tensors.op_facts import exposed, tensors_in
+from lightning_offload.tensors.geometry import plain_data, plain_set
+from lightning_offload.tensors.op_facts import exposed, is_plain, tensors_in
 
 
 class _BypassMode(threading.local):
@@ -313,8 +314,8 @@ class HookedExecutor(Protocol):
     def made(self, tensors: list[Tensor]) -> None:
         """Hear of tensors that autograd made out of sight of the mode."""
 
-    def exposes(self, tensor: Tensor) -> None:
-        """Hear that the program takes a tensor past its version counter, before it does."""
+    def exposes(self, storage: torch.UntypedStorage) -> None:
+        """Hear that the program takes a storage past version counters, before it does."""
 
     def resizes(self, storage: torch.UntypedStorage) -> None:
         """Hear that the program is about to give a storage another size."""
@@ -391,18 +392,46 @@ def _yielding_to_functorch(executor: HookedExecutor) -> Iterator[None]:
                 torch.autograd.graph.disable_saved_tensors_hooks = _original_disable
 
 
-_plain_data: Any = torch._C.TensorBase.data
+_plain_resize: Any = torch.UntypedStorage.resize_
+_plain_set_version: Any = torch._C._autograd._unsafe_set_version_counter
 _hearers: list[HookedExecutor] = []
+
+
+def _tell_of(item: Any) -> None:
+    """Tell who listens that the memory of a tensor, or a storage, gets behind another version counter."""
+    with torch._C.DisableTorchFunction():
+        if isinstance(item, Tensor):
+            while torch._C._functorch.is_functorch_wrapped_tensor(item):  # has no memory of its own
+                item = torch._C._functorch.get_unwrapped(item)
+            if not is_plain(item) or torch._C._functorch.is_legacy_batchedtensor(item):
+                return
+            item = item.untyped_storage()
+        elif isinstance(item, torch.TypedStorage):
+            item = item._untyped_storage
+        if isinstance(item, torch.UntypedStorage):
+            for executor in list(_hearers):
+                executor.exposes(item)
 
 
 def _get_data(tensor: Tensor) -> Any:
     if not bypass_mode.depth:
-        for executor in list(_hearers):
-            executor.exposes(tensor)
-    return _plain_data.__get__(tensor)
+        _tell_of(tensor)
+    return plain_data.__get__(tensor)
 
 
-_plain_resize: Any = torch.UntypedStorage.resize_
+def _set(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not bypass_mode.depth:
+        for source in (*args[:1], *kwargs.values()):
+            _tell_of(source)
+    return plain_set(tensor, *args, **kwargs)
+
+
+def _set_version(tensors: Any, versions: Any) -> None:
+    """Stands in for torch's: what was written meanwhile is to show in no counter."""
+    if not bypass_mode.depth:
+        for tensor in tensors:
+            _tell_of(tensor)
+    _plain_set_version(tensors, versions)
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -412,21 +441,23 @@ def _resize(storage: torch.UntypedStorage, size: int) -> Any:
     return _plain_resize(storage, size)
 
 
-_heard_data = property(_get_data, _plain_data.__set__, doc=_plain_data.__doc__)
+_heard_data = property(_get_data, plain_data.__set__, doc=plain_data.__doc__)
 
 
 @contextlib.contextmanager
 def _hearing_of_data(executor: HookedExecutor) -> Iterator[None]:
     """Inside, an executor hears of every ``Tensor.data``, in autograd's threads as well.
 
-    It is the one way in Python to a tensor's memory that has a version counter of its own, so that a write through it
-    is seen by a dispatch mode alone. It hears of ``UntypedStorage.resize_`` as well, by which sharded parameters come
-    and go, and of which nobody else tells.
+    By it, by ``Tensor.set_`` and by taking a version back Python gets to a tensor's memory, or to what was written
+    there, past the version counter: such writes are seen by a dispatch mode alone. The executor hears of
+    ``UntypedStorage.resize_`` as well, by which sharded parameters come and go, and of which nobody else tells.
     """
     with _PATCH_LOCK:
         _hearers.append(executor)
         Tensor.data = _heard_data  # type: ignore[assignment]
+        Tensor.set_ = _set  # type: ignore[assignment]
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
+        torch._C._autograd._unsafe_set_version_counter = _set_version  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -434,4 +465,6 @@ def _hearing_of_data(executor: HookedExecutor) -> Iterator[None]:
             _hearers.remove(executor)
             if not _hearers:
                 del Tensor.data
+                del Tensor.set_
                 torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]
+                torch._C._autograd._unsafe_set_version_counter = _plain_set_version

@@ -32,6 +32,7 @@ import torch
 from typing_extensions import override
 
 from lightning_offload.errors import SpillError
+from lightning_offload.tensors.geometry import plain_set
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +171,8 @@ class CpuMover(Mover):
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage as a flat tensor of bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+    plain_set(flat, storage, 0, (storage.nbytes(),), (1,))
+    return flat
 
 
 def memory_bytes(address: int, num_bytes: int) -> torch.Tensor:

@@ -92,6 +92,17 @@ class LiveValue:
         """Whether the memory it was made on was written since, out of our sight."""
         return bool(self.guards) and any(version_alias._version != version for version_alias, version in self.guards)
 
+    def is_as_saved(self, handle: Handle) -> bool:
+        """Whether nothing was written between the copy that a version was noted at and a save of the same storage.
+
+        Parts of a storage may have counters of their own (``unsafe_chunk``, as cells of LSTMs and GRUs do), and may be
+        written after others were saved. One that is still at its first version was not.
+        """
+        return not self.is_stale and all(
+            version == handle.version and (version == 0 or share_counter(version_alias, handle.version_alias))
+            for version_alias, version in self.guards
+        )
+
     def keep_watch(self) -> None:
         """From now on writes may go unseen: be able to notice them, or do not rely on memory that may be written."""
         if self.guards or self.live() is None:
@@ -283,6 +294,18 @@ def emptied(tensor: Tensor) -> Tensor:
     """A tensor of our own, without its memory from now on; it keeps its version counter."""
     tensor.data = _empty_like(tensor)
     return tensor
+
+
+_plain_set_version: Any = torch._C._autograd._unsafe_set_version_counter
+
+
+def share_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share one version counter; torch does not tell, so a write is counted and taken back."""
+    version, before = one._version, other._version
+    torch.autograd.graph.increment_version(one)
+    is_shared: bool = other._version != before
+    _plain_set_version((one,), (version,))
+    return is_shared
 
 
 def seen_through(version_alias: Tensor, geometry: Geometry, storage: torch.UntypedStorage) -> Tensor:

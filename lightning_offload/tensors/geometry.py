@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 _make: Callable[..., Geometry] = tuple.__new__  # a named tuple's own takes as long as all that a tensor is asked
-_plain_data: Any = torch._C.TensorBase.data  # while a step is open, Tensor's own is heard
-_data_of: Callable[[Tensor], Tensor] = _plain_data.__get__
+plain_data: Any = torch._C.TensorBase.data
+plain_set: Any = torch._C.TensorBase.set_
+"""Past :class:`Tensor`'s own, which the runtime hears of while a step is open."""
 
 
 class Geometry(NamedTuple):
@@ -49,8 +50,8 @@ class Geometry(NamedTuple):
         if has_grad:
             torch._C._set_grad_enabled(False)  # entering no_grad would take as long as all the rest
         try:
-            tensor = torch.empty(0, dtype=self.dtype, device=self.device) if base is None else _data_of(base)
-            tensor.set_(storage, self.offset, self.size, self.stride)
+            tensor = torch.empty(0, dtype=self.dtype, device=self.device) if base is None else plain_data.__get__(base)
+            plain_set(tensor, storage, self.offset, self.size, self.stride)
             if self.conj:
                 tensor = tensor.conj()
             if self.neg:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.planning import planner
+from lightning_offload.plugins import plan_cache
 from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
 from tests.engine.probing import levels, train
+from tests.fuzz.running import random_planner
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES
 
@@ -33,6 +35,8 @@ class Net(nn.Module):
     def __init__(self, happens: Callable[[Net, Tensor], Tensor]) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(SIDE, SIDE) for _ in range(5)])
+        self.lstm, self.gru = nn.LSTMCell(SIDE, SIDE), nn.GRUCell(SIDE, SIDE)
+        self.scale = nn.Parameter(torch.ones(SIDE))
         self.place = 2
         self.happens = happens
         self.index = 0
@@ -113,7 +117,84 @@ def _in_a_backward_of_its_own(net: Net, x: Tensor) -> Tensor:
     return x + gradient
 
 
+def _more_cells(net: Net, x: Tensor) -> Tensor:
+    """Gates of a cell are parts of one storage with version counters of their own, written and saved in turn."""
+    state = net.lstm(x)
+    for _ in range(2 if net.index >= LATE else 0):
+        state = net.lstm(x, state)
+    hidden: Tensor = net.gru(state[0], state[1]) if net.index > LATE else state[0]
+    return hidden
+
+
+def _longer(net: Net, x: Tensor) -> Tensor:
+    """Saves what was not planned, late: the step leaves its plan there."""
+    return torch.cat([x, x]).tanh()[: len(x)] if net.index >= LATE else x
+
+
+def _given_up_between_writes_of_parts(net: Net, x: Tensor) -> Tensor:
+    one, other = (x * 2.0).unsafe_chunk(2, 1)
+    one.sigmoid_()
+    x = _longer(net, x)
+    return x * torch.cat([one, other.sigmoid_()], 1)
+
+
+def _given_up_after_a_write(net: Net, x: Tensor) -> Tensor:
+    y = x * 2.0
+    _ = y.sin()
+    if net.index >= LATE:
+        y.mul_(2.0)
+    return y.cos() * _longer(net, x)
+
+
+def _taken_before_the_save(net: Net, x: Tensor) -> Tensor:
+    y = x + 1.0
+    data = y.data if net.index >= LATE else None
+    y = y * net.scale
+    if data is not None:
+        data.mul_(1.5)
+    return y
+
+
+def _taken_between_saves(net: Net, x: Tensor) -> Tensor:
+    y = x.sin()
+    if net.index >= LATE:
+        data = x.data
+        y = y + torch.cat([x, x]).cos()[: len(x)] + x.exp() * x
+        data.mul_(1.5)
+    return y
+
+
+def _written_behind_another_counter(net: Net, x: Tensor) -> Tensor:
+    y = x.exp() * x
+    if net.index >= LATE:
+        torch.empty(0).set_(x.detach()).mul_(1.5)
+        torch.empty(0).set_(source=y.untyped_storage()).add_(0.5)  # type: ignore[call-overload]
+    return y.sin()
+
+
+def _written_and_the_version_taken_back(net: Net, x: Tensor) -> Tensor:
+    y = x.exp() * x
+    if net.index >= LATE:
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x):
+            x.mul_(1.5)
+    return y
+
+
+def _taken_in_a_transform(net: Net, x: Tensor) -> Tensor:
+    if net.index >= LATE:
+        return x + torch.func.grad(lambda t: (t.data * t).sum())(x.detach())
+    return x
+
+
 EVENTS: Events = {
+    "more-cells": _more_cells,
+    "given-up-between-writes-of-parts": _given_up_between_writes_of_parts,
+    "given-up-after-a-write": _given_up_after_a_write,
+    "taken-before-the-save": _taken_before_the_save,
+    "taken-between-saves": _taken_between_saves,
+    "written-behind-another-counter": _written_behind_another_counter,
+    "written-and-the-version-taken-back": _written_and_the_version_taken_back,
+    "taken-in-a-transform": _taken_in_a_transform,
     "written-by-data": _written_by_data,
     "written-through-a-view": _written_through_a_view,
     "written-after-the-next-save": _written_after_the_next_save,
@@ -159,7 +240,10 @@ def bits(event: str, memory: MemoryPlugin | None, place: int = 2) -> list[bytes]
             with memory.step() if memory is not None else contextlib.nullcontext():
                 loss = net(x)
                 loss.backward()
-            found += [loss.detach().numpy().tobytes(), *(p.grad.numpy().tobytes() for p in net.parameters())]  # type: ignore[union-attr]
+            found += [
+                loss.detach().numpy().tobytes(),
+                *(p.grad.numpy().tobytes() for p in net.parameters() if p.grad is not None),
+            ]
             net.zero_grad()
     return found
 
@@ -172,6 +256,15 @@ def test_bits_are_those_of_plain_pytorch(event: str, place: int) -> None:
         assert bits(event, MemoryPlugin(policy="all-swap"), place) == bits(event, None, place)
     if event not in ("read-by-data", "written-in-a-hook", "more-saves", "fewer-saves", "other-sizes"):
         assert not log.sees_ops[LATE - 1], "the step before it was none without a mode, and shows nothing"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("event", ["more-cells", "given-up-between-writes-of-parts", "given-up-after-a-write"])
+def test_bits_under_plans_that_keep_some(event: str, seed: int) -> None:
+    """What a plan kept leaves the device once the step has left the plan, and is what it was when it was saved."""
+    with mock.patch.object(planner, "plan", random_planner(seed, is_quiet=True)), logged() as log:
+        assert bits(event, MemoryPlugin("1GiB")) == bits(event, None)
+    assert not log.sees_ops[LATE - 1]
 
 
 def test_steps_that_take_data_are_seen_from_then_on() -> None:
@@ -190,10 +283,11 @@ def test_steps_that_take_data_are_seen_from_then_on() -> None:
 
 def test_data_is_heard_inside_of_steps_alone() -> None:
     """Afterwards ``Tensor.data`` is torch's own again, and it works all the while."""
-    own = torch.Tensor.data
+    own = torch.Tensor.data, torch.Tensor.set_, torch._C._autograd._unsafe_set_version_counter
     bits("written-by-data", MemoryPlugin(policy="all-swap"))
-    assert torch.Tensor.data is own
-    assert "data" not in vars(torch.Tensor)
+    bits("written-behind-another-counter", MemoryPlugin(policy="all-swap"))
+    assert own == (torch.Tensor.data, torch.Tensor.set_, torch._C._autograd._unsafe_set_version_counter)
+    assert not {"data", "set_"} & vars(torch.Tensor).keys()
 
 
 def test_write_that_a_version_counter_counts_raises_as_in_plain_pytorch() -> None:
@@ -250,6 +344,31 @@ def test_steps_that_turn_out_otherwise_get_their_hooks_back(event: str) -> None:
     packs = _packs(memory, event)
     assert not packs[LATE - 4], "the step before was hooked"
     assert any(packs[LATE - 3 :])
+
+
+def _more_rows(net: Net, x: Tensor) -> Tensor:
+    rows = 4 if net.index < LATE else 31
+    return x + (x[:rows] * net.scale).exp().mean()
+
+
+def _trained_from_now_on(net: Net, x: Tensor) -> Tensor:
+    net.scale.requires_grad_(net.index >= LATE)
+    return (x * net.scale).cos()
+
+
+@pytest.mark.parametrize("happens", [_more_rows, _trained_from_now_on])
+def test_steps_of_as_many_nodes_that_save_more_get_their_hooks_back(happens: Callable[[Net, Tensor], Tensor]) -> None:
+    """What the number of autograd nodes does not tell is found by a step that has hooks, once in a while."""
+    memory = MemoryPlugin("64MiB", policy="keep-all")
+    with (
+        mock.patch.dict(EVENTS, {"happens": happens}),
+        mock.patch.object(plan_cache, "_MEASURE_EVERY", 6),
+        logged() as log,
+    ):
+        packs = _packs(memory, "happens")
+    assert not any(packs[3:8]), "the step in which it changed was hooked"
+    assert packs[8]
+    assert len(log.sees_ops) > 3, "no step was recorded anew"
 
 
 STATIC = [case for case in CASES if case.static and not case.grows and case.budgeted]
