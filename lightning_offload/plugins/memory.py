@@ -39,7 +39,7 @@ from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
 from lightning_offload.runtime.executor import Executor
-from lightning_offload.runtime.hooks import executing, is_capturing, mode_off, seeing_user_code, watch_backward
+from lightning_offload.runtime.hooks import executing, is_capturing, listen, mode_off, seeing_user_code, watch_backward
 
 _SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
 _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
@@ -79,14 +79,13 @@ class Steps:
         self.optimizer_ran_inside = False
         self.shadows = Shadows()
         self._module = weakref.ref(module) if module is not None else None
-        self._wrappers = contextlib.ExitStack()
+        self._undo = contextlib.ExitStack()
         self._run: StepRun | None = None
         self._plain: tuple[PlanEntry, PlainStep] | None = None
         self.is_attached = False
         self._is_open = False
         self._census_clock = CensusClock()
         self._num_optimizers = 0  # whose step is under way: one may call another
-        self._end_watch: Callable[[], None] = _nothing
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -119,10 +118,11 @@ class Steps:
         if wrapper is not None:
             self.state.data_parallel.watch(wrapper)
             run_unseen_around_forward(wrapper)
-            self._wrappers.callback(_run_as_usual, weakref.ref(wrapper))
+            self._undo.callback(_run_as_usual, weakref.ref(wrapper))
         self.state.attach(self.module)
         if not self.is_attached:
-            self._end_watch = watch_backward(self._around_backward)
+            self._undo.callback(watch_backward(self._around_backward))
+            self._undo.callback(listen())
         self.is_attached = True
 
     def detach(self) -> None:
@@ -130,8 +130,7 @@ class Steps:
         self.finish()
         self.peaks.end_optimizer(is_whole=False)
         self.state.detach()
-        self._wrappers.close()
-        self._end_watch()
+        self._undo.close()
         if self.hardware is not None:
             self.tier_use = self.hardware.use()
             self.hardware.tiers.close()
@@ -431,10 +430,6 @@ def _run_as_usual(wrapper: weakref.ref[DistributedDataParallel]) -> None:
     model = wrapper()
     if model is not None:
         run_as_usual(model)
-
-
-def _nothing() -> None:
-    """There is no watch to end."""
 
 
 _T = TypeVar("_T")

@@ -338,7 +338,7 @@ def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
             stack.enter_context(_yielding_to_functorch(executor))
         if executor.hears_of_data:
-            stack.enter_context(_hearing_of_data(executor))
+            stack.enter_context(_hearing(executor))
         if executor.sees_ops and (hooks or executor.watches_backward):
             stack.callback(watch_backward(contextlib.nullcontext))  # Note [modes change backward]
             stack.enter_context(StepMode(executor.dispatch, executor.made))
@@ -395,6 +395,7 @@ def _yielding_to_functorch(executor: HookedExecutor) -> Iterator[None]:
 _plain_resize: Any = torch.UntypedStorage.resize_
 _plain_set_version: Any = torch._C._autograd._unsafe_set_version_counter
 _hearers: list[HookedExecutor] = []
+_num_listening = 0
 
 
 def _tell_of(item: Any) -> None:
@@ -414,13 +415,13 @@ def _tell_of(item: Any) -> None:
 
 
 def _get_data(tensor: Tensor) -> Any:
-    if not bypass_mode.depth:
+    if _hearers and not bypass_mode.depth:
         _tell_of(tensor)
     return plain_data.__get__(tensor)
 
 
 def _set(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if not bypass_mode.depth:
+    if _hearers and not bypass_mode.depth:
         for source in (*args[:1], *kwargs.values()):
             _tell_of(source)
     return plain_set(tensor, *args, **kwargs)
@@ -428,7 +429,7 @@ def _set(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _set_version(tensors: Any, versions: Any) -> None:
     """Stands in for torch's: what was written meanwhile is to show in no counter."""
-    if not bypass_mode.depth:
+    if _hearers and not bypass_mode.depth:
         for tensor in tensors:
             _tell_of(tensor)
     _plain_set_version(tensors, versions)
@@ -444,27 +445,48 @@ def _resize(storage: torch.UntypedStorage, size: int) -> Any:
 _heard_data = property(_get_data, plain_data.__set__, doc=plain_data.__doc__)
 
 
-@contextlib.contextmanager
-def _hearing_of_data(executor: HookedExecutor) -> Iterator[None]:
-    """Inside, an executor hears of every ``Tensor.data``, in autograd's threads as well.
+def listen() -> Callable[[], None]:
+    """Have executors hear of ``Tensor.data`` and its like while their steps are open, in autograd's threads as well.
 
     By it, by ``Tensor.set_`` and by taking a version back Python gets to a tensor's memory, or to what was written
-    there, past the version counter: such writes are seen by a dispatch mode alone. The executor hears of
+    there, past the version counter: such writes are seen by a dispatch mode alone. Executors hear of
     ``UntypedStorage.resize_`` as well, by which sharded parameters come and go, and of which nobody else tells.
+
+    Not for each step anew: what caches attributes of ``Tensor`` starts afresh whenever that changes, and from Python
+    3.13 on gives up after a thousand changes.
+
+    Returns:
+        What ends it; to be called once.
     """
+    global _num_listening
     with _PATCH_LOCK:
-        _hearers.append(executor)
-        Tensor.data = _heard_data  # type: ignore[assignment]
-        Tensor.set_ = _set  # type: ignore[assignment]
-        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
-        torch._C._autograd._unsafe_set_version_counter = _set_version  # type: ignore[assignment]
+        _num_listening += 1
+        if _num_listening == 1:
+            Tensor.data = _heard_data  # type: ignore[assignment]
+            Tensor.set_ = _set  # type: ignore[assignment]
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
+            torch._C._autograd._unsafe_set_version_counter = _set_version  # type: ignore[assignment]
+    return _end_listening
+
+
+def _end_listening() -> None:
+    global _num_listening
+    with _PATCH_LOCK:
+        _num_listening -= 1
+        if not _num_listening:
+            del Tensor.data
+            del Tensor.set_
+            torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]
+            torch._C._autograd._unsafe_set_version_counter = _plain_set_version
+
+
+@contextlib.contextmanager
+def _hearing(executor: HookedExecutor) -> Iterator[None]:
+    """Inside, an executor hears of what :func:`listen` tells."""
+    end = listen()
+    _hearers.append(executor)
     try:
         yield
     finally:
-        with _PATCH_LOCK:
-            _hearers.remove(executor)
-            if not _hearers:
-                del Tensor.data
-                del Tensor.set_
-                torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]
-                torch._C._autograd._unsafe_set_version_counter = _plain_set_version
+        _hearers.remove(executor)
+        end()

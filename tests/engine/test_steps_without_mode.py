@@ -281,7 +281,26 @@ def test_steps_that_take_data_are_seen_from_then_on() -> None:
     assert not any(log.sees_ops[LATE:])
 
 
-def test_data_is_heard_inside_of_steps_alone() -> None:
+def test_attributes_of_tensor_change_with_the_plugin_not_with_each_step() -> None:
+    """What caches them starts afresh at each change, and from Python 3.13 on gives up after a thousand."""
+    net, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    plain = torch.Tensor.data
+    with MemoryPlugin(policy="all-swap", module=net) as memory:
+        heard = torch.Tensor.data
+        assert heard is not plain
+        with MemoryPlugin(policy="all-swap", module=torch.nn.Linear(2, 2)):
+            for _ in range(LATE):
+                with memory.step(x):
+                    assert torch.Tensor.data is heard
+                    net(x).sum().backward()
+                assert torch.Tensor.data is heard
+        assert torch.Tensor.data is heard
+        assert x.data.data_ptr() == x.data_ptr()
+    assert torch.Tensor.data is plain
+    assert not {"data", "set_"} & vars(torch.Tensor).keys()
+
+
+def test_data_is_torch_s_own_afterwards() -> None:
     """Afterwards ``Tensor.data`` is torch's own again, and it works all the while."""
     own = torch.Tensor.data, torch.Tensor.set_, torch._C._autograd._unsafe_set_version_counter
     bits("written-by-data", MemoryPlugin(policy="all-swap"))
