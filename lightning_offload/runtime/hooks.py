@@ -452,8 +452,7 @@ def listen() -> Callable[[], None]:
     there, past the version counter: such writes are seen by a dispatch mode alone. Executors hear of
     ``UntypedStorage.resize_`` as well, by which sharded parameters come and go, and of which nobody else tells.
 
-    Not for each step anew: what caches attributes of ``Tensor`` starts afresh whenever that changes, and from Python
-    3.13 on gives up after a thousand changes.
+    Not for each step anew: what Python caches of a type's attributes starts afresh whenever one changes.
 
     Returns:
         What ends it; to be called once.

@@ -282,7 +282,7 @@ def test_steps_that_take_data_are_seen_from_then_on() -> None:
 
 
 def test_attributes_of_tensor_change_with_the_plugin_not_with_each_step() -> None:
-    """What caches them starts afresh at each change, and from Python 3.13 on gives up after a thousand."""
+    """What Python caches of a type's attributes starts afresh whenever one changes."""
     net, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
     plain = torch.Tensor.data
     with MemoryPlugin(policy="all-swap", module=net) as memory:
