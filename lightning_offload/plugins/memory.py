@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_offload.accelerators import is_capturing
 from lightning_offload.capture.live import Census, CensusClock
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -39,7 +40,7 @@ from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
 from lightning_offload.runtime.executor import Executor
-from lightning_offload.runtime.hooks import executing, is_capturing, mode_off, seeing_user_code, watch_backward
+from lightning_offload.runtime.hooks import executing, mode_off, seeing_user_code, watch_backward
 
 _SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
 _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
