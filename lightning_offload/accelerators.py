@@ -35,7 +35,8 @@ class DeviceKind:
     Attributes:
         type: What torch calls it, e.g. "cuda".
         has_streams: It has memory of its own, runs what it is asked for later and in the order of streams, has events
-            that keep time, and copies by itself, beside its ops.
+            that keep time, and copies by itself, beside its ops. Without that, ops are done when they return, memory is
+            the host's, and its threads copy.
         counts_memory: Its allocator counts what is alive, the peak since that was reset, and what it holds from the
             device. Without that, the tensors that ops make are counted (:mod:`~.capture.live`).
         block_bytes: What its allocator rounds sizes up to a multiple of. Of a large block it may hand out up to 1 MiB

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import subprocess
 import sys
 import types
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_offload import accelerators
+from lightning_offload import MemoryPlugin, OffloadStrategy, UnsupportedError, accelerators, cli
 from lightning_offload.accelerators import CUDA, HOST, KINDS, ROCM, Allocated, DeviceKind, DeviceMemory
+from lightning_offload.fabric import OffloadStrategy as FabricStrategy
+from lightning_offload.plugins.devices import supported
+from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
+from lightning_offload.transformers import OffloadCallback
+from lightning_offload.tuning.function import find_efficient_batch_size
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 STRANGERS = [torch.device(name) for name in ("xpu", "mps", "meta")]
@@ -55,6 +63,110 @@ def test_the_host() -> None:
     assert (accelerators.name_of(CPU), accelerators.total_bytes_of(CPU)) == ("cpu", None)
     assert accelerators.generator_of(CPU) is torch.default_generator
     accelerators.synchronize(CPU)
+
+
+# ---- where devices are named
+
+
+def fabric_follows(device: torch.device) -> None:
+    """Fabric gives its strategy a device, and then a model that is there."""
+    strategy = FabricStrategy("1GiB")
+    strategy.parallel_devices = [device]
+    strategy._memory.follow(torch.nn.Linear(2, 2), device=strategy.root_device)
+
+
+def transformers_trains(device: torch.device) -> None:
+    """The callback is told of the device when a training begins."""
+    told = types.SimpleNamespace(device=device, n_gpu=0, deepspeed=None, fsdp=None, torch_compile=False)
+    state = types.SimpleNamespace(stateful_callbacks={})
+    OffloadCallback("1GiB").on_train_begin(told, state, None, torch.nn.Linear(2, 2))
+
+
+def tuner_tries(device: torch.device) -> None:
+    """A training function that is tuned names it: no size would make it fit."""
+
+    def train(batch_size: int) -> None:
+        MemoryPlugin("1GiB", device=device)
+
+    find_efficient_batch_size(train, 4, max_size=8)()
+
+
+ENTRANCES: list[Callable[[torch.device], object]] = [
+    supported,
+    lambda device: MemoryPlugin("1GiB", device=device),
+    lambda device: MemoryPlugin("1GiB", device=str(device)),
+    lambda device: MemoryPlugin("1GiB").attach(torch.nn.Linear(2, 2), device),
+    lambda device: ModuleMemoryPlugin("1GiB").follow(torch.nn.Linear(2, 2), device=device),
+    fabric_follows,
+    transformers_trains,
+    tuner_tries,
+]
+
+
+@pytest.mark.parametrize("device", STRANGERS, ids=str)
+@pytest.mark.parametrize("enter", ENTRANCES)
+def test_the_one_error(enter: Callable[[torch.device], object], device: torch.device) -> None:
+    """It names the device and what may be used, wherever a device is given."""
+    with pytest.raises(UnsupportedError, match=f"^device '{device}' is not supported: use 'cpu' or 'cuda'$"):
+        enter(device)
+
+
+def test_a_step_on_another_kind_of_device() -> None:
+    """Where no device is given, that of the model or of the inputs is looked at."""
+    module = torch.nn.Linear(2, 2, device="meta")
+    with (
+        MemoryPlugin("1GiB", module=module) as memory,
+        pytest.raises(UnsupportedError, match="'meta' is not supported: use 'cpu' or 'cuda'"),
+        memory.step(torch.ones(2)),
+    ):
+        pytest.fail("the step began")
+
+
+@pytest.mark.parametrize("device", STRANGERS, ids=str)
+def test_lightning_and_the_commands_say_what_to_do(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+    """In their own words: the keyword of the Trainer, and one line."""
+    strategy = OffloadStrategy("1GiB")
+    with pytest.raises(UnsupportedError, match=f"the device '{device}' yet, only cpu and cuda: pass accelerator='cpu'"):
+        strategy.parallel_devices = [device]
+    assert cli.run(["bench-links", "--device", str(device)]) == 2
+    assert capsys.readouterr().err == (
+        f"lightning-offload: error: device '{device}' is not supported: use 'cpu' or 'cuda'\n"
+    )
+
+
+NAMED = {
+    "accelerators.py": "the table",
+    "capture/placement.py": "a CPU has no index",
+    "capture/recorder.py": "which ops are exact again is known for CPUs and for CUDA: tensors/op_facts.py",
+    "capture/spec_cache.py": "a CPU's rates depend on its threads, others' on a driver",
+    "cli/links.py": "a CPU is always there",
+    "graph/catalog.py": "data",
+    "planning/links.py": "data: the kind that a spec has",
+    "planning/planner.py": "data: the kind that a spec has",
+    "plugins/devices.py": "inputs on an accelerator come before those on a CPU",
+    "plugins/plan_cache.py": "data: the kind that a spec has",
+    "runtime/environment.py": "flags of torch's backends",
+    "runtime/materialize.py": "fake tensors are on a CPU",
+    "tensors/op_facts.py": "which ops are exact again is known for CPUs and for CUDA",
+    "tuning/scaling.py": "data: the kind that a spec has",
+    "tuning/snapshot.py": "parts of torch by name; host memory is compared",
+}
+"""The files that ask by a kind's name, each with its reason."""
+
+
+def test_nobody_else_asks_by_name() -> None:
+    """No other file has the name of an accelerator, or compares with that of the CPU."""
+    package = Path(accelerators.__file__).parent
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in ("cuda", "xpu", "mps", "hip"):
+                found.add(path.relative_to(package).as_posix())
+            if isinstance(node, ast.Compare):
+                parts = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
+                if any(isinstance(part, ast.Constant) and part.value == "cpu" for part in parts):
+                    found.add(path.relative_to(package).as_posix())
+    assert found == set(NAMED)
 
 
 # ---- what is asked of a device

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from lightning_offload.accelerators import name_of, synchronize, total_bytes_of
+from lightning_offload.accelerators import kind_of, name_of, synchronize, total_bytes_of
 from lightning_offload.graph.device_spec import DeviceSpec
 
 _CPU_INTERFERENCE = 0.5  # a worker thread that copies takes about half of what two compute threads have
@@ -131,7 +131,7 @@ def spec_of(device: torch.device, rates: LinkRates) -> DeviceSpec:
         memory_bytes=total_bytes_of(device),
         d2h_bytes_per_second=rates.d2h_bytes_per_second,
         h2d_bytes_per_second=rates.h2d_bytes_per_second,
-        copy_interference=_CPU_INTERFERENCE if device.type == "cpu" else 0.0,
+        copy_interference=0.0 if kind_of(device).has_streams else _CPU_INTERFERENCE,
         overhead_seconds=_OVERHEAD_SECONDS,
         disk_write_bytes_per_second=rates.disk_write_bytes_per_second or 0.0,
         disk_read_bytes_per_second=rates.disk_read_bytes_per_second or 0.0,
