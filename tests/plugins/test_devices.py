@@ -37,6 +37,7 @@ def test_the_device_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = torch.nn.Linear(2, 2, device="meta"), torch.ones(2)
     assert find_device(module, batch) == torch.device("meta")
     assert find_device(torch.nn.Tanh(), batch) == CPU
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert find_device(None, 1) == CPU
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
