@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from lightning_offload.accelerators import kind_of, name_of, synchronize, total_bytes_of
 from lightning_offload.graph.device_spec import DeviceSpec
 
 _CPU_INTERFERENCE = 0.5  # a worker thread that copies takes about half of what two compute threads have
@@ -125,12 +126,12 @@ def measure_device(
 def spec_of(device: torch.device, rates: LinkRates) -> DeviceSpec:
     """What a planner needs of a device whose links were measured: the rates of one direction at a time."""
     return DeviceSpec(
-        name=device_name(device),
+        name=name_of(device),
         kind=device.type,
-        memory_bytes=device_memory_bytes(device),
+        memory_bytes=total_bytes_of(device),
         d2h_bytes_per_second=rates.d2h_bytes_per_second,
         h2d_bytes_per_second=rates.h2d_bytes_per_second,
-        copy_interference=_CPU_INTERFERENCE if device.type == "cpu" else 0.0,
+        copy_interference=0.0 if kind_of(device).has_streams else _CPU_INTERFERENCE,
         overhead_seconds=_OVERHEAD_SECONDS,
         disk_write_bytes_per_second=rates.disk_write_bytes_per_second or 0.0,
         disk_read_bytes_per_second=rates.disk_read_bytes_per_second or 0.0,
@@ -146,17 +147,12 @@ def _trials(transfer: Callable[[], object], device: torch.device) -> list[float]
     """Seconds of each trial after one to warm up."""
     seconds = []
     for _ in range(1 + _NUM_TRIALS):
-        _await(device)
+        synchronize(device)
         start = time.perf_counter()
         transfer()
-        _await(device)
+        synchronize(device)
         seconds.append(max(time.perf_counter() - start, 1e-9))
     return seconds[1:]
-
-
-def _await(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _both_seconds(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
@@ -184,17 +180,3 @@ def _both_seconds(first: Callable[[], object], second: Callable[[], object]) -> 
     with ThreadPoolExecutor(2, thread_name_prefix="lightning-offload-links") as pool:
         futures = pool.submit(repeat, first, *done), pool.submit(repeat, second, *reversed(done))
         return futures[0].result(), futures[1].result()
-
-
-def device_name(device: torch.device) -> str:
-    """What the device is called, e.g. "NVIDIA H200"; its type where it has no name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type
-
-
-def device_memory_bytes(device: torch.device) -> int | None:
-    """Total memory of the device in bytes; None for a CPU, whose memory is the host's."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return None

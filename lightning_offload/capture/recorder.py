@@ -6,8 +6,8 @@ storage's death is seen through a weak reference to its Python object, which tor
 storage lives; the same references count the live bytes. Works the same under FakeTensorMode, with modelled in
 place of measured times and no workspaces.
 
-On an accelerator an op's duration is the device's, read at the end; on CUDA the op's workspace is read off the
-allocator: Note [the peak is reset for each op].
+On an accelerator an op's duration is the device's, read at the end; its workspace is read off an allocator that
+counts: Note [the peak is reset for each op].
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_offload.accelerators import kind_of
 from lightning_offload.capture.live import Counted, LiveBytes
 from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
-from lightning_offload.capture.workspace import OpMemory, block_bytes_of, op_memory_for, tries_algorithms
+from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
 from lightning_offload.graph.step_graph import Op, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_leaf, is_plain
 
@@ -393,7 +394,7 @@ class Recorder(LiveBytes):
             values=tuple(map(_value, self._value_storage, self._value_producer)),
             saves=saves,
             gradient_bytes=unseen,
-            block_bytes=block_bytes_of(self._device),
+            block_bytes=kind_of(self._device).block_bytes,
         )
 
 

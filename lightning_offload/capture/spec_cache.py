@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from lightning_offload.capture.calibrate import device_name
+from lightning_offload.accelerators import name_of
 from lightning_offload.capture.observed import Observed, updated
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
@@ -70,7 +70,7 @@ def key_for(device: torch.device, spill_dir: str | os.PathLike[str] | None = Non
     is_cpu = device.type == "cpu"
     return SpecKey(
         machine=platform.node(),
-        device=device_name(device),
+        device=name_of(device),
         driver="" if is_cpu else driver_version(),
         torch=str(torch.__version__),
         num_threads=torch.get_num_threads() if is_cpu else None,

@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
+from lightning_offload.accelerators import kind_of
 from lightning_offload.capture.placement import indexed
 from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.graph.step_graph import StepGraph
@@ -176,7 +177,7 @@ def record_event(device: torch.device) -> Mark:
 @functools.cache
 def empty_launch_seconds(device: torch.device) -> float:
     """What lies between the marks of an op on one element, while an accelerator waits for it; 0 where it cannot run."""
-    if device.type == "cpu":
+    if not kind_of(device).has_streams:
         return 0.0
     try:
         with _disable_current_modes(), torch.no_grad():
@@ -195,7 +196,7 @@ def empty_launch_seconds(device: torch.device) -> float:
 
 def clock_for(device: torch.device) -> OpClock:
     """The clock that tells how long ops take on a device."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
+    return DeviceClock(device) if kind_of(device).has_streams else HostClock()
 
 
 class OpTimes(StepObserver):

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from lightning_offload.accelerators import memory_of
 from lightning_offload.capture.placement import indexed
 
 
@@ -30,34 +31,6 @@ class MemoryStats(Protocol):
 
     def reset_peak(self) -> None:
         """Let the peak be what is allocated now."""
-
-
-class CudaMemoryStats:
-    """Those of torch's caching allocator on one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def read(self) -> tuple[int, int]:
-        """Bytes allocated now, and at most since the last reset; zeros before the device was first used."""
-        # As a nested dict: flattening it, as memory_allocated() does, costs more than most ops.
-        allocated = torch.cuda.memory_stats_as_nested_dict(self._device).get("allocated_bytes")
-        return (allocated["all"]["current"], allocated["all"]["peak"]) if allocated else (0, 0)
-
-    def reset_peak(self) -> None:
-        """Let the peak be what is allocated now."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-
-_CUDA_BLOCK_BYTES = 512
-
-
-def block_bytes_of(device: torch.device) -> int:
-    """What a device's allocator rounds sizes up to a multiple of, in bytes.
-
-    Of a large block it may hand out up to 1 MiB more, which depends on what was freed before: that is measured.
-    """
-    return _CUDA_BLOCK_BYTES if device.type == "cuda" else 1
 
 
 class OpMemory:
@@ -113,4 +86,5 @@ def tries_algorithms(name: str) -> bool:
 
 def op_memory_for(device: torch.device) -> OpMemory | None:
     """Measures ops' workspaces on a device; None where its allocator does not tell."""
-    return OpMemory(CudaMemoryStats(indexed(device))) if device.type == "cuda" else None
+    stats = memory_of(indexed(device))
+    return OpMemory(stats) if stats is not None else None

@@ -53,10 +53,9 @@ def devices_here() -> list[DeviceHere]:
         import torch
     except ImportError:
         return []
-    found = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [_describe(device) for device in found]
+    from lightning_offload.accelerators import accelerators_here
+
+    return [_describe(device) for device in (torch.device("cpu"), *accelerators_here())]
 
 
 def host_memory_bytes() -> int | None:
@@ -68,19 +67,16 @@ def host_memory_bytes() -> int | None:
 
 
 def _describe(device: Any) -> DeviceHere:
-    import torch
-
+    from lightning_offload.accelerators import name_of, total_bytes_of
     from lightning_offload.capture import spec_cache
-    from lightning_offload.capture.calibrate import device_name
 
-    name, is_cuda = device_name(device), device.type == "cuda"
+    name, memory_bytes = name_of(device), total_bytes_of(device)
     known = spec_cache.load(spec_cache.key_for(device))
-    memory = int(torch.cuda.get_device_properties(device).total_memory) if is_cuda else host_memory_bytes()
     return DeviceHere(
         device=str(device),
         title=name,
-        memory_bytes=memory,
-        catalog_name=_catalog_name(name) if is_cuda else None,
+        memory_bytes=memory_bytes if memory_bytes is not None else host_memory_bytes(),
+        catalog_name=_catalog_name(name) if memory_bytes is not None else None,
         d2h_bytes_per_second=known.d2h_bytes_per_second if known is not None else None,
         h2d_bytes_per_second=known.h2d_bytes_per_second if known is not None else None,
     )

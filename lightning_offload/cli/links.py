@@ -24,7 +24,7 @@ def bench_links(device: str | None, spill_dir: Path | None, size: str, *, as_jso
     """Measure a device's links and print their rates.
 
     Args:
-        device: "cpu" or "cuda"; None for CUDA where there is one.
+        device: What torch calls it, e.g. "cpu" or "cuda"; None for an accelerator where there is one.
         spill_dir: Folder whose disk is measured too.
         size: Bytes of one transfer, with a unit.
         as_json: Whether to print JSON in place of a table.
@@ -76,13 +76,16 @@ def _check_folder(folder: Path) -> None:
 def _checked_device(device: str | None) -> torch.device:
     import torch
 
+    from lightning_offload.accelerators import accelerators_here
     from lightning_offload.plugins.devices import supported
 
-    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    compute = supported(device if device is not None else "cuda" if num_cuda else "cpu")
-    if compute.type == "cuda" and (compute.index or 0) >= num_cuda:
+    here = accelerators_here()
+    compute = supported(device if device is not None else here[0].type if here else "cpu")
+    num = sum(each.type == compute.type for each in here)
+    if compute.type != "cpu" and (compute.index or 0) >= num:
         raise UnsupportedError(
-            f"--device {device!r} is not there: torch {torch.__version__} sees {num_cuda} CUDA devices; use 'cpu'"
+            f"--device {device!r} is not there: torch {torch.__version__} sees {num} {compute.type.upper()} devices; "
+            "use 'cpu'"
         )
     return compute
 
@@ -106,9 +109,9 @@ def _print_json(device: torch.device, num_bytes: int, rates: LinkRates) -> None:
 def _print_table(device: torch.device, num_bytes: int, rates: LinkRates) -> None:
     from rich.table import Table
 
-    from lightning_offload.capture.calibrate import device_name
+    from lightning_offload.accelerators import name_of
 
-    name = device_name(device)
+    name = name_of(device)
     title = f"{device} ({name})" if name != str(device) else name
     table = Table("link", title=f"Links of {title}, transfers of {format_bytes(num_bytes)}")
     table.add_column("rate", justify="right")

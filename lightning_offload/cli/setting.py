@@ -145,17 +145,18 @@ def _device_of(path: Path) -> DeviceSpec:
 
 
 def _device_here(dtype: str) -> DeviceSpec:
-    import torch
+    from lightning_offload.accelerators import accelerators_here, name_of, total_bytes_of
 
     choices = f"give --device, one of {', '.join(catalog.names())}"
-    if not torch.cuda.is_available():
+    here = accelerators_here()
+    if not here:
         raise UnsupportedError(f"this machine has no GPU to plan for: {choices}")
-    properties = torch.cuda.get_device_properties(0)
+    name = name_of(here[0])
     try:
-        spec = catalog.device_spec(properties.name, dtype=dtype)
+        spec = catalog.device_spec(name, dtype=dtype)
     except UnsupportedError:
-        raise UnsupportedError(f"this machine's {properties.name!r} is not in the catalogue: {choices}") from None
-    return dataclasses.replace(spec, memory_bytes=int(properties.total_memory))
+        raise UnsupportedError(f"this machine's {name!r} is not in the catalogue: {choices}") from None
+    return dataclasses.replace(spec, memory_bytes=total_bytes_of(here[0]))
 
 
 def _budget(option: str, text: str | None, device_bytes: int | None) -> int | None:

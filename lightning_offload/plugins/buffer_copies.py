@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lightning_offload.accelerators import kind_of
 from lightning_offload.tensors.op_facts import is_plain
 
 _COPIED_AT_ONCE = frozenset({
@@ -92,4 +93,4 @@ def _groups(buffers: Sequence[Tensor]) -> dict[Hashable, list[Tensor]]:
 
 def _stream(device: torch.device) -> Hashable:
     """Whose memory it is: another stream might write it too early."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+    return torch.accelerator.current_stream(device) if kind_of(device).has_streams else None

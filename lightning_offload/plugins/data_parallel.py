@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_offload.accelerators import kind_of, properties_of
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.class_swap import graft, ungraft
@@ -269,22 +270,24 @@ def beside_all_reduce(spec: DeviceSpec, graph: StepGraph, num_peers: int) -> Dev
 
 def shared_spec(spec: DeviceSpec, graph: StepGraph, device: torch.device) -> DeviceSpec:
     """The device as this rank's copies find it."""
-    if device.type != "cuda" or num_ranks() == 1 or has_nvlink(device):
+    if not kind_of(device).has_streams or num_ranks() == 1 or has_nvlink(device):
         return spec
     return beside_all_reduce(spec, graph, num_ranks())
 
 
 def has_nvlink(device: torch.device, nvml: Any = None) -> bool:
-    """Whether a GPU has an active NVLink; False where the driver does not tell.
+    """Whether a GPU has an active NVLink; False where the driver does not tell, or there is no NVML to ask it by.
 
     Args:
         device: The GPU.
         nvml: The driver's library, ``pynvml`` by default.
     """
+    if not kind_of(device).has_nvml:
+        return False
     with contextlib.suppress(Exception):  # no driver, no permission, no NVLink: there are many ways to say so
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties_of(device).uuid}")
         return any(_is_active(nvml, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))
     return False
 

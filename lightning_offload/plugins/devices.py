@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from lightning_offload.accelerators import KINDS, device_in_use, memory_of
 from lightning_offload.capture import spec_cache
 from lightning_offload.capture.calibrate import LinkRates, Transfer, measure_device, measure_transfers, spec_of
 from lightning_offload.capture.placement import indexed
@@ -23,13 +24,10 @@ from lightning_offload.units import format_bytes
 
 
 def find_device(module: torch.nn.Module | None, inputs: Any) -> torch.device:
-    """The device of the module's parameters, else of the inputs, else CUDA where it is in use, else the CPU."""
+    """The device of the module's parameters, else of the inputs, else the accelerator in use, else the CPU."""
     parameter = next(module.parameters(), None) if module is not None else None
     found = parameter.device if parameter is not None else first_device(inputs)
-    if found is not None:
-        return found
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return found or device_in_use() or torch.device("cpu")
 
 
 def first_device(inputs: Any) -> torch.device | None:
@@ -42,19 +40,21 @@ def supported(device: torch.device | str) -> torch.device:
     """The device, checked.
 
     Raises:
-        UnsupportedError: Neither a CPU nor CUDA.
+        UnsupportedError: Its kind has no row in the table of kinds.
     """
+    allowed = " or ".join(map(repr, KINDS))
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError):
-        raise UnsupportedError(f"device {device!r} is not known: use 'cpu' or 'cuda'") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"device {str(device)!r} is not supported: use 'cpu' or 'cuda'")
+        raise UnsupportedError(f"device {device!r} is not known: use {allowed}") from None
+    if device.type not in KINDS:
+        raise UnsupportedError(f"device {str(device)!r} is not supported: use {allowed}")
     return indexed(device)
 
 
 _LINK_BLOCK_BYTES = 32 << 20
-_CUDA_LINK_BLOCK_BYTES = 256 << 20  # less is over before a link as fast as a chip's own is at its rate
+_LARGE_LINK_BLOCK_BYTES = 256 << 20  # less is over before a link as fast as a chip's own is at its rate
+_SMALL_LINK_BLOCK_BYTES = (8 << 20, 2 << 20)  # on a device that is nearly full
 _NOMINAL_RATE = 1e9  # bytes per second of links that could not be measured: too slow, so plans avoid them
 
 
@@ -79,36 +79,45 @@ def measure_spec(device: torch.device, tiers: Tiers, *, with_disk: bool) -> Devi
     Raises:
         HostRefusedError: The host has no memory to measure with.
         SpillError: The disk cannot be used.
+        torch.OutOfMemoryError: The device has no memory to measure with.
     """
     folder = tiers.disk.folder if with_disk and tiers.disk is not None else None
     is_usual = not tiers.host.is_pinning_refused  # else these rates are no property of the machine
     key = spec_cache.key_for(device, folder)
     spec = spec_cache.load(key) if is_usual else None
     if spec is None:
-        spec = _measured_spec(device, tiers, with_disk=with_disk)
-        if is_usual:
+        num_bytes, spec = _measured_spec(device, tiers, with_disk=with_disk)
+        if is_usual and num_bytes >= _LINK_BLOCK_BYTES:
             spec_cache.store(key, spec)
     return spec
 
 
-def _measured_spec(device: torch.device, tiers: Tiers, *, with_disk: bool) -> DeviceSpec:
-    """Measure with a block as large as the links need, where there is memory for it, else with a small one."""
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        if free_bytes >= 8 * _CUDA_LINK_BLOCK_BYTES:
-            with contextlib.suppress(torch.OutOfMemoryError, HostRefusedError):
-                return _measured_by(device, tiers, _CUDA_LINK_BLOCK_BYTES, with_disk=with_disk)
-    return _measured_by(device, tiers, _LINK_BLOCK_BYTES, with_disk=with_disk)
+def _measured_spec(device: torch.device, tiers: Tiers, *, with_disk: bool) -> tuple[int, DeviceSpec]:
+    """Measure with a block as large as the links need, where there is memory for it, else with smaller ones.
+
+    Returns:
+        The bytes of the block, and what was measured with it.
+    """
+    memory = memory_of(device)
+    if memory is not None and memory.free_bytes() >= 8 * _LARGE_LINK_BLOCK_BYTES:
+        with contextlib.suppress(torch.OutOfMemoryError, HostRefusedError):
+            return _measured_by(device, tiers, _LARGE_LINK_BLOCK_BYTES, with_disk=with_disk)
+    *larger, least = (_LINK_BLOCK_BYTES, *_SMALL_LINK_BLOCK_BYTES)
+    for num_bytes in larger:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return _measured_by(device, tiers, num_bytes, with_disk=with_disk)
+    return _measured_by(device, tiers, least, with_disk=with_disk)
 
 
-def _measured_by(device: torch.device, tiers: Tiers, num_bytes: int, *, with_disk: bool) -> DeviceSpec:
-    disk_bytes = _LINK_BLOCK_BYTES
+def _measured_by(device: torch.device, tiers: Tiers, num_bytes: int, *, with_disk: bool) -> tuple[int, DeviceSpec]:
+    disk_bytes = min(num_bytes, _LINK_BLOCK_BYTES)
     try:
         with _transfers(device, tiers, num_bytes, with_disk=with_disk, disk_bytes=disk_bytes) as transfers:
-            return measure_device(device, num_bytes=num_bytes, disk_bytes=disk_bytes, **transfers)
+            return num_bytes, measure_device(device, num_bytes=num_bytes, disk_bytes=disk_bytes, **transfers)
     finally:
-        if device.type == "cuda" and num_bytes > _LINK_BLOCK_BYTES:
-            torch.cuda.empty_cache()  # the allocator would keep it from others of this device
+        memory = memory_of(device)
+        if memory is not None and num_bytes > _LINK_BLOCK_BYTES:
+            memory.give_back()  # the allocator would keep it from others of this device
 
 
 def measure_rates(

@@ -250,7 +250,7 @@ class Hardware:
     def _measure(self, *, with_disk: bool) -> DeviceSpec:
         try:
             return measure_spec(self.device, self.tiers, with_disk=with_disk)
-        except HostRefusedError:
+        except (HostRefusedError, torch.OutOfMemoryError):
             return nominal_spec(self.device)
         except SpillError as error:
             self._give_disk_up(error)

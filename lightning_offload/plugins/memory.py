@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.capture.live import Census, CensusClock
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError, UnsupportedError
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -39,7 +40,7 @@ from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
 from lightning_offload.runtime.executor import Executor
-from lightning_offload.runtime.hooks import executing, is_capturing, listen, mode_off, seeing_user_code, watch_backward
+from lightning_offload.runtime.hooks import executing, listen, mode_off, seeing_user_code, watch_backward
 
 _SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
 _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
@@ -259,7 +260,7 @@ class Steps:
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
         hardware = self.hardware_for(inputs)
-        if hardware.device.type == "cuda" and torch.backends.cudnn.benchmark:
+        if kind_of(hardware.device).has_cudnn and torch.backends.cudnn.benchmark:
             inputs = (*inputs, _TryingAlgorithms())
         kind, peaks = self.cache.choose(step_signature(inputs)), self.peaks
         peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
@@ -292,11 +293,12 @@ class Steps:
 
     def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()
-        if kind.phase != "unplanned" or hardware.budget_bytes is None:
+        memory = memory_of(hardware.device)
+        if kind.phase != "unplanned" or hardware.budget_bytes is None or memory is None:
             return
         self.peaks.begin_step(hardware.device, is_watched=False)
         kind.swapped_bytes = kind.stayed_bytes = 0
-        self._plain = kind, PlainStep(kind.plain, hardware.device, hardware.budget_bytes)
+        self._plain = kind, PlainStep(kind.plain, memory, hardware.budget_bytes)
 
     def _look_beside(
         self, kind: PlanEntry, hardware: Hardware, gradients: dict[int, int], *, has_inputs: bool
@@ -312,21 +314,21 @@ class Steps:
         Returns:
             The storages that are there, if they were listed.
         """
-        clock, device = self._census_clock, hardware.device
+        clock, device, memory = self._census_clock, hardware.device, memory_of(hardware.device)
         if not (kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
             return None
         with clock:
             there: Census | None = None
-            if device.type == "cpu" or kind.phase == "recording":
+            if memory is None or kind.phase == "recording":
                 if kind.phase == "recording" and clock.is_due(_COLLECTING_SHARE):
                     gc.collect()  # what waits for it is no part of the steps to come
                 there = self.state.storages(device)
-            if device.type == "cpu" and there is not None:
+            beside: int | None = None
+            if memory is not None:
+                allocated_bytes = memory.allocated_bytes()
+                beside = kind.bytes_beside_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
+            elif there is not None:
                 beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
-            else:
-                beside = kind.bytes_beside_of(
-                    torch.cuda.memory_allocated(device), sum(gradients.values()), has_inputs=has_inputs
-                )
         if beside is not None:
             kind.note_beside(beside + self.state.buckets.expected_bytes(device), hardware.budget_bytes)
         return there
@@ -392,7 +394,7 @@ class Steps:
             return
         self._num_optimizers += 1
         device = self.device
-        if self._num_optimizers > 1 or run is None or device is None or device.type != "cpu":
+        if self._num_optimizers > 1 or run is None or device is None or kind_of(device).counts_memory:
             return
         if self._is_open:
             if run.live is not None:

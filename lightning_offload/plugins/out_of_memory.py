@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_offload.accelerators import generators_in_use, kind_of, memory_of
 from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.units import format_bytes
 
@@ -80,10 +81,7 @@ class Attempt:
 
 
 def _rng_states() -> list[tuple[torch.Generator, Tensor]]:
-    generators = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators.extend(torch.cuda.default_generators)
-    return [(generator, generator.get_state()) for generator in generators]
+    return [(generator, generator.get_state()) for generator in generators_in_use()]
 
 
 def with_second_attempt(
@@ -129,8 +127,9 @@ def out_of_memory(
     kind.ran_out_of_memory()
     release_frames(error)
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    memory = memory_of(device)
+    if memory is not None:
+        memory.give_back()
     return told
 
 
@@ -153,13 +152,12 @@ def _explained(
     if kind.plan is not None:
         figures.append(f"predicted peak {format_bytes(kind.plan.predicted_peak_bytes)}")
         figures.append(f"smallest feasible budget {format_bytes(kind.plan.floor_bytes)}")
-    if device.type == "cuda":
-        figures.append(f"allocated at most {format_bytes(torch.cuda.max_memory_allocated(device))}")
-        figures.append(f"reserved {format_bytes(torch.cuda.memory_reserved(device))}")
+    memory = memory_of(device)
+    if memory is not None:
+        figures.append(f"allocated at most {format_bytes(memory.peak_bytes())}")
+        figures.append(f"reserved {format_bytes(memory.reserved_bytes())}")
     what = "the next step of this shape is planned tighter" if kind.plan is not None else "there was no plan yet"
     if kind.phase == "unplanned":
         what = "steps of this shape run without a plan, the next one keeps nothing that it saves"
-    advice = "lower the budget or the batch size"
-    if device.type == "cuda":
-        advice += "; where reserved is well above allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    advice = "; ".join(filter(None, ("lower the budget or the batch size", kind_of(device).advice)))
     return torch.OutOfMemoryError(f"{error}\nlightning-offload: {', '.join(figures) or 'no figures'}; {what}; {advice}")

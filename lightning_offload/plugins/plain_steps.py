@@ -5,7 +5,7 @@ everything. Under that, and under the peaks of those that did keep everything, t
 steps without a plan differ from one another, with room to spare. Each one is watched: after the first that exceeds the
 budget, or that the device has no memory for, none of its kind runs so any more.
 
-The allocator of a CUDA device counts what such steps need. On a CPU nothing does without seeing each op.
+An accelerator's allocator counts what such steps need. On a CPU nothing does without seeing each op.
 """
 
 from __future__ import annotations
@@ -16,35 +16,9 @@ from collections.abc import Iterator
 
 import torch
 
+from lightning_offload.accelerators import DeviceMemory, memory_of
+
 _MORE = 1.25  # times what any step so far needed is what the next one may need
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Allocated:
-    """What a CUDA device's allocator holds.
-
-    Attributes:
-        current_bytes: Alive now.
-        peak_bytes: Alive at most, since that was last reset.
-        reserved_bytes: Had from the device, in use or not.
-    """
-
-    current_bytes: int = 0
-    peak_bytes: int = 0
-    reserved_bytes: int = 0
-
-    @classmethod
-    def on(cls, device: torch.device) -> Allocated:
-        """Ask the allocator; zeros before the device was first used."""
-        stats = torch.cuda.memory_stats_as_nested_dict(device)
-        if not stats:
-            return cls()
-        allocated = stats["allocated_bytes"]["all"]
-        return cls(
-            current_bytes=allocated["current"],
-            peak_bytes=allocated["peak"],
-            reserved_bytes=stats["reserved_bytes"]["all"]["current"],
-        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,13 +44,14 @@ class PlainNeed:
             device: Where it runs.
             budget_bytes: The budget.
         """
-        if self.has_exceeded or self.most_bytes is None or device.type != "cuda":
+        memory = memory_of(device)
+        if self.has_exceeded or self.most_bytes is None or memory is None:
             return False
-        there, needed_bytes = Allocated.on(device), int(_MORE * self.most_bytes)
+        there, needed_bytes = memory.now(), int(_MORE * self.most_bytes)
         if there.current_bytes + needed_bytes > budget_bytes:
             return False
         missing_bytes = needed_bytes - (there.reserved_bytes - there.current_bytes)
-        return missing_bytes <= 0 or missing_bytes <= torch.cuda.mem_get_info(device)[0]
+        return missing_bytes <= 0 or missing_bytes <= memory.free_bytes()
 
 
 class PlainStep:
@@ -84,19 +59,19 @@ class PlainStep:
 
     Args:
         need: What is known of steps of its kind.
-        device: Where it runs.
+        memory: The memory of the device that it runs on.
         budget_bytes: The budget.
 
     Attributes:
         peak_bytes: The most that was alive in its scopes so far.
     """
 
-    def __init__(self, need: PlainNeed, device: torch.device, budget_bytes: int) -> None:
+    def __init__(self, need: PlainNeed, memory: DeviceMemory, budget_bytes: int) -> None:
         self.peak_bytes = 0
         self._need = need
-        self._device = device
+        self._memory = memory
         self._budget_bytes = budget_bytes
-        self._there_bytes = Allocated.on(device).current_bytes
+        self._there_bytes = memory.now().current_bytes
         self._is_open = False
 
     @contextlib.contextmanager
@@ -110,7 +85,7 @@ class PlainStep:
             yield
             return
         self._is_open = True
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._memory.reset_peak()
         try:
             yield
         except torch.OutOfMemoryError:
@@ -118,6 +93,6 @@ class PlainStep:
             raise
         finally:
             self._is_open = False
-            self.peak_bytes = max(self.peak_bytes, Allocated.on(self._device).peak_bytes)
+            self.peak_bytes = max(self.peak_bytes, self._memory.now().peak_bytes)
             self._need.learn(self.peak_bytes - self._there_bytes)
             self._need.has_exceeded |= self.peak_bytes > self._budget_bytes

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from lightning_offload.accelerators import KINDS
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime, scaled
@@ -612,7 +613,7 @@ def step_signature(inputs: Any) -> str:
     """
     leaves, spec = tree_flatten(inputs)
     parts = [str(spec), *map(_describe, leaves)]
-    for device_type in ("cpu", "cuda"):
+    for device_type in KINDS:
         if torch.is_autocast_enabled(device_type):
             parts.append(f"{device_type} autocast {torch.get_autocast_dtype(device_type)}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
+from lightning_offload.accelerators import memory_of, total_bytes_of
 from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.planner import check_policy
@@ -137,10 +138,9 @@ def budget_bytes_on(settings: Settings, device: torch.device, slack_bytes: int =
     Raises:
         BudgetError: A fraction was asked for of a device whose memory is not known.
     """
-    total = int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
-    if settings.budget is None and total is not None:
-        free, _ = torch.cuda.mem_get_info(device)
+    total, memory = total_bytes_of(device), memory_of(device)
+    if settings.budget is None and total is not None and memory is not None:
         margin_bytes = min(max(int(_MARGIN * total), _LEAST_MARGIN_BYTES), total // 4)
         lost_bytes = min(slack_bytes, int(_MOST_SLACK * total))
-        return int(free + torch.cuda.memory_reserved(device) - margin_bytes - lost_bytes)
+        return memory.free_bytes() + memory.reserved_bytes() - margin_bytes - lost_bytes
     return resolve_budget(settings.budget, device_bytes=total)

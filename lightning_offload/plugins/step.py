@@ -1,7 +1,7 @@
 """One step under way: its plan, its executor, who watches it, its clock, its peaks, and what is learned at its end.
 
-Peaks between steps are an optimizer's step above all, and what a device's allocator holds in reserve. On CUDA the
-allocator counts; reading its statistics costs host time, so they are read around watched steps alone. On a CPU the
+Peaks between steps are an optimizer's step above all, and what a device's allocator holds in reserve. An accelerator's
+counts; reading its statistics costs host time, so they are read around watched steps alone. On a CPU the
 tensors that an optimizer's step makes are counted as those of a training step are, by a dispatch mode that the
 optimizer's own hooks put on and take off.
 """
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
+from lightning_offload.accelerators import Allocated, DeviceMemory, kind_of, memory_of
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
@@ -32,7 +33,6 @@ from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.plain_steps import Allocated
 from lightning_offload.plugins.plan_cache import PlanEntry
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
@@ -109,10 +109,11 @@ class StepRun:
         for observer in (self.recorder, self.times):  # they reset the allocator's peak for each op
             peak = max(peak, (observer.allocator_peak_bytes or 0) if observer is not None else 0)
         self.device_peak_bytes = max(self.device_peak_bytes or 0, peak)
-        if self.recorder is not None and self.there is not None:
+        memory = memory_of(self.device)
+        if self.recorder is not None and self.there is not None and memory is not None:
             # What was held before may be a user's: it is there to be used.
             used_bytes = max(self.device_peak_bytes, self.there.reserved_bytes)
-            self.slack_bytes = max(0, torch.cuda.memory_reserved(self.device) - used_bytes)
+            self.slack_bytes = max(0, memory.reserved_bytes() - used_bytes)
 
     @property
     def stall_seconds(self) -> float:
@@ -122,8 +123,9 @@ class StepRun:
 
     def note_there(self) -> None:
         """Note what is on the device as it begins, where it shows what such steps need that keep everything."""
-        if self.is_watched and self.executor.program is None and self.device.type == "cuda":
-            self.there = Allocated.on(self.device)
+        memory = memory_of(self.device)
+        if self.is_watched and self.executor.program is None and memory is not None:
+            self.there = memory.now()
 
     def watch_gradients(self, now: dict[int, int], gradients: Callable[[], dict[int, int]]) -> None:
         """Note the gradients of earlier steps: those there now, and those there when backward begins."""
@@ -210,10 +212,11 @@ def _op_times(kind: PlanEntry, device: torch.device) -> OpTimes | None:
 
 
 def _room_under(plan: MemoryPlan, device: torch.device) -> Callable[[], int] | None:
-    """Tells how much of what a plan needs at most is free; None where the device is the host."""
-    if device.type != "cuda":
+    """Tells how much of what a plan needs at most is free; None where nothing counts it."""
+    memory = memory_of(device)
+    if memory is None:
         return None
-    return lambda: plan.predicted_peak_bytes - torch.cuda.memory_allocated(device)
+    return lambda: plan.predicted_peak_bytes - memory.allocated_bytes()
 
 
 def start_run(
@@ -242,13 +245,13 @@ def start_run(
     is_recorded = kind.phase == "recording"
     recorder = Recorder(device, module, there=there.values() if there is not None else ()) if is_recorded else None
     times = _op_times(kind, device)
-    is_on_cpu = device.type == "cpu"
-    can_count = there is not None or not is_on_cpu
+    counts = kind_of(device).counts_memory
+    can_count = there is not None or counts
     is_watched = recorder is not None or times is not None or kind.is_due_for_measurement(can_count=can_count)
     live: LiveBytes | None = None
     if there is not None and recorder is not None:
         live = recorder
-    elif there is not None and is_on_cpu and is_watched:
+    elif there is not None and not counts and is_watched:
         live = LiveBytes(device, there.values())
     must_verify = program is not None and program.is_recomputing and verify != "never"
     verifier: Verifier | None = None
@@ -291,7 +294,7 @@ class StepClock:
 
     def __init__(self, device: torch.device, *, is_watched: bool) -> None:
         self._device = device
-        self._by_events = device.type != "cpu"
+        self._by_events = kind_of(device).has_streams
         self._is_watched = is_watched
         self._seconds = 0.0
         self._scopes: list[tuple[Mark, Mark]] = []
@@ -339,44 +342,48 @@ class DevicePeaks:
 
     def begin_step(self, device: torch.device, *, is_watched: bool) -> None:
         """Note what came after the last watched step; start counting anew if the coming one is watched."""
-        if device.type != "cuda":
+        memory = memory_of(device)
+        if memory is None:
             return
-        self._note_device(device)
+        self._note_device(memory)
         if is_watched:
-            torch.cuda.reset_peak_memory_stats(device)
+            memory.reset_peak()
         self._was_watched = is_watched
 
     @contextlib.contextmanager
     def paused(self, device: torch.device) -> Iterator[None]:
         """What is on the device inside, to measure its links say, is no optimizer's."""
-        if device.type != "cuda" or not self._was_watched:
+        memory = memory_of(device)
+        if memory is None or not self._was_watched:
             yield
             return
-        self._note_device(device)
+        self._note_device(memory)
         try:
             yield
         finally:
-            torch.cuda.reset_peak_memory_stats(device)
+            memory.reset_peak()
 
-    def _note_device(self, device: torch.device) -> None:
+    def _note_device(self, memory: DeviceMemory) -> None:
         if self._was_watched:
-            self.note_optimizer(torch.cuda.max_memory_allocated(device))
-            self.reserved_bytes = torch.cuda.memory_reserved(device)
+            self.note_optimizer(memory.peak_bytes())
+            self.reserved_bytes = memory.reserved_bytes()
 
     def take_retries(self, device: torch.device) -> int:
         """How often the allocator had to give its reserve back to go on, since this was last asked."""
-        if device.type != "cuda":
+        memory = memory_of(device)
+        if memory is None:
             return 0
-        now = int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
+        now = memory.num_retries()
         before, self._num_retries = self._num_retries, now
         return max(0, now - before) if before is not None else 0
 
     def end_scope(self, device: torch.device) -> int | None:
         """Peak since a watched step began; the optimizer's is counted from here on."""
-        if device.type != "cuda":
+        memory = memory_of(device)
+        if memory is None:
             return None
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        peak = memory.peak_bytes()
+        memory.reset_peak()
         return peak
 
     def begin_optimizer(self, device: torch.device, there: Iterable[torch.UntypedStorage], more_bytes: int) -> None:

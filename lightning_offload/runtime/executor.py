@@ -34,9 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_offload.accelerators import is_capturing, kind_of
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
-from lightning_offload.runtime.hooks import NotSeen, bypass_mode, is_capturing, past_own_mode
+from lightning_offload.runtime.hooks import NotSeen, bypass_mode, past_own_mode
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import OpStep, Program, ProgramCursor
@@ -112,7 +113,7 @@ class StepExecutor:
         self._lease: StepLiveness | None = StepLiveness()
         self._unread = weakref.ref(self._lease)
         self._device = device
-        self._can_capture = device.type == "cuda"
+        self._can_capture = kind_of(device).captures_graphs
         self._persistent = functools.cache(persistent)
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None

@@ -65,11 +65,6 @@ bypass_mode = _BypassMode()
 """Entered around everything that the runtime does with tensors."""
 
 
-def is_capturing() -> bool:
-    """Whether what this thread asks of its device goes into a CUDA graph and is not run: nothing may be waited for."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Made = Callable[[list[Tensor]], None]
 

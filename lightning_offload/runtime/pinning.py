@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_offload.accelerators import kind_of, properties_of
 from lightning_offload.runtime.hooks import bypass_mode
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -31,7 +32,7 @@ _BITS = 64
 
 
 def node_of(device: torch.device) -> int | None:
-    """The memory node next to a CUDA device; None with a single node, or where the platform does not tell."""
+    """The memory node next to an accelerator; None with a single node, or where the platform does not tell."""
     if not (_NODES / "node1").exists():
         return None
     try:
@@ -44,7 +45,7 @@ def node_of(device: torch.device) -> int | None:
 
 def _address_of(device: torch.device) -> str:
     """The device's place on the PCI bus as the kernel writes it."""
-    properties: Any = torch.cuda.get_device_properties(device)
+    properties = properties_of(device)
     if hasattr(properties, "pci_bus_id"):
         place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
     else:
@@ -112,7 +113,7 @@ class NotPinned(Pinning):
 
 
 class CudaPinning(Pinning):
-    """Registers mappings with the CUDA driver, for all contexts.
+    """Registers mappings with the driver of CUDA, or of ROCm by the same name, for all contexts.
 
     Args:
         device: The device that copies.
@@ -174,4 +175,4 @@ class CudaPinning(Pinning):
 
 def pinning_for(device: torch.device) -> Pinning:
     """How host memory is page-locked for a device."""
-    return CudaPinning(device) if device.type == "cuda" else NotPinned()
+    return CudaPinning(device) if kind_of(device).pins_mappings else NotPinned()

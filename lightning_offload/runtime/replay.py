@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_offload.accelerators import generator_of
 from lightning_offload.errors import OffloadError, ReplayError
 from lightning_offload.runtime import kernel_keys
 from lightning_offload.runtime.environment import Environment
@@ -110,10 +111,7 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator
     device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
     if device is None:
         device = torch.device(kwargs.get("device") or "cpu")
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    return generator_of(device)
 
 
 def chain_to(value: LiveValue, must_replay: Callable[[LiveValue], bool]) -> list[Call]:

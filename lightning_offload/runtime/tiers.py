@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_offload.accelerators import kind_of
 from lightning_offload.graph.memory_plan import Tier
 from lightning_offload.runtime.cpu_lanes import CpuLanes
 from lightning_offload.runtime.disk_lanes import DiskLanes, PlainChunk
@@ -169,14 +170,14 @@ def lanes_for(device: torch.device, staging: Callable[[int], HostChunk] = PlainC
         device: The device.
         staging: Gives page-locked chunks, for copies to and from memory that is not.
     """
-    if device.type == "cpu":
+    if not kind_of(device).has_streams:
         return CpuLanes()
     return StreamLanes(StreamMover(device), lambda: PageableLanes(StreamMover(device), staging))
 
 
 def mover_for(device: torch.device) -> Mover:
     """A mover of its own for a device's disk lanes."""
-    return CpuMover() if device.type == "cpu" else StreamMover(device)
+    return StreamMover(device) if kind_of(device).has_streams else CpuMover()
 
 
 def tiers_for(device: torch.device, *, host_budget_bytes: int | None = None, disk: DiskPool | None = None) -> Tiers:

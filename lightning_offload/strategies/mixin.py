@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from typing_extensions import override
 
+from lightning_offload.accelerators import KINDS
 from lightning_offload.errors import PlanError, UnsupportedError
 from lightning_offload.lightning_packages import package_of, rank_zero
 from lightning_offload.plugins.memory import MemoryPlugin
@@ -41,7 +42,6 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning_offload.lightning_packages import import_from, loaded_packages
 
 CHECKPOINT_KEY = "lightning_offload"
-_DEVICE_TYPES = ("cpu", "cuda")
 
 
 class OffloadMixin(_StrategyBase):
@@ -165,10 +165,10 @@ class OffloadMixin(_StrategyBase):
     def _check_devices(devices: Sequence[torch.device]) -> list[torch.device]:
         """Raises `UnsupportedError` for devices that the plugin does not know."""
         for device in map(torch.device, devices):
-            if device.type not in _DEVICE_TYPES:
+            if device.type not in KINDS:
                 raise UnsupportedError(
                     f"lightning-offload does not support the device {str(device)!r} yet, only"
-                    f" {' and '.join(_DEVICE_TYPES)}: pass accelerator='cpu' to the Trainer"
+                    f" {' and '.join(KINDS)}: pass accelerator='cpu' to the Trainer"
                 )
         return [torch.device(device) for device in devices]
 

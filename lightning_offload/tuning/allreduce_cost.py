@@ -25,6 +25,7 @@ from torch import distributed, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_offload.accelerators import synchronize
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.tuning.ranks import Coordinator
 
@@ -185,6 +186,5 @@ def _allocated(num_bytes: int, device: torch.device) -> torch.Tensor | None:
 def _all_reduced(buffer: torch.Tensor, traffic: Traffic, clock: Callable[[], float]) -> float:
     begin = clock()
     distributed.all_reduce(buffer, group=traffic.group)
-    if traffic.device.type == "cuda":
-        torch.cuda.synchronize(traffic.device)
+    synchronize(traffic.device)
     return clock() - begin

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_offload.accelerators import device_in_use, synchronize
 from lightning_offload.runtime.hooks import watch_backward
 from lightning_offload.tuning.runner import StepMeter
 from lightning_offload.tuning.snapshot import Restore
@@ -86,8 +87,9 @@ class _OptimizerSteps:
             self._first = weakref.ref(optimizer)
         if self._first() is not optimizer:
             return  # one of several; a step of all of them is over when the first steps again
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        device = device_in_use()
+        if device is not None:
+            synchronize(device)
         num = max(1, self._num_backwards)
         seconds, exchanges = self._clock() - self._since, self._meter.withheld.num_exchanges - self._num_exchanges
         self._meter.step_took(seconds / num, num_exchanges=exchanges / num)

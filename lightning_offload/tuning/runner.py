@@ -29,6 +29,7 @@ from typing import Protocol
 
 import torch
 
+from lightning_offload.accelerators import memory_in_use
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
@@ -204,21 +205,23 @@ class StepMeter:
         return worst
 
     def _watch_allocator(self) -> None:
-        if _is_cuda_used():
-            torch.cuda.reset_peak_memory_stats()
-            self._num_retries = _num_retries()
+        memory = memory_in_use()
+        if memory is not None:
+            memory.reset_peak()
+            self._num_retries = memory.num_retries()
 
     def _look_at_memory(self) -> None:
         """Read the peaks; the warm-up is over, so that plans are in force. A single plugin tells of its steps too."""
-        if _is_cuda_used():
-            self.peak_bytes = torch.cuda.max_memory_allocated()
-            if _num_retries() > self._num_retries:
+        memory = memory_in_use()
+        if memory is not None:
+            self.peak_bytes = memory.peak_bytes()
+            if memory.num_retries() > self._num_retries:
                 self.excess = "the allocator had to free its cache to go on: memory is as good as full"
         given = [self._settings.memory] if self._settings.memory is not None else []
         attached = [each for each in attached_plugins() if each.report().num_steps > self._num_before.get(each, 0)]
         plugins = list({id(each): each for each in (*given, *attached)}.values())
-        for memory in plugins:
-            measured, budget = memory.report().measured_peak_bytes, memory.budget_bytes
+        for plugin in plugins:
+            measured, budget = plugin.report().measured_peak_bytes, plugin.budget_bytes
             if measured is None:
                 continue
             self.peak_bytes = max(self.peak_bytes or 0, measured)
@@ -226,14 +229,6 @@ class StepMeter:
                 self.excess = f"peak {format_bytes(measured)} is above the budget {format_bytes(budget)}"
         if len(plugins) == 1:
             self.seen = Seen.of(plugins[0], self.step_seconds[-1])
-
-
-def _is_cuda_used() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def _num_retries() -> int:
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 class Host(Protocol):
@@ -457,10 +452,11 @@ class TrialRunner:
             else:
                 status, failure = RankStatus.FAILED, error
         finally:
-            if status is RankStatus.DOES_NOT_FIT or _is_cuda_used():
+            memory = memory_in_use()
+            if status is RankStatus.DOES_NOT_FIT or memory is not None:
                 gc.collect()
-            if _is_cuda_used():
-                torch.cuda.empty_cache()  # so that a trial's memory is not that of the one before it
+            if memory is not None:
+                memory.give_back()  # so that a trial's memory is not that of the one before it
         return status, reason, failure
 
     def _exposed_seconds(self, meter: StepMeter) -> float:

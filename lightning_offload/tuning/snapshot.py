@@ -32,29 +32,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_offload.accelerators import generators_in_use
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.tensors.op_facts import is_leaf, is_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomStates:
-    """States of the global generators of Python, NumPy and torch, on the CPU and on every CUDA device."""
+    """States of the global generators of Python, NumPy and torch, of the CPU first and then of each accelerator."""
 
     python: Any
     numpy: Any
-    torch_cpu: Tensor
-    torch_cuda: tuple[Tensor, ...]
+    torch_devices: tuple[Tensor, ...]
 
     @classmethod
     def now(cls) -> RandomStates:
         """Record the states as they are."""
         numpy: Any = sys.modules.get("numpy")
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(
             python=random.getstate(),
             numpy=numpy.random.get_state() if numpy is not None else None,
-            torch_cpu=torch.get_rng_state(),
-            torch_cuda=tuple(torch.cuda.get_rng_state_all()) if has_cuda else (),
+            torch_devices=tuple(generator.get_state() for generator in generators_in_use()),
         )
 
     def restore(self) -> None:
@@ -62,9 +60,8 @@ class RandomStates:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
-        torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda:
-            torch.cuda.set_rng_state_all(list(self.torch_cuda))
+        for generator, state in zip(generators_in_use(), self.torch_devices, strict=False):  # more may be in use now
+            generator.set_state(state)
 
 
 def undo_generator(found: Any) -> Callable[[], None] | None:

@@ -174,7 +174,7 @@ def state_of(trainer: pl.Trainer, module: Any) -> dict[str, Any]:
             states.python,
             states.numpy[1].tolist(),
             states.numpy[2],
-            states.torch_cpu,
+            states.torch_devices[0],
             module.generator.get_state(),
         ),
         "loops": trainer.fit_loop.state_dict(),

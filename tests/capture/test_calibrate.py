@@ -12,8 +12,6 @@ import torch
 from lightning_offload.capture.calibrate import (
     LinkRates,
     Transfer,
-    device_memory_bytes,
-    device_name,
     measure_device,
     measure_transfers,
     spec_of,
@@ -148,12 +146,6 @@ def test_spec_has_the_rates_of_one_direction_at_a_time() -> None:
     spec = spec_of(CPU, rates)
     assert (spec.d2h_bytes_per_second, spec.h2d_bytes_per_second) == (4.0, 3.0)
     assert (spec.disk_write_bytes_per_second, spec.disk_read_bytes_per_second) == (0.0, 0.5)
-
-
-def test_cpu_has_no_memory_of_its_own() -> None:
-    """A CPU's memory is the host's, so it has no limit here."""
-    assert device_memory_bytes(CPU) is None
-    assert device_name(CPU) == "cpu"
 
 
 def test_less_may_go_to_disk() -> None:

@@ -221,7 +221,7 @@ def test_the_key_of_a_cpu(tmp_path: Path) -> None:
 
 def test_the_key_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU goes by its name and its driver's version; the host's threads do not matter."""
-    monkeypatch.setattr(spec_cache, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(spec_cache, "name_of", lambda device: "NVIDIA H200")
     monkeypatch.setitem(sys.modules, "pynvml", _nvml("580.95"))
     found = key_for(torch.device("cuda", 1))
     assert (found.device, found.driver, found.num_threads) == ("NVIDIA H200", "580.95", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_offload.capture.workspace import CudaMemoryStats, OpMemory, op_memory_for, tries_algorithms
+from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
 from tests.capture.devices import FakeMemory
 
 
@@ -82,11 +82,9 @@ def test_an_op_that_began_unseen_has_no_workspace() -> None:
 
 
 def test_only_cuda_tells() -> None:
-    """A CPU's allocator keeps no figures; CUDA's gives zeros before the device was first used."""
+    """A CPU's allocator keeps no figures."""
     assert op_memory_for(torch.device("cpu")) is None
     assert op_memory_for(torch.device("cuda", 1)) is not None
-    if not torch.cuda.is_available():
-        assert CudaMemoryStats(torch.device("cuda", 1)).read() == (0, 0)
 
 
 def test_trial_runs_are_suspected_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,7 @@ class Properties:
 def test_the_gpu_of_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is found in the catalogue by its name, with the memory that it has."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties("NVIDIA A100-SXM4-80GB"))
     found = json_of(capsys, "plan", *SMALL[:5])
     assert (found["device"], found["device_bytes"]) == ("NVIDIA A100-SXM4-80GB", 80 << 30)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_offload.accelerators import kind_of, memory_of, synchronize
 from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.lightning_packages import import_from
@@ -208,11 +209,8 @@ class StepRecorder:
         if self.memory is not None:
             return self.memory.budget_bytes
         device: torch.device = self._trainer.strategy.root_device
-        return (
-            int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device))
-            if device.type == "cuda"
-            else None
-        )
+        memory = memory_of(device)
+        return memory.free_bytes() + memory.allocated_bytes() if memory is not None else None
 
     def record(self, step: Callable[[], float]) -> Seen | None:
         """Run a few steps under a plugin of our own and tell what they showed; None where none can watch.
@@ -244,7 +242,7 @@ class StepRecorder:
     def _watching(self, step: Callable[[], float]) -> Iterator[MemoryPlugin]:
         strategy = self._trainer.strategy
         # where memory has no limit a plugin without a budget would have nothing to watch after the first step
-        budget = None if strategy.root_device.type == "cuda" else _NO_LIMIT
+        budget = None if kind_of(strategy.root_device).counts_memory else _NO_LIMIT
         memory = MemoryPlugin(budget, policy="keep-all", verify="never")
         memory.attach(self._module, strategy.root_device)
         try:
@@ -346,16 +344,12 @@ class TrainingSteps:
         return ((num - 1) * accumulating + self._timed(batch, is_last=True)) / num
 
     def _timed(self, batch: Any, *, is_last: bool) -> float:
-        self._synchronize()
+        synchronize(self.device)
         begin = self._clock()
         self._run(batch, is_last=is_last)
-        self._synchronize()
+        synchronize(self.device)
         seconds: float = self._clock() - begin
         return seconds
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _run(self, batch: Any, *, is_last: bool) -> None:
         trainer = self._trainer
@@ -441,7 +435,7 @@ class LightningHost:
             self._steps.begin()
             batch = self._make_batch(batch_size)
             is_alone = self.recorder.memory is None  # no plugin of the strategy's sees the steps
-            if is_alone and (meter.is_recorded or self._steps.device.type == "cpu"):  # which tells no peak itself
+            if is_alone and (meter.is_recorded or not kind_of(self._steps.device).counts_memory):
                 seen = self.recorder.record(lambda: self._step(batch))
                 if seen is not None:
                     self._has_talked |= seen.recorded.has_collectives
