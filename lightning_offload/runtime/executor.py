@@ -308,7 +308,9 @@ class StepExecutor:
             with NotSeen():
                 handle = self._pack(*as_saved(tensor))
                 if not (self.sees_ops or self.deviation) and self.program is not None:
-                    self._release(self.program.release_at_pack.get(handle.index, ()))
+                    released = self.program.release_at_pack.get(handle.index, ())
+                    if released and not (self._can_capture and is_capturing()):  # a graph must not wait for copies
+                        self._release(released)
                 return handle
         finally:
             bypass_mode.depth -= 1
