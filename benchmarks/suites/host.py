@@ -5,8 +5,8 @@ as the host needs to launch it; what the runtime does in Python comes on top. Ea
 turns, a plain one and one under management, torch computing in one thread; the clock is the process's CPU time, that of
 its copying threads included.
 
-Beside them stand torch's own checkpointing and offloading, and what nothing in Python that sees each op of forward and
-each saved tensor can be below: a dispatch mode and hooks that do nothing.
+Beside them stand torch's own checkpointing and offloading (which on a CPU copies nothing), and what nothing in Python
+that sees each op of forward and each saved tensor can be below: a dispatch mode and hooks that do nothing.
 """
 
 from __future__ import annotations
