@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from typing_extensions import override
 
-from lightning_offload.tensors.geometry import plain_data, plain_set
+from lightning_offload.tensors.geometry import plain_data, plain_set, plain_set_version
 from lightning_offload.tensors.op_facts import exposed, is_plain, tensors_in
 
 
@@ -388,7 +388,6 @@ def _yielding_to_functorch(executor: HookedExecutor) -> Iterator[None]:
 
 
 _plain_resize: Any = torch.UntypedStorage.resize_
-_plain_set_version: Any = torch._C._autograd._unsafe_set_version_counter
 _hearers: list[HookedExecutor] = []
 _num_listening = 0
 
@@ -427,7 +426,7 @@ def _set_version(tensors: Any, versions: Any) -> None:
     if _hearers and not bypass_mode.depth:
         for tensor in tensors:
             _tell_of(tensor)
-    _plain_set_version(tensors, versions)
+    plain_set_version(tensors, versions)
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -471,7 +470,7 @@ def _end_listening() -> None:
             del Tensor.data
             del Tensor.set_
             torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]
-            torch._C._autograd._unsafe_set_version_counter = _plain_set_version
+            torch._C._autograd._unsafe_set_version_counter = plain_set_version
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.lanes import Block, Copy
-from lightning_offload.tensors.geometry import Geometry
+from lightning_offload.tensors.geometry import Geometry, plain_set_version
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, detached
 
@@ -296,15 +296,12 @@ def emptied(tensor: Tensor) -> Tensor:
     return tensor
 
 
-_plain_set_version: Any = torch._C._autograd._unsafe_set_version_counter
-
-
 def share_counter(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors share one version counter; torch does not tell, so a write is counted and taken back."""
     version, before = one._version, other._version
     torch.autograd.graph.increment_version(one)
     is_shared: bool = other._version != before
-    _plain_set_version((one,), (version,))
+    plain_set_version((one,), (version,))
     return is_shared
 
 

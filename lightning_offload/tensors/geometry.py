@@ -15,7 +15,8 @@ from torch import Tensor
 _make: Callable[..., Geometry] = tuple.__new__  # a named tuple's own takes as long as all that a tensor is asked
 plain_data: Any = torch._C.TensorBase.data
 plain_set: Any = torch._C.TensorBase.set_
-"""Past :class:`Tensor`'s own, which the runtime hears of while a step is open."""
+plain_set_version: Any = torch._C._autograd._unsafe_set_version_counter
+"""Past :class:`Tensor`'s own, and torch's, which the runtime hears of while a step is open."""
 
 
 class Geometry(NamedTuple):
