@@ -97,19 +97,25 @@ class LiveBytes(StepObserver):
     Args:
         device: The device whose storages count.
         there: The storages that are there when the step begins. Without them each counts from its first use on.
+        by_op: Whether to tell the peak by op.
 
     Attributes:
         peak_bytes: Peak of all storages that are known.
         forward_peak_bytes: The same, in forward alone.
         backward_peak_bytes: The same, in backward alone.
         lap_peak_bytes: The same, since :meth:`begin_lap`.
+        by_op: By op of the step, in order: the same, since the op before it; None unless that is asked for.
         made_bytes: Peak of storages made in the step.
         touched: Those of the storages that were there when it began that an op of it had to do with: a weak reference
             and bytes by identity.
     """
 
-    def __init__(self, device: torch.device, there: Iterable[torch.UntypedStorage] = ()) -> None:
+    def __init__(
+        self, device: torch.device, there: Iterable[torch.UntypedStorage] = (), *, by_op: bool = False
+    ) -> None:
         self.made_bytes = 0
+        self.by_op: list[int] | None = [] if by_op else None
+        self._since_op_bytes = 0
         self._device = indexed(device)
         self._live_bytes = self._older_bytes = 0
         self._tick = 0
@@ -142,6 +148,10 @@ class LiveBytes(StepObserver):
         for position, tensor in enumerate(made):
             if tensor.device == device:
                 self._add(made_on[position], is_older=position >= num_fresh)  # what is written was there before
+        if self.by_op is not None:
+            self._forget_dead()
+            self.by_op.append(max(self._since_op_bytes, self._live_bytes))
+            self._since_op_bytes = 0
 
     @override
     def on_made(self, tensors: list[Tensor]) -> None:
@@ -176,6 +186,8 @@ class LiveBytes(StepObserver):
             self.peak_bytes = now
         if now > self.lap_peak_bytes:
             self.lap_peak_bytes = now
+        if now > self._since_op_bytes:
+            self._since_op_bytes = now
         if now - self._older_bytes > self.made_bytes:
             self.made_bytes = now - self._older_bytes
         if torch._C._current_graph_task_id() == -1:

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -38,7 +38,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import beside, plan_with_margin
 from lightning_offload.plugins.plain_steps import PlainNeed
-from lightning_offload.plugins.replanning import compute_factor, links_were_wrong
+from lightning_offload.plugins.replanning import compute_factor, links_were_wrong, with_unforeseen
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
 
@@ -376,11 +376,12 @@ class PlanEntry:
             self.program = None
             self.phase = "verifying" if self.phase != "recording" else self.phase
 
-    def measured(self, times: OpTimes) -> None:
+    def measured(self, times: OpTimes, bytes_by_op: Sequence[int] = ()) -> None:
         """Take over what a step under the plan showed; its peaks were noted before.
 
         Args:
             times: Of its ops.
+            bytes_by_op: The peak between the op before and each; empty where that was not counted.
         """
         assert self.graph is not None
         assert self.plan is not None
@@ -390,10 +391,11 @@ class PlanEntry:
         elif self.phase == "measuring":
             self.phase = "planned"
             unforeseen_bytes, known_bytes = self._unforeseen_bytes, self.shortfall_bytes
-            self.shortfall_bytes = unforeseen_bytes
             if not self._is_final(unforeseen_bytes):
+                self._take_over_unforeseen(bytes_by_op)
                 self.program = None
             elif self.program is not None:  # what it keeps stays; its figures are those of the step as it was seen
+                self.shortfall_bytes = unforeseen_bytes
                 self.program = dataclasses.replace(
                     self.program, plan=beside(self.program.plan, unforeseen_bytes - known_bytes)
                 )
@@ -407,11 +409,22 @@ class PlanEntry:
         foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
         return max(0, self.measured_peak_bytes - foreseen)
 
-    def check_peak(self, budget_bytes: int | None) -> None:
+    def _take_over_unforeseen(self, bytes_by_op: Sequence[int]) -> None:
+        """Note by how much a measured peak exceeded what was predicted, and where memory is that the graph lacks."""
+        assert self.graph is not None
+        assert self.plan is not None
+        self.shortfall_bytes = self._unforeseen_bytes
+        if self.shortfall_bytes and bytes_by_op and self.spec is not None and self.measured_peak_bytes is not None:
+            self.graph, self.shortfall_bytes = with_unforeseen(
+                self.graph, self.plan, self.spec, self.measured_peak_bytes, bytes_by_op
+            )
+
+    def check_peak(self, budget_bytes: int | None, bytes_by_op: Sequence[int] = ()) -> None:
         """Plan anew where a step under the final plan was measured above the budget; tell of one without a plan.
 
         Args:
             budget_bytes: The budget.
+            bytes_by_op: The peak between the op before and each; empty where that was not counted.
         """
         measured = self.measured_peak_bytes
         if budget_bytes is None or measured is None or measured <= budget_bytes:
@@ -419,7 +432,7 @@ class PlanEntry:
         if self.plan is None:
             self._warn(budget_bytes, measured)
         elif self._unforeseen_bytes > self.shortfall_bytes:
-            self.shortfall_bytes = self._unforeseen_bytes
+            self._take_over_unforeseen(bytes_by_op)
             self.is_over = True
             self.program = None
 

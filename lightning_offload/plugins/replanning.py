@@ -1,8 +1,17 @@
-"""Whether what measured steps took calls for another plan: links that are slower or faster, ops that are."""
+"""Whether what measured steps took calls for another plan: time and memory."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.trace import simulate_plan
 
 _STALL_FACTOR = 1.1  # stalls beyond this multiple of the predicted ones, and beyond
 _SHARE = 0.02  # this share of the step, are worth another plan
@@ -40,3 +49,36 @@ def compute_factor(plan: MemoryPlan, computing_seconds: float, before: float | N
         return computing_seconds / predicted
     lasting = min(computing_seconds, before) if before is not None else 0.0
     return lasting / predicted if lasting > _MUCH_SLOWER * predicted > 0 else 1.0
+
+
+def with_unforeseen(
+    graph: StepGraph, plan: MemoryPlan, device: DeviceSpec, peak_bytes: int, by_op: Sequence[int]
+) -> tuple[StepGraph, int]:
+    """The graph with what a measured step needed beyond what was predicted for it, op by op, as workspaces.
+
+    Some memory is in no graph: compiled code holds what it was given until it is through. By how much a plan's peak is
+    wrong then depends on where in the step that is, so that a margin that is right for one plan is not for the next.
+
+    Args:
+        graph: The step, without a margin.
+        plan: What was executed.
+        device: What it was planned for.
+        peak_bytes: Measured.
+        by_op: The peak between the op before and each, measured; of another number of ops it tells nothing.
+
+    Returns:
+        The graph, and by how much the peak exceeds what is predicted of it now.
+    """
+    problem = Problem(graph)
+    memory = simulate_plan(problem, plan.decisions, device).memory
+    if not graph.ops or len(by_op) != len(graph.ops):
+        return graph, max(0, peak_bytes - int(memory.max()))
+    begins = np.concatenate(([0], problem.op_ticks[:-1] + 1))
+    predicted = np.maximum.reduceat(memory[: problem.op_ticks[-1] + 1], begins)
+    beyond = np.maximum(0, np.array(by_op, dtype=np.int64) - predicted)
+    ops = (
+        dataclasses.replace(op, workspace_bytes=op.workspace_bytes + more) if more else op
+        for op, more in zip(graph.ops, beyond.tolist(), strict=True)
+    )
+    memory[problem.op_ticks] += beyond
+    return dataclasses.replace(graph, ops=tuple(ops)), max(0, peak_bytes - int(memory.max()))

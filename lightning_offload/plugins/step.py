@@ -176,9 +176,14 @@ class StepRun:
         if kind.program is not self.executor.program:
             return
         if self.times is not None:
-            kind.measured(self.times)
+            kind.measured(self.times, self._bytes_by_op())
         elif self.is_watched:
-            kind.check_peak(budget_bytes)
+            kind.check_peak(budget_bytes, self._bytes_by_op())
+
+    def _bytes_by_op(self) -> list[int]:
+        """By op: the peak since the one before it; empty where nothing counted that."""
+        by_op = self.live.by_op if self.live is not None else None
+        return [num_bytes + self.bytes_out_of_sight for num_bytes in by_op or ()]
 
     def _learn_plain_need(self, swapped_bytes: int) -> None:
         if self.device_peak_bytes is not None and self.there is not None:
@@ -252,7 +257,7 @@ def start_run(
     if there is not None and recorder is not None:
         live = recorder
     elif there is not None and not counts and is_watched:
-        live = LiveBytes(device, there.values())
+        live = LiveBytes(device, there.values(), by_op=True)
     must_verify = program is not None and program.is_recomputing and verify != "never"
     verifier: Verifier | None = None
     if program is not None and must_verify and (verify == "always" or kind.must_verify):

@@ -56,6 +56,24 @@ def test_views_and_in_place_ops_count_nothing() -> None:
     assert measure(step).made_bytes == ROW
 
 
+def test_peaks_are_told_by_op() -> None:
+    """What was there at most since the op before: with what the op made, before what died goes."""
+    x = torch.ones(100)
+
+    def step() -> None:
+        a = x + 1.0
+        b = a + 1.0
+        del a
+        c = b + 1.0
+        del b, c
+        x + 1.0
+
+    live = LiveBytes(CPU, [x.untyped_storage()], by_op=True)
+    observe(step, live)
+    assert live.by_op == [2 * ROW, 3 * ROW, 3 * ROW, 2 * ROW]
+    assert measure(step).by_op is None
+
+
 def test_a_lap_has_a_peak_of_its_own() -> None:
     """What was freed before it began does not count in it; what is still there does."""
     live = LiveBytes(CPU)

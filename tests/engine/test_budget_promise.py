@@ -21,9 +21,6 @@ from tests.zoo.cases_loops import LOOPS, LOOPS_BY_NAME
 NUM_BUDGETS = 2
 """How many budgets a case is tried at."""
 
-HELD = [case for case in LOOPS if case.name != "compiled"]
-"""What a compiled block saves it holds itself for longer than a recording can see: up to 1.11 of the budget."""
-
 TYPICAL = ("sam", "lbfgs", "keeping", "gru")
 
 
@@ -38,7 +35,7 @@ def every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _tries() -> list[object]:
     stride = NUM_HEIGHTS // NUM_BUDGETS
     found = []
-    for number, case in enumerate(HELD):
+    for number, case in enumerate(LOOPS):
         # Different cases at different heights; all of them near the floor once.
         for height in ((7 * number % stride + stride * i) / NUM_HEIGHTS for i in range(NUM_BUDGETS)):
             found.append(pytest.param(case.name, height, id=f"{case.name}-{height}"))

@@ -1,0 +1,54 @@
+"""What measured steps showed of memory is put where it was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lightning_offload.planning.planner import plan
+from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.trace import simulate_plan
+from lightning_offload.plugins.replanning import with_unforeseen
+from tests.graph.building import DEVICE, chain
+
+GRAPH = chain(100, 200, 300, 200)
+PLAN = plan(GRAPH, DEVICE, None)
+
+
+def _predicted() -> list[int]:
+    """By op: the most since the op before."""
+    problem = Problem(GRAPH)
+    memory = simulate_plan(problem, PLAN.decisions, DEVICE).memory.tolist()
+    begins = [0, *(tick + 1 for tick in problem.op_ticks.tolist())]
+    return [max(memory[b : t + 1]) for b, t in zip(begins, problem.op_ticks.tolist(), strict=False)]
+
+
+def test_what_was_foreseen_changes_nothing() -> None:
+    """Measured as predicted, and below it."""
+    predicted = _predicted()
+    for measured in (predicted, [n - 50 for n in predicted]):
+        assert with_unforeseen(GRAPH, PLAN, DEVICE, max(measured), measured) == (GRAPH, 0)
+
+
+@pytest.mark.parametrize("at", range(len(GRAPH.ops)))
+@pytest.mark.parametrize("more", [1, 70, 5000])
+def test_more_than_was_foreseen_is_a_workspace_where_it_was(at: int, more: int) -> None:
+    """Of that op alone; and then the peak is foreseen."""
+    measured = _predicted()
+    measured[at] += more
+    graph, missing = with_unforeseen(GRAPH, PLAN, DEVICE, max(measured), measured)
+    assert missing == 0
+    assert [op.workspace_bytes for op in graph.ops] == [more if i == at else 0 for i in range(len(GRAPH.ops))]
+    assert graph.digest() == GRAPH.digest()
+    assert plan(graph, DEVICE, None).predicted_peak_bytes == max(PLAN.predicted_peak_bytes, measured[at])
+
+
+def test_a_peak_that_no_op_shows_is_a_margin() -> None:
+    """So is one of a step that ran another number of ops, of which nothing is known op by op."""
+    predicted = _predicted()
+    peak_bytes = PLAN.predicted_peak_bytes + 123
+    assert with_unforeseen(GRAPH, PLAN, DEVICE, peak_bytes, predicted) == (GRAPH, 123)
+    assert with_unforeseen(GRAPH, PLAN, DEVICE, peak_bytes, predicted[1:]) == (GRAPH, 123)
+    no_ops = dataclasses.replace(GRAPH, ops=(), values=(), saves=(), storages=())
+    assert with_unforeseen(no_ops, dataclasses.replace(PLAN, decisions=()), DEVICE, 5, [])[0] == no_ops
