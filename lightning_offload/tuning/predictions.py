@@ -15,11 +15,11 @@ from statistics import median
 from typing import Protocol, TypeVar
 
 from lightning_offload.errors import OffloadError
+from lightning_offload.planning.step_model import StepModel
 from lightning_offload.plugins.report import Planned
 from lightning_offload.tuning.predictor import Predictor
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.scaling import Scaling, simulate_scaling
-from lightning_offload.tuning.step_model import StepModel
 from lightning_offload.tuning.trial import Prediction, Trial
 
 __all__ = ["LinePredictor", "Predictions", "Recorded", "fit_predictor", "pace_of"]

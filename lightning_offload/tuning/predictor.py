@@ -1,6 +1,7 @@
 """Predicts throughput and peak of any batch size under a memory budget, without running it.
 
-A :class:`~.step_model.StepModel` gives the step at that size, the planner plans it, and its predicted step time gives
+A :class:`~lightning_offload.planning.step_model.StepModel` gives the step at that size, the planner plans it, and its
+predicted step time gives
 samples per second: ``num_ranks * n / (step + fixed)``. All that is deterministic, so ranks that were given the same
 predict the same.
 
@@ -30,7 +31,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.planner import check_policy, plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.tuning.step_model import StepModel, check_size
+from lightning_offload.planning.step_model import StepModel, check_size
 from lightning_offload.tuning.trial import Prediction
 
 _CLOSE = 1.05  # times the lower bound of the step time: more effort could not change a choice between sizes

@@ -10,9 +10,9 @@ import pytest
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError, TuningError
 from lightning_offload.graph import StepGraph
 from lightning_offload.planning.planner import plan
+from lightning_offload.planning.step_model import StepModel
 from lightning_offload.tuning import predictor as predictor_module
 from lightning_offload.tuning.predictor import Predictor
-from lightning_offload.tuning.step_model import StepModel
 from lightning_offload.tuning.trial import Prediction
 from tests.graph.building import DEVICE, chain
 from tests.tuning.steps import A100, recorded, recorded_family

@@ -11,9 +11,9 @@ from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.interconnects import usual_interconnects
 from lightning_offload.planning.cluster import Cluster, profile_step, scaling
+from lightning_offload.planning.step_model import StepModel
 from lightning_offload.tuning.predictor import Predictor
 from lightning_offload.tuning.scaling import Scaling, simulate_scaling
-from lightning_offload.tuning.step_model import StepModel
 from tests.tuning.steps import A100, recorded_family
 
 MODEL = StepModel.fit({n: recorded_family("resnet50")(n) for n in (2, 4)})

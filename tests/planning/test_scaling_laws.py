@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_offload.tuning.scaling_laws import (
+from lightning_offload.planning.scaling_laws import (
     SizePolynomial,
     covering_line,
     exact_bytes,

@@ -15,7 +15,7 @@ from lightning_offload.graph import StepGraph
 from lightning_offload.graph.step_graph import check
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.tuning.step_model import StepModel, difference, same_structure
+from lightning_offload.planning.step_model import StepModel, difference, same_structure
 from tests.capture.recording import record
 from tests.graph.building import chain
 from tests.planning.step_strategies import SEEDS, odd_step
