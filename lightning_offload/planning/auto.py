@@ -53,7 +53,7 @@ def auto(request: PlanRequest) -> MemoryPlan:
     is_few = request.is_provisional or request.problem.num_rows > _MANY_ROWS
     search.try_(request.problem.codes(request.floor_actions))
     starts = [
-        c for order in families(request, few=is_few) if not search.is_over and (c := _shortest_prefix(search, order))
+        c for order in families(request, few=is_few) if not search.is_over and (c := shortest_prefix(search, order))
     ]
     if request.is_provisional:
         return _plan(request, search.best, None)
@@ -106,7 +106,7 @@ def _best_policy(search: Search) -> MemoryPlan | None:
     return min(plans, key=lambda plan: plan.predicted_step_seconds, default=None)
 
 
-def _shortest_prefix(search: Search, order: Order, codes: Codes | None = None) -> Choice | None:
+def shortest_prefix(search: Search, order: Order, codes: Codes | None = None) -> Choice | None:
     """What the shortest feasible prefix of an order comes to, beside other actions."""
     problem = search.request.problem
     base = np.zeros(len(problem.candidates), dtype=np.int8) if codes is None else codes
@@ -125,7 +125,7 @@ def _shortest_prefix(search: Search, order: Order, codes: Codes | None = None) -
 def _filled(search: Search, codes: Codes, rest: Order) -> Choice | None:
     """A choice with the shortest prefix of an order beside it that makes it fit."""
     choice = search.try_(codes)
-    return choice if choice.is_feasible else _shortest_prefix(search, rest, codes)
+    return choice if choice.is_feasible else shortest_prefix(search, rest, codes)
 
 
 def _improve(search: Search, starts: list[Choice]) -> None:

@@ -7,6 +7,7 @@ published systems (:mod:`~lightning_offload.planning.policies`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from lightning_offload.errors import BudgetInfeasibleError, PolicyError
@@ -133,28 +134,50 @@ def plan_with_margin(
 def _plan_sparing_the_mode(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan:
     """Plan a step, and spare it the dispatch mode where that costs less than the mode does.
 
-    A step needs no mode whose plan recomputes nothing and releases device copies at packs and unpacks alone. Plans do
-    not count the host's time, so it is weighed here.
-
     Raises:
         BudgetInfeasibleError: The budget is below the floor.
     """
     made = plan(graph, device, budget_bytes, **how)
     if how.get("is_provisional"):
         return made
-    recomputes = any(decision.action == "recompute" for decision in made.decisions)
+    problem = Problem(graph, how.get("keep", frozenset()))
+
+    def quiet() -> MemoryPlan | None:
+        return _without_recompute(graph, device, budget_bytes, **how) if how.get("policy", "auto") == "auto" else None
+
+    return sparing_the_mode(problem, made, device, budget_bytes, quiet)
+
+
+def sparing_the_mode(
+    problem: Problem,
+    made: MemoryPlan,
+    device: DeviceSpec,
+    budget_bytes: int | None,
+    find_quiet: Callable[[], MemoryPlan | None],
+) -> MemoryPlan:
+    """A plan, or one under which the step needs no dispatch mode, where that costs less than the mode does.
+
+    A step needs no mode whose plan recomputes nothing and releases device copies at packs and unpacks alone. Plans do
+    not count the host's time, so it is weighed here.
+
+    Args:
+        problem: The step.
+        made: The plan.
+        device: Where it runs.
+        budget_bytes: The budget.
+        find_quiet: Finds a plan that recomputes nothing, if there is one.
+    """
     may_take = _LITTLE_LONGER * made.predicted_step_seconds
     quiet = made
-    if recomputes:
-        may_take = made.predicted_step_seconds + _mode_seconds(graph, device)
-        if how.get("policy", "auto") != "auto" or may_take <= _LITTLE_LONGER * made.predicted_step_seconds:
+    if any(decision.action == "recompute" for decision in made.decisions):
+        may_take = made.predicted_step_seconds + _mode_seconds(problem, device)
+        if may_take <= _LITTLE_LONGER * made.predicted_step_seconds:
             return made
-        found = _without_recompute(graph, device, budget_bytes, **how)
+        found = find_quiet()
         if found is None or found.predicted_step_seconds > may_take:
             return made
         bounds = {name: getattr(made, name) for name in ("graph_digest", "floor_bytes", "floor_op", "bound_seconds")}
         quiet = dataclasses.replace(found, **bounds)
-    problem = Problem(graph, how.get("keep", frozenset()))
     limit_bytes = quiet.predicted_peak_bytes if budget_bytes is None else budget_bytes
     for moved in (_at_hooks(problem, quiet, device, earlier) for earlier in (True, False)):
         if moved.predicted_step_seconds <= may_take and moved.predicted_peak_bytes <= limit_bytes:
@@ -162,15 +185,16 @@ def _plan_sparing_the_mode(graph: StepGraph, device: DeviceSpec, budget_bytes: i
     return made
 
 
-def _mode_seconds(graph: StepGraph, device: DeviceSpec) -> float:
+def _mode_seconds(problem: Problem, device: DeviceSpec) -> float:
     """By how much a dispatch mode around forward lengthens a step.
 
     Where the host only launches, by what it then takes longer than the device.
     """
-    forward = [op.seconds for op in graph.ops if op.phase == "forward"]
+    is_forward = [op.phase == "forward" for op in problem.graph.ops]
+    num_ops = sum(is_forward)
     if device.kind == "cpu":
-        return _MODE_SECONDS * len(forward)
-    return max(0.0, (_LAUNCH_SECONDS + _MODE_SECONDS) * len(forward) - sum(forward))
+        return _MODE_SECONDS * num_ops
+    return max(0.0, (_LAUNCH_SECONDS + _MODE_SECONDS) * num_ops - float(problem.op_seconds[is_forward].sum()))
 
 
 def _without_recompute(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan | None:

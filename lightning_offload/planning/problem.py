@@ -11,6 +11,7 @@ The simulator's inner loops read the problem as columns of plain numbers (:mod:`
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,10 +102,58 @@ class Problem:
         self.unpacks = _unpacks(graph)
         self.unpack_ticks = np.array([unpack.tick for unpack in self.unpacks], dtype=np.int64)
         self.op_ticks = np.array([op.tick for op in graph.ops], dtype=np.int64)
-        self.base = self._base(saves)
-        self.seconds = np.zeros(graph.num_ticks + 1)
-        for op in graph.ops:
-            self.seconds[op.tick] = op.seconds
+        self._stands = self._when_storages_stand(saves)
+        sizes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
+        self.base = self._base(sizes, np.array([op.workspace_bytes for op in graph.ops], dtype=np.int64))
+        self.seconds = self._by_tick(np.array([op.seconds for op in graph.ops], dtype=np.float64))
+
+    def resized(self, graph: StepGraph, workspace_bytes: Bytes, op_seconds: npt.NDArray[np.float64]) -> Problem:
+        """The problem of a step of the same structure and other figures, in a fraction of the time.
+
+        Args:
+            graph: The step, with its own storages; its ops' figures are not read.
+            workspace_bytes: By op.
+            op_seconds: By op.
+
+        Returns:
+            One with the same candidates, however small they are.
+        """
+        made = copy.copy(self)
+        made.graph = graph = graph.allocated()
+        made.views, made._sources = {}, {}
+        for name in ("lists", "plain_seconds", "stored"):
+            made.__dict__.pop(name, None)
+        sizes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
+        made.candidates = {
+            s: dataclasses.replace(c, num_bytes=max(1, int(sizes[s]))) for s, c in self.candidates.items()
+        }
+        made.base = made._base(sizes, workspace_bytes)
+        made.seconds = made._by_tick(op_seconds)
+        made.op_seconds = op_seconds
+        storage = self.arrays.storage
+        made.__dict__["arrays"] = self.arrays._replace(
+            seconds=made.seconds,
+            base=made.base,
+            size=sizes[saved_storages(self)],
+            made_bytes=np.where(self._is_persistent[storage], 0, sizes[storage]),
+            op_seconds=op_seconds,
+            op_workspace=workspace_bytes,
+        )
+        return made
+
+    @functools.cached_property
+    def op_seconds(self) -> npt.NDArray[np.float64]:
+        """Duration of each op."""
+        return self.seconds[self.op_ticks]
+
+    @functools.cached_property
+    def _is_persistent(self) -> npt.NDArray[np.bool_]:
+        return np.array([s.is_persistent for s in self.graph.storages], dtype=np.bool_)
+
+    def _by_tick(self, op_seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        seconds = np.zeros(self.graph.num_ticks + 1)
+        seconds[self.op_ticks] = op_seconds
+        return seconds
 
     @functools.cached_property
     def order(self) -> npt.NDArray[np.int64]:
@@ -225,24 +274,30 @@ class Problem:
     def _can_have(self, value: int, replayable: list[bool]) -> bool:
         return replayable[value] or self.is_saved_for_good(value) or self.is_given(value)
 
-    def _base(self, saves: dict[int, list[Save]]) -> Bytes:
+    def _when_storages_stand(self, saves: dict[int, list[Save]]) -> tuple[Bytes, Bytes]:
+        """By storage: the first and the last tick plus one at which no plan changes that it is there."""
+        graph = self.graph
+        begin, end = np.zeros((2, len(graph.storages)), dtype=np.int64)
+        for i, storage in enumerate(graph.storages):
+            until = storage.death if not storage.is_persistent else graph.num_ticks + 1
+            if i in saves and i not in self.candidates:
+                until = max(until, self.release[i])
+            begin[i], end[i] = max(storage.birth, 0), until
+        return begin, end
+
+    def _base(self, sizes: Bytes, workspace_bytes: Bytes) -> Bytes:
         """Bytes of storages while the program holds them, of saved ones that are always kept, and of workspaces."""
         graph = self.graph
+        begin, end = self._stands
         delta = np.zeros(graph.num_ticks + 2, dtype=np.int64)
-        delta[0] += graph.extra_bytes
-        for i, storage in enumerate(graph.storages):
-            end = storage.death if not storage.is_persistent else graph.num_ticks + 1
-            if i in saves and i not in self.candidates:
-                end = max(end, self.release[i])
-            delta[max(storage.birth, 0)] += storage.num_bytes
-            delta[end] -= storage.num_bytes
-        delta[0] += graph.old_gradient_bytes
+        delta[0] += graph.extra_bytes + graph.old_gradient_bytes
+        np.add.at(delta, begin, sizes)
+        np.subtract.at(delta, end, sizes)
         if self.unpacks:
             freed = graph.old_gradient_bytes - graph.accumulated_bytes
             delta[self.unpacks[0].tick] += graph.gradient_bytes - freed
-        base = np.cumsum(delta)[: graph.num_ticks + 1]
-        for op in graph.ops:
-            base[op.tick] += op.workspace_bytes
+        base: Bytes = np.cumsum(delta)[: graph.num_ticks + 1]
+        base[self.op_ticks] += workspace_bytes
         return base
 
 
@@ -318,7 +373,7 @@ def find_source(problem: Problem, candidate: Candidate) -> Source | None:
         seen.add(producer)
         if len(seen) > MAX_REPLAYED_OPS:
             return None
-        seconds += ops[producer].seconds
+        seconds += float(problem.op_seconds[producer])
         for v in ops[producer].inputs:
             if problem.is_saved_for_good(v):
                 saved[v] = None
@@ -400,7 +455,7 @@ def step_arrays(problem: Problem) -> StepArrays:
         storage=_column(v.storage for v in values),
         producer=_column(v.producer for v in values),
         made_bytes=_column(0 if storages[v.storage].is_persistent else storages[v.storage].num_bytes for v in values),
-        op_seconds=np.array([op.seconds for op in graph.ops], dtype=np.float64),
+        op_seconds=problem.op_seconds,
         op_workspace=_column(op.workspace_bytes for op in graph.ops),
         in_begin=in_begin,
         inputs=flat_inputs,

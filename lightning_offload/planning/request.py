@@ -29,6 +29,7 @@ class PlanRequest:
         seconds: When to stop searching, for a policy that does; None to end by itself.
         seed: Of what such a policy does at random.
         is_provisional: Whether the plan is soon made again, with better figures, so that little effort is enough.
+        is_hasty: Whether not even the lower bound is worth its time.
     """
 
     problem: Problem
@@ -37,6 +38,7 @@ class PlanRequest:
     seconds: float | None = None
     seed: int = 0
     is_provisional: bool = False
+    is_hasty: bool = False
 
     @functools.cached_property
     def plain(self) -> Timeline:
@@ -52,6 +54,11 @@ class PlanRequest:
     def relaxed(self) -> Relaxation:
         """The relaxed planning problem: a bound on the step time, and where good plans lie."""
         return relax(self.problem, self.device, self.budget_bytes, seconds=self.seconds)
+
+    @property
+    def bound_seconds(self) -> float:
+        """Lower bound on the duration of any plan within the budget."""
+        return self.plain.step_seconds if self.is_hasty else self.relaxed.seconds
 
     @functools.cached_property
     def lowest(self) -> Floor:
@@ -136,7 +143,7 @@ def build_plan(
         plain_step_seconds=request.plain.step_seconds,
         floor_bytes=request.floor.peak_bytes,
         floor_op=request.floor_op,
-        bound_seconds=request.relaxed.seconds,
+        bound_seconds=request.bound_seconds,
         predicted_stall_seconds=timeline.stall_seconds,
         predicted_host_bytes=timeline.host_peak_bytes,
         predicted_disk_bytes=timeline.disk_peak_bytes,

@@ -41,7 +41,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +51,7 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Tier
 from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes
 from lightning_offload.planning.links import in_rates, out_rates
-from lightning_offload.planning.problem import Candidate, Problem, anchors, replay_cost
+from lightning_offload.planning.problem import Problem, anchors, replay_cost
 from lightning_offload.planning.relaxation import Relaxation, relax
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Outcome
@@ -119,7 +119,7 @@ class Search:
 
     def is_within(self, ratio: float) -> bool:
         """Whether the best is at most this multiple of the lower bound."""
-        return self.best is not None and self.best.seconds <= ratio * self.request.relaxed.seconds
+        return self.best is not None and self.best.seconds <= ratio * self.request.bound_seconds
 
     def try_(self, codes: Codes, no_memo: Flags | None = None) -> Choice:
         """Simulate a choice, once."""
@@ -242,6 +242,24 @@ _FEW_WEIGHTS = (0.02, 0.3, 3.0)
 _FEW_FRACTIONS = (1.0, 0.1, 0.01)
 
 
+class Family(NamedTuple):
+    """How storages are priced for an order.
+
+    Attributes:
+        swap_weight: Share of its copies' duration that a swap is priced at.
+        chain_fraction: Share of the step's bytes that a chain of replays may accumulate.
+        break_by: What happens to the storage at which a longer one is broken.
+    """
+
+    swap_weight: float
+    chain_fraction: float
+    break_by: Action
+
+
+FEW_FAMILIES = tuple(itertools.starmap(Family, itertools.product(_FEW_WEIGHTS, _FEW_FRACTIONS, _BREAKS)))
+_FAMILIES = tuple(itertools.starmap(Family, itertools.product(_SWAP_WEIGHTS, _CHAIN_FRACTIONS, _BREAKS)))
+
+
 def families(request: PlanRequest, *, few: bool = False) -> Iterator[Order]:
     """Different orders.
 
@@ -249,20 +267,22 @@ def families(request: PlanRequest, *, few: bool = False) -> Iterator[Order]:
         request: The step, the device and the budget.
         few: Whether to leave out those between others, for steps that take long to simulate.
     """
-    weights, fractions = (_FEW_WEIGHTS, _FEW_FRACTIONS) if few else (_SWAP_WEIGHTS, _CHAIN_FRACTIONS)
-    candidates = sorted(request.problem.candidates.values(), key=lambda c: c.value)
     seen: set[tuple[tuple[int, Action], ...]] = set()
-    for weight, fraction, break_by in itertools.product(weights, fractions, _BREAKS):
-        order = _fit_host(request, _order(request, candidates, weight, fraction, break_by))
+    for family in FEW_FAMILIES if few else _FAMILIES:
+        order = order_of(request, family)
         if tuple(order) not in seen:
             seen.add(tuple(order))
             yield order
 
 
-def _order(
-    request: PlanRequest, candidates: Sequence[Candidate], swap_weight: float, chain_fraction: float, break_by: Action
-) -> Order:
+def order_of(request: PlanRequest, family: Family) -> Order:
+    """The order in which storages leave the device by a family's prices, as far as the tiers hold them."""
+    return _fit_host(request, _order(request, *family))
+
+
+def _order(request: PlanRequest, swap_weight: float, chain_fraction: float, break_by: Action) -> Order:
     problem, device = request.problem, request.device
+    candidates = sorted(problem.candidates.values(), key=lambda c: c.value)
     chain_limit = chain_fraction * max(1, request.plain.peak_bytes - problem.graph.persistent_bytes)
     rate = _swap_rate(device, swap_weight)
     chain_bytes: dict[int, float] = {}

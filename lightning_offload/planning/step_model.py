@@ -224,19 +224,21 @@ class StepModel:
             given=given,
         )
 
+    def sized(self, figures: Figures) -> StepGraph:
+        """The step at a size, but for its ops, which are those of the largest one: in a tenth of the time."""
+        storages = tuple(map(_storage_like, self.structure.storages, figures.storage_bytes.tolist()))
+        given: dict[str, Any] = figures.given
+        return dataclasses.replace(self.structure, storages=storages, **given)
+
     def at(self, size: Size) -> StepGraph:
         """The step at a size.
 
         Raises:
             TuningError: The size is not one of positive integers.
         """
-        like, figures = self.structure, self.figures_at(size)
-        changed: dict[str, Any] = {
-            "ops": tuple(map(_op_like, like.ops, figures.seconds.tolist(), figures.workspace_bytes.tolist())),
-            "storages": tuple(map(_storage_like, like.storages, figures.storage_bytes.tolist())),
-            **figures.given,
-        }
-        return dataclasses.replace(like, **changed)
+        figures = self.figures_at(size)
+        ops = map(_op_like, self.structure.ops, figures.seconds.tolist(), figures.workspace_bytes.tolist())
+        return dataclasses.replace(self.sized(figures), ops=tuple(ops))
 
 
 def check_size(size: object) -> Point:
