@@ -12,8 +12,6 @@ took a second, and its lower bound is the plain step's duration. Policies other 
 
 from __future__ import annotations
 
-import dataclasses
-
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -22,22 +20,9 @@ from lightning_offload.planning.planner import sparing_the_mode
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.search import FEW_FAMILIES, Choice, Family, Order, Search, order_of
-from lightning_offload.planning.step_model import Size, StepModel
+from lightning_offload.planning.step_model import Figures, StepModel
 
 _NUM_REMEMBERED = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SizedStep:
-    """A step at one size of a family.
-
-    Attributes:
-        graph: The step; its ops' durations and workspaces are those of the largest step of the family.
-        problem: The choices that there are, with its own figures throughout.
-    """
-
-    graph: StepGraph
-    problem: Problem
 
 
 class FamilyPlanner:
@@ -56,24 +41,20 @@ class FamilyPlanner:
         self._problem = Problem(model.structure, keep)
         self._best: tuple[Family, ...] = ()
 
-    def at(self, size: Size, extra_bytes: int) -> SizedStep:
-        """The step at a size.
+    def plan(self, graph: StepGraph, figures: Figures, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:
+        """Plan a step.
 
         Args:
-            size: The size.
-            extra_bytes: What is on the device beside it.
-        """
-        figures = self.model.figures_at(size)
-        graph = dataclasses.replace(self.model.sized(figures), extra_bytes=extra_bytes)
-        return SizedStep(graph=graph, problem=self._problem.resized(graph, figures.workspace_bytes, figures.seconds))
-
-    def plan(self, step: SizedStep, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:
-        """Plan a step.
+            graph: The step at a size, as the model gives it; its ops' own figures are not read.
+            figures: What depends on its size.
+            device: Where it runs.
+            budget_bytes: Peak of live device bytes allowed, None for no limit.
 
         Raises:
             BudgetInfeasibleError: The budget is below the floor.
         """
-        request = PlanRequest(step.problem, device, budget_bytes, is_provisional=True, is_hasty=True)
+        problem = self._problem.resized(graph, figures.workspace_bytes, figures.seconds)
+        request = PlanRequest(problem, device, budget_bytes, is_provisional=True, is_hasty=True)
         if budget_bytes is None or request.plain.peak_bytes <= budget_bytes:
             return build_plan(request, "auto", {}, request.plain)
         request.require_feasible()
@@ -83,11 +64,11 @@ class FamilyPlanner:
             return build_plan(request, "auto", request.floor_actions, request.floor)
 
         def quiet() -> MemoryPlan | None:
-            return _written(request, shortest_prefix(search, _swaps_alone(step.problem)))
+            return _written(request, shortest_prefix(search, _swaps_alone(problem)))
 
         made = _written(request, best)
         assert made is not None
-        return sparing_the_mode(step.problem, made, device, budget_bytes, quiet)
+        return sparing_the_mode(problem, made, device, budget_bytes, quiet)
 
     def _remembered(self, search: Search) -> Choice | None:
         """The best of the orders that were the best before."""

@@ -36,6 +36,10 @@ _MODE_SECONDS = 20e-6  # what the mode costs the host for each op of forward
 _LAUNCH_SECONDS = 9e-6  # what an op costs the host in plain PyTorch
 
 
+Make = Callable[[StepGraph, DeviceSpec, int | None], MemoryPlan]
+"""Plans a step on a device within a budget."""
+
+
 def check_policy(name: str) -> str:
     """The name of a policy, checked.
 
@@ -99,6 +103,7 @@ def plan_with_margin(
     usable_bytes: int | None,
     shortfall_bytes: int,
     must_fit: bool,
+    make: Make | None = None,
     **how: Any,
 ) -> MemoryPlan:
     """Plan a step so that its measured peak is within the budget, by a margin for what a plan does not foresee.
@@ -113,6 +118,7 @@ def plan_with_margin(
         usable_bytes: Device memory that there turned out to be, where that is less.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
         must_fit: Whether a budget that cannot be met raises; the plan with the lowest peak is made otherwise.
+        make: Plans a step within a budget; by default :func:`plan` does, and spares it the dispatch mode.
         how: Further keywords of :func:`plan`.
 
     Raises:
@@ -121,12 +127,14 @@ def plan_with_margin(
     counted = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + shortfall_bytes)
     limits = [limit for limit in (budget_bytes, usable_bytes) if limit is not None]
     try:
-        made = _plan_sparing_the_mode(counted, device, min(limits, default=None), **how)
+        limit = min(limits, default=None)
+        made = _plan_sparing_the_mode(counted, device, limit, **how) if make is None else make(counted, device, limit)
     except BudgetInfeasibleError as error:
         is_within_budget = budget_bytes is None or (error.floor_bytes <= budget_bytes and min(limits) < budget_bytes)
         if must_fit and not is_within_budget:
             raise
-        made = plan(counted, device, error.floor_bytes, **how)
+        least = error.floor_bytes
+        made = plan(counted, device, least, **how) if make is None else make(counted, device, least)
     plain_peak_bytes = made.plain_peak_bytes - shortfall_bytes
     return dataclasses.replace(made, budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes)
 

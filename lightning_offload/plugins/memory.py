@@ -34,10 +34,11 @@ from lightning_offload.plugins.hardware import Hardware, TierUse
 from lightning_offload.plugins.out_of_memory import out_of_memory, with_second_attempt
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plain_steps import PlainStep
-from lightning_offload.plugins.plan_cache import PlanCache, PlanEntry, dump_kinds, load_kinds, step_signature
+from lightning_offload.plugins.plan_cache import PlanCache, PlanEntry, dump_kinds, load_kinds
 from lightning_offload.plugins.report import Report, make_report
 from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on, check_settings
 from lightning_offload.plugins.shadowed import Shadows
+from lightning_offload.plugins.shape_families import StepShape, of_shapes, shape_of
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
 from lightning_offload.runtime.executor import Executor
 from lightning_offload.runtime.hooks import executing, listen, mode_off, seeing_user_code, watch_backward
@@ -262,7 +263,8 @@ class Steps:
         hardware = self.hardware_for(inputs)
         if kind_of(hardware.device).has_cudnn and torch.backends.cudnn.benchmark:
             inputs = (*inputs, _TryingAlgorithms())
-        kind, peaks = self.cache.choose(step_signature(inputs)), self.peaks
+        shape, peaks = shape_of(inputs), self.peaks
+        kind = self.cache.choose(shape)
         peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
         self._num_optimizers = 0
         hardware.refresh()
@@ -274,7 +276,7 @@ class Steps:
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
-            ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+            kind = self._plan(kind, shape, hardware)
         device, verify = hardware.device, self.settings.verify
         if kind.runs_plainly(hardware.budget_bytes, device):
             self._begin_plainly(kind, hardware)
@@ -290,6 +292,25 @@ class Steps:
         self.executors.add(run.executor)
         self._run = run
         return run
+
+    def _plan(self, kind: PlanEntry, shape: StepShape, hardware: Hardware) -> PlanEntry:
+        """Have a plan for the coming step; the kind that it is for.
+
+        Raises:
+            BudgetInfeasibleError: No plan can meet the budget.
+        """
+        try:
+            ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+        except BudgetInfeasibleError as error:
+            exact = self.cache.choose(shape, is_exact=True) if kind.family is not None else kind
+            if exact is kind:
+                raise of_shapes(error, shape) from None
+            try:
+                ensure_plan(self.cache.key, exact, hardware, self.state, self.settings)
+            except BudgetInfeasibleError as error_of_exact:
+                raise of_shapes(error_of_exact, shape) from None
+            return exact
+        return kind
 
     def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()
@@ -353,6 +374,7 @@ class Steps:
             self.hardware.read_budget_again(run.slack_bytes)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
         run.finish(self.state, budget_bytes)
+        self.cache.learn_shape()
         run.kind.note_retries(self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
         if self.hardware is not None:

@@ -10,24 +10,24 @@ The budget is a promise. What is on the device beside the step is counted before
 it grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards; where a
 budget has no room for it, that is an error while the plan is being found, and one warning once it was in force.
 
-A kind of step is known by its signature: the shapes and types of its inputs, and autocast. Graphs and plans go into
-checkpoints as JSON-able data, and come back from there.
+A kind of step is known by its signature: the shapes and types of its inputs, and autocast. Kinds that differ in sizes
+alone are a family (:mod:`~lightning_offload.plugins.shape_families`): once three of them were recorded, others are
+*derived*, and planned from their first step on. Graphs and plans go into checkpoints as JSON-able data, and come back
+from there; what is derived is derived again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
 import logging
 import weakref
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
-from lightning_offload.accelerators import KINDS
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime, scaled
@@ -36,9 +36,11 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.planner import beside, plan_with_margin
+from lightning_offload.planning.planner import Make, beside, plan_with_margin
+from lightning_offload.planning.step_model import Figures
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.replanning import compute_factor, links_were_wrong, with_unforeseen
+from lightning_offload.plugins.shape_families import Derived, ShapeFamily, StepShape
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
 
@@ -98,6 +100,10 @@ class PlanEntry:
         swapped_bytes: Saved bytes that left the device in the last step without a plan.
         stayed_bytes: Saved bytes for which no tier had room in that step.
         measured_peak_bytes: Peak of the last measured step, in total and by phase.
+        family: Those that differ from it in sizes alone, where it was derived from them; None for a recorded one.
+        derived: How it was.
+        figures: What of a derived step depends on sizes.
+        family_version: That of the family when its plan was made.
     """
 
     phase: Phase = "recording"
@@ -140,6 +146,10 @@ class PlanEntry:
     measured_peak_bytes: int | None = None
     forward_peak_bytes: int | None = None
     backward_peak_bytes: int | None = None
+    family: ShapeFamily | None = None
+    derived: Derived | None = None
+    figures: Figures | None = None
+    family_version: int = -1
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -175,9 +185,44 @@ class PlanEntry:
             return cls(phase="verifying", graph=graph, was_restored=True)
         return cls(phase="planned", graph=graph, program=compile_plan(graph, plan), was_restored=True)
 
+    @classmethod
+    def derive(cls, family: ShapeFamily, derived: Derived, like: PlanEntry | None) -> PlanEntry:
+        """A kind of step that was never seen.
+
+        Args:
+            family: Kinds that differ from it in sizes alone.
+            derived: How it is derived from them.
+            like: The one of them that ran last: what is on the device beside its steps is so beside these.
+        """
+        model = family.planner(frozenset()).model
+        figures = model.figures_at(derived.point)
+        made = cls(
+            phase="planned",
+            graph=model.sized(figures),
+            verified=family.verified,
+            mismatched=family.mismatched,
+            family=family,
+            derived=derived,
+            figures=figures,
+        )
+        if like is not None and like.graph is not None and made.graph is not None:
+            made.graph = dataclasses.replace(
+                made.graph,
+                extra_bytes=like.graph.extra_bytes,
+                old_gradient_bytes=like.graph.old_gradient_bytes,
+                accumulated_bytes=like.graph.accumulated_bytes,
+            )
+            made.recorded_gradient_bytes = like.recorded_gradient_bytes
+            made.old_gradient_bytes, made.accumulated_bytes = like.old_gradient_bytes, like.accumulated_bytes
+            made.is_beside_known, made.state_version = like.is_beside_known, like.state_version
+            made.takes_data, made.usable_bytes = like.takes_data, like.usable_bytes
+        return made
+
     @property
     def is_settling(self) -> bool:
         """Whether the coming step is one of the first ones: up to the second under the final plan."""
+        if self.family is not None:
+            return not self.is_beside_known
         return self.phase not in ("planned", "unplanned") or self.program is None or self.num_planned < 2
 
     def is_due_for_measurement(self, *, can_count: bool) -> bool:
@@ -190,6 +235,8 @@ class PlanEntry:
         """
         self.num_planned += 1
         self.num_unmeasured += 1
+        if self.family is not None:
+            return self.family.is_due_for_measurement() and can_count
         if self.program is not None and self.program.is_keep_all:
             return False
         is_due = can_count and (self.num_planned <= 2 or self.num_unmeasured >= _MEASURE_EVERY)
@@ -236,6 +283,9 @@ class PlanEntry:
             gradients: Identities of gradients.
             has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
         """
+        if self.family is not None and self.graph is not None and has_inputs:
+            held_bytes = sum(storage.nbytes() for key, storage in there.items() if key not in gradients)
+            return max(0, held_bytes - self._given_bytes)
         if self.known is None:
             return None
         not_beside = self.touched_now().union(gradients)
@@ -245,11 +295,20 @@ class PlanEntry:
 
     def bytes_beside_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
         """The same of the allocator's figure."""
+        if self.family is not None and self.graph is not None and has_inputs:
+            return max(0, allocated_bytes - gradient_bytes - self._given_bytes)
         if self.known is None:
             return None
         taken = self.graph.taken_bytes if self.graph is not None else int
         touched = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
         return max(0, allocated_bytes - gradient_bytes - touched)
+
+    @property
+    def _given_bytes(self) -> int:
+        """What the step finds on the device and reads or writes."""
+        assert self.graph is not None
+        sizes = (storage.num_bytes for storage in self.graph.storages if storage.is_persistent)
+        return sum(map(self.graph.taken_bytes, sizes))
 
     def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
         """Count what is on the device beside the step: plan anew where the plan in force has no room for it.
@@ -340,6 +399,8 @@ class PlanEntry:
 
     def deviated(self, how: str) -> None:
         """A step left its plan: record the next one."""
+        if self.family is not None:
+            return
         self.num_deviations += 1
         self.program = None
         self.num_planned = 0
@@ -354,7 +415,7 @@ class PlanEntry:
 
     def learn_known(self, live: LiveBytes, gradients: Collection[int]) -> None:
         """Know what the step touches, of a step that was planned in an earlier run."""
-        if self.known is None:
+        if self.known is None and self.family is None:
             found = {key: entry for key, entry in live.touched.items() if key not in gradients}
             self.known, self.touched = list(found.values()), {key: entry[0] for key, entry in found.items()}
 
@@ -365,6 +426,8 @@ class PlanEntry:
 
     def surprised(self) -> None:
         """Backward wrote what the plan counts on, which took memory: record a step that does, a few times at most."""
+        if self.family is not None:
+            return
         self.num_surprises += 1
         if self.num_surprises <= _MAX_DEVIATIONS and self.phase in ("verifying", "measuring", "planned"):
             self.record_again()
@@ -374,7 +437,10 @@ class PlanEntry:
         if storage not in self.mismatched:
             self.mismatched.add(storage)
             self.program = None
-            self.phase = "verifying" if self.phase != "recording" else self.phase
+            if self.family is not None:
+                self.family.version += 1
+            elif self.phase != "recording":
+                self.phase = "verifying"
 
     def measured(self, times: OpTimes, bytes_by_op: Sequence[int] = ()) -> None:
         """Take over what a step under the plan showed; its peaks were noted before.
@@ -414,7 +480,9 @@ class PlanEntry:
         assert self.graph is not None
         assert self.plan is not None
         self.shortfall_bytes = self._unforeseen_bytes
-        if self.shortfall_bytes and bytes_by_op and self.spec is not None and self.measured_peak_bytes is not None:
+        if self.family is not None:
+            self.family.shortfall_bytes = max(self.family.shortfall_bytes, self.shortfall_bytes)
+        elif self.shortfall_bytes and bytes_by_op and self.spec is not None and self.measured_peak_bytes is not None:
             self.graph, self.shortfall_bytes = with_unforeseen(
                 self.graph, self.plan, self.spec, self.measured_peak_bytes, bytes_by_op
             )
@@ -449,6 +517,8 @@ class PlanEntry:
         """
         plan = self.plan
         if plan is None or self.graph is None or self.spec is None or self.num_corrections >= _MAX_CORRECTIONS:
+            return
+        if self.family is not None:  # whose plan is for sizes that are larger
             return
         is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_link_slower, is_faster=is_link_faster)
         factor = 1.0
@@ -524,17 +594,23 @@ class PlanEntry:
     def _plan_within(self, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]) -> None:
         assert self.graph is not None
 
+        keep_storages = self.graph.storages_saved_in(keep) | frozenset(self.mismatched)
+        plan_it = self._plan_of_family(keep_storages) if policy == "auto" else None
+        if self.family is not None:
+            self.shortfall_bytes, self.family_version = self.family.shortfall_bytes, self.family.version
+
         def make(margin_bytes: int, *, must_fit: bool) -> MemoryPlan:
             assert self.graph is not None
             return plan_with_margin(
-                self.graph,
+                self.graph if plan_it is not None else self.shown_graph,
                 device,
                 budget_bytes,
                 usable_bytes=self.usable_bytes,
                 shortfall_bytes=margin_bytes,
                 must_fit=must_fit,
+                make=plan_it,
                 policy=policy,
-                keep=self.graph.storages_saved_in(keep) | frozenset(self.mismatched),
+                keep=keep_storages,
                 is_provisional=self.phase != "planned",
             )
 
@@ -551,7 +627,23 @@ class PlanEntry:
             plan = make(self.shortfall_bytes, must_fit=not is_accepted)
         if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
             self._warn(budget_bytes, plan.predicted_peak_bytes)
-        self.program = compile_plan(self.graph, plan)
+        self.program = compile_plan(self.graph, plan, is_bound=self.family is not None)
+
+    def _plan_of_family(self, keep: frozenset[int]) -> Make | None:
+        """What plans a derived step; None for one that was recorded."""
+        if self.family is None or self.figures is None:
+            return None
+        planner, figures = self.family.planner(keep), self.figures
+        return lambda graph, device, budget_bytes: planner.plan(graph, figures, device, budget_bytes)
+
+    @property
+    def shown_graph(self) -> StepGraph:
+        """The step, with the durations of its own ops where it was derived, to be shown."""
+        assert self.graph is not None
+        if self.family is None or self.derived is None:
+            return self.graph
+        timed = self.family.planner(frozenset()).model.at(self.derived.point)
+        return dataclasses.replace(self.graph, ops=timed.ops)
 
     def _is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
         """Whether training goes on although no plan is within the budget any more; one warning says so.
@@ -616,37 +708,41 @@ def load_kinds(state: Any, policy: str, budget_bytes: int | None) -> dict[str, P
     return kinds
 
 
-def step_signature(inputs: Any) -> str:
-    """A key under which the step's plan is cached.
-
-    Numbers, strings and other leaves count by type, not by value: a batch index differs in every step.
-
-    Args:
-        inputs: Any pytree of tensors and other objects.
-    """
-    leaves, spec = tree_flatten(inputs)
-    parts = [str(spec), *map(_describe, leaves)]
-    for device_type in KINDS:
-        if torch.is_autocast_enabled(device_type):
-            parts.append(f"{device_type} autocast {torch.get_autocast_dtype(device_type)}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+_num_recording = 0
 
 
-def _describe(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return type(leaf).__name__
-    if leaf.is_nested:
-        return f"{leaf.dtype} nested {leaf.device.type}"
-    if leaf.layout is not torch.strided:
-        return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.layout} {leaf.device.type}"
-    return f"{leaf.dtype} {tuple(leaf.shape)} {leaf.stride()} {leaf.device.type} {leaf.requires_grad}"
+@contextlib.contextmanager
+def every_shape_recorded() -> Iterator[None]:
+    """Around steps of which each new shape is to be recorded, though others could predict it: trials of sizes."""
+    global _num_recording
+    _num_recording += 1
+    try:
+        yield
+    finally:
+        _num_recording -= 1
+
+
+MAX_BYTES = 128 << 20
+"""Most memory for graphs and plans; those of kinds of step that did not run for longest are dropped."""
+
+
+def _bytes_of(kind: PlanEntry) -> int:
+    """What a kind of step takes in memory, roughly."""
+    if kind.graph is None:
+        return 0
+    own_ops = 0 if kind.family is not None else 300 * len(kind.graph.ops)
+    plan = 160 * (len(kind.program.ops) + 2 * len(kind.program.decisions)) if kind.program is not None else 0
+    return own_ops + 110 * (len(kind.graph.storages) + len(kind.graph.values) + len(kind.graph.saves)) + plan
 
 
 class PlanCache:
     """The kinds of step that a memory plugin has met, each with its plan, and the figures of the one that ran last.
 
     Attributes:
-        kinds: By the signature of their inputs.
+        kinds: By the signature of their inputs, or of a family and the sizes that a derived one is for; the one that
+            ran last comes last.
+        families: Kinds that differ in sizes alone, by what they have in common.
+        num_derived: Kinds that were planned so.
         key: Signature of the kind that ran last.
         kind: That kind.
         phase: What its last step did.
@@ -656,23 +752,82 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self.kinds: dict[str, PlanEntry] = {}
+        self.kinds: OrderedDict[str, PlanEntry] = OrderedDict()
+        self.families: dict[str, ShapeFamily] = {}
+        self.num_derived = 0
         self.key = ""
         self.kind = PlanEntry()
         self.phase: Phase = "idle"
         self.num_steps = 0
         self.step_seconds: float | None = None
         self.stall_seconds = 0.0
+        self._shape: StepShape | None = None
+        self._last_of: dict[str, PlanEntry] = {}
 
-    def choose(self, key: str) -> PlanEntry:
-        """The kind of the step that is about to begin."""
-        self.key = key
-        self.kind = self.kinds.setdefault(key, PlanEntry())
-        return self.kind
+    def choose(self, shape: StepShape, *, is_exact: bool = False) -> PlanEntry:
+        """The kind of the step that is about to begin.
+
+        Args:
+            shape: What it is known by.
+            is_exact: Whether it must not be one for larger sizes, too.
+        """
+        self._shape, num_before = shape, len(self.kinds)
+        self.key, kind = shape.signature, self.kinds.get(shape.signature)
+        if kind is None and not _num_recording:
+            kind = self._derived(shape, is_exact=is_exact)
+        if kind is None:
+            kind = self.kinds.setdefault(shape.signature, PlanEntry())
+        self.kinds.move_to_end(self.key)
+        self.kind = self._last_of[shape.family] = kind
+        if len(self.kinds) > num_before:
+            self._drop_oldest()
+        return kind
+
+    def _derived(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
+        """The kind that serves a shape that was not recorded; None where nothing predicts it."""
+        family = self.families.get(shape.family)
+        derived = family.find(shape.sizes, is_exact=is_exact) if family is not None else None
+        if family is None or derived is None:
+            return None
+        kind = self.kinds.get(derived.key)
+        if kind is None:
+            for sample in map(self.kinds.get, family.signatures):
+                if sample is not None:
+                    family.verified.update(sample.verified)
+                    family.mismatched.update(sample.mismatched)
+            kind = self.kinds[derived.key] = PlanEntry.derive(family, derived, self._last_of.get(shape.family))
+            self.num_derived += 1
+        elif kind.family_version != family.version:
+            kind.program = None
+        self.key = derived.key
+        return kind
+
+    def learn_shape(self) -> None:
+        """A step has ended: let others of its family be planned by it, if it was recorded or measured."""
+        shape, kind = self._shape, self.kind
+        if shape is None or kind.graph is None:
+            return
+        if kind.family is None and self.phase in ("recording", "verifying", "measuring"):
+            self.families.setdefault(shape.family, ShapeFamily(shape.family)).learn(shape, kind.graph)
+
+    def _drop_oldest(self) -> None:
+        """Drop what has not run for longest where there is too much."""
+        sizes = {key: _bytes_of(kind) for key, kind in self.kinds.items()}
+        excess = sum(sizes.values()) - MAX_BYTES
+        for key in list(self.kinds):
+            if excess <= 0 or key == self.key:
+                break
+            excess -= sizes[key]
+            del self.kinds[key]
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the kinds whose signatures are not among those to keep."""
-        self.kinds = {key: kind for key, kind in self.kinds.items() if key in keep}
+        self.kinds = OrderedDict((key, kind) for key, kind in self.kinds.items() if key in keep)
+        for family in self.families.values():
+            for signature in family.signatures:
+                if signature not in keep:
+                    family.forget(signature)
+        self._last_of.clear()
         if self.key not in self.kinds:
             self.key, self.kind, self.phase = "", PlanEntry(), "idle"
             self.stall_seconds, self.step_seconds = 0.0, None

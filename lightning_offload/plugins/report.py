@@ -172,7 +172,7 @@ def make_report(
     else:
         num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
     if graph is not None:  # as it was planned: with the margin
-        graph = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + kind.margin_bytes)
+        graph = dataclasses.replace(kind.shown_graph, extra_bytes=graph.extra_bytes + kind.margin_bytes)
     return Report(
         budget_bytes=budget_bytes,
         floor_bytes=plan.floor_bytes if plan else None,

@@ -164,6 +164,8 @@ class StepRun:
             kind.recorded(self.recorder, self.live, self.old_gradients, accumulated_bytes, is_typical=is_typical)
             return
         kind.note_gradients(0, accumulated_bytes)
+        if kind.family is not None and kind.derived is not None:
+            kind.family.step_left_its_plan(kind.derived.key, has_left=self.executor.has_deviated)
         if self.executor.has_deviated:
             kind.deviated(self.executor.deviation)
             return
@@ -267,7 +269,8 @@ def start_run(
     observers: list[StepObserver] = [o for o in (counter, times) if o is not None]
     executor: Executor
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
-    is_light = not observers and kind.phase == "planned" and not kind.num_deviations
+    has_deviated = kind.num_deviations or (kind.family is not None and kind.family.num_deviations)
+    is_light = not observers and kind.phase == "planned" and not has_deviated
     if program is not None and program.is_keep_all and is_light:
         executor, is_watched = KeepingExecutor(program, packs=not kind.sheds_hooks()), False
     else:

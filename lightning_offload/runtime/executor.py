@@ -121,7 +121,7 @@ class StepExecutor:
         self._kept: list[weakref.ref[Handle]] = []
         self._lock = threading.RLock()
         self._table = ValueTable()
-        self._tracker = ValueTracker(device, self._table)
+        self._tracker = ValueTracker(device, self._table, is_bound=program is not None and program.is_bound)
         self._materializer = Materializer(device, tiers, self._table, self.decisions, observer, verifier)
         self._writes = WriteBarrier(
             self._table, self._materializer, self._lock, observer, is_recomputing=self.is_recomputing
@@ -371,7 +371,7 @@ class StepExecutor:
         if self.deviation:
             return False
         planned, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
-        if index < len(planned) and planned[index] in (0, num_bytes):  # 0: it is on another device
+        if self.program.expects(index, num_bytes):
             return True
         was = f"{planned[index]} were" if index < len(planned) else "nothing was"
         self.deviate(f"one of {num_bytes} bytes was saved where {was} expected")
@@ -581,7 +581,7 @@ class KeepingExecutor:
         tensor, plain = as_saved(tensor)
         if plain and not self.deviation:
             expected, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
-            if index >= len(expected) or expected[index] not in (0, num_bytes):  # 0: it is on another device
+            if not self.program.expects(index, num_bytes):
                 planned = f"{expected[index]} were" if index < len(expected) else "nothing was"
                 self.deviation = f"saved tensor {index} has {num_bytes} bytes where {planned} expected"
         return tensor, tensor._version, self._lease

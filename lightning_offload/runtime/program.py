@@ -63,6 +63,7 @@ class Program:
         prefetch: By ordinal of an unpack: the storages whose copies back are issued then.
         pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure; 0 where that is on
             another device.
+        is_bound: Whether sizes are the largest that the plan is for; smaller ones follow it, too.
         made_packs: Ordinals of the packs whose storages the step made.
         pack_storages: By pack: the storage that leaves the device by it, the first that saves it; or -1.
         release_at_pack: By pack: storages whose device copies are released after it, where ops are not seen.
@@ -81,6 +82,7 @@ class Program:
     places: dict[int, Place]
     prefetch: dict[int, tuple[int, ...]]
     pack_bytes: tuple[int, ...]
+    is_bound: bool
     made_packs: frozenset[int]
     pack_storages: tuple[int, ...]
     release_at_pack: dict[int, tuple[int, ...]]
@@ -90,9 +92,21 @@ class Program:
     is_recomputing: bool
     records_backward: bool
 
+    def expects(self, index: int, num_bytes: int) -> bool:
+        """Whether a storage of this size may be behind a pack."""
+        if index >= len(self.pack_bytes):
+            return False
+        planned = self.pack_bytes[index]
+        return planned in (0, num_bytes) or (self.is_bound and num_bytes < planned)
 
-def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
+
+def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) -> Program:
     """Compile a plan for a graph.
+
+    Args:
+        graph: The step.
+        plan: What to do.
+        is_bound: Whether the plan serves steps whose tensors are smaller, too.
 
     Raises:
         PlanError: The plan is for another graph, or recomputes what cannot be.
@@ -129,6 +143,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan) -> Program:
         },
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),
+        is_bound=is_bound,
         made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
         pack_storages=_leaving(graph, decisions),
         release_at_pack={hook.ordinal: s for hook, s in releases.items() if hook.is_pack},

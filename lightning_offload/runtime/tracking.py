@@ -24,9 +24,11 @@ class ValueTracker:
     Args:
         device: Values elsewhere are of no interest.
         table: Where they are entered.
+        is_bound: Whether the program's sizes are the largest that it is for.
     """
 
-    def __init__(self, device: torch.device, table: ValueTable) -> None:
+    def __init__(self, device: torch.device, table: ValueTable, *, is_bound: bool = False) -> None:
+        self._is_bound = is_bound
         self._device = device
         self._table = table
         self._environment = environment_on(device)
@@ -63,7 +65,8 @@ class ValueTracker:
         for position, index in step.register:
             tensor = made[position]
             num_bytes = tensor.untyped_storage().nbytes()
-            if num_bytes != step.num_bytes[position]:
+            planned_bytes = step.num_bytes[position]
+            if num_bytes != planned_bytes and not (self._is_bound and num_bytes < planned_bytes):
                 return f"{facts.name} made {num_bytes} bytes in place of {step.num_bytes[position]}"
             value = self.new(tensor, index)
             if value is not None and call is not None and facts.remakes(position, num_fresh):

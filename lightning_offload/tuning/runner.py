@@ -33,6 +33,7 @@ from lightning_offload.accelerators import memory_in_use
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
+from lightning_offload.plugins.plan_cache import every_shape_recorded
 from lightning_offload.tuning.allreduce_cost import Exchanges, GradientSyncOff
 from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, pace_of
 from lightning_offload.tuning.ranks import Coordinator, agreed
@@ -287,6 +288,7 @@ class TrialRunner:
         """Most trials of a search that is given no `max_trials`."""
         return MAX_TRIALS_PREDICTED if self.predictions.is_usable else MAX_TRIALS
 
+    @every_shape_recorded()
     def find(
         self,
         *,

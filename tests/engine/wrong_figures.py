@@ -26,7 +26,7 @@ from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.planning.trace import follow
 from lightning_offload.plugins import hardware
 from lightning_offload.plugins import step as run
-from lightning_offload.plugins.plan_cache import step_signature
+from lightning_offload.plugins.shape_families import step_signature
 from lightning_offload.tensors.observer import observe_all
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.engine.test_slow_links import STEP_SECONDS, Subject, clocked_tiers, take_gradients

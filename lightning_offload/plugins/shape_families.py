@@ -1,0 +1,301 @@
+"""Kinds of step that differ in nothing but sizes: what a few of them showed, the others are planned by.
+
+A batch that is padded to its longest sample has a new shape in nearly every step. From three recorded shapes of one
+structure a model of the step at any sizes is fitted (:mod:`~lightning_offload.planning.step_model`), and from then on a
+shape that was never seen is planned before its first op, in milliseconds. Lengths are rounded up to an eighth of the
+power of two below them, so that one plan serves several shapes: a plan serves each step with the same ops whose tensors
+are no larger than planned.
+
+What replays gave is known by the structure: a storage that was verified at one size need not be at another, and one
+that came out otherwise is recomputed at none. So is by how much measured peaks exceeded what was predicted.
+
+Shortfall: the model is of the structure that most of the recorded shapes have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from lightning_offload.accelerators import KINDS
+from lightning_offload.errors import BudgetInfeasibleError, OffloadError
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.family import FamilyPlanner
+from lightning_offload.planning.scaling_laws import Point
+from lightning_offload.planning.step_model import StepModel
+
+Sizes = tuple[int, ...]
+"""Of all tensors that a step is given, one after another."""
+
+MIN_SAMPLES = 3
+"""Recorded shapes of one structure that a model needs: two do not tell a line from a parabola."""
+
+_MAX_SAMPLES = 8
+_MAX_VARYING = 4  # numbers: more than that are no lengths
+_MAX_DEVIATIONS = 3  # in a row, of steps at one corner
+_MEASURE_EVERY = 32
+_NUM_FIRST = 2  # steps that are measured
+_GRAIN = 8  # corners between one power of two and the next
+
+
+class StepShape(NamedTuple):
+    """What a kind of step is known by.
+
+    Attributes:
+        signature: Of the shapes and types of its inputs, and of autocast.
+        family: The same without sizes.
+        shapes: The shapes of the tensors among its inputs.
+    """
+
+    signature: str
+    family: str
+    shapes: tuple[Sizes, ...]
+
+    @property
+    def sizes(self) -> Sizes:
+        """All sizes, one after another."""
+        return tuple(itertools.chain.from_iterable(self.shapes))
+
+
+def shape_of(inputs: Any) -> StepShape:
+    """What a step with these inputs is known by.
+
+    Numbers, strings and other leaves count by type, not by value: a batch index differs in every step.
+
+    Args:
+        inputs: Any pytree of tensors and other objects.
+    """
+    leaves, spec = tree_flatten(inputs)
+    modes = [
+        f"{device_type} autocast {torch.get_autocast_dtype(device_type)}"
+        for device_type in KINDS
+        if torch.is_autocast_enabled(device_type)
+    ]
+    rows = [_describe(leaf) for leaf in leaves]
+    exact = "\n".join([str(spec), *(row[0] for row in rows), *modes])
+    alike = "\n".join([str(spec), *(row[1] for row in rows), *modes])
+    return StepShape(_short(exact), _short(alike), tuple(row[2] for row in rows if row[2]))
+
+
+def of_shapes(error: BudgetInfeasibleError, shape: StepShape) -> BudgetInfeasibleError:
+    """The error, with the shapes of the step that it is about."""
+    shapes = ", ".join(map(str, shape.shapes))
+    if not shapes:
+        return error
+    return BudgetInfeasibleError(
+        f"{error}; this step is given tensors of the shapes {shapes}",
+        budget_bytes=error.budget_bytes,
+        floor_bytes=error.floor_bytes,
+        op=error.op,
+    )
+
+
+def step_signature(inputs: Any) -> str:
+    """A key under which the step's plan is cached; cf. :func:`shape_of`."""
+    return shape_of(inputs).signature
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _describe(leaf: Any) -> tuple[str, str, Sizes]:
+    """A leaf with its sizes, without them, and the sizes."""
+    if not isinstance(leaf, Tensor):
+        name = type(leaf).__name__
+        return name, name, ()
+    if leaf.is_nested:
+        text = f"{leaf.dtype} nested {leaf.device.type}"
+        return text, text, ()
+    if leaf.layout is not torch.strided:
+        text = f"{leaf.dtype} {tuple(leaf.shape)} {leaf.layout} {leaf.device.type}"
+        return text, text, ()
+    shape, strides = tuple(leaf.shape), leaf.stride()
+    text = f"{leaf.dtype} {shape} {strides} {leaf.device.type} {leaf.requires_grad}"
+    layout = "contiguous" if leaf.is_contiguous() else f"{shape} {strides}"
+    if len(shape) in (4, 5) and layout != "contiguous":
+        last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        layout = "channels last" if leaf.is_contiguous(memory_format=last) else layout
+    return text, f"{leaf.dtype} {len(shape)} {layout} {leaf.device.type} {leaf.requires_grad}", shape
+
+
+class Derived(NamedTuple):
+    """A step at sizes that were not recorded.
+
+    Attributes:
+        key: Of the kind of step.
+        point: What varies, at those sizes.
+    """
+
+    key: str
+    point: Point
+
+
+class ShapeFamily:
+    """Kinds of step that differ in nothing but sizes.
+
+    Attributes:
+        name: What their shapes have in common.
+        verified: Storages whose replays were verified at some size.
+        mismatched: Storages that are recomputed at none.
+        shortfall_bytes: By how much measured peaks exceeded predicted ones.
+        num_planned: Steps under derived plans.
+        num_deviations: Those of them that left their plan.
+        version: Grows with what derived plans depend on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.verified: set[int] = set()
+        self.mismatched: set[int] = set()
+        self.shortfall_bytes = 0
+        self.num_planned = 0
+        self.num_deviations = 0
+        self.version = 0
+        self._samples: dict[str, tuple[Sizes, StepGraph]] = {}
+        self._planner: FamilyPlanner | None = None
+        self._keep: frozenset[int] = frozenset()
+        self._varying: _Varying | None = None
+        self._is_fitted = True
+        self._deviations: dict[str, int] = {}
+        self._num_unmeasured = 0
+
+    @property
+    def signatures(self) -> list[str]:
+        """Of the recorded steps that it is known by."""
+        return list(self._samples)
+
+    @property
+    def samples(self) -> Sequence[StepGraph]:
+        """The recorded steps that it is known by."""
+        return [graph for _, graph in self._samples.values()]
+
+    def learn(self, shape: StepShape, graph: StepGraph) -> None:
+        """Take a recorded step over.
+
+        Args:
+            shape: What its kind is known by.
+            graph: The step.
+        """
+        if shape.signature not in self._samples and len(self._samples) >= _MAX_SAMPLES:
+            del self._samples[next(iter(self._samples))]
+        self._samples[shape.signature] = (shape.sizes, graph)
+        self._is_fitted = False
+
+    def forget(self, signature: str) -> None:
+        """Drop a recorded step."""
+        if self._samples.pop(signature, None) is not None:
+            self._is_fitted = False
+
+    def find(self, sizes: Sizes, *, is_exact: bool = False) -> Derived | None:
+        """How a step at sizes that were not recorded is planned; None where nothing predicts it.
+
+        Args:
+            sizes: Its sizes.
+            is_exact: Whether for these sizes alone.
+        """
+        if len(self._samples) < MIN_SAMPLES:
+            return None
+        self._fit()
+        point = self._varying.point(sizes) if self._varying is not None else None
+        if point is None:
+            return None
+        corner = point if is_exact else tuple(map(_rounded_up, point))
+        key = _short(f"{self.name} {self._varying} {corner}")
+        return None if self._deviations.get(key, 0) >= _MAX_DEVIATIONS else Derived(key, corner)
+
+    def planner(self, keep: frozenset[int]) -> FamilyPlanner:
+        """What plans its steps, with some storages kept beside those whose replays came out otherwise."""
+        self._fit()
+        assert self._planner is not None
+        wanted = keep | self.mismatched
+        if wanted != self._keep:
+            self._planner, self._keep = FamilyPlanner(self._planner.model, wanted), wanted
+        return self._planner
+
+    def step_left_its_plan(self, key: str, *, has_left: bool) -> None:
+        """Note whether a step did: where they do again and again, they are recorded."""
+        self._deviations[key] = self._deviations.get(key, 0) + 1 if has_left else 0
+        self.num_deviations += has_left
+
+    def is_due_for_measurement(self) -> bool:
+        """Whether the coming step under a derived plan is one whose peak is counted: the first two, then one in 32."""
+        self.num_planned += 1
+        self._num_unmeasured += 1
+        is_due = self.num_planned <= _NUM_FIRST or self._num_unmeasured >= _MEASURE_EVERY
+        if is_due:
+            self._num_unmeasured = 0
+        return is_due
+
+    def _fit(self) -> None:
+        if self._is_fitted:
+            return
+        self._is_fitted, self._planner, self._varying = True, None, None
+        self.version += 1
+        by_sizes = dict(self._samples.values())
+        varying = _Varying.of(list(by_sizes))
+        if varying is None or len(by_sizes) < MIN_SAMPLES:
+            return
+        graphs = {point: graph for sizes, graph in by_sizes.items() if (point := varying.point(sizes)) is not None}
+        try:
+            model = StepModel.fit(graphs)
+        except OffloadError:  # no two are alike
+            return
+        if len(model.sizes) < MIN_SAMPLES:
+            return
+        alike = set(model.sizes)
+        varying = _Varying.of([sizes for sizes in by_sizes if varying.point(sizes) in alike])
+        if varying is None:
+            return
+        if model.left_out:  # which may differ in more than those that are alike
+            alike_graphs = {p: g for s, g in by_sizes.items() if (p := varying.point(s)) is not None}
+            model = StepModel.fit(alike_graphs)
+        self._varying, self._planner, self._keep = varying, FamilyPlanner(model), frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Varying:
+    """Which sizes vary: each group of them that are the same in all shapes is one number.
+
+    Attributes:
+        groups: Positions, by number.
+        constant: The other sizes, by position.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    constant: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sizes]) -> _Varying | None:
+        """Find them; None where nothing varies, or too much."""
+        groups: dict[Sizes, list[int]] = {}
+        for position, column in enumerate(zip(*shapes, strict=True)):
+            groups.setdefault(column, []).append(position)
+        constant = [(p, column[0]) for column, places in groups.items() if len(set(column)) == 1 for p in places]
+        varying = [tuple(places) for column, places in groups.items() if len(set(column)) > 1]
+        if not 1 <= len(varying) <= _MAX_VARYING:
+            return None
+        return cls(tuple(varying), tuple(constant))
+
+    def point(self, sizes: Sizes) -> Point | None:
+        """The numbers that vary, of some sizes; None where others vary there."""
+        if any(sizes[position] != size for position, size in self.constant):
+            return None
+        found = [{sizes[position] for position in group} for group in self.groups]
+        if any(len(group) != 1 for group in found):
+            return None
+        point = tuple(group.pop() for group in found)
+        return point if min(point) > 1 else None  # at 1 libraries leave copies out
+
+
+def _rounded_up(size: int) -> int:
+    """A size, rounded up so that few plans serve all: to an eighth of the power of two below it."""
+    grain = max(1, (1 << (size.bit_length() - 1)) // _GRAIN)
+    return -(-size // grain) * grain
