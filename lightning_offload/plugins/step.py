@@ -482,7 +482,7 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
     """
     if kind.graph is None:
         return
-    if kind.touched and kind.state_version != state.version:
+    if (kind.touched or kind.family is not None) and kind.state_version != state.version:
         kind.state_version = state.version
         if not kind.was_restored and state.buckets.are_gone_from(kind.touched):
             kind.record_again()
