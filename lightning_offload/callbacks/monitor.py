@@ -31,8 +31,9 @@ class OffloadMonitorMixin(_CallbackBase):
     """Logs peak, budget, stall and the bytes kept, swapped and recomputed of the training steps.
 
     Loggers receive `offload/peak_bytes`, `offload/budget_bytes`, `offload/stall_seconds`,
-    `offload/step_seconds`, `offload/kept_bytes`, `offload/swapped_bytes`, `offload/recomputed_bytes` and
-    `offload/host_peak_bytes`; the progress bar shows peak and budget in GiB and the stall in seconds. A value
+    `offload/step_seconds`, `offload/kept_bytes`, `offload/swapped_bytes`, `offload/recomputed_bytes`,
+    `offload/host_peak_bytes`, and of the shapes of steps `offload/num_shapes`, `offload/num_at_first_sight` (planned
+    from their first step on), `offload/num_deviations` and `offload/planning_seconds`; the progress bar shows peak and budget in GiB and the stall in seconds. A value
     that is not known yet is left out.
 
     Args:
@@ -112,6 +113,10 @@ def _log_metrics(report: Report) -> dict[str, float]:
         "swapped_bytes": report.swapped_bytes,
         "recomputed_bytes": report.recomputed_bytes,
         "host_peak_bytes": report.host_peak_bytes,
+        "num_shapes": report.num_shapes,
+        "num_at_first_sight": report.num_at_first_sight,
+        "num_deviations": report.num_deviations,
+        "planning_seconds": report.planning_seconds,
     }
     return {name: value for name, value in values.items() if value is not None}
 

@@ -34,7 +34,8 @@ from lightning_offload.plugins.hardware import Hardware, TierUse
 from lightning_offload.plugins.out_of_memory import out_of_memory, with_second_attempt
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plain_steps import PlainStep
-from lightning_offload.plugins.plan_cache import PlanCache, PlanEntry, dump_kinds, load_kinds
+from lightning_offload.plugins.plan_cache import PlanCache
+from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.report import Report, make_report
 from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on, check_settings
 from lightning_offload.plugins.shadowed import Shadows
@@ -276,7 +277,11 @@ class Steps:
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
-            kind = self._plan(kind, shape, hardware)
+            if kind.program is None or kind.family is not None:
+                with self.cache.figures.planning():
+                    kind = self._plan(kind, shape, hardware)
+            else:
+                kind = self._plan(kind, shape, hardware)
         device, verify = hardware.device, self.settings.verify
         if kind.runs_plainly(hardware.budget_bytes, device):
             self._begin_plainly(kind, hardware)
@@ -374,7 +379,7 @@ class Steps:
             self.hardware.read_budget_again(run.slack_bytes)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
         run.finish(self.state, budget_bytes)
-        self.cache.learn_shape()
+        self.cache.learn_shape(has_deviated=run.executor.has_deviated)
         run.kind.note_retries(self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
         if self.hardware is not None:
@@ -634,6 +639,7 @@ class MemoryPlugin:
             policy=self.policy,
             num_steps=cache.num_steps,
             phase=cache.phase,
+            shapes=cache.figures,
         )
 
     @property
@@ -656,7 +662,7 @@ class MemoryPlugin:
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded graphs and their plans, as JSON-able data."""
-        return dump_kinds(self._steps.cache.kinds)
+        return self._steps.cache.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start with plans made earlier; their replays are verified again in their first step.
@@ -664,7 +670,7 @@ class MemoryPlugin:
         Raises:
             PlanError: The state is malformed.
         """
-        self._steps.cache.kinds.update(load_kinds(state, self.policy, self.budget_bytes))
+        self._steps.cache.load_state_dict(state, self.policy, self.budget_bytes)
 
 
 _attached: weakref.WeakSet[MemoryPlugin] = weakref.WeakSet()

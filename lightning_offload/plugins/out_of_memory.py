@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from lightning_offload.plugins.buffer_copies import BufferCopies
-    from lightning_offload.plugins.plan_cache import PlanEntry
+    from lightning_offload.plugins.plan_entry import PlanEntry
 
 _T = TypeVar("_T")
 

@@ -10,7 +10,8 @@ from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.plugins.plan_cache import Phase, PlanEntry
+from lightning_offload.plugins.plan_cache import ShapeFigures
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class Report:
         num_steps: Steps run.
         phase: What the last step did.
         num_mismatched: Storages whose replay did not give the same bits, and which are not recomputed any more.
+        num_shapes: Different shapes of steps so far.
+        num_at_first_sight: Those of them whose first step ran under a plan, derived from those of other sizes.
+        num_deviations: Steps that left their plan.
+        planning_seconds: Host time that plans took so far.
         planned: The step with its plan, once there is one.
     """
 
@@ -90,6 +95,10 @@ class Report:
     num_steps: int
     phase: Phase
     num_mismatched: int
+    num_shapes: int = 0
+    num_at_first_sight: int = 0
+    num_deviations: int = 0
+    planning_seconds: float = 0.0
     planned: Planned | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
@@ -164,6 +173,7 @@ def make_report(
     policy: str,
     num_steps: int,
     phase: Phase,
+    shapes: ShapeFigures,
 ) -> Report:
     """The report of a kind of step, from its plan and from what the plugin measured."""
     plan, graph = kind.plan, kind.graph
@@ -197,6 +207,10 @@ def make_report(
         num_steps=num_steps,
         phase=phase,
         num_mismatched=len(kind.mismatched),
+        num_shapes=shapes.num_shapes,
+        num_at_first_sight=shapes.num_at_first_sight,
+        num_deviations=shapes.num_deviations,
+        planning_seconds=shapes.planning_seconds,
         planned=Planned(graph=graph, plan=plan, device=kind.spec) if graph and plan and kind.spec else None,
     )
 

@@ -149,6 +149,7 @@ class ShapeFamily:
         num_planned: Steps under derived plans.
         num_deviations: Those of them that left their plan.
         version: Grows with what derived plans depend on.
+        samples: The recorded steps that it is known by, with their sizes, by the signatures of their kinds.
     """
 
     def __init__(self, name: str) -> None:
@@ -159,7 +160,7 @@ class ShapeFamily:
         self.num_planned = 0
         self.num_deviations = 0
         self.version = 0
-        self._samples: dict[str, tuple[Sizes, StepGraph]] = {}
+        self.samples: dict[str, tuple[Sizes, StepGraph]] = {}
         self._planner: FamilyPlanner | None = None
         self._keep: frozenset[int] = frozenset()
         self._varying: _Varying | None = None
@@ -167,31 +168,22 @@ class ShapeFamily:
         self._deviations: dict[str, int] = {}
         self._num_unmeasured = 0
 
-    @property
-    def signatures(self) -> list[str]:
-        """Of the recorded steps that it is known by."""
-        return list(self._samples)
-
-    @property
-    def samples(self) -> Sequence[StepGraph]:
-        """The recorded steps that it is known by."""
-        return [graph for _, graph in self._samples.values()]
-
-    def learn(self, shape: StepShape, graph: StepGraph) -> None:
+    def learn(self, signature: str, sizes: Sizes, graph: StepGraph) -> None:
         """Take a recorded step over.
 
         Args:
-            shape: What its kind is known by.
+            signature: Of its kind.
+            sizes: Of what it is given.
             graph: The step.
         """
-        if shape.signature not in self._samples and len(self._samples) >= _MAX_SAMPLES:
-            del self._samples[next(iter(self._samples))]
-        self._samples[shape.signature] = (shape.sizes, graph)
+        if signature not in self.samples and len(self.samples) >= _MAX_SAMPLES:
+            del self.samples[next(iter(self.samples))]
+        self.samples[signature] = (sizes, graph)
         self._is_fitted = False
 
     def forget(self, signature: str) -> None:
         """Drop a recorded step."""
-        if self._samples.pop(signature, None) is not None:
+        if self.samples.pop(signature, None) is not None:
             self._is_fitted = False
 
     def find(self, sizes: Sizes, *, is_exact: bool = False) -> Derived | None:
@@ -201,7 +193,7 @@ class ShapeFamily:
             sizes: Its sizes.
             is_exact: Whether for these sizes alone.
         """
-        if len(self._samples) < MIN_SAMPLES:
+        if len(self.samples) < MIN_SAMPLES:
             return None
         self._fit()
         point = self._varying.point(sizes) if self._varying is not None else None
@@ -239,7 +231,7 @@ class ShapeFamily:
             return
         self._is_fitted, self._planner, self._varying = True, None, None
         self.version += 1
-        by_sizes = dict(self._samples.values())
+        by_sizes = dict(self.samples.values())
         varying = _Varying.of(list(by_sizes))
         if varying is None or len(by_sizes) < MIN_SAMPLES:
             return

@@ -33,7 +33,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.plan_cache import PlanEntry
+from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
 from lightning_offload.runtime.hooks import InfraMode

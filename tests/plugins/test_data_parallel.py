@@ -27,7 +27,7 @@ from lightning_offload.plugins.data_parallel import (
 )
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.plan_cache import step_signature
+from lightning_offload.plugins.shape_families import step_signature
 from lightning_offload.runtime.hooks import StepMode, bypass_mode
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.capture.live import CensusClock
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins import plan_cache as lifecycle
+from lightning_offload.plugins import plan_entry as lifecycle
 from tests.plugins.training import attached, middle_budget, net, report_of, rows, train_step
 
 KIB = 1 << 10

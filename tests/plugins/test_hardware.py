@@ -17,7 +17,7 @@ from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import Decision, MemoryPlan
 from lightning_offload.plugins import hardware as module
 from lightning_offload.plugins.hardware import Hardware
-from lightning_offload.plugins.plan_cache import PlanEntry
+from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.settings import check_settings
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.program import compile_plan

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.devices import first_device
-from lightning_offload.plugins.plan_cache import PlanEntry
+from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.shape_families import step_signature
 from lightning_offload.plugins.step import DevicePeaks
 from tests.plugins.training import attached, middle_budget, net, phases_of, report_of, rows, train_step

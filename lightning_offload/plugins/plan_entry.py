@@ -1,0 +1,669 @@
+"""The life of a plan: a step's shape is recorded, planned, verified, measured, planned once more, and then run.
+
+Step 1 of a new shape runs under the floor policy and is recorded. Step 2 runs under the first plan, its
+replays are verified; step 3 is measured. What was measured (op times, the peak) and what was mismatched goes
+into the final plan, which is in force from step 4 on. A step whose structure leaves its plan is recorded again,
+and after :data:`_MAX_DEVIATIONS` of them the shape is *unplanned*: it always runs under the floor policy, or
+plainly where that is known to fit.
+
+The budget is a promise. What is on the device beside the step is counted before each plan is made, and again when
+it grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards; where a
+budget has no room for it, that is an error while the plan is being found, and one warning once it was in force.
+
+A kind of step is known by its signature: the shapes and types of its inputs, and autocast. Kinds that differ in sizes
+alone are a family (:mod:`~lightning_offload.plugins.shape_families`): once three of them were recorded, others are
+*derived*, and planned from their first step on. Graphs and plans go into checkpoints as JSON-able data, and come back
+from there; what is derived is derived again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import torch
+
+from lightning_offload.capture.live import Census, LiveBytes
+from lightning_offload.capture.recorder import Recorder
+from lightning_offload.capture.timing import OpTimes, retime, scaled
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.host_layout import stored_bytes
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.planner import Make, beside, plan_with_margin
+from lightning_offload.planning.step_model import Figures
+from lightning_offload.plugins.plain_steps import PlainNeed
+from lightning_offload.plugins.replanning import compute_factor, links_were_wrong, with_unforeseen
+from lightning_offload.plugins.shape_families import Derived, ShapeFamily
+from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.units import format_bytes
+
+_log = logging.getLogger(__name__)
+_MAX_DEVIATIONS = 3
+_MEASURE_EVERY = 32
+_NUM_ALIKE = 3
+_MAX_CORRECTIONS = 3
+_TIGHTER = 0.9  # of the peak that a device had no room for
+_SLIGHTLY_TIGHTER = 0.95  # of one that it had room for only by giving back what it held in reserve
+_SOON = 16  # planned steps, within which a second time is no accident
+_MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
+_SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and ends no training that runs
+
+
+Phase = Literal["idle", "recording", "verifying", "measuring", "planned", "unplanned"]
+
+
+@dataclasses.dataclass(slots=True)
+class PlanEntry:
+    """What is known of one shape of step.
+
+    Attributes:
+        phase: What its next step does.
+        graph: The recorded step.
+        touched: The persistent storages that it touches, by identity; weak, since addresses are used again.
+        known: Those of them that were there when the recorded step began, gradients aside, with their bytes.
+        headroom_bytes: What the plan in force leaves free because it is growing.
+        program: The plan in force, compiled.
+        state_version: Version of the persistent state that the plan was made for.
+        shortfall_bytes: By how much measured peaks exceeded predicted ones.
+        mismatched: Storages that are not recomputed any more.
+        spec: The device that the plan in force was made for.
+        hardware_version: Version of the hardware that it was made for.
+        usable_bytes: Device memory that there turned out to be, after running out of it.
+        retried_at: The planned step in which the allocator last had to give its reserve back.
+        num_tightened: Plans made again because it had to again and again.
+        num_corrections: Plans made again because planned steps did not take the time they should.
+        computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
+        recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
+        plain: What its steps need where they keep everything.
+        verified: Storages whose replays were verified.
+        takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
+        num_nodes: Autograd nodes that each of its planned steps made so far; None while it has none that keeps all.
+        num_alike: Steps in a row that made so many.
+        num_unhooked: Those since then that had no hooks.
+        has_varied: Whether one made another number.
+        num_deviations: Steps that left their plan.
+        num_surprises: Steps in which backward wrote what the plan counts on.
+        num_unfinished: Recordings without a backward, or in which an optimizer made its state.
+        num_planned: Steps under a plan, or unplanned.
+        num_unmeasured: Those since the last one that was measured.
+        is_over: Whether a step under the final plan was measured above the budget.
+        has_warned: Whether a warning said so.
+        was_restored: Whether its graph is from an earlier run: with DDP's buckets in the layout that they come to have.
+        is_beside_known: Whether what is on the device beside its steps was counted, since the last recording.
+        swapped_bytes: Saved bytes that left the device in the last step without a plan.
+        stayed_bytes: Saved bytes for which no tier had room in that step.
+        measured_peak_bytes: Peak of the last measured step, in total and by phase.
+        family: Those that differ from it in sizes alone, where it was derived from them; None for a recorded one.
+        derived: How it was.
+        figures: What of a derived step depends on sizes.
+        family_version: That of the family when its plan was made.
+    """
+
+    phase: Phase = "recording"
+    graph: StepGraph | None = None
+    touched: dict[int, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
+    known: list[tuple[weakref.ref[torch.UntypedStorage], int]] | None = None
+    headroom_bytes: int = 0
+    program: Program | None = None
+    state_version: int = -1
+    shortfall_bytes: int = 0
+    mismatched: set[int] = dataclasses.field(default_factory=set)
+    spec: DeviceSpec | None = None
+    hardware_version: int = -1
+    usable_bytes: int | None = None
+    retried_at: int | None = None
+    num_tightened: int = 0
+    num_corrections: int = 0
+    computing_seconds: float | None = None
+    recorded_gradient_bytes: int = 0
+    old_gradient_bytes: int = 0
+    accumulated_bytes: int = 0
+    plain: PlainNeed = dataclasses.field(default_factory=PlainNeed)
+    verified: set[int] = dataclasses.field(default_factory=set)
+    takes_data: bool = False
+    num_nodes: int | None = None
+    num_alike: int = 0
+    num_unhooked: int = 0
+    has_varied: bool = False
+    num_deviations: int = 0
+    num_surprises: int = 0
+    num_unfinished: int = 0
+    num_planned: int = 0
+    num_unmeasured: int = 0
+    is_over: bool = False
+    has_warned: bool = False
+    was_restored: bool = False
+    is_beside_known: bool = False
+    swapped_bytes: int = 0
+    stayed_bytes: int = 0
+    measured_peak_bytes: int | None = None
+    forward_peak_bytes: int | None = None
+    backward_peak_bytes: int | None = None
+    family: ShapeFamily | None = None
+    derived: Derived | None = None
+    figures: Figures | None = None
+    family_version: int = -1
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The plan in force."""
+        return self.program.plan if self.program is not None else None
+
+    @property
+    def margin_bytes(self) -> int:
+        """What the plan in force counts beyond the graph."""
+        return self.shortfall_bytes + self.headroom_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the storages that the step saves and made take on a lower tier: the most that any plan could swap."""
+        if self.graph is None:
+            return 0
+        saved = {self.graph.values[save.value].storage for save in self.graph.saves}
+        sizes = (self.graph.storages[s] for s in saved)
+        return sum(stored_bytes(storage.num_bytes) for storage in sizes if not storage.is_persistent)
+
+    @property
+    def must_verify(self) -> bool:
+        """Whether the plan recomputes a storage whose replay was not verified yet."""
+        if self.program is None:
+            return False
+        recomputed = {s for s, d in self.program.decisions.items() if d.action == "recompute"}
+        return not recomputed <= self.verified
+
+    @classmethod
+    def restored(cls, graph: StepGraph, plan: MemoryPlan | None) -> PlanEntry:
+        """A kind of step known from an earlier run; planned anew where its plan was for another setting."""
+        if plan is None:
+            return cls(phase="verifying", graph=graph, was_restored=True)
+        return cls(phase="planned", graph=graph, program=compile_plan(graph, plan), was_restored=True)
+
+    @classmethod
+    def derive(cls, family: ShapeFamily, derived: Derived, like: PlanEntry | None) -> PlanEntry:
+        """A kind of step that was never seen.
+
+        Args:
+            family: Kinds that differ from it in sizes alone.
+            derived: How it is derived from them.
+            like: The one of them that ran last: what is on the device beside its steps is so beside these.
+        """
+        model = family.planner(frozenset()).model
+        figures = model.figures_at(derived.point)
+        made = cls(
+            phase="planned",
+            graph=model.sized(figures),
+            verified=family.verified,
+            mismatched=family.mismatched,
+            family=family,
+            derived=derived,
+            figures=figures,
+        )
+        if like is not None and like.graph is not None and made.graph is not None:
+            made.graph = dataclasses.replace(
+                made.graph,
+                extra_bytes=like.graph.extra_bytes,
+                old_gradient_bytes=like.graph.old_gradient_bytes,
+                accumulated_bytes=like.graph.accumulated_bytes,
+            )
+            made.recorded_gradient_bytes = like.recorded_gradient_bytes
+            made.old_gradient_bytes, made.accumulated_bytes = like.old_gradient_bytes, like.accumulated_bytes
+            made.is_beside_known, made.state_version = like.is_beside_known, like.state_version
+            made.takes_data, made.usable_bytes = like.takes_data, like.usable_bytes
+        return made
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the coming step is one of the first ones: up to the second under the final plan."""
+        if self.family is not None:
+            return not self.is_beside_known
+        return self.phase not in ("planned", "unplanned") or self.program is None or self.num_planned < 2
+
+    def is_due_for_measurement(self, *, can_count: bool) -> bool:
+        """Whether the coming planned step is one whose peak is counted: the first two, then one in 32.
+
+        A plan's memory does not change from step to step, and counting costs host time.
+
+        Args:
+            can_count: Whether there is what counting starts from.
+        """
+        self.num_planned += 1
+        self.num_unmeasured += 1
+        if self.family is not None:
+            return self.family.is_due_for_measurement() and can_count
+        if self.program is not None and self.program.is_keep_all:
+            return False
+        is_due = can_count and (self.num_planned <= 2 or self.num_unmeasured >= _MEASURE_EVERY)
+        if is_due:
+            self.num_unmeasured = 0
+        return is_due
+
+    def runs_plainly(self, budget_bytes: int | None, device: torch.device) -> bool:
+        """Whether there is nothing to do in its steps: all is kept, without a budget or well within it.
+
+        Args:
+            budget_bytes: The budget.
+            device: Where they run.
+        """
+        if self.phase == "unplanned":
+            return budget_bytes is None or self.plain.fits(device, budget_bytes)
+        is_keep_all = self.program is not None and self.program.is_keep_all
+        return self.phase != "recording" and is_keep_all and budget_bytes is None
+
+    def note_gradients(self, old_bytes: int, accumulated_bytes: int) -> None:
+        """Plan for gradients of earlier steps: those there before forward, those still there in backward."""
+        self.old_gradient_bytes = max(self.old_gradient_bytes, old_bytes, accumulated_bytes)
+        self.accumulated_bytes = max(self.accumulated_bytes, accumulated_bytes)
+        if self.graph is None:
+            return
+        old = max(0, self.old_gradient_bytes - self.recorded_gradient_bytes)
+        accumulated = max(0, self.accumulated_bytes - self.recorded_gradient_bytes)
+        if (old, accumulated) != (self.graph.old_gradient_bytes, self.graph.accumulated_bytes):
+            self.graph = dataclasses.replace(self.graph, old_gradient_bytes=old, accumulated_bytes=accumulated)
+            self.program = None
+
+    def touched_now(self) -> set[int]:
+        """Identities of the touched storages that still live."""
+        return {key for key, reference in self.touched.items() if reference() is not None}
+
+    def bytes_beside(self, there: Census, gradients: Collection[int], *, has_inputs: bool) -> int | None:
+        """What is on the device beside the step; None where it is not known yet.
+
+        What the step touches counts in its graph, and gradients of earlier steps are counted apart. In place of what
+        the recorded step touched and what is gone by now (its batch, say) the coming step has its own.
+
+        Args:
+            there: All storages on the device.
+            gradients: Identities of gradients.
+            has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
+        """
+        if self.family is not None and self.graph is not None and has_inputs:
+            held_bytes = sum(storage.nbytes() for key, storage in there.items() if key not in gradients)
+            return max(0, held_bytes - self._given_bytes)
+        if self.known is None:
+            return None
+        not_beside = self.touched_now().union(gradients)
+        beside = sum(storage.nbytes() for key, storage in there.items() if key not in not_beside)
+        gone_bytes = sum(num_bytes for reference, num_bytes in self.known if reference() is None)
+        return max(0, beside - gone_bytes) if has_inputs else beside
+
+    def bytes_beside_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
+        """The same of the allocator's figure."""
+        if self.family is not None and self.graph is not None and has_inputs:
+            return max(0, allocated_bytes - gradient_bytes - self._given_bytes)
+        if self.known is None:
+            return None
+        taken = self.graph.taken_bytes if self.graph is not None else int
+        touched = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
+        return max(0, allocated_bytes - gradient_bytes - touched)
+
+    @property
+    def _given_bytes(self) -> int:
+        """What the step finds on the device and reads or writes."""
+        assert self.graph is not None
+        sizes = (storage.num_bytes for storage in self.graph.storages if storage.is_persistent)
+        return sum(map(self.graph.taken_bytes, sizes))
+
+    def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
+        """Count what is on the device beside the step: plan anew where the plan in force has no room for it.
+
+        Where that grows again and again the plan leaves free as much as it grew, so that not every step is planned
+        anew.
+
+        Args:
+            num_bytes: What is there now.
+            budget_bytes: The budget.
+        """
+        graph, plan = self.graph, self.plan
+        self.is_beside_known = graph is not None
+        if graph is None or graph.extra_bytes == num_bytes:
+            return
+        counted_bytes = graph.extra_bytes + self.headroom_bytes
+        growth = num_bytes - graph.extra_bytes
+        self.graph = dataclasses.replace(graph, extra_bytes=num_bytes)
+        self.headroom_bytes = 0
+        if self.program is not None and plan is not None and self.phase == "planned":
+            more_bytes = num_bytes - counted_bytes
+            is_much_less = budget_bytes is not None and -more_bytes > _MUCH_LESS * budget_bytes
+            if more_bytes <= 0 and not is_much_less:
+                self.headroom_bytes = -more_bytes
+                return
+            fits = budget_bytes is None or plan.predicted_peak_bytes + more_bytes <= budget_bytes
+            if more_bytes > 0 and (fits or self._is_slightly_over(plan.floor_bytes + more_bytes, budget_bytes)):
+                self.program = dataclasses.replace(self.program, plan=beside(plan, more_bytes))
+                return
+            self.headroom_bytes = max(0, growth)
+        self.program = None
+
+    def recorded(
+        self,
+        recorder: Recorder,
+        live: LiveBytes | None,
+        gradients: Collection[int],
+        accumulated_bytes: int,
+        *,
+        is_typical: bool,
+    ) -> None:
+        """Take the result of a recording over.
+
+        Args:
+            recorder: What recorded the step.
+            live: What counted its bytes.
+            gradients: Identities of the gradients that were there when it began.
+            accumulated_bytes: Gradients of earlier steps that were there in its backward.
+            is_typical: Whether later steps will be like it: not the one in which an optimizer makes its state.
+        """
+        self.touched = recorder.persistent_ids()
+        if live is not None:
+            self.known = [found for key, found in live.touched.items() if key not in gradients]
+        graph = recorder.finish()
+        self.recorded_gradient_bytes = accumulated_bytes
+        if not recorder.num_unpacks or not is_typical:
+            self.num_unfinished += 1
+            if self.num_unfinished >= _MAX_DEVIATIONS:
+                self.phase = "unplanned"
+            return
+        if self.graph is None or self.graph.digest() != graph.digest():
+            self.mismatched.clear()
+            self.verified.clear()
+        self.graph, self.was_restored, self.is_beside_known = graph, False, False
+        self.num_nodes, self.num_alike = None, 0
+        self.program = None
+        self.phase = "verifying"
+        self.note_gradients(self.old_gradient_bytes, accumulated_bytes)
+
+    def sheds_hooks(self) -> bool:
+        """Whether the coming step, which keeps everything, goes without hooks: those before it were alike.
+
+        As many nodes may save more than they did (a longer sequence, a layer that is trained from now on), which hooks
+        alone tell: so one step in 32 has them.
+        """
+        if self.has_varied or self.num_alike < _NUM_ALIKE:
+            return False
+        self.num_unhooked = (self.num_unhooked + 1) % _MEASURE_EVERY
+        return self.num_unhooked != 0
+
+    def note_nodes(self, num_nodes: int | None) -> None:
+        """A step that kept everything made so many autograd nodes."""
+        if num_nodes is None:
+            return
+        if self.num_nodes not in (None, num_nodes):
+            self.has_varied = True
+        self.num_nodes, self.num_alike = num_nodes, self.num_alike + 1
+
+    def deviated(self, how: str) -> None:
+        """A step left its plan: record the next one."""
+        if self.family is not None:
+            return
+        self.num_deviations += 1
+        self.program = None
+        self.num_planned = 0
+        self.phase = "recording" if self.num_deviations < _MAX_DEVIATIONS else "unplanned"
+        if self.phase == "unplanned":
+            _log.warning(
+                "the model's structure changes from step to step under the same input shapes (%s): such steps run "
+                "without a plan, everything saved is swapped out unless there is ample room for it, and no "
+                "prediction keeps their peak within the budget",
+                how,
+            )
+
+    def learn_known(self, live: LiveBytes, gradients: Collection[int]) -> None:
+        """Know what the step touches, of a step that was planned in an earlier run."""
+        if self.known is None and self.family is None:
+            found = {key: entry for key, entry in live.touched.items() if key not in gradients}
+            self.known, self.touched = list(found.values()), {key: entry[0] for key, entry in found.items()}
+
+    def record_again(self) -> None:
+        """Record the next step in place of the recorded one: it touched what is not there any more."""
+        self.program = None
+        self.phase = "recording"
+
+    def surprised(self) -> None:
+        """Backward wrote what the plan counts on, which took memory: record a step that does, a few times at most."""
+        if self.family is not None:
+            return
+        self.num_surprises += 1
+        if self.num_surprises <= _MAX_DEVIATIONS and self.phase in ("verifying", "measuring", "planned"):
+            self.record_again()
+
+    def demote(self, storage: int) -> None:
+        """Plan again without recomputing a storage whose replay did not give the same bits."""
+        if storage not in self.mismatched:
+            self.mismatched.add(storage)
+            self.program = None
+            if self.family is not None:
+                self.family.version += 1
+            elif self.phase != "recording":
+                self.phase = "verifying"
+
+    def measured(self, times: OpTimes, bytes_by_op: Sequence[int] = ()) -> None:
+        """Take over what a step under the plan showed; its peaks were noted before.
+
+        Args:
+            times: Of its ops.
+            bytes_by_op: The peak between the op before and each; empty where that was not counted.
+        """
+        assert self.graph is not None
+        assert self.plan is not None
+        self.graph = retime(self.graph, times)
+        if self.phase == "verifying":
+            self.phase = "measuring"
+        elif self.phase == "measuring":
+            self.phase = "planned"
+            unforeseen_bytes, known_bytes = self._unforeseen_bytes, self.shortfall_bytes
+            if not self._is_final(unforeseen_bytes):
+                self._take_over_unforeseen(bytes_by_op)
+                self.program = None
+            elif self.program is not None:  # what it keeps stays; its figures are those of the step as it was seen
+                self.shortfall_bytes = unforeseen_bytes
+                self.program = dataclasses.replace(
+                    self.program, plan=beside(self.program.plan, unforeseen_bytes - known_bytes)
+                )
+
+    @property
+    def _unforeseen_bytes(self) -> int:
+        """By how much the last measured peak exceeded what was predicted for it, without a margin."""
+        assert self.plan is not None
+        if self.measured_peak_bytes is None:
+            return 0
+        foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
+        return max(0, self.measured_peak_bytes - foreseen)
+
+    def _take_over_unforeseen(self, bytes_by_op: Sequence[int]) -> None:
+        """Note by how much a measured peak exceeded what was predicted, and where memory is that the graph lacks."""
+        assert self.graph is not None
+        assert self.plan is not None
+        self.shortfall_bytes = self._unforeseen_bytes
+        if self.family is not None:
+            self.family.shortfall_bytes = max(self.family.shortfall_bytes, self.shortfall_bytes)
+        elif self.shortfall_bytes and bytes_by_op and self.spec is not None and self.measured_peak_bytes is not None:
+            self.graph, self.shortfall_bytes = with_unforeseen(
+                self.graph, self.plan, self.spec, self.measured_peak_bytes, bytes_by_op
+            )
+
+    def check_peak(self, budget_bytes: int | None, bytes_by_op: Sequence[int] = ()) -> None:
+        """Plan anew where a step under the final plan was measured above the budget; tell of one without a plan.
+
+        Args:
+            budget_bytes: The budget.
+            bytes_by_op: The peak between the op before and each; empty where that was not counted.
+        """
+        measured = self.measured_peak_bytes
+        if budget_bytes is None or measured is None or measured <= budget_bytes:
+            return
+        if self.plan is None:
+            self._warn(budget_bytes, measured)
+        elif self._unforeseen_bytes > self.shortfall_bytes:
+            self._take_over_unforeseen(bytes_by_op)
+            self.is_over = True
+            self.program = None
+
+    def compare(
+        self, step_seconds: float, stall_seconds: float, *, is_link_slower: bool, is_link_faster: bool = False
+    ) -> None:
+        """Plan again if planned steps show that links or compute are not what the plan counted on, a few times at most.
+
+        Args:
+            step_seconds: What the step took.
+            stall_seconds: The part of it in which compute waited for copies.
+            is_link_slower: Whether a link turned out slower; that matters if it shows in stalls.
+            is_link_faster: Whether one turned out faster; that matters if the plan costs time.
+        """
+        plan = self.plan
+        if plan is None or self.graph is None or self.spec is None or self.num_corrections >= _MAX_CORRECTIONS:
+            return
+        if self.family is not None:  # whose plan is for sizes that are larger
+            return
+        is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_link_slower, is_faster=is_link_faster)
+        factor = 1.0
+        if self.spec.kind != "cpu":  # whose ops are not launched: what was timed one by one is what they take
+            computing = max(0.0, step_seconds - stall_seconds)
+            factor = compute_factor(plan, computing, self.computing_seconds)
+            self.computing_seconds = computing
+        if factor != 1.0:
+            self.graph = scaled(self.graph, factor)
+        if is_wrong or factor != 1.0:
+            self.num_corrections += 1
+            self.program = None
+
+    def ran_out_of_memory(self) -> None:
+        """Plan tighter: the device has less than the plan counted on."""
+        if self.plan is None:
+            return
+        self.usable_bytes = max(self.plan.floor_bytes, int(_TIGHTER * self.plan.predicted_peak_bytes))
+        self.program = self.measured_peak_bytes = None
+        self.num_planned = 0
+
+    def note_retries(self, num_retries: int) -> None:
+        """Plan tighter where the allocator gives its reserve back again and again, for which the device stands still.
+
+        Once is no sign of that: the first step under a new plan finds the reserve cut for the one before.
+
+        Args:
+            num_retries: How often it had to in the last step, and after it.
+        """
+        if not num_retries or self.phase != "planned" or self.plan is None:
+            return
+        is_again = self.retried_at is not None and 0 <= self.num_planned - self.retried_at <= _SOON
+        self.retried_at = self.num_planned
+        if not is_again or self.num_tightened >= _MAX_CORRECTIONS:
+            return
+        usable_bytes = max(self.plan.floor_bytes, int(_SLIGHTLY_TIGHTER * self.plan.predicted_peak_bytes))
+        if usable_bytes < self.plan.predicted_peak_bytes:
+            self.num_tightened += 1
+            self.usable_bytes, self.retried_at, self.program = usable_bytes, None, None
+            _log.info(
+                "the device's allocator had to give back its reserve under the plan: steps are planned for %s",
+                format_bytes(usable_bytes),
+            )
+
+    def _is_final(self, unforeseen_bytes: int) -> bool:
+        """Whether nothing measured can change the plan: one that keeps everything, and fits."""
+        plan = self.plan
+        if plan is None or plan.decisions:
+            return False
+        return plan.budget_bytes is None or plan.predicted_peak_bytes + unforeseen_bytes <= plan.budget_bytes
+
+    def replan(
+        self,
+        device: DeviceSpec,
+        budget_bytes: int | None,
+        policy: str,
+        keep: tuple[str, ...],
+        given: MemoryPlan | None,
+    ) -> None:
+        """Make the plan for the graph, or take the given one.
+
+        Raises:
+            BudgetInfeasibleError: The budget is below the floor.
+            PlanError: The given plan is for another graph.
+        """
+        assert self.graph is not None
+        self.spec, self.computing_seconds, self.num_planned = device, None, 0
+        if given is not None:
+            self.program = compile_plan(self.graph, given)
+            return
+        self._plan_within(device, budget_bytes, policy, keep)
+
+    def _plan_within(self, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]) -> None:
+        assert self.graph is not None
+
+        keep_storages = self.graph.storages_saved_in(keep) | frozenset(self.mismatched)
+        plan_it = self._plan_of_family(keep_storages) if policy == "auto" else None
+        if self.family is not None:
+            self.shortfall_bytes, self.family_version = self.family.shortfall_bytes, self.family.version
+
+        def make(margin_bytes: int, *, must_fit: bool) -> MemoryPlan:
+            assert self.graph is not None
+            return plan_with_margin(
+                self.graph if plan_it is not None else self.shown_graph,
+                device,
+                budget_bytes,
+                usable_bytes=self.usable_bytes,
+                shortfall_bytes=margin_bytes,
+                must_fit=must_fit,
+                make=plan_it,
+                policy=policy,
+                keep=keep_storages,
+                is_provisional=self.phase != "planned",
+            )
+
+        try:
+            plan = make(self.margin_bytes, must_fit=True)
+        except BudgetInfeasibleError as error:
+            without_margin_bytes = error.floor_bytes - self.margin_bytes
+            needed_bytes = without_margin_bytes + self.shortfall_bytes
+            is_margin_too_much = budget_bytes is not None and without_margin_bytes <= budget_bytes
+            is_accepted = (self.is_over and is_margin_too_much) or self._is_slightly_over(needed_bytes, budget_bytes)
+            if not (self.headroom_bytes or is_accepted):
+                raise
+            self.headroom_bytes = 0
+            plan = make(self.shortfall_bytes, must_fit=not is_accepted)
+        if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
+            self._warn(budget_bytes, plan.predicted_peak_bytes)
+        self.program = compile_plan(self.graph, plan, is_bound=self.family is not None)
+
+    def _plan_of_family(self, keep: frozenset[int]) -> Make | None:
+        """What plans a derived step; None for one that was recorded."""
+        if self.family is None or self.figures is None:
+            return None
+        planner, figures = self.family.planner(keep), self.figures
+        return lambda graph, device, budget_bytes: planner.plan(graph, figures, device, budget_bytes)
+
+    @property
+    def shown_graph(self) -> StepGraph:
+        """The step, with the durations of its own ops where it was derived, to be shown."""
+        assert self.graph is not None
+        if self.family is None or self.derived is None:
+            return self.graph
+        timed = self.family.planner(frozenset()).model.at(self.derived.point)
+        return dataclasses.replace(self.graph, ops=timed.ops)
+
+    def _is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
+        """Whether training goes on although no plan is within the budget any more; one warning says so.
+
+        Args:
+            floor_bytes: The lowest peak of any plan now.
+            budget_bytes: The budget.
+        """
+        if budget_bytes is None or self.phase not in ("measuring", "planned"):
+            return False
+        if not budget_bytes < floor_bytes <= (1 + _SLIGHTLY_OVER) * budget_bytes:
+            return False
+        self._warn(budget_bytes, floor_bytes)
+        return True
+
+    def _warn(self, budget_bytes: int, needed_bytes: int) -> None:
+        if not self.has_warned:
+            self.has_warned = True
+            _log.warning(
+                "no plan is within the budget of %s (%d bytes) any more: steps were measured at up to %s, and the "
+                "smallest budget that has room for what they need and for what is on the device beside them is %s "
+                "(%d bytes); raise the budget or lower the batch size",
+                format_bytes(budget_bytes), budget_bytes, format_bytes(self.measured_peak_bytes or 0),
+                format_bytes(needed_bytes), needed_bytes,
+            )  # fmt: skip
