@@ -32,9 +32,9 @@ class OffloadMonitorMixin(_CallbackBase):
 
     Loggers receive `offload/peak_bytes`, `offload/budget_bytes`, `offload/stall_seconds`,
     `offload/step_seconds`, `offload/kept_bytes`, `offload/swapped_bytes`, `offload/recomputed_bytes`,
-    `offload/host_peak_bytes`, and of the shapes of steps `offload/num_shapes`, `offload/num_at_first_sight` (planned
-    from their first step on), `offload/num_deviations` and `offload/planning_seconds`; the progress bar shows peak and budget in GiB and the stall in seconds. A value
-    that is not known yet is left out.
+    `offload/host_peak_bytes`; of the shapes of steps `offload/num_shapes`, `offload/num_at_first_sight` (planned from
+    their first step on), `offload/num_deviations` and `offload/planning_seconds`. The progress bar shows peak and
+    budget in GiB and the stall in seconds. A value that is not known yet is left out.
 
     Args:
         progress_bar: Whether to show metrics in the progress bar too.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.planning import planner
+from lightning_offload.plugins import plan_entry
 from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
 from tests.engine.probing import levels, train
 from tests.fuzz.running import random_planner
