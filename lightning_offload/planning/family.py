@@ -2,27 +2,32 @@
 
 A step whose sizes were never seen is planned before its first op, so that its plan must not take longer than what it
 saves. What does not depend on sizes is worked out once, for the largest step that was recorded: which storages may
-leave the device, what replays read, in which order things happen. Of the orders in which storages can leave
-(:func:`~.search.order_of`), those that were the best for other sizes of the family are tried, and the shortest prefix
-that fits is taken. All of them are tried at the first size, and where those that were the best so far do not fit.
+leave the device, what replays read, in which order things happen. Where a plan was searched for thoroughly at one size,
+what leaves the device there is what leaves it first at another: the shortest prefix that fits is taken, the cheapest
+bytes first, and where all of it is not enough, of what is left. The same is tried with the orders of prices
+(:func:`~.search.order_of`) that were the best at other sizes.
 
-Shortfalls: no search by small changes and no relaxation, so a plan costs some tenths of a per cent more than one that
-took a second, and its lower bound is the plain step's duration. Policies other than "auto" plan as they always do.
+Shortfalls: no search by small changes and no relaxation, so a plan costs somewhat more than one that took a second, and
+its lower bound is the plain step's duration. Policies other than "auto" plan as they always do.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import NamedTuple
+
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.auto import shortest_prefix
+from lightning_offload.planning.auto import auto, shortest_prefix
 from lightning_offload.planning.planner import sparing_the_mode
-from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.problem import Problem, min_bytes, replay_cost
 from lightning_offload.planning.request import PlanRequest, build_plan
-from lightning_offload.planning.search import FEW_FAMILIES, Choice, Family, Order, Search, order_of
+from lightning_offload.planning.search import FEW_FAMILIES, Choice, Family, Order, Search, order_of, swap_rate
 from lightning_offload.planning.step_model import Figures, StepModel
 
 _NUM_REMEMBERED = 2
+_SMALLER = 4  # times smaller than where a choice is worth it: at other sizes it may be
 
 
 class FamilyPlanner:
@@ -38,10 +43,19 @@ class FamilyPlanner:
 
     def __init__(self, model: StepModel, keep: frozenset[int] = frozenset()) -> None:
         self.model = model
-        self._problem = Problem(model.structure, keep)
+        self._problem = Problem(model.structure, keep, max(1, min_bytes(model.structure) // _SMALLER))
         self._best: tuple[Family, ...] = ()
+        self._thorough: OrderedDict[_Leaving, None] = OrderedDict()
 
-    def plan(self, graph: StepGraph, figures: Figures, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:
+    def plan(
+        self,
+        graph: StepGraph,
+        figures: Figures,
+        device: DeviceSpec,
+        budget_bytes: int | None,
+        *,
+        is_thorough: bool = False,
+    ) -> MemoryPlan:
         """Plan a step.
 
         Args:
@@ -49,36 +63,78 @@ class FamilyPlanner:
             figures: What depends on its size.
             device: Where it runs.
             budget_bytes: Peak of live device bytes allowed, None for no limit.
+            is_thorough: Whether to search as for a step that was recorded, and to learn from that for other sizes.
 
         Raises:
             BudgetInfeasibleError: The budget is below the floor.
         """
         problem = self._problem.resized(graph, figures.workspace_bytes, figures.seconds)
-        request = PlanRequest(problem, device, budget_bytes, is_provisional=True, is_hasty=True)
+        request = PlanRequest(problem, device, budget_bytes, is_provisional=not is_thorough, is_hasty=not is_thorough)
         if budget_bytes is None or request.plain.peak_bytes <= budget_bytes:
             return build_plan(request, "auto", {}, request.plain)
         request.require_feasible()
         search = Search(request)
-        best = self._remembered(search) or self._of_all(search)
-        if best is None:  # each copy is waited for
-            return build_plan(request, "auto", request.floor_actions, request.floor)
+        made = self._search(search) if is_thorough else self._hasten(search)
 
         def quiet() -> MemoryPlan | None:
-            return _written(request, shortest_prefix(search, _swaps_alone(problem)))
+            return _written(request, _fastest([shortest_prefix(search, order) for order in _swaps_alone(problem)]))
 
-        made = _written(request, best)
-        assert made is not None
         return sparing_the_mode(problem, made, device, budget_bytes, quiet)
 
-    def _remembered(self, search: Search) -> Choice | None:
-        """The best of the orders that were the best before."""
-        return _fastest([shortest_prefix(search, order_of(search.request, family)) for family in self._best])
+    def _search(self, search: Search) -> MemoryPlan:
+        made = auto(search.request)
+        leaving = _Leaving(
+            tuple((d.storage, d.action) for d in made.decisions if d.action != "keep"),
+            frozenset(d.storage for d in made.decisions if not d.memo),
+        )
+        self._thorough[leaving] = None
+        self._thorough.move_to_end(leaving)
+        while len(self._thorough) > _NUM_REMEMBERED:
+            self._thorough.popitem(last=False)
+        return made
 
-    def _of_all(self, search: Search) -> Choice | None:
+    def _hasten(self, search: Search) -> MemoryPlan:
+        request, problem = search.request, search.request.problem
+        search.try_(problem.codes(request.floor_actions))
+        for leaving in self._thorough:
+            search.try_(problem.codes(dict(leaving.actions)), problem.flags(leaving.no_memo))
+        if not any(shortest_prefix(search, order_of(request, family)) for family in self._best):
+            self._try_all(search)
+        if self._best:
+            rest = order_of(request, self._best[0])
+            for leaving in self._thorough:
+                shortest_prefix(search, _leaving_first(request, leaving, rest))
+        made = _written(request, search.best)
+        if made is None:  # each copy is waited for
+            return build_plan(request, "auto", request.floor_actions, request.floor)
+        return made
+
+    def _try_all(self, search: Search) -> None:
         found = {family: shortest_prefix(search, order_of(search.request, family)) for family in FEW_FAMILIES}
         fitting = {family: choice.seconds for family, choice in found.items() if choice is not None}
         self._best = tuple(sorted(fitting, key=lambda family: fitting[family])[:_NUM_REMEMBERED])
-        return _fastest(list(found.values()))
+
+
+class _Leaving(NamedTuple):
+    """What leaves the device under a plan that was searched for: with its actions, and what is not memoised."""
+
+    actions: tuple[tuple[int, Action], ...]
+    no_memo: frozenset[int]
+
+
+def _leaving_first(request: PlanRequest, leaving: _Leaving, rest: Order) -> Order:
+    """An order in which what leaves the device at another size goes first, the cheapest bytes first."""
+    candidates, rate = request.problem.candidates, swap_rate(request.device, 1.0)
+
+    def price(storage: int, action: Action) -> float:
+        candidate = candidates[storage]
+        if action == "swap":
+            return rate
+        return replay_cost(request.problem, candidate, {})[0] / candidate.num_bytes
+
+    first = sorted(leaving.actions, key=lambda pair: (price(*pair), pair[0]))
+    known = {storage for storage, _ in first}
+    return [*first, *((storage, action) for storage, action in rest if storage not in known)]
 
 
 def _fastest(found: list[Choice | None]) -> Choice | None:
@@ -88,10 +144,15 @@ def _fastest(found: list[Choice | None]) -> Choice | None:
 def _written(request: PlanRequest, choice: Choice | None) -> MemoryPlan | None:
     if choice is None:
         return None
-    return build_plan(request, "auto", request.problem.actions(choice.codes), request.simulator.timeline(choice.codes))
+    problem = request.problem
+    timeline = request.simulator.timeline(choice.codes, choice.no_memo if choice.no_memo.any() else None)
+    no_memo = frozenset(int(s) for s in problem.order[choice.no_memo])
+    return build_plan(request, "auto", problem.actions(choice.codes), timeline, no_memo)
 
 
-def _swaps_alone(problem: Problem) -> Order:
-    """An order in which nothing is recomputed: the largest storages first."""
+def _swaps_alone(problem: Problem) -> tuple[Order, Order]:
+    """Orders in which nothing is recomputed: the largest storages first, and those that were saved first."""
     leaving = [c for c in problem.candidates.values() if c.can_swap]
-    return [(c.storage, "swap") for c in sorted(leaving, key=lambda c: (-c.num_bytes, c.storage))]
+    by_size = sorted(leaving, key=lambda c: (-c.num_bytes, c.storage))
+    by_pack = sorted(leaving, key=lambda c: (c.pack_tick, c.storage))
+    return [(c.storage, "swap") for c in by_size], [(c.storage, "swap") for c in by_pack]

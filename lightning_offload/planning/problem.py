@@ -72,6 +72,11 @@ class Unpack:
 class Problem:
     """A step graph with the choices that there are: which storages may leave the device, and what that takes.
 
+    Args:
+        graph: The step.
+        keep: Storages that must stay on the device.
+        smallest: Bytes below which there is no choice; by default :func:`min_bytes`.
+
     Attributes:
         graph: The step, with storages as large as what the device's allocator hands out for them.
         candidates: By storage.
@@ -84,7 +89,7 @@ class Problem:
         views: What others have made of it, by type, so that it is made once.
     """
 
-    def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset()) -> None:
+    def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset(), smallest: int | None = None) -> None:
         self.graph = graph = graph.allocated()
         self.stays = LiveRanges(graph)
         self.views: dict[type, object] = {}
@@ -94,7 +99,7 @@ class Problem:
         saves = _saves_by_storage(graph)
         self.saved_value = {s: {save.value for save in group} for s, group in saves.items()}
         self.release = {s: max(save.release_tick for save in group) for s, group in saves.items()}
-        limit = min_bytes(graph)
+        limit = min_bytes(graph) if smallest is None else smallest
         self.candidates: dict[int, Candidate] = {}
         for storage, group in saves.items():
             if storage not in keep and graph.storages[storage].num_bytes >= limit and self._may_leave(storage, group):

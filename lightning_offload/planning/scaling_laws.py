@@ -152,6 +152,11 @@ _NUM_TELLING = 3  # values of a feature that make a law more than a guess
 _CLOSE = 1e-9
 
 
+def _divided(number: int, divisor: int) -> int:
+    """Rounded up."""
+    return -(-number // divisor)
+
+
 class Feature(NamedTuple):
     """What a tensor's size may depend on: the product of ``ceil(x / divisor) ** power`` over what varies."""
 
@@ -160,7 +165,7 @@ class Feature(NamedTuple):
 
     def at(self, point: Point) -> int:
         """Its value."""
-        return prod(-((-x // d) ** p) for x, p, d in zip(point, self.powers, self.divisors, strict=True) if p)
+        return prod(_divided(x, d) ** p for x, p, d in zip(point, self.powers, self.divisors, strict=True) if p)
 
 
 class SizeLaw(NamedTuple):

@@ -284,7 +284,7 @@ def _order(request: PlanRequest, swap_weight: float, chain_fraction: float, brea
     problem, device = request.problem, request.device
     candidates = sorted(problem.candidates.values(), key=lambda c: c.value)
     chain_limit = chain_fraction * max(1, request.plain.peak_bytes - problem.graph.persistent_bytes)
-    rate = _swap_rate(device, swap_weight)
+    rate = swap_rate(device, swap_weight)
     chain_bytes: dict[int, float] = {}
     priced: list[tuple[float, int, Action]] = []
     for c in candidates:
@@ -302,7 +302,7 @@ def _order(request: PlanRequest, swap_weight: float, chain_fraction: float, brea
     return [(storage, action) for _, storage, action in priced]
 
 
-def _swap_rate(device: DeviceSpec, weight: float) -> float:
+def swap_rate(device: DeviceSpec, weight: float) -> float:
     """Seconds that a swap is priced at per byte: what compute loses to it, or a share of its copies' duration."""
     out, back = out_rates(device), in_rates(device)
     tier: Tier = "disk" if device.host_memory_bytes == 0 and device.has_disk else "host"

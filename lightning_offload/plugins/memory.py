@@ -277,11 +277,7 @@ class Steps:
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
-            if kind.program is None or kind.family is not None:
-                with self.cache.figures.planning():
-                    kind = self._plan(kind, shape, hardware)
-            else:
-                kind = self._plan(kind, shape, hardware)
+            kind = self._plan(kind, shape, hardware)
         device, verify = hardware.device, self.settings.verify
         if kind.runs_plainly(hardware.budget_bytes, device):
             self._begin_plainly(kind, hardware)
@@ -304,17 +300,22 @@ class Steps:
         Raises:
             BudgetInfeasibleError: No plan can meet the budget.
         """
-        try:
-            ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
-        except BudgetInfeasibleError as error:
-            exact = self.cache.choose(shape, is_exact=True) if kind.family is not None else kind
-            if exact is kind:
-                raise of_shapes(error, shape) from None
+        kind.weigh_search()
+        is_searched = kind.is_searched and kind.program is None
+        with self.cache.figures.planning() as took:
             try:
-                ensure_plan(self.cache.key, exact, hardware, self.state, self.settings)
-            except BudgetInfeasibleError as error_of_exact:
-                raise of_shapes(error_of_exact, shape) from None
-            return exact
+                ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+            except BudgetInfeasibleError as error:
+                exact = self.cache.choose(shape, is_exact=True) if kind.family is not None else kind
+                if exact is kind:
+                    raise of_shapes(error, shape) from None
+                try:
+                    ensure_plan(self.cache.key, exact, hardware, self.state, self.settings)
+                except BudgetInfeasibleError as error_of_exact:
+                    raise of_shapes(error_of_exact, shape) from None
+                return exact
+        if is_searched and kind.family is not None:
+            kind.family.search_seconds = took()
         return kind
 
     def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:

@@ -51,6 +51,7 @@ _TIGHTER = 0.9  # of the peak that a device had no room for
 _SLIGHTLY_TIGHTER = 0.95  # of one that it had room for only by giving back what it held in reserve
 _SOON = 16  # planned steps, within which a second time is no accident
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
+_WORTH = 0.1  # of what plans cost: about what a thorough search takes off
 _SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and ends no training that runs
 
 
@@ -102,6 +103,8 @@ class PlanEntry:
         derived: How it was.
         figures: What of a derived step depends on sizes.
         family_version: That of the family when its plan was made.
+        lost_seconds: What the steps of a derived kind took beyond plain ones, by prediction.
+        is_searched: Whether a plan for a derived kind was searched for thoroughly.
     """
 
     phase: Phase = "recording"
@@ -148,6 +151,8 @@ class PlanEntry:
     derived: Derived | None = None
     figures: Figures | None = None
     family_version: int = -1
+    lost_seconds: float = 0.0
+    is_searched: bool = False
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -631,8 +636,24 @@ class PlanEntry:
         """What plans a derived step; None for one that was recorded."""
         if self.family is None or self.figures is None:
             return None
-        planner, figures = self.family.planner(keep), self.figures
-        return lambda graph, device, budget_bytes: planner.plan(graph, figures, device, budget_bytes)
+        planner, figures, is_thorough = self.family.planner(keep), self.figures, self.is_searched
+
+        def make(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:
+            return planner.plan(graph, figures, device, budget_bytes, is_thorough=is_thorough)
+
+        return make
+
+    def weigh_search(self) -> None:
+        """Have a hasty plan made again, thoroughly, once its steps have lost so much that the search pays.
+
+        A search takes off a tenth of what a plan costs, or less: so it is due when that much of what the steps took
+        beyond plain ones is what a search takes.
+        """
+        if self.family is None or self.plan is None or self.is_searched or self.plan.policy != "auto":
+            return
+        self.lost_seconds += max(0.0, self.plan.predicted_step_seconds - self.plan.plain_step_seconds)
+        if _WORTH * self.lost_seconds > self.family.search_seconds:
+            self.is_searched, self.program = True, None
 
     @property
     def shown_graph(self) -> StepGraph:

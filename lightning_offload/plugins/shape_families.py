@@ -42,6 +42,7 @@ _MAX_VARYING = 4  # numbers: more than that are no lengths
 _MAX_DEVIATIONS = 3  # in a row, of steps at one corner
 _MEASURE_EVERY = 32
 _NUM_FIRST = 2  # steps that are measured
+_SEARCH_SECONDS = 1.0
 _GRAIN = 8  # corners between one power of two and the next
 
 
@@ -149,6 +150,7 @@ class ShapeFamily:
         num_planned: Steps under derived plans.
         num_deviations: Those of them that left their plan.
         version: Grows with what derived plans depend on.
+        search_seconds: What a thorough search for a plan takes; a guess before there was one.
         samples: The recorded steps that it is known by, with their sizes, by the signatures of their kinds.
     """
 
@@ -160,6 +162,7 @@ class ShapeFamily:
         self.num_planned = 0
         self.num_deviations = 0
         self.version = 0
+        self.search_seconds = _SEARCH_SECONDS
         self.samples: dict[str, tuple[Sizes, StepGraph]] = {}
         self._planner: FamilyPlanner | None = None
         self._keep: frozenset[int] = frozenset()

@@ -264,9 +264,13 @@ def test_mode_weighs_where_ops_are_tiny() -> None:
     """On a host its time adds to each op's; a device waits only for what the host takes longer than it."""
     tiny, long = (chain(*[10] * 50, seconds=seconds) for seconds in (1e-6, 1e-3))
     device = dataclasses.replace(DEVICE, kind="cuda")
-    assert planner._mode_seconds(tiny, DEVICE) == planner._mode_seconds(long, DEVICE) == pytest.approx(50 * 20e-6)
-    assert planner._mode_seconds(tiny, device) == pytest.approx(50 * 28e-6)
-    assert planner._mode_seconds(long, device) == 0
+    assert (
+        planner._mode_seconds(Problem(tiny), DEVICE)
+        == planner._mode_seconds(Problem(long), DEVICE)
+        == pytest.approx(50 * 20e-6)
+    )
+    assert planner._mode_seconds(Problem(tiny), device) == pytest.approx(50 * 28e-6)
+    assert planner._mode_seconds(Problem(long), device) == 0
 
 
 def test_plain_figures_are_those_of_keep_all() -> None:
