@@ -1,0 +1,246 @@
+"""Training whose shapes change from step to step: exact, under a plan, within the budget."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.plugins import plan_cache
+from tests.calibrated_once import calibrated_once as calibrated_once
+from tests.calibrated_once import calibrations as calibrations
+from tests.engine.live_tracker import LiveStorageTracker
+
+NUM_STEPS = 24
+NUM_LEARNING = 6
+"""Steps until three different shapes were recorded, and one step of each was seen."""
+
+Batch = dict[str, Tensor]
+
+
+class Convolutions(nn.Module):
+    """Strided convolutions and normalisation on images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after, stride in ((3, 16, 2), (16, 32, 1), (32, 32, 2), (32, 64, 1)):
+            layers += [nn.Conv2d(before, after, 3, stride, 1), nn.BatchNorm2d(after), nn.GELU()]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The mean of squared features."""
+        loss: Tensor = self.layers(images).square().mean()
+        return loss
+
+
+def _gpt2() -> nn.Module:
+    config = GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=96, n_positions=512, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+def _t5() -> nn.Module:
+    config = T5Config(
+        d_model=48, d_ff=96, d_kv=12, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0, pad_token_id=0
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def _text(rng: random.Random) -> Batch:
+    tokens = torch.randint(1, 96, (4, rng.randrange(16, 257)))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _pairs(rng: random.Random) -> Batch:
+    lengths = (rng.randrange(16, 200), rng.randrange(8, 120))
+    tokens, labels = (torch.randint(1, 96, (4, length)) for length in lengths)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def _images(rng: random.Random) -> Batch:
+    return {"images": torch.randn(4, 3, rng.randrange(24, 129), rng.randrange(24, 129))}
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    out: Any = model(**batch)
+    return out if isinstance(out, Tensor) else out.loss
+
+
+JOBS: dict[str, tuple[Callable[[], nn.Module], Callable[[random.Random], Batch], Batch]] = {
+    "gpt2": (_gpt2, _text, {"input_ids": torch.ones(4, 256, dtype=torch.long), "labels": torch.ones(4, 256).long()}),
+    "t5": (_t5, _pairs, {"input_ids": torch.ones(4, 200, dtype=torch.long), "labels": torch.ones(4, 120).long()}),
+    "images": (Convolutions, _images, {"images": torch.zeros(4, 3, 128, 128)}),
+}
+"""A model, its batches, and one that is as large as any."""
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    """Nothing of another training counts."""
+    gc.collect()
+    yield
+    gc.unfreeze()
+
+
+class Trained:
+    """What a training left and showed."""
+
+    def __init__(
+        self, name: str, memory: MemoryPlugin | None = None, num_steps: int = NUM_STEPS, seed: int = 0
+    ) -> None:
+        build, make, _ = JOBS[name]
+        torch.manual_seed(3)
+        model, rng = build(), random.Random(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        self.losses: list[float] = []
+        self.phases: list[str] = []
+        self.peaks: list[int] = []
+        torch.manual_seed(4)
+        with LiveStorageTracker() as tracker:
+            for _ in range(num_steps):
+                batch = make(rng)
+                tracker.register_all()
+                if memory is None:
+                    loss = _loss(model, batch)
+                    loss.backward()
+                else:
+                    with tracker.window() as window, memory.step(**batch):
+                        loss = _loss(model, batch)
+                        loss.backward()
+                    self.phases.append(memory.report().phase)
+                    self.peaks.append(window.peak_bytes)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.losses.append(loss.item())
+                del batch, loss
+        self.weights = [parameter.detach().clone() for parameter in model.parameters()]
+        self.random = torch.get_rng_state()
+
+
+def _same(one: Trained, other: Trained) -> bool:
+    weights = all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+    return weights and one.losses == other.losses and torch.equal(one.random, other.random)
+
+
+def _budget(name: str, height: float) -> int:
+    """From the floor (0) to the plain peak (1) of the largest shape."""
+    build, _, batch = JOBS[name]
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with MemoryPlugin(budget="64GiB") as memory:
+        for _ in range(4):
+            with memory.step(**batch):
+                _loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = memory.report()
+    assert report.floor_bytes is not None
+    assert report.plain_peak_bytes is not None
+    return int(report.floor_bytes + height * (report.plain_peak_bytes - report.floor_bytes))
+
+
+@pytest.mark.parametrize("height", [0.5, 0.2])
+@pytest.mark.parametrize("name", JOBS)
+def test_new_shapes_are_planned_and_within_the_budget(name: str, height: float) -> None:
+    """From the first step of each shape on, once three were recorded; to the bit as without the plugin."""
+    budget = _budget(name, height)
+    plain = Trained(name)
+    with MemoryPlugin(budget=budget) as memory:
+        trained = Trained(name, memory)
+        report = memory.report()
+    assert _same(plain, trained)
+    assert trained.phases[NUM_LEARNING:] == ["planned"] * (NUM_STEPS - NUM_LEARNING)
+    assert max(trained.peaks) <= budget
+    assert max(trained.peaks[NUM_LEARNING:]) > 0.5 * budget
+    assert report.num_at_first_sight > report.num_shapes // 2
+    assert report.num_deviations == 0
+
+
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute", "checkpoint"])
+def test_named_policies_plan_new_shapes(policy: str) -> None:
+    """As they plan recorded ones."""
+    plain = Trained("gpt2", num_steps=12)
+    with MemoryPlugin(budget="64GiB", policy=policy) as memory:
+        trained = Trained("gpt2", memory, num_steps=12)
+        report = memory.report()
+    assert _same(plain, trained)
+    assert trained.phases[NUM_LEARNING:] == ["planned"] * 6
+    assert report.policy == policy
+    assert report.swapped_bytes + report.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_shape_that_cannot_fit_is_refused_before_its_first_op(tier: str) -> None:
+    """With its shape in the message; and training goes on with the next one."""
+    model = _gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    budget = int(0.5 * _budget("gpt2", 0.0))
+
+    def train(memory: MemoryPlugin, length: int) -> None:
+        tokens = torch.ones(4, length, dtype=torch.long)
+        with memory.step(tokens):
+            _loss(model, {"input_ids": tokens, "labels": tokens}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with MemoryPlugin(budget=budget, tier=tier) as memory:
+        for length in (16, 24, 20, 28):
+            train(memory, length)
+        before = [parameter.clone() for parameter in model.parameters()]
+        calls: list[int] = []
+        handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+        with pytest.raises(BudgetInfeasibleError, match=r"smallest feasible budget.*shapes \(4, 512\)"):
+            train(memory, 512)
+        handle.remove()
+        assert not calls
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        train(memory, 22)
+        assert memory.report().phase == "planned"
+
+
+def test_what_families_know_is_in_checkpoints() -> None:
+    """A resumed run plans a shape that neither has seen from its first step on; checkpoints stay small."""
+    with MemoryPlugin(budget="64GiB") as memory:
+        Trained("gpt2", memory, num_steps=30)
+        state = json.loads(json.dumps(memory.state_dict()))
+    with MemoryPlugin(budget="64GiB") as memory:
+        memory.load_state_dict(state)
+        resumed = Trained("gpt2", memory, num_steps=4, seed=5)
+    assert resumed.phases == ["planned"] * 4
+    assert len(state["families"][0]["samples"]) == 3
+
+
+def test_plans_of_many_shapes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they take too much memory: those that did not run for longest; training stays exact."""
+    plain = Trained("images", num_steps=40)
+    monkeypatch.setattr(plan_cache, "MAX_BYTES", 200_000)
+    with MemoryPlugin(budget="64GiB", policy="all-swap") as memory:
+        trained = Trained("images", memory, num_steps=40)
+        kinds = memory._steps.cache.kinds
+        assert 1 <= len(kinds) < 20
+        assert sum(map(plan_cache._bytes_of, kinds.values())) <= 200_000
+        assert memory.report().num_shapes == 40
+    assert _same(plain, trained)
+
+
+def test_one_size_has_a_plan_of_its_own() -> None:
+    """A training whose shapes do not change is recorded, verified and measured as ever."""
+    model, batch = Convolutions(), torch.randn(4, 3, 32, 32)
+    with MemoryPlugin(budget="64GiB", policy="all-swap") as memory:
+        phases = []
+        for _ in range(6):
+            with memory.step(batch):
+                model(batch).backward()
+            model.zero_grad()
+            phases.append(memory.report().phase)
+        assert phases == ["recording", "verifying", "measuring", "planned", "planned", "planned"]
+        assert memory._steps.cache.kind.family is None

@@ -1,0 +1,169 @@
+"""Which shapes belong together, and which are served by which plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.shape_families import MIN_SAMPLES, ShapeFamily, of_shapes, shape_of
+from tests.graph.building import chain
+
+
+def _x(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(*shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (_x(4, 6), _x(4, 9)),
+        ({"ids": _x(4, 6), "labels": _x(4, 3)}, {"ids": _x(2, 7), "labels": _x(2, 7)}),
+        (
+            _x(2, 3, 8, 8).contiguous(memory_format=torch.channels_last),
+            _x(2, 3, 9, 6).contiguous(memory_format=torch.channels_last),
+        ),
+    ],
+    ids=["length", "two tensors", "channels last"],
+)
+def test_sizes_alone_make_no_other_family(one: Any, other: Any) -> None:
+    """They are other kinds of step of one family."""
+    first, second = shape_of(one), shape_of(other)
+    assert first.family == second.family
+    assert first.signature != second.signature
+    assert first.sizes != second.sizes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _x(4, 6, 1),
+        _x(4, 6, dtype=torch.float64),
+        _x(6, 4).t(),
+        _x(4, 6, requires_grad=True),
+        [_x(4, 6)],
+        _x(4, 6)[:, ::2],
+    ],
+    ids=["rank", "dtype", "strides", "grad", "list", "slice"],
+)  # fmt: skip
+def test_all_else_makes_another_family(other: Any) -> None:
+    """Ranks, types, layouts and structure."""
+    assert shape_of(_x(4, 6)).family != shape_of(other).family
+
+
+def _step(batch: int, length: int) -> StepGraph:
+    return chain(64 * batch * length, 16 * batch * length * length, 64 * batch * length)
+
+
+def _family(*shapes: tuple[int, int]) -> ShapeFamily:
+    family = ShapeFamily("f")
+    for batch, length in shapes:
+        family.learn(f"{batch} {length}", (batch, length, batch, length), _step(batch, length))
+    return family
+
+
+def test_a_family_predicts_once_three_shapes_are_known() -> None:
+    """Not before; and the step at other sizes is the one that would have been recorded."""
+    shapes = [(4, 10), (4, 30), (4, 70)]
+    assert MIN_SAMPLES == 3
+    for count in (0, 1, 2):
+        assert _family(*shapes[:count]).find((4, 20, 4, 20)) is None
+    family = _family(*shapes)
+    derived = family.find((4, 50, 4, 50), is_exact=True)
+    assert derived is not None
+    graph = family.planner(frozenset()).model.at(derived.point)
+    assert [s.num_bytes for s in graph.storages] == [s.num_bytes for s in _step(4, 50).storages]
+
+
+def test_what_did_not_vary_must_not() -> None:
+    """A smaller last batch, or two sizes that part, are not what the model knows; nor is a size of one."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    assert family.find((3, 20, 3, 20)) is None
+    assert family.find((4, 20, 4, 21)) is None
+    assert family.find((4, 1, 4, 1)) is None
+    wider = _family((4, 10), (4, 30), (4, 70), (3, 20), (2, 20))
+    assert wider.find((3, 50, 3, 50)) is not None
+
+
+def test_one_plan_serves_sizes_up_to_an_eighth_of_a_power_of_two_apart() -> None:
+    """Sizes are rounded up, never down; few corners serve all lengths."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    corners = {}
+    for length in range(2, 513):
+        derived = family.find((4, length, 4, length))
+        assert derived is not None
+        assert length <= derived.point[0] <= length * 9 // 8 + 1
+        corners[derived.key] = derived.point
+    assert len(set(corners.values())) == len(corners) < 64
+
+
+def test_another_structure_is_left_out_of_the_model() -> None:
+    """The one that most shapes have is predicted; one alone is no model."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    family.learn("other", (4, 40, 4, 40), chain(1, 2, 3, 4, 5))
+    derived = family.find((4, 50, 4, 50), is_exact=True)
+    assert derived is not None
+    assert len(family.planner(frozenset()).model.structure.storages) == len(_step(4, 50).storages)
+    mixed = _family((4, 10), (4, 30))
+    mixed.learn("other", (4, 40, 4, 40), chain(1, 2, 3, 4, 5))
+    assert mixed.find((4, 50, 4, 50)) is None
+
+
+def test_shapes_whose_steps_leave_their_plan_again_and_again_are_recorded() -> None:
+    """Three times in a row, each at its own corner; one that does not in between starts anew."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    sizes = (4, 50, 4, 50)
+    derived = family.find(sizes)
+    assert derived is not None
+    for has_left in (True, True, False, True, True):
+        family.step_left_its_plan(derived.key, has_left=has_left)
+        assert family.find(sizes) == derived
+    family.step_left_its_plan(derived.key, has_left=True)
+    assert family.find(sizes) is None
+    assert family.find((4, 20, 4, 20)) is not None
+    assert family.num_deviations == 5
+
+
+def test_samples_are_few_and_can_be_forgotten() -> None:
+    """However many shapes there are."""
+    family = ShapeFamily("f")
+    for length in range(10, 60):
+        family.learn(str(length), (4, length), _step(4, length))
+    assert len(family.samples) == 8
+    for signature in list(family.samples)[2:]:
+        family.forget(signature)
+    assert family.find((4, 30)) is None
+
+
+def test_what_came_out_otherwise_is_kept_at_all_sizes() -> None:
+    """The planner is made anew without it."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    assert family.find((4, 50, 4, 50)) is not None
+    model = family.planner(frozenset()).model
+    family.mismatched.add(1)
+    planner = family.planner(frozenset({0}))
+    assert planner.model is model
+    assert not {0, 1} & set(planner._problem.candidates)
+
+
+def test_errors_name_the_shapes() -> None:
+    """And keep their figures."""
+    error = BudgetInfeasibleError("no plan", budget_bytes=5, floor_bytes=7, op="aten.mm")
+    told = of_shapes(error, shape_of((_x(4, 6), {"labels": _x(4)})))
+    assert str(told) == "no plan; this step is given tensors of the shapes (4, 6), (4,)"
+    assert (told.budget_bytes, told.floor_bytes, told.op) == (5, 7, "aten.mm")
+    assert of_shapes(error, shape_of(())) is error
+
+
+def test_measured_steps_replace_recorded_ones() -> None:
+    """What is learned later of the same shape counts."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    longer = [dataclasses.replace(op, seconds=5.0) for op in _step(4, 70).ops]
+    family.learn("4 70", (4, 70, 4, 70), dataclasses.replace(_step(4, 70), ops=tuple(longer)))
+    derived = family.find((4, 70, 4, 70), is_exact=True)
+    assert derived is not None
+    assert family.planner(frozenset()).model.at(derived.point).ops[0].seconds > 2.0
