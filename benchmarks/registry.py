@@ -16,6 +16,7 @@ SUITES = {
     "overhead": "benchmarks.suites.overhead",
     "papers": "benchmarks.suites.papers",
     "planner": "benchmarks.suites.planner",
+    "shapes": "benchmarks.suites.shapes",
     "tuner": "benchmarks.suites.tuner",
 }
 """Module of each suite."""

@@ -41,6 +41,20 @@ def test_host_has_a_ratio_for_each_kind_of_plan(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("nothing_stored")
+def test_shapes_are_planned_at_first_sight(capsys: pytest.CaptureFixture[str]):
+    """All but those that a family is known by; goals stand at what all steps took, and at planning."""
+    assert main(["shapes", "--quick", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    goals = [(row["metric"], row["goal"]) for row in rows if row["goal"] is not None]
+    assert goals == [("changing_over_one_length", 1.05), ("planning_seconds", 0.01), ("planning_seconds", 0.03)]
+    found = {(row["case"], row["metric"]): row["value"] for row in rows}
+    assert all(math.isfinite(value) and value >= 0 for value in found.values())
+    for height in (0.5, 0.2):
+        case = f"GPT-2, 16 to 48 tokens, h = {height}"
+        assert found[case, "num_at_first_sight"] == found[case, "num_shapes"] - 3
+
+
+@pytest.mark.usefixtures("nothing_stored")
 def test_overhead_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]):
     """The last line has suite, device and rows; the goals stand at the ratios that have one."""
     assert main(["overhead", "--quick", "--json"]) == 0

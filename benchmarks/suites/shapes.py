@@ -1,0 +1,222 @@
+"""Training whose lengths change from step to step, against the same lengths trained one at a time.
+
+A GPT-2 trains on sequences whose lengths are drawn anew for each step, within a budget of which a half, or a fifth, of
+what the longest could save is granted. Beside it, in turns, a plain copy takes the same steps. What each length costs
+where nothing else is trained is measured by itself, at eight lengths, steps and budgets alike, in turns as well;
+between them it is interpolated. `changing_over_one_length` is what all steps took together, those included that were
+recorded and all planning, over what they would have taken had each length been trained alone, once it had its final
+plan.
+
+Planning: how long the plugin takes from a shape that it has not seen to its plan, once three were recorded, for steps
+of some thousand ops; the median over shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from benchmarks import environment
+from benchmarks.pairs import synchronize
+from benchmarks.results import Measurements, Options, Row
+from examples.models import resnet152
+from lightning_offload import MemoryPlugin
+
+TITLE = "Changing shapes"
+
+_GOAL = 1.05
+_GPT2_PLANNING_GOAL = 0.010
+_RESNET_PLANNING_GOAL = 0.030
+_HEIGHTS = (0.5, 0.2)
+_NUM_STEPS = 300
+_NUM_ALONE = 8  # lengths that are trained by themselves
+_NUM_STEADY = 7  # steps each, under the final plan
+_NUM_NEW = 9  # shapes that are planned
+_SHORTEST, _LONGEST, _LONGEST_QUICK = 16, 512, 48
+_NUM_FIRST = 20
+"""Steps that are told apart: those in which shapes are learned."""
+
+_Context = Callable[[], AbstractContextManager[object]]
+
+
+class _Training:
+    """A model with what it is trained on at any length."""
+
+    def __init__(self, device: torch.device, *, quick: bool, layers: int, width: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        config = GPT2Config(
+            n_layer=layers, n_embd=width, n_head=4, vocab_size=1000, n_positions=_LONGEST, use_cache=False,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        self.model: nn.Module = GPT2LMHeadModel(config).train().to(device)
+        self._device = device
+        self._batch_size = 2 if quick else 4
+
+    def batch(self, length: int) -> Tensor:
+        """Tokens."""
+        return torch.randint(0, 1000, (self._batch_size, length), device=self._device)
+
+    def seconds(self, tokens: Tensor, context: _Context = nullcontext) -> float:
+        """Take a step; how long it took, with all that comes before its first op."""
+        self.model.zero_grad(set_to_none=True)
+        synchronize()
+        start = time.perf_counter()
+        with context():
+            self.model(input_ids=tokens, labels=tokens).loss.backward()
+        synchronize()
+        return time.perf_counter() - start
+
+
+def run(options: Options, progress: Progress) -> Measurements:
+    """Measure all cases; see the module's description."""
+    device, quick = environment.device(), options.quick
+    layers, width = (2, 32) if quick else (6, 256)
+    make = functools.partial(_Training, device, quick=quick, layers=layers, width=width)
+    num_steps, longest = (12, _LONGEST_QUICK) if quick else (_NUM_STEPS, _LONGEST)
+    rng = random.Random(0)
+    lengths = [rng.randrange(_SHORTEST, longest + 1) for _ in range(num_steps)]
+    alone = np.linspace(_SHORTEST, longest, 2 if quick else _NUM_ALONE).round().astype(int).tolist()
+    task = progress.add_task("shapes", total=len(_HEIGHTS) * (num_steps + len(alone)) + 2)
+    rows: list[Row] = []
+    advance = functools.partial(progress.advance, task)
+    for height in _HEIGHTS:
+        case = f"GPT-2, {_SHORTEST} to {longest} tokens, h = {height}"
+        progress.update(task, description=case)
+        rows += _changing(case, make, lengths, alone, height, advance)
+    for name, goal, seconds in (
+        ("GPT-2, 12 layers", _GPT2_PLANNING_GOAL, _planning_of_gpt2(device, quick=quick)),
+        ("ResNet-152", _RESNET_PLANNING_GOAL, _planning_of_resnet(device, quick=quick)),
+    ):
+        case = f"{name}, a shape that was not seen"
+        rows.append(Row(case=case, metric="planning_seconds", value=statistics.median(seconds), goal=goal))
+        rows.append(Row(case=case, metric="most_planning_seconds", value=max(seconds)))
+        advance()
+    config = {
+        "gpt2": {"num_layers": layers, "width": width, "batch_size": 2 if quick else 4, "num_steps": num_steps},
+        "alone": {"lengths": alone},
+    }
+    return Measurements(rows=rows, config=config, repeats=num_steps)
+
+
+def _changing(
+    case: str,
+    make: Callable[[], _Training],
+    lengths: Sequence[int],
+    alone: Sequence[int],
+    height: float,
+    advance: Callable[[], None],
+) -> list[Row]:
+    """All steps with changing lengths, and what they would have cost one at a time."""
+    budget = _budget(make(), alone[-1], height)
+    plain, managed = make(), make()
+    plain_seconds, managed_seconds = [], []
+    with MemoryPlugin(f"{budget}B", module=managed.model) as memory:
+        for count, length in enumerate(lengths):
+            tokens = managed.batch(length)
+            for is_plain in (True, False) if count % 2 == 0 else (False, True):
+                if is_plain:
+                    plain_seconds.append(plain.seconds(tokens))
+                else:
+                    managed_seconds.append(managed.seconds(tokens, functools.partial(memory.step, tokens)))
+            advance()
+        report = memory.report()
+    ratios = []
+    for length in alone:
+        ratios.append(_alone(make, length, budget))
+        advance()
+    expected = sum(np.interp(lengths, alone, ratios) * np.array(plain_seconds))
+    first_later = min(_NUM_FIRST, len(lengths) // 2)
+    figures = {
+        "ratio": sum(managed_seconds) / sum(plain_seconds),
+        "ratio_from_step_20": sum(managed_seconds[first_later:]) / sum(plain_seconds[first_later:]),
+        "one_length_ratio": expected / sum(plain_seconds),
+        "num_shapes": report.num_shapes,
+        "num_at_first_sight": report.num_at_first_sight,
+        "num_deviations": report.num_deviations,
+        "planning_share": report.planning_seconds / sum(managed_seconds),
+        "budget_bytes": budget,
+    }
+    goal = _GOAL if height == _HEIGHTS[0] else None
+    first = Row(case=case, metric="changing_over_one_length", value=sum(managed_seconds) / expected, goal=goal)
+    return [first, *(Row(case=case, metric=metric, value=float(value)) for metric, value in figures.items())]
+
+
+def _alone(make: Callable[[], _Training], length: int, budget: int) -> float:
+    """What steps of one length take over plain ones, under their final plan."""
+    plain, managed = make(), make()
+    tokens = managed.batch(length)
+    found = []
+    with MemoryPlugin(f"{budget}B", module=managed.model) as memory:
+        context = functools.partial(memory.step, tokens)
+        while memory.report().phase != "planned":
+            managed.seconds(tokens, context)
+            plain.seconds(tokens)
+        for _ in range(_NUM_STEADY):
+            found.append(managed.seconds(tokens, context) / plain.seconds(tokens))
+    return statistics.median(found)
+
+
+def _budget(training: _Training, longest: int, height: float) -> int:
+    """Between the floor (0) and the plain peak (1) of the longest, with a plain copy of the model beside it."""
+    tokens = training.batch(longest)
+    beside = [parameter.detach().clone() for parameter in training.model.parameters()]
+    with MemoryPlugin("1TiB", module=training.model) as memory:
+        while memory.report().phase != "planned":
+            training.seconds(tokens, functools.partial(memory.step, tokens))
+        report = memory.report()
+    if report.floor_bytes is None or report.plain_peak_bytes is None:
+        raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
+    of_plain_copy = 2 * sum(parameter.nbytes for parameter in beside)  # with its gradients
+    return of_plain_copy + report.floor_bytes + round(height * (report.plain_peak_bytes - report.floor_bytes))
+
+
+def _planning_of_gpt2(device: torch.device, *, quick: bool) -> list[float]:
+    training = _Training(device, quick=quick, layers=2 if quick else 12, width=32)
+
+    def step(memory: MemoryPlugin, length: int) -> None:
+        tokens = training.batch(length)
+        training.seconds(tokens, functools.partial(memory.step, tokens))
+
+    return _planning(training.model, step, [64, 96, 160, *range(176, 176 + 32 * (3 if quick else _NUM_NEW), 32)])
+
+
+def _planning_of_resnet(device: torch.device, *, quick: bool) -> list[float]:
+    model = (resnet152() if not quick else nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))).to(device)
+
+    def step(memory: MemoryPlugin, size: int) -> None:
+        images = torch.randn(2, 3, size, size, device=device)
+        model.zero_grad(set_to_none=True)
+        with memory.step(images):
+            model(images).square().mean().backward()
+
+    return _planning(model, step, [64, 96, 72, *range(80, 80 + 16 * (3 if quick else _NUM_NEW), 16)])
+
+
+def _planning(model: nn.Module, step: Callable[[MemoryPlugin, int], None], sizes: Sequence[int]) -> list[float]:
+    """Seconds that plans of shapes take that were not seen, under a budget that not all of them fit."""
+    with MemoryPlugin("1TiB", module=model) as memory:
+        for _ in range(4):
+            step(memory, sizes[-1])
+        report = memory.report()
+    assert report.floor_bytes is not None
+    assert report.plain_peak_bytes is not None
+    budget = report.floor_bytes + round(0.2 * (report.plain_peak_bytes - report.floor_bytes))
+    found, before = [], 0.0
+    with MemoryPlugin(f"{budget}B", module=model) as memory:
+        for size in sizes:
+            step(memory, size)
+            now = memory.report().planning_seconds
+            found.append(now - before)
+            before = now
+    return found[4:]  # the first that is derived fits the model of the step
