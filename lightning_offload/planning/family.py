@@ -43,9 +43,19 @@ class FamilyPlanner:
 
     def __init__(self, model: StepModel, keep: frozenset[int] = frozenset()) -> None:
         self.model = model
+        self._keep = keep
+        self._keeping: FamilyPlanner | None = None
         self._problem = Problem(model.structure, keep, max(1, min_bytes(model.structure) // _SMALLER))
         self._best: tuple[Family, ...] = ()
         self._thorough: OrderedDict[_Leaving, None] = OrderedDict()
+
+    def keeping(self, keep: frozenset[int]) -> FamilyPlanner:
+        """What plans the same steps with these storages kept."""
+        if keep == self._keep:
+            return self
+        if self._keeping is None or self._keeping._keep != keep:
+            self._keeping = FamilyPlanner(self.model, keep)
+        return self._keeping
 
     def plan(
         self,

@@ -52,6 +52,7 @@ def _bytes_of(kind: PlanEntry) -> int:
     return own_ops + 110 * (len(kind.graph.storages) + len(kind.graph.values) + len(kind.graph.saves)) + plan
 
 
+_MAX_FAMILIES = 64
 _MAX_SHAPES = 1 << 16  # that are told apart
 
 
@@ -108,7 +109,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self.kinds: OrderedDict[str, PlanEntry] = OrderedDict()
-        self.families: dict[str, ShapeFamily] = {}
+        self.families: OrderedDict[str, ShapeFamily] = OrderedDict()
         self.figures = ShapeFigures()
         self.key = ""
         self.kind = PlanEntry()
@@ -146,14 +147,12 @@ class PlanCache:
         if family is None or derived is None:
             return None
         kind = self.kinds.get(derived.key)
-        if kind is None:
+        if kind is None or kind.family_version != family.version:
             for sample in map(self.kinds.get, list(family.samples)):
                 if sample is not None:
                     family.verified.update(sample.verified)
                     family.mismatched.update(sample.mismatched)
             kind = self.kinds[derived.key] = PlanEntry.derive(family, derived, self._last_of.get(shape.family))
-        elif kind.family_version != family.version:
-            kind.program = None
         self.key = derived.key
         return kind
 
@@ -171,6 +170,9 @@ class PlanCache:
             self.families.setdefault(shape.family, ShapeFamily(shape.family)).learn(
                 shape.signature, shape.sizes, kind.graph
             )
+            while len(self.families) > _MAX_FAMILIES:
+                name, _ = self.families.popitem(last=False)
+                self._last_of.pop(name, None)
 
     def _drop_oldest(self) -> None:
         """Drop what has not run for longest where there is too much."""
@@ -224,7 +226,7 @@ class PlanCache:
             raise PlanError("the state of the memory plugin is malformed: signatures, graphs and plans must be text")
         if not all(isinstance(size, int) and size >= 0 for _, _, sizes, _ in samples for size in sizes):
             raise PlanError("the state of the memory plugin is malformed: sizes must be numbers that are not negative")
-        kinds, families = {}, dict(self.families)
+        kinds, families = {}, self.families.copy()
         for signature, graph_text, plan_text in rows:
             graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
             fits = plan.policy == policy and plan.budget_bytes == budget_bytes

@@ -33,7 +33,8 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.graph.step_graph import Op, StepGraph
+from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.planner import Make, beside, plan_with_margin
 from lightning_offload.planning.step_model import Figures
 from lightning_offload.plugins.plain_steps import PlainNeed
@@ -102,9 +103,11 @@ class PlanEntry:
         family: Those that differ from it in sizes alone, where it was derived from them; None for a recorded one.
         derived: How it was.
         figures: What of a derived step depends on sizes.
-        family_version: That of the family when its plan was made.
+        planner: What plans it.
+        family_version: That of the family when it was derived.
         lost_seconds: What the steps of a derived kind took beyond plain ones, by prediction.
         is_searched: Whether a plan for a derived kind was searched for thoroughly.
+        timed_ops: Ops of a derived kind with their own durations, once they were asked for.
     """
 
     phase: Phase = "recording"
@@ -150,9 +153,11 @@ class PlanEntry:
     family: ShapeFamily | None = None
     derived: Derived | None = None
     figures: Figures | None = None
+    planner: FamilyPlanner | None = None
     family_version: int = -1
     lost_seconds: float = 0.0
     is_searched: bool = False
+    timed_ops: tuple[Op, ...] | None = None
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -197,16 +202,17 @@ class PlanEntry:
             derived: How it is derived from them.
             like: The one of them that ran last: what is on the device beside its steps is so beside these.
         """
-        model = family.planner(frozenset()).model
-        figures = model.figures_at(derived.point)
+        figures = family.planner.model.figures_at(derived.point)
         made = cls(
             phase="planned",
-            graph=model.sized(figures),
+            graph=family.planner.model.sized(figures),
             verified=family.verified,
             mismatched=family.mismatched,
             family=family,
             derived=derived,
             figures=figures,
+            planner=family.planner,
+            family_version=family.version,
         )
         if like is not None and like.graph is not None and made.graph is not None:
             made.graph = dataclasses.replace(
@@ -600,7 +606,7 @@ class PlanEntry:
         keep_storages = self.graph.storages_saved_in(keep) | frozenset(self.mismatched)
         plan_it = self._plan_of_family(keep_storages) if policy == "auto" else None
         if self.family is not None:
-            self.shortfall_bytes, self.family_version = self.family.shortfall_bytes, self.family.version
+            self.shortfall_bytes = self.family.shortfall_bytes
 
         def make(margin_bytes: int, *, must_fit: bool) -> MemoryPlan:
             assert self.graph is not None
@@ -634,9 +640,9 @@ class PlanEntry:
 
     def _plan_of_family(self, keep: frozenset[int]) -> Make | None:
         """What plans a derived step; None for one that was recorded."""
-        if self.family is None or self.figures is None:
+        if self.planner is None or self.figures is None:
             return None
-        planner, figures, is_thorough = self.family.planner(keep), self.figures, self.is_searched
+        planner, figures, is_thorough = self.planner.keeping(keep), self.figures, self.is_searched
 
         def make(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:
             return planner.plan(graph, figures, device, budget_bytes, is_thorough=is_thorough)
@@ -659,10 +665,11 @@ class PlanEntry:
     def shown_graph(self) -> StepGraph:
         """The step, with the durations of its own ops where it was derived, to be shown."""
         assert self.graph is not None
-        if self.family is None or self.derived is None:
+        if self.planner is None or self.derived is None:
             return self.graph
-        timed = self.family.planner(frozenset()).model.at(self.derived.point)
-        return dataclasses.replace(self.graph, ops=timed.ops)
+        if self.timed_ops is None:
+            self.timed_ops = self.planner.model.at(self.derived.point).ops
+        return dataclasses.replace(self.graph, ops=self.timed_ops)
 
     def _is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
         """Whether training goes on although no plan is within the budget any more; one warning says so.

@@ -165,7 +165,6 @@ class ShapeFamily:
         self.search_seconds = _SEARCH_SECONDS
         self.samples: dict[str, tuple[Sizes, StepGraph]] = {}
         self._planner: FamilyPlanner | None = None
-        self._keep: frozenset[int] = frozenset()
         self._varying: _Varying | None = None
         self._is_fitted = True
         self._deviations: dict[str, int] = {}
@@ -206,19 +205,19 @@ class ShapeFamily:
         key = _short(f"{self.name} {self._varying} {corner}")
         return None if self._deviations.get(key, 0) >= _MAX_DEVIATIONS else Derived(key, corner)
 
-    def planner(self, keep: frozenset[int]) -> FamilyPlanner:
-        """What plans its steps, with some storages kept beside those whose replays came out otherwise."""
-        self._fit()
+    @property
+    def planner(self) -> FamilyPlanner:
+        """What plans its steps, once :meth:`find` has found how."""
         assert self._planner is not None
-        wanted = keep | self.mismatched
-        if wanted != self._keep:
-            self._planner, self._keep = FamilyPlanner(self._planner.model, wanted), wanted
         return self._planner
 
     def step_left_its_plan(self, key: str, *, has_left: bool) -> None:
         """Note whether a step did: where they do again and again, they are recorded."""
-        self._deviations[key] = self._deviations.get(key, 0) + 1 if has_left else 0
-        self.num_deviations += has_left
+        if has_left:
+            self._deviations[key] = self._deviations.get(key, 0) + 1
+            self.num_deviations += 1
+        else:
+            self._deviations.pop(key, None)
 
     def is_due_for_measurement(self) -> bool:
         """Whether the coming step under a derived plan is one whose peak is counted: the first two, then one in 32."""
@@ -252,7 +251,7 @@ class ShapeFamily:
         if model.left_out:  # which may differ in more than those that are alike
             alike_graphs = {p: g for s, g in by_sizes.items() if (p := varying.point(s)) is not None}
             model = StepModel.fit(alike_graphs)
-        self._varying, self._planner, self._keep = varying, FamilyPlanner(model), frozenset()
+        self._varying, self._planner = varying, FamilyPlanner(model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Candidate, Problem
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.program import compile_plan
 from tests.fuzz.programs import SIDE, Machine, Net
 
 NUM_STEPS = 6
@@ -219,12 +220,22 @@ class _Runner:
         self.trace.append((name, _bits(tensor)))
 
 
+def _compiler(*, is_bound: bool) -> Any:
+    """What compiles plans: where sizes are bounds, also steps with smaller tensors follow what is not their plan."""
+
+    def compiled(graph: StepGraph, plan: MemoryPlan, **_: Any) -> Any:
+        return compile_plan(graph, plan, is_bound=is_bound)
+
+    return compiled
+
+
 @contextlib.contextmanager
 def randomly_planned(program: Program) -> Iterator[MemoryPlugin]:
     """A plugin whose plans come from dice."""
     verify = ("first", "never", "always")[program.seed % 3]
     with (
         mock.patch("lightning_offload.planning.planner.plan", random_planner(program.seed, is_quiet=program.is_quiet)),
+        mock.patch("lightning_offload.plugins.plan_entry.compile_plan", _compiler(is_bound=program.seed % 4 >= 2)),
         MemoryPlugin(device="cpu", policy="all-swap", verify=verify) as memory,
     ):
         yield memory

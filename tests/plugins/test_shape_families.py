@@ -75,7 +75,7 @@ def test_a_family_predicts_once_three_shapes_are_known() -> None:
     family = _family(*shapes)
     derived = family.find((4, 50, 4, 50), is_exact=True)
     assert derived is not None
-    graph = family.planner(frozenset()).model.at(derived.point)
+    graph = family.planner.model.at(derived.point)
     assert [s.num_bytes for s in graph.storages] == [s.num_bytes for s in _step(4, 50).storages]
 
 
@@ -107,7 +107,7 @@ def test_another_structure_is_left_out_of_the_model() -> None:
     family.learn("other", (4, 40, 4, 40), chain(1, 2, 3, 4, 5))
     derived = family.find((4, 50, 4, 50), is_exact=True)
     assert derived is not None
-    assert len(family.planner(frozenset()).model.structure.storages) == len(_step(4, 50).storages)
+    assert len(family.planner.model.structure.storages) == len(_step(4, 50).storages)
     mixed = _family((4, 10), (4, 30))
     mixed.learn("other", (4, 40, 4, 40), chain(1, 2, 3, 4, 5))
     assert mixed.find((4, 50, 4, 50)) is None
@@ -139,15 +139,17 @@ def test_samples_are_few_and_can_be_forgotten() -> None:
     assert family.find((4, 30)) is None
 
 
-def test_what_came_out_otherwise_is_kept_at_all_sizes() -> None:
-    """The planner is made anew without it."""
+def test_planners_that_keep_something_are_of_the_same_steps() -> None:
+    """They are made once for each choice, and the first is left as it is."""
     family = _family((4, 10), (4, 30), (4, 70))
     assert family.find((4, 50, 4, 50)) is not None
-    model = family.planner(frozenset()).model
-    family.mismatched.add(1)
-    planner = family.planner(frozenset({0}))
-    assert planner.model is model
-    assert not {0, 1} & set(planner._problem.candidates)
+    planner = family.planner
+    keeping = planner.keeping(frozenset({0, 1}))
+    assert keeping.model is planner.model
+    assert keeping is planner.keeping(frozenset({0, 1}))
+    assert planner.keeping(frozenset()) is planner
+    assert not {0, 1} & set(keeping._problem.candidates)
+    assert {0, 1} & set(planner._problem.candidates)
 
 
 def test_errors_name_the_shapes() -> None:
@@ -166,4 +168,4 @@ def test_measured_steps_replace_recorded_ones() -> None:
     family.learn("4 70", (4, 70, 4, 70), dataclasses.replace(_step(4, 70), ops=tuple(longer)))
     derived = family.find((4, 70, 4, 70), is_exact=True)
     assert derived is not None
-    assert family.planner(frozenset()).model.at(derived.point).ops[0].seconds > 2.0
+    assert family.planner.model.at(derived.point).ops[0].seconds > 2.0
