@@ -183,8 +183,11 @@ class StepRun:
             kind.check_peak(budget_bytes, self._bytes_by_op())
 
     def _bytes_by_op(self) -> list[int]:
-        """By op: the peak since the one before it; empty where nothing counted that."""
-        by_op = self.live.by_op if self.live is not None else None
+        """By op: the peak since the one before it; empty where nothing counted that, or where the plan explains it.
+
+        What a write has made again early is there because this plan recomputes it: another plan has other values early.
+        """
+        by_op = self.live.by_op if self.live is not None and not self.executor.has_settled else None
         return [num_bytes + self.bytes_out_of_sight for num_bytes in by_op or ()]
 
     def _learn_plain_need(self, swapped_bytes: int) -> None:

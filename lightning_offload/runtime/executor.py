@@ -163,6 +163,11 @@ class StepExecutor:
         """Values made again in backward before a write that the plan did not know of."""
         return self._writes.settled_bytes
 
+    @property
+    def has_settled(self) -> bool:
+        """Whether values were made again before a write, which the plan did not know of."""
+        return self._writes.has_settled
+
     # ---- ops
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -541,6 +546,7 @@ class KeepingExecutor:
     watches_backward = False
     sees_user_code = False
     unforeseen_bytes = 0
+    has_settled = False
     stall_seconds = 0.0
     observer: StepObserver | None = None
     decisions: dict[int, Decision]

@@ -25,6 +25,7 @@ class WriteBarrier:
 
     Attributes:
         settled_bytes: Values replayed in backward before a write.
+        has_settled: Whether any were, in backward or before it.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class WriteBarrier:
         is_recomputing: bool,
     ) -> None:
         self.settled_bytes = 0
+        self.has_settled = False
         self._table = table
         self._materializer = residence
         self._lock = lock
@@ -92,8 +94,10 @@ class WriteBarrier:
             value = reference()
             if value is None or value.call is not call:
                 continue
-            if value.live() is None and torch._C._current_graph_task_id() != -1:
-                self.settled_bytes += value.num_bytes
+            if value.live() is None:
+                self.has_settled = True
+                if torch._C._current_graph_task_id() != -1:
+                    self.settled_bytes += value.num_bytes
             self._materializer.settle(value)
 
 
