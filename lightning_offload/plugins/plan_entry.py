@@ -105,6 +105,8 @@ class PlanEntry:
         figures: What of a derived step depends on sizes.
         planner: What plans it.
         family_version: That of the family when it was derived.
+        superseded: The last plan that was given up for what steps under it showed, until there is another.
+        seen_by_op: The peak before each op, of the last step under the plan in force that was measured.
         lost_seconds: What the steps of a derived kind took beyond plain ones, by prediction.
         is_searched: Whether a plan for a derived kind was searched for thoroughly.
         timed_ops: Ops of a derived kind with their own durations, once they were asked for.
@@ -155,6 +157,8 @@ class PlanEntry:
     figures: Figures | None = None
     planner: FamilyPlanner | None = None
     family_version: int = -1
+    superseded: MemoryPlan | None = None
+    seen_by_op: tuple[int, ...] = ()
     lost_seconds: float = 0.0
     is_searched: bool = False
     timed_ops: tuple[Op, ...] | None = None
@@ -462,7 +466,7 @@ class PlanEntry:
         assert self.plan is not None
         self.graph = retime(self.graph, times)
         if self.phase == "verifying":
-            self.phase = "measuring"
+            self.phase, self.seen_by_op = "measuring", tuple(bytes_by_op)
         elif self.phase == "measuring":
             self.phase = "planned"
             unforeseen_bytes, known_bytes = self._unforeseen_bytes, self.shortfall_bytes
@@ -491,9 +495,12 @@ class PlanEntry:
         self.shortfall_bytes = self._unforeseen_bytes
         if self.family is not None:
             self.family.shortfall_bytes = max(self.family.shortfall_bytes, self.shortfall_bytes)
-        elif self.shortfall_bytes and bytes_by_op and self.spec is not None and self.measured_peak_bytes is not None:
+            return
+        before, self.seen_by_op = self.seen_by_op, tuple(bytes_by_op)
+        is_seen_twice = len(before) == len(bytes_by_op) > 0  # once may be by chance: a copy that was late
+        if self.shortfall_bytes and is_seen_twice and self.spec is not None and self.measured_peak_bytes is not None:
             self.graph, self.shortfall_bytes = with_unforeseen(
-                self.graph, self.plan, self.spec, self.measured_peak_bytes, bytes_by_op
+                self.graph, self.plan, self.spec, self.measured_peak_bytes, tuple(map(min, before, bytes_by_op))
             )
 
     def check_peak(self, budget_bytes: int | None, bytes_by_op: Sequence[int] = ()) -> None:
@@ -511,7 +518,7 @@ class PlanEntry:
         elif self._unforeseen_bytes > self.shortfall_bytes:
             self._take_over_unforeseen(bytes_by_op)
             self.is_over = True
-            self.program = None
+            self.superseded, self.program = self.plan, None
 
     def compare(
         self, step_seconds: float, stall_seconds: float, *, is_link_slower: bool, is_link_faster: bool = False
@@ -539,7 +546,7 @@ class PlanEntry:
             self.graph = scaled(self.graph, factor)
         if is_wrong or factor != 1.0:
             self.num_corrections += 1
-            self.program = None
+            self.superseded, self.program = plan, None
 
     def ran_out_of_memory(self) -> None:
         """Plan tighter: the device has less than the plan counted on."""
@@ -595,6 +602,7 @@ class PlanEntry:
         """
         assert self.graph is not None
         self.spec, self.computing_seconds, self.num_planned = device, None, 0
+        self.seen_by_op = ()
         if given is not None:
             self.program = compile_plan(self.graph, given)
             return

@@ -176,7 +176,7 @@ def make_report(
     shapes: ShapeFigures,
 ) -> Report:
     """The report of a kind of step, from its plan and from what the plugin measured."""
-    plan, graph = kind.plan, kind.graph
+    plan, graph = kind.plan or kind.superseded, kind.graph
     if phase in ("recording", "unplanned"):  # a plan there may be is not what the last step did
         num_bytes: dict[Action, int] = {"keep": kind.stayed_bytes, "swap": kind.swapped_bytes, "recompute": 0}
     else:
