@@ -58,6 +58,7 @@ def with_unforeseen(
 
     Some memory is in no graph: compiled code holds what it was given until it is through. By how much a plan's peak is
     wrong then depends on where in the step that is, so that a margin that is right for one plan is not for the next.
+    What is there all through the step is no op's, and stays a margin.
 
     Args:
         graph: The step, without a margin.
@@ -75,7 +76,8 @@ def with_unforeseen(
         return graph, max(0, peak_bytes - int(memory.max()))
     begins = np.concatenate(([0], problem.op_ticks[:-1] + 1))
     predicted = np.maximum.reduceat(memory[: problem.op_ticks[-1] + 1], begins)
-    beyond = np.maximum(0, np.array(by_op, dtype=np.int64) - predicted)
+    beyond = np.array(by_op, dtype=np.int64) - predicted
+    beyond = np.maximum(0, beyond - max(0, int(beyond.min())))
     ops = (
         dataclasses.replace(op, workspace_bytes=op.workspace_bytes + more) if more else op
         for op, more in zip(graph.ops, beyond.tolist(), strict=True)

@@ -44,6 +44,17 @@ def test_more_than_was_foreseen_is_a_workspace_where_it_was(at: int, more: int) 
     assert plan(graph, DEVICE, None).predicted_peak_bytes == max(PLAN.predicted_peak_bytes, measured[at])
 
 
+@pytest.mark.parametrize("more", [0, 70])
+def test_what_is_there_throughout_is_a_margin(more: int) -> None:
+    """It is beside the step; one op's own is told from it."""
+    measured = [n + 40 for n in _predicted()]
+    at = measured.index(max(measured))
+    measured[at] += more
+    graph, missing = with_unforeseen(GRAPH, PLAN, DEVICE, max(measured), measured)
+    assert missing == 40
+    assert [op.workspace_bytes for op in graph.ops] == [more if i == at else 0 for i in range(len(GRAPH.ops))]
+
+
 def test_a_peak_that_no_op_shows_is_a_margin() -> None:
     """So is one of a step that ran another number of ops, of which nothing is known op by op."""
     predicted = _predicted()
