@@ -7,6 +7,8 @@ between them it is interpolated. `changing_over_one_length` is what all steps to
 recorded and all planning, over what they would have taken had each length been trained alone, once it had its final
 plan.
 
+Deriving shapes is off by default; here it is on.
+
 Planning: how long the plugin takes from a shape that it has not seen to its plan, once three were recorded, for steps
 of some thousand ops; the median over shapes.
 """
@@ -121,7 +123,7 @@ def _changing(
     budget = _budget(make(), alone[-1], height)
     plain, managed = make(), make()
     plain_seconds, managed_seconds = [], []
-    with MemoryPlugin(f"{budget}B", module=managed.model) as memory:
+    with _deriving(budget, managed.model) as memory:
         for count, length in enumerate(lengths):
             tokens = managed.batch(length)
             for is_plain in (True, False) if count % 2 == 0 else (False, True):
@@ -150,6 +152,12 @@ def _changing(
     goal = _GOAL if height == _HEIGHTS[0] else None
     first = Row(case=case, metric="changing_over_one_length", value=sum(managed_seconds) / expected, goal=goal)
     return [first, *(Row(case=case, metric=metric, value=float(value)) for metric, value in figures.items())]
+
+
+def _deriving(budget: int, model: nn.Module) -> MemoryPlugin:
+    memory = MemoryPlugin(f"{budget}B", module=model)
+    memory._steps.cache.derives = True
+    return memory
 
 
 def _alone(make: Callable[[], _Training], length: int, budget: int) -> float:
@@ -213,7 +221,7 @@ def _planning(model: nn.Module, step: Callable[[MemoryPlugin, int], None], sizes
     assert report.plain_peak_bytes is not None
     budget = report.floor_bytes + round(0.2 * (report.plain_peak_bytes - report.floor_bytes))
     found, before = [], 0.0
-    with MemoryPlugin(f"{budget}B", module=model) as memory:
+    with _deriving(budget, model) as memory:
         for size in sizes:
             step(memory, size)
             now = memory.report().planning_seconds

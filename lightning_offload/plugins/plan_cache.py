@@ -1,7 +1,7 @@
 """The kinds of step that a memory plugin has met, each with its plan, and the families of those that differ in sizes.
 
-A shape that was recorded has a plan of its own. One that was not is served by its family, if that can predict it:
-several shapes by one plan, made for the largest of them.
+A shape that was recorded has a plan of its own. One that was not is served by its family, if that can predict it and
+is asked to (it is not yet, see decision 0025): several shapes by one plan, made for the largest of them.
 
 Memory: graphs and plans take at most :data:`MAX_BYTES`; the kinds that did not run for longest are dropped, and come
 back by being derived, or recorded, again.
@@ -95,6 +95,7 @@ class PlanCache:
     """The kinds of step that a memory plugin has met, each with its plan, and the figures of the one that ran last.
 
     Attributes:
+        derives: Whether shapes that were not seen are planned by others of their family: off, see decision 0025.
         kinds: By the signature of their inputs, or of a family and the sizes that a derived one is for; the one that
             ran last comes last.
         families: Kinds that differ in sizes alone, by what they have in common.
@@ -106,6 +107,8 @@ class PlanCache:
         step_seconds: What the last timed step took, if there was one.
         stall_seconds: The part of it in which compute waited for copies.
     """
+
+    derives = False
 
     def __init__(self) -> None:
         self.kinds: OrderedDict[str, PlanEntry] = OrderedDict()
@@ -129,7 +132,7 @@ class PlanCache:
         """
         self._shape, num_before = shape, len(self.kinds)
         self.key, kind = shape.signature, self.kinds.get(shape.signature)
-        if kind is None and not _num_recording:
+        if kind is None and self.derives and not _num_recording:
             kind = self._derived(shape, is_exact=is_exact)
         if kind is None:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
@@ -164,7 +167,7 @@ class PlanCache:
         """
         shape, kind = self._shape, self.kind
         self.figures.num_deviations += has_deviated
-        if shape is None or kind.graph is None:
+        if shape is None or kind.graph is None or not self.derives:
             return
         if kind.family is None and self.phase in ("recording", "verifying", "measuring"):
             self.families.setdefault(shape.family, ShapeFamily(shape.family)).learn(

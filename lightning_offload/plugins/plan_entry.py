@@ -11,7 +11,7 @@ it grows. By how much a measured peak exceeded the predicted one is a margin of 
 budget has no room for it, that is an error while the plan is being found, and one warning once it was in force.
 
 A kind of step is known by its signature: the shapes and types of its inputs, and autocast. Kinds that differ in sizes
-alone are a family (:mod:`~lightning_offload.plugins.shape_families`): once three of them were recorded, others are
+alone are a family (:mod:`~lightning_offload.plugins.shape_families`): once three of them were recorded, others can be
 *derived*, and planned from their first step on. Graphs and plans go into checkpoints as JSON-able data, and come back
 from there; what is derived is derived again.
 """

@@ -1,4 +1,4 @@
-"""Training whose shapes change from step to step: exact, under a plan, within the budget."""
+"""Training whose shapes change from step to step, where they are derived: exact, under a plan, within the budget."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Callable[[random.Random], Batch],
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    """Nothing of another training counts."""
+def derived(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shapes are derived, and nothing of another training counts."""
+    monkeypatch.setattr(plan_cache.PlanCache, "derives", True)
     gc.collect()
     yield
     gc.unfreeze()
@@ -244,3 +245,13 @@ def test_one_size_has_a_plan_of_its_own() -> None:
             phases.append(memory.report().phase)
         assert phases == ["recording", "verifying", "measuring", "planned", "planned", "planned"]
         assert memory._steps.cache.kind.family is None
+
+
+def test_shapes_are_recorded_one_by_one_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as derived plans are off, each shape has a plan of its own, and no family is kept."""
+    monkeypatch.setattr(plan_cache.PlanCache, "derives", False)
+    with MemoryPlugin(budget="64GiB", policy="all-swap") as memory:
+        trained = Trained("images", memory, num_steps=8)
+        assert set(trained.phases) == {"recording"}
+        assert not memory._steps.cache.families
+        assert memory.report().num_at_first_sight == 0
