@@ -301,7 +301,7 @@ class Steps:
             BudgetInfeasibleError: No plan can meet the budget.
         """
         kind.weigh_search()
-        is_searched = kind.is_searched and kind.program is None
+        is_searched = kind.must_search
         with self.cache.figures.planning() as took:
             try:
                 ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)

@@ -146,15 +146,18 @@ class PlanCache:
     def _derived(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
         """The kind that serves a shape that was not recorded; None where nothing predicts it."""
         family = self.families.get(shape.family)
-        derived = family.find(shape.sizes, is_exact=is_exact) if family is not None else None
-        if family is None or derived is None:
+        if family is None:
+            return None
+        derived = family.find(shape.sizes, signature=shape.signature, is_exact=is_exact)
+        if derived is None:
             return None
         kind = self.kinds.get(derived.key)
         if kind is None or kind.family_version != family.version:
-            for sample in map(self.kinds.get, list(family.samples)):
+            for sample in map(self.kinds.get, family.alike):
                 if sample is not None:
                     family.verified.update(sample.verified)
                     family.mismatched.update(sample.mismatched)
+                    family.shortfall_bytes = max(family.shortfall_bytes, sample.shortfall_bytes)
             kind = self.kinds[derived.key] = PlanEntry.derive(family, derived, self._last_of.get(shape.family))
         self.key = derived.key
         return kind
@@ -167,12 +170,15 @@ class PlanCache:
         """
         shape, kind = self._shape, self.kind
         self.figures.num_deviations += has_deviated
+        if has_deviated and shape is not None and kind.family is not None:
+            kind.family.step_left_its_plan(shape.signature)
         if shape is None or kind.graph is None or not self.derives:
             return
         if kind.family is None and self.phase in ("recording", "verifying", "measuring"):
             self.families.setdefault(shape.family, ShapeFamily(shape.family)).learn(
-                shape.signature, shape.sizes, kind.graph
+                shape.signature, shape.sizes, kind.graph, kind.recorded_gradient_bytes
             )
+            self.families.move_to_end(shape.family)
             while len(self.families) > _MAX_FAMILIES:
                 name, _ = self.families.popitem(last=False)
                 self._last_of.pop(name, None)
@@ -198,8 +204,13 @@ class PlanCache:
             {
                 "family": name,
                 "samples": [
-                    {"signature": signature, "sizes": list(sizes), "graph": graph.to_json()}
-                    for signature, (sizes, graph) in family.samples.items()
+                    {
+                        "signature": signature,
+                        "sizes": list(sample.sizes),
+                        "graph": sample.graph.to_json(),
+                        "gradient_bytes": sample.gradient_bytes,
+                    }
+                    for signature, sample in family.samples.items()
                 ],
             }
             for name, family in self.families.items()
@@ -218,25 +229,29 @@ class PlanCache:
         try:
             rows = [(row["signature"], row["graph"], row["plan"]) for row in state["plans"]]
             samples = [
-                (family["family"], row["signature"], tuple(row["sizes"]), row["graph"])
+                (family["family"], row["signature"], tuple(row["sizes"]), row["graph"], row["gradient_bytes"])
                 for family in state.get("families", ())
                 for row in family["samples"]
             ]
         except (KeyError, TypeError) as error:
             raise PlanError(f"the state of the memory plugin is malformed: {error!r}") from None
-        texts = [*(text for row in rows for text in row), *(text for f, s, _, g in samples for text in (f, s, g))]
+        texts = [*(text for row in rows for text in row), *(text for f, s, _, g, _ in samples for text in (f, s, g))]
         if not all(isinstance(text, str) for text in texts):
             raise PlanError("the state of the memory plugin is malformed: signatures, graphs and plans must be text")
-        if not all(isinstance(size, int) and size >= 0 for _, _, sizes, _ in samples for size in sizes):
+        numbers = [number for _, _, sizes, _, num_bytes in samples for number in (*sizes, num_bytes)]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise PlanError("the state of the memory plugin is malformed: sizes must be numbers that are not negative")
+        lengths = {(name, len(sizes)) for name, _, sizes, _, _ in samples}
+        if len(lengths) > len({name for name, _ in lengths}):
+            raise PlanError("the state of the memory plugin is malformed: shapes of one family have as many sizes each")
         kinds, families = {}, self.families.copy()
         for signature, graph_text, plan_text in rows:
             graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
             fits = plan.policy == policy and plan.budget_bytes == budget_bytes
             kinds[signature] = PlanEntry.restored(graph, plan if fits else None)
-        for name, signature, sizes, graph_text in samples:
+        for name, signature, sizes, graph_text, gradient_bytes in samples:
             family = families.setdefault(name, ShapeFamily(name))
-            family.learn(signature, sizes, StepGraph.from_json(graph_text))
+            family.learn(signature, sizes, StepGraph.from_json(graph_text), gradient_bytes)
         self.kinds.update(kinds)
         self.families = families
 

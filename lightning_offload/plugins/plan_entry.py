@@ -108,7 +108,8 @@ class PlanEntry:
         superseded: The last plan that was given up for what steps under it showed, until there is another.
         seen_by_op: The peak before each op, of the last step under the plan in force that was measured.
         lost_seconds: What the steps of a derived kind took beyond plain ones, by prediction.
-        is_searched: Whether a plan for a derived kind was searched for thoroughly.
+        is_searched: Whether a plan for a derived kind was searched for thoroughly, once.
+        must_search: Whether the next one is.
         timed_ops: Ops of a derived kind with their own durations, once they were asked for.
     """
 
@@ -161,6 +162,7 @@ class PlanEntry:
     seen_by_op: tuple[int, ...] = ()
     lost_seconds: float = 0.0
     is_searched: bool = False
+    must_search: bool = False
     timed_ops: tuple[Op, ...] | None = None
 
     @property
@@ -218,17 +220,12 @@ class PlanEntry:
             planner=family.planner,
             family_version=family.version,
         )
+        made.recorded_gradient_bytes = family.gradient_bytes
         if like is not None and like.graph is not None and made.graph is not None:
-            made.graph = dataclasses.replace(
-                made.graph,
-                extra_bytes=like.graph.extra_bytes,
-                old_gradient_bytes=like.graph.old_gradient_bytes,
-                accumulated_bytes=like.graph.accumulated_bytes,
-            )
-            made.recorded_gradient_bytes = like.recorded_gradient_bytes
-            made.old_gradient_bytes, made.accumulated_bytes = like.old_gradient_bytes, like.accumulated_bytes
+            made.graph = dataclasses.replace(made.graph, extra_bytes=like.graph.extra_bytes)
+            made.note_gradients(like.old_gradient_bytes, like.accumulated_bytes)
             made.is_beside_known, made.state_version = like.is_beside_known, like.state_version
-            made.takes_data, made.usable_bytes = like.takes_data, like.usable_bytes
+            made.takes_data = like.takes_data
         return made
 
     @property
@@ -318,10 +315,10 @@ class PlanEntry:
 
     @property
     def _given_bytes(self) -> int:
-        """What the step finds on the device and reads or writes."""
+        """What the step finds on the device and reads or writes, gradients of earlier steps aside."""
         assert self.graph is not None
         sizes = (storage.num_bytes for storage in self.graph.storages if storage.is_persistent)
-        return sum(map(self.graph.taken_bytes, sizes))
+        return sum(map(self.graph.taken_bytes, sizes)) - self.recorded_gradient_bytes
 
     def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
         """Count what is on the device beside the step: plan anew where the plan in force has no room for it.
@@ -644,13 +641,14 @@ class PlanEntry:
             plan = make(self.shortfall_bytes, must_fit=not is_accepted)
         if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
             self._warn(budget_bytes, plan.predicted_peak_bytes)
+        self.must_search = False
         self.program = compile_plan(self.graph, plan, is_bound=self.family is not None)
 
     def _plan_of_family(self, keep: frozenset[int]) -> Make | None:
         """What plans a derived step; None for one that was recorded."""
         if self.planner is None or self.figures is None:
             return None
-        planner, figures, is_thorough = self.planner.keeping(keep), self.figures, self.is_searched
+        planner, figures, is_thorough = self.planner.keeping(keep), self.figures, self.must_search
 
         def make(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:
             return planner.plan(graph, figures, device, budget_bytes, is_thorough=is_thorough)
@@ -667,7 +665,8 @@ class PlanEntry:
             return
         self.lost_seconds += max(0.0, self.plan.predicted_step_seconds - self.plan.plain_step_seconds)
         if _WORTH * self.lost_seconds > self.family.search_seconds:
-            self.is_searched, self.program = True, None
+            self.is_searched = self.must_search = True
+            self.program = None
 
     @property
     def shown_graph(self) -> StepGraph:

@@ -29,7 +29,7 @@ from lightning_offload.errors import BudgetInfeasibleError, OffloadError
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
-from lightning_offload.planning.step_model import StepModel
+from lightning_offload.planning.step_model import StepModel, structure_of
 
 Sizes = tuple[int, ...]
 """Of all tensors that a step is given, one after another."""
@@ -39,7 +39,8 @@ MIN_SAMPLES = 3
 
 _MAX_SAMPLES = 8
 _MAX_VARYING = 4  # numbers: more than that are no lengths
-_MAX_DEVIATIONS = 3  # in a row, of steps at one corner
+_MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
+_MAX_REMEMBERED = 1024  # shapes of which one did
 _MEASURE_EVERY = 32
 _NUM_FIRST = 2  # steps that are measured
 _SEARCH_SECONDS = 1.0
@@ -139,6 +140,20 @@ class Derived(NamedTuple):
     point: Point
 
 
+class Sample(NamedTuple):
+    """A recorded step that a family is known by.
+
+    Attributes:
+        sizes: Of what it is given.
+        graph: The step.
+        gradient_bytes: Gradients of earlier steps that are among its storages.
+    """
+
+    sizes: Sizes
+    graph: StepGraph
+    gradient_bytes: int
+
+
 class ShapeFamily:
     """Kinds of step that differ in nothing but sizes.
 
@@ -151,7 +166,8 @@ class ShapeFamily:
         num_deviations: Those of them that left their plan.
         version: Grows with what derived plans depend on.
         search_seconds: What a thorough search for a plan takes; a guess before there was one.
-        samples: The recorded steps that it is known by, with their sizes, by the signatures of their kinds.
+        samples: The recorded steps that it is known by, by the signatures of their kinds.
+        alike: Signatures of those whose structure the model has: storages are known by their indices in that.
     """
 
     def __init__(self, name: str) -> None:
@@ -163,24 +179,32 @@ class ShapeFamily:
         self.num_deviations = 0
         self.version = 0
         self.search_seconds = _SEARCH_SECONDS
-        self.samples: dict[str, tuple[Sizes, StepGraph]] = {}
+        self.samples: dict[str, Sample] = {}
+        self.alike: frozenset[str] = frozenset()
+        self._structure = ""
         self._planner: FamilyPlanner | None = None
         self._varying: _Varying | None = None
         self._is_fitted = True
         self._deviations: dict[str, int] = {}
         self._num_unmeasured = 0
 
-    def learn(self, signature: str, sizes: Sizes, graph: StepGraph) -> None:
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients of earlier steps that are among the storages of the model's step."""
+        return max((self.samples[signature].gradient_bytes for signature in self.alike), default=0)
+
+    def learn(self, signature: str, sizes: Sizes, graph: StepGraph, gradient_bytes: int = 0) -> None:
         """Take a recorded step over.
 
         Args:
             signature: Of its kind.
             sizes: Of what it is given.
             graph: The step.
+            gradient_bytes: Gradients of earlier steps that are among its storages.
         """
         if signature not in self.samples and len(self.samples) >= _MAX_SAMPLES:
             del self.samples[next(iter(self.samples))]
-        self.samples[signature] = (sizes, graph)
+        self.samples[signature] = Sample(sizes, graph, gradient_bytes)
         self._is_fitted = False
 
     def forget(self, signature: str) -> None:
@@ -188,22 +212,22 @@ class ShapeFamily:
         if self.samples.pop(signature, None) is not None:
             self._is_fitted = False
 
-    def find(self, sizes: Sizes, *, is_exact: bool = False) -> Derived | None:
+    def find(self, sizes: Sizes, *, signature: str = "", is_exact: bool = False) -> Derived | None:
         """How a step at sizes that were not recorded is planned; None where nothing predicts it.
 
         Args:
             sizes: Its sizes.
+            signature: What it would be known by, were it recorded.
             is_exact: Whether for these sizes alone.
         """
-        if len(self.samples) < MIN_SAMPLES:
+        if len(self.samples) < MIN_SAMPLES or self._deviations.get(signature, 0) >= _MAX_DEVIATIONS:
             return None
         self._fit()
         point = self._varying.point(sizes) if self._varying is not None else None
         if point is None:
             return None
         corner = point if is_exact else tuple(map(_rounded_up, point))
-        key = _short(f"{self.name} {self._varying} {corner}")
-        return None if self._deviations.get(key, 0) >= _MAX_DEVIATIONS else Derived(key, corner)
+        return Derived(_short(f"{self.name} {self._varying} {corner}"), corner)
 
     @property
     def planner(self) -> FamilyPlanner:
@@ -211,13 +235,12 @@ class ShapeFamily:
         assert self._planner is not None
         return self._planner
 
-    def step_left_its_plan(self, key: str, *, has_left: bool) -> None:
-        """Note whether a step did: where they do again and again, they are recorded."""
-        if has_left:
-            self._deviations[key] = self._deviations.get(key, 0) + 1
-            self.num_deviations += 1
-        else:
-            self._deviations.pop(key, None)
+    def step_left_its_plan(self, signature: str) -> None:
+        """Note that a step of this shape did: where they do again, they are recorded."""
+        self.num_deviations += 1
+        self._deviations[signature] = self._deviations.pop(signature, 0) + 1
+        if len(self._deviations) > _MAX_REMEMBERED:
+            del self._deviations[next(iter(self._deviations))]
 
     def is_due_for_measurement(self) -> bool:
         """Whether the coming step under a derived plan is one whose peak is counted: the first two, then one in 32."""
@@ -231,9 +254,9 @@ class ShapeFamily:
     def _fit(self) -> None:
         if self._is_fitted:
             return
-        self._is_fitted, self._planner, self._varying = True, None, None
+        self._is_fitted, self._planner, self._varying, self.alike = True, None, None, frozenset()
         self.version += 1
-        by_sizes = dict(self.samples.values())
+        by_sizes = {sample.sizes: sample.graph for sample in self.samples.values()}
         varying = _Varying.of(list(by_sizes))
         if varying is None or len(by_sizes) < MIN_SAMPLES:
             return
@@ -252,6 +275,11 @@ class ShapeFamily:
             alike_graphs = {p: g for s, g in by_sizes.items() if (p := varying.point(s)) is not None}
             model = StepModel.fit(alike_graphs)
         self._varying, self._planner = varying, FamilyPlanner(model)
+        modelled = set(model.sizes)
+        self.alike = frozenset(s for s, sample in self.samples.items() if varying.point(sample.sizes) in modelled)
+        structure = structure_of(model.structure)
+        if structure != self._structure:  # what was known of another one is known of other storages
+            self._structure, self.verified, self.mismatched, self.shortfall_bytes = structure, set(), set(), 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

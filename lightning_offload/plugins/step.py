@@ -164,8 +164,6 @@ class StepRun:
             kind.recorded(self.recorder, self.live, self.old_gradients, accumulated_bytes, is_typical=is_typical)
             return
         kind.note_gradients(0, accumulated_bytes)
-        if kind.family is not None and kind.derived is not None:
-            kind.family.step_left_its_plan(kind.derived.key, has_left=self.executor.has_deviated)
         if self.executor.has_deviated:
             kind.deviated(self.executor.deviation)
             return

@@ -118,6 +118,7 @@ class StepExecutor:
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
         self._num_packs = 0
+        self._has_begun_backward = False
         self._kept: list[weakref.ref[Handle]] = []
         self._lock = threading.RLock()
         self._table = ValueTable()
@@ -482,9 +483,25 @@ class StepExecutor:
 
     def backward_begins(self) -> None:
         """Tell who wants to know, once: autograd is about to run, or has just begun to."""
+        if not self._has_begun_backward:
+            self._has_begun_backward = True
+            self._check_forward()
         on_backward, self.on_backward = self.on_backward, None
         if on_backward is not None:
             on_backward()
+
+    def _check_forward(self) -> None:
+        """Notice a forward that lacked what the plan counts on, where sizes that are bounds could not tell.
+
+        A step of another structure among those of a family keeps what the plan wanted away, op by op a stray one.
+        """
+        program, cursor = self.program, self._cursor
+        if program is None or cursor is None or not program.is_bound or self.deviation:
+            return
+        if self.sees_ops and not cursor.is_through_forward:
+            self.deviate(f"forward ended before {cursor.expected}")
+        elif self._num_packs < program.num_forward_packs:
+            self.deviate(f"{self._num_packs} tensors were saved where {program.num_forward_packs} were expected")
 
     @property
     def is_spent(self) -> bool:

@@ -114,18 +114,36 @@ def test_another_structure_is_left_out_of_the_model() -> None:
 
 
 def test_shapes_whose_steps_leave_their_plan_again_and_again_are_recorded() -> None:
-    """Three times in a row, each at its own corner; one that does not in between starts anew."""
+    """Twice, each shape by itself, whatever others do that are served by the same plan."""
     family = _family((4, 10), (4, 30), (4, 70))
-    sizes = (4, 50, 4, 50)
-    derived = family.find(sizes)
-    assert derived is not None
-    for has_left in (True, True, False, True, True):
-        family.step_left_its_plan(derived.key, has_left=has_left)
-        assert family.find(sizes) == derived
-    family.step_left_its_plan(derived.key, has_left=True)
-    assert family.find(sizes) is None
-    assert family.find((4, 20, 4, 20)) is not None
-    assert family.num_deviations == 5
+    first, other = family.find((4, 49, 4, 49)), family.find((4, 50, 4, 50))
+    assert first is not None
+    assert other is not None
+    assert first.key == other.key
+    family.step_left_its_plan("first")
+    assert family.find((4, 49, 4, 49), signature="first") == first
+    family.step_left_its_plan("first")
+    assert family.find((4, 49, 4, 49), signature="first") is None
+    assert family.find((4, 50, 4, 50), signature="other") == other
+    assert family.num_deviations == 2
+
+
+def test_what_is_known_of_one_structure_is_not_of_another() -> None:
+    """Where a refit changes the structure, verified replays are forgotten; only samples that have it count."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    assert family.find((4, 50, 4, 50)) is not None
+    known = family.verified
+    known.add(3)
+    family.learn("4 20", (4, 20, 4, 20), _step(4, 20))
+    assert family.find((4, 50, 4, 50)) is not None
+    assert family.verified is known
+    for length in range(80, 86):
+        sizes = (16 * length, 8, 4 * length, 4, 2)
+        family.learn(f"4 {length}", (4, length, 4, length), chain(*sizes))
+    assert family.find((4, 50, 4, 50)) is not None
+    assert family.verified == set()
+    assert known == {3}
+    assert all(int(signature.split()[1]) >= 80 for signature in family.alike)
 
 
 def test_samples_are_few_and_can_be_forgotten() -> None:
