@@ -498,10 +498,14 @@ class StepExecutor:
         program, cursor = self.program, self._cursor
         if program is None or cursor is None or not program.is_bound or self.deviation:
             return
-        if self.sees_ops and not cursor.is_through_forward:
-            self.deviate(f"forward ended before {cursor.expected}")
-        elif self._num_packs < program.num_forward_packs:
-            self.deviate(f"{self._num_packs} tensors were saved where {program.num_forward_packs} were expected")
+        how = ""
+        if self.sees_ops and not cursor.is_through(program.num_first_ops):
+            how = f"forward ended before {cursor.expected}"
+        elif self._num_packs < program.num_first_packs:
+            how = f"backward began where {program.num_first_packs} saved tensors were expected"
+        if how:
+            with self._lock, bypass_mode, NotSeen():
+                self.deviate(how)
 
     @property
     def is_spent(self) -> bool:

@@ -64,7 +64,8 @@ class Program:
         pack_bytes: Bytes of the storage behind each pack, to recognise a step of another structure; 0 where that is on
             another device.
         is_bound: Whether sizes are the largest that the plan is for; smaller ones follow it, too.
-        num_forward_packs: Packs before the first unpack.
+        num_first_packs: Packs before the first unpack.
+        num_first_ops: Ops before it.
         made_packs: Ordinals of the packs whose storages the step made.
         pack_storages: By pack: the storage that leaves the device by it, the first that saves it; or -1.
         release_at_pack: By pack: storages whose device copies are released after it, where ops are not seen.
@@ -84,7 +85,8 @@ class Program:
     prefetch: dict[int, tuple[int, ...]]
     pack_bytes: tuple[int, ...]
     is_bound: bool
-    num_forward_packs: int
+    num_first_packs: int
+    num_first_ops: int
     made_packs: frozenset[int]
     pack_storages: tuple[int, ...]
     release_at_pack: dict[int, tuple[int, ...]]
@@ -132,6 +134,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
     is_recomputing = any(d.action == "recompute" for d in decisions.values())
     layout = plan_layout(graph, plan)
     saved = [graph.values[save.value].storage for save in graph.saves]
+    first_unpack = min((tick for save in graph.saves for tick in save.unpack_ticks), default=graph.num_ticks)
     in_backward = [op.phase == "backward" for op in graph.ops]
     is_strict = any(b and s.is_busy for b, s in zip(in_backward, steps, strict=True))
     return Program(
@@ -146,7 +149,8 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),
         is_bound=is_bound,
-        num_forward_packs=_num_forward_packs(graph),
+        num_first_packs=sum(save.pack_tick < first_unpack for save in graph.saves),
+        num_first_ops=sum(op.tick < first_unpack for op in graph.ops),
         made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
         pack_storages=_leaving(graph, decisions),
         release_at_pack={hook.ordinal: s for hook, s in releases.items() if hook.is_pack},
@@ -183,11 +187,6 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpSte
             if not at_hand and graph.values[v].producer >= 0:
                 stack.append(v)
     return followed
-
-
-def _num_forward_packs(graph: StepGraph) -> int:
-    first_unpack = min((tick for save in graph.saves for tick in save.unpack_ticks), default=graph.num_ticks)
-    return sum(save.pack_tick < first_unpack for save in graph.saves)
 
 
 def _last_values(graph: StepGraph) -> dict[int, int]:
@@ -243,10 +242,9 @@ class ProgramCursor:
         """The op that the program has next, for messages."""
         return self._ops[self._next].name if self._next < len(self._ops) else "the end"
 
-    @property
-    def is_through_forward(self) -> bool:
-        """Whether nothing is left to do for ops of forward; not known where backward's are planned, too."""
-        return self._is_strict or not any(step.is_busy for step in self._ops[self._next :])
+    def is_through(self, num_ops: int) -> bool:
+        """Whether nothing is left to do for the first ops of the program."""
+        return not any(step.is_busy for step in self._ops[self._next : num_ops])
 
     def next(self, name: str) -> OpStep | None:
         """The entry for the op that is about to run; None if the step has left the program."""
