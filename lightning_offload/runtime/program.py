@@ -65,7 +65,7 @@ class Program:
             another device.
         is_bound: Whether sizes are the largest that the plan is for; smaller ones follow it, too.
         num_first_packs: Packs before the first unpack.
-        num_first_ops: Ops before it.
+        num_first_ops: Ops of forward before it.
         made_packs: Ordinals of the packs whose storages the step made.
         pack_storages: By pack: the storage that leaves the device by it, the first that saves it; or -1.
         release_at_pack: By pack: storages whose device copies are released after it, where ops are not seen.
@@ -150,7 +150,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),
         is_bound=is_bound,
         num_first_packs=sum(save.pack_tick < first_unpack for save in graph.saves),
-        num_first_ops=sum(op.tick < first_unpack for op in graph.ops),
+        num_first_ops=sum(op.tick < first_unpack and op.phase == "forward" for op in graph.ops),
         made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
         pack_storages=_leaving(graph, decisions),
         release_at_pack={hook.ordinal: s for hook, s in releases.items() if hook.is_pack},
