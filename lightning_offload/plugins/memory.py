@@ -307,11 +307,14 @@ class Steps:
                 ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
             except BudgetInfeasibleError as error:
                 exact = self.cache.choose(shape, is_exact=True) if kind.family is not None else kind
-                if exact is kind:
+                if exact is kind and kind.family is None:
                     raise of_shapes(error, shape) from None
                 try:
                     ensure_plan(self.cache.key, exact, hardware, self.state, self.settings)
                 except BudgetInfeasibleError as error_of_exact:
+                    family, derived = exact.family, exact.derived
+                    if family is not None and derived is not None and not family.knows(derived.actual):
+                        return self.cache.record(shape)
                     raise of_shapes(error_of_exact, shape) from None
                 return exact
         if is_searched and kind.family is not None:
@@ -343,6 +346,8 @@ class Steps:
         """
         clock, device, memory = self._census_clock, hardware.device, memory_of(hardware.device)
         if not (kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
+            if kind.family is not None and kind.family.beside_bytes is not None:
+                kind.note_beside(kind.family.beside_bytes, hardware.budget_bytes)
             return None
         with clock:
             there: Census | None = None
@@ -357,7 +362,10 @@ class Steps:
             elif there is not None:
                 beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
         if beside is not None:
-            kind.note_beside(beside + self.state.buckets.expected_bytes(device), hardware.budget_bytes)
+            beside += self.state.buckets.expected_bytes(device)
+            kind.note_beside(beside, hardware.budget_bytes)
+            if kind.family is not None:
+                kind.family.beside_bytes = beside
         return there
 
     def hardware_for(self, inputs: Any) -> Hardware:

@@ -159,8 +159,14 @@ class PlanCache:
                     family.mismatched.update(sample.mismatched)
                     family.shortfall_bytes = max(family.shortfall_bytes, sample.shortfall_bytes)
             kind = self.kinds[derived.key] = PlanEntry.derive(family, derived, self._last_of.get(shape.family))
-        self.key = derived.key
+        kind.derived, self.key = derived, derived.key
         return kind
+
+    def record(self, shape: StepShape) -> PlanEntry:
+        """The kind of the coming step, which is to be recorded though others could predict it."""
+        self.key = shape.signature
+        self.kind = self._last_of[shape.family] = self.kinds[shape.signature] = PlanEntry()
+        return self.kind
 
     def learn_shape(self, *, has_deviated: bool) -> None:
         """A step has ended: let others of its family be planned by it, if it was recorded or measured.

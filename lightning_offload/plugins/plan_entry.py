@@ -222,9 +222,9 @@ class PlanEntry:
         )
         made.recorded_gradient_bytes = family.gradient_bytes
         if like is not None and like.graph is not None and made.graph is not None:
-            made.graph = dataclasses.replace(made.graph, extra_bytes=like.graph.extra_bytes)
+            made.graph = dataclasses.replace(made.graph, extra_bytes=family.beside_bytes or 0)
             made.note_gradients(like.old_gradient_bytes, like.accumulated_bytes)
-            made.is_beside_known, made.state_version = like.is_beside_known, like.state_version
+            made.state_version = like.state_version
             made.takes_data = like.takes_data
         return made
 
@@ -232,7 +232,7 @@ class PlanEntry:
     def is_settling(self) -> bool:
         """Whether the coming step is one of the first ones: up to the second under the final plan."""
         if self.family is not None:
-            return not self.is_beside_known
+            return self.family.beside_bytes is None or self.family.is_due
         return self.phase not in ("planned", "unplanned") or self.program is None or self.num_planned < 2
 
     def is_due_for_measurement(self, *, can_count: bool) -> bool:
@@ -246,7 +246,7 @@ class PlanEntry:
         self.num_planned += 1
         self.num_unmeasured += 1
         if self.family is not None:
-            return self.family.is_due_for_measurement() and can_count
+            return self.family.begin_step(can_count=can_count)
         if self.program is not None and self.program.is_keep_all:
             return False
         is_due = can_count and (self.num_planned <= 2 or self.num_unmeasured >= _MEASURE_EVERY)
@@ -315,10 +315,13 @@ class PlanEntry:
 
     @property
     def _given_bytes(self) -> int:
-        """What the step finds on the device and reads or writes, gradients of earlier steps aside."""
+        """What the coming step finds on the device and reads or writes, gradients of earlier steps aside."""
         assert self.graph is not None
-        sizes = (storage.num_bytes for storage in self.graph.storages if storage.is_persistent)
-        return sum(map(self.graph.taken_bytes, sizes)) - self.recorded_gradient_bytes
+        assert self.planner is not None
+        assert self.derived is not None
+        sizes = self.planner.model.figures_at(self.derived.actual).storage_bytes.tolist()
+        given = (size for size, storage in zip(sizes, self.graph.storages, strict=True) if storage.is_persistent)
+        return sum(map(self.graph.taken_bytes, given)) - self.recorded_gradient_bytes
 
     def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
         """Count what is on the device beside the step: plan anew where the plan in force has no room for it.

@@ -43,6 +43,7 @@ _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did
 _MEASURE_EVERY = 32
 _NUM_FIRST = 2  # steps that are measured
+_NEAR = 1.25  # times the largest that was recorded
 _SEARCH_SECONDS = 1.0
 _GRAIN = 8  # corners between one power of two and the next
 
@@ -133,11 +134,13 @@ class Derived(NamedTuple):
 
     Attributes:
         key: Of the kind of step.
-        point: What varies, at those sizes.
+        point: What varies, at the sizes that it is planned for.
+        actual: The same at the sizes that were asked for.
     """
 
     key: str
     point: Point
+    actual: Point
 
 
 class Sample(NamedTuple):
@@ -162,7 +165,8 @@ class ShapeFamily:
         verified: Storages whose replays were verified at some size.
         mismatched: Storages that are recomputed at none.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
-        num_planned: Steps under derived plans.
+        beside_bytes: What is on the device beside its steps; None before that was counted.
+        num_measured: Steps under derived plans that were measured.
         num_deviations: Those of them that left their plan.
         version: Grows with what derived plans depend on.
         search_seconds: What a thorough search for a plan takes; a guess before there was one.
@@ -175,7 +179,8 @@ class ShapeFamily:
         self.verified: set[int] = set()
         self.mismatched: set[int] = set()
         self.shortfall_bytes = 0
-        self.num_planned = 0
+        self.beside_bytes: int | None = None
+        self.num_measured = 0
         self.num_deviations = 0
         self.version = 0
         self.search_seconds = _SEARCH_SECONDS
@@ -227,7 +232,7 @@ class ShapeFamily:
         if point is None:
             return None
         corner = point if is_exact else tuple(map(_rounded_up, point))
-        return Derived(_short(f"{self.name} {self._varying} {corner}"), corner)
+        return Derived(_short(f"{self.name} {self._varying} {corner}"), corner, point)
 
     @property
     def planner(self) -> FamilyPlanner:
@@ -242,14 +247,28 @@ class ShapeFamily:
         if len(self._deviations) > _MAX_REMEMBERED:
             del self._deviations[next(iter(self._deviations))]
 
-    def is_due_for_measurement(self) -> bool:
-        """Whether the coming step under a derived plan is one whose peak is counted: the first two, then one in 32."""
-        self.num_planned += 1
-        self._num_unmeasured += 1
-        is_due = self.num_planned <= _NUM_FIRST or self._num_unmeasured >= _MEASURE_EVERY
-        if is_due:
-            self._num_unmeasured = 0
-        return is_due
+    @property
+    def is_due(self) -> bool:
+        """Whether the peak of the coming step under a derived plan is to be counted: the first two, then one in 32."""
+        return self.num_measured < _NUM_FIRST or self._num_unmeasured >= _MEASURE_EVERY - 1
+
+    def begin_step(self, *, can_count: bool) -> bool:
+        """A step under a derived plan begins; whether its peak is counted.
+
+        Args:
+            can_count: Whether there is what counting starts from.
+        """
+        is_measured = self.is_due and can_count
+        self.num_measured += is_measured
+        self._num_unmeasured = 0 if is_measured else self._num_unmeasured + 1
+        return is_measured
+
+    def knows(self, point: Point) -> bool:
+        """Whether a prediction for a point is more than a guess: it is hardly beyond what was recorded."""
+        model = self.planner.model
+        known = [size for size in model.sizes if isinstance(size, tuple)]
+        largest = tuple(map(max, zip(*known, strict=True)))
+        return not model.num_inexact and all(n <= _NEAR * most for n, most in zip(point, largest, strict=True))
 
     def _fit(self) -> None:
         if self._is_fitted:
