@@ -16,6 +16,7 @@ of some thousand ops; the median over shapes.
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import statistics
 import time
@@ -95,6 +96,7 @@ def run(options: Options, progress: Progress) -> Measurements:
     for height in _HEIGHTS:
         case = f"GPT-2, {_SHORTEST} to {longest} tokens, h = {height}"
         progress.update(task, description=case)
+        gc.collect()  # the models of the case before are beside no step of this one
         rows += _changing(case, make, lengths, alone, height, advance)
     for name, goal, seconds in (
         ("GPT-2, 12 layers", _GPT2_PLANNING_GOAL, _planning_of_gpt2(device, quick=quick)),
@@ -104,6 +106,7 @@ def run(options: Options, progress: Progress) -> Measurements:
         rows.append(Row(case=case, metric="planning_seconds", value=statistics.median(seconds), goal=goal))
         rows.append(Row(case=case, metric="most_planning_seconds", value=max(seconds)))
         advance()
+    gc.collect()
     config = {
         "gpt2": {"num_layers": layers, "width": width, "batch_size": 2 if quick else 4, "num_steps": num_steps},
         "alone": {"lengths": alone},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,7 @@ def run(options: Options, progress: Progress) -> Measurements:
         raise ValueError("the suite tuner measures on the CPU: give --device cpu")
     effort, todo = (_QUICK, quick_jobs()) if options.quick else (_FULL, jobs())
     load_average = _load_average()
+    gc.collect()  # what others left behind is beside the first job's steps, and beside none of its grid
     records, failures = [], {}
     with quiet_lightning():
         for job in todo:

@@ -89,6 +89,7 @@ def derived(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plan_cache.PlanCache, "derives", True)
     gc.collect()
     yield
+    gc.collect()
     gc.unfreeze()
 
 
