@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import weakref
@@ -27,7 +28,7 @@ BEGIN = ["recording", "verifying", "measuring", "planned"]
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> None:
-    """What an earlier test left for the garbage collector is on the device, too, and would go in the midst of a step."""
+    """What an earlier test left for the garbage collector is on the device, and would go in the midst of a step."""
     gc.collect()
 
 
