@@ -151,11 +151,13 @@ def _processes() -> set[str]:
     found = {f"{child.name} ({child.pid})" for child in multiprocessing.active_children()}
     for stat in Path("/proc").glob("[0-9]*/stat"):  # Linux alone; elsewhere those of multiprocessing
         # "pid (name) state parent ...", where the name may hold spaces and brackets
-        state, _, parent = _read(stat).rpartition(")")[2].strip().partition(" ")
+        before, _, after = _read(stat).rpartition(")")
+        state, _, parent = after.strip().partition(" ")
         if state == "Z" or parent.partition(" ")[0] != str(os.getpid()):
             continue
         command = _read(stat.with_name("cmdline")).replace("\0", " ").strip()
-        if command and not any(foreign in command for foreign in FOREIGN_PROCESSES):
+        command = command or before.partition("(")[2]  # a process has no arguments for a moment after it began
+        if not any(foreign in command for foreign in FOREIGN_PROCESSES):
             found.add(f"{command[:80]} ({stat.parent.name})")
     return found
 

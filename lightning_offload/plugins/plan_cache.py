@@ -138,7 +138,9 @@ class PlanCache:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
         self.kinds.move_to_end(self.key)
         self.figures.see(shape, is_derived=kind.family is not None)
-        self.kind = self._last_of[shape.family] = kind
+        self.kind = kind
+        if self.derives:
+            self._last_of[shape.family] = kind
         if len(self.kinds) > num_before:
             self._drop_oldest()
         return kind

@@ -602,7 +602,7 @@ class PlanEntry:
         """
         assert self.graph is not None
         self.spec, self.computing_seconds, self.num_planned = device, None, 0
-        self.seen_by_op = ()
+        self.seen_by_op, self.superseded = (), None
         if given is not None:
             self.program = compile_plan(self.graph, given)
             return
