@@ -24,6 +24,7 @@ from lightning_offload.planning.planner import sparing_the_mode
 from lightning_offload.planning.problem import Problem, min_bytes, replay_cost
 from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.search import FEW_FAMILIES, Choice, Family, Order, Search, order_of, swap_rate
+from lightning_offload.planning.simulator import Simulator
 from lightning_offload.planning.step_model import Figures, StepModel
 
 _NUM_REMEMBERED = 2
@@ -90,6 +91,20 @@ class FamilyPlanner:
             return _written(request, _fastest([shortest_prefix(search, order) for order in _swaps_alone(problem)]))
 
         return sparing_the_mode(problem, made, device, budget_bytes, quiet)
+
+    def peak_bytes(self, plan: MemoryPlan, graph: StepGraph, figures: Figures, device: DeviceSpec) -> int:
+        """The peak of a step under a plan that was made for a larger one.
+
+        Args:
+            plan: The plan.
+            graph: The step at a size, as the model gives it; its ops' own figures are not read.
+            figures: What depends on its size.
+            device: Where it runs.
+        """
+        problem = self._problem.resized(graph, figures.workspace_bytes, figures.seconds)
+        codes = problem.codes({d.storage: d.action for d in plan.decisions})
+        no_memo = problem.flags(frozenset(d.storage for d in plan.decisions if not d.memo))
+        return Simulator(problem, device, plan.budget_bytes).timeline(codes, no_memo).peak_bytes
 
     def _search(self, search: Search) -> MemoryPlan:
         made = auto(search.request)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -109,6 +109,7 @@ class Hardware:
         self._refusals = self._refused_now()
         self._refused_demand: tuple[int, int] | None = None
         self._wanted: dict[str, Mapping[Tier, int]] = {}
+        self._demand: tuple[int, int] | None = None
 
     def read_budget_again(self, slack_bytes: int) -> None:
         """See how much memory there is once a step has run: kernels and libraries were loaded, memory is in pieces.
@@ -182,21 +183,33 @@ class Hardware:
         Raises:
             SpillError: The disk has no room, and only disk may be used.
         """
-        self._wanted[kind] = layout.tier_bytes
+        if self._wanted.get(kind) != layout.tier_bytes:
+            self._wanted[kind], self._demand = layout.tier_bytes, None
         try:
-            has_room = self.tiers.prepare(self._most("host"), self._most("disk"))
+            has_room = self.tiers.prepare(*self._most())
         except SpillError as error:
             self._give_disk_up(error)
             has_room = False
-        demand = (self._most("host"), self._most("disk"))
+        demand = self._most()
         if has_room or demand == self._refused_demand:
             return True
         self._refused_demand = demand
         self.version += 1
         return False
 
-    def _most(self, tier: Tier) -> int:
-        return max(wanted.get(tier, 0) for wanted in self._wanted.values())
+    def forget(self, kinds: Iterable[str]) -> None:
+        """Drop what kinds of step asked for that are gone."""
+        for kind in kinds:
+            if self._wanted.pop(kind, None) is not None:
+                self._demand = None
+
+    def _most(self) -> tuple[int, int]:
+        """Of host and disk, what any kind of step asks for."""
+        if self._demand is None:
+            wanted = self._wanted.values()
+            host_bytes = max((tiers.get("host", 0) for tiers in wanted), default=0)
+            self._demand = host_bytes, max((tiers.get("disk", 0) for tiers in wanted), default=0)
+        return self._demand
 
     def observe(self, times: Mapping[Tier, LaneTimes]) -> None:
         """Merge what a measured step showed of the links."""

@@ -266,6 +266,7 @@ class Steps:
             inputs = (*inputs, _TryingAlgorithms())
         shape, peaks = shape_of(inputs), self.peaks
         kind = self.cache.choose(shape)
+        hardware.forget(self.cache.take_dropped())
         peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
         self._num_optimizers = 0
         hardware.refresh()
@@ -313,7 +314,7 @@ class Steps:
                     ensure_plan(self.cache.key, exact, hardware, self.state, self.settings)
                 except BudgetInfeasibleError as error_of_exact:
                     family, derived = exact.family, exact.derived
-                    if family is not None and derived is not None and not family.knows(derived.actual):
+                    if family is not None and derived is not None and not family.is_sure_of(derived.actual):
                         return self.cache.record(shape)
                     raise of_shapes(error_of_exact, shape) from None
                 return exact
@@ -346,8 +347,7 @@ class Steps:
         """
         clock, device, memory = self._census_clock, hardware.device, memory_of(hardware.device)
         if not (kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
-            if kind.family is not None and kind.family.beside_bytes is not None:
-                kind.note_beside(kind.family.beside_bytes, hardware.budget_bytes)
+            kind.follow_family(hardware.budget_bytes)
             return None
         with clock:
             there: Census | None = None
@@ -363,9 +363,11 @@ class Steps:
                 beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
         if beside is not None:
             beside += self.state.buckets.expected_bytes(device)
-            kind.note_beside(beside, hardware.budget_bytes)
-            if kind.family is not None:
+            if kind.family is None:
+                kind.note_beside(beside, hardware.budget_bytes)
+            else:
                 kind.family.beside_bytes = beside
+        kind.follow_family(hardware.budget_bytes)
         return there
 
     def hardware_for(self, inputs: Any) -> Hardware:

@@ -40,19 +40,32 @@ def every_shape_recorded() -> Iterator[None]:
 
 
 MAX_BYTES = 128 << 20
-"""Most memory for graphs and plans; those of kinds of step that did not run for longest are dropped."""
+"""Most memory for graphs and plans, half of it for what families are known by; the longest unused are dropped."""
+
+_KIND_BYTES = 4096  # of one without a graph: its entry, its signature, what it touches
+
+
+def _bytes_of_graph(graph: StepGraph, *, with_ops: bool = True) -> int:
+    """What a graph takes in memory, roughly."""
+    own_ops = 300 * len(graph.ops) if with_ops else 0  # those of a derived step are its family's
+    return own_ops + 110 * (len(graph.storages) + len(graph.values) + len(graph.saves))
 
 
 def _bytes_of(kind: PlanEntry) -> int:
     """What a kind of step takes in memory, roughly."""
     if kind.graph is None:
-        return 0
-    own_ops = 0 if kind.family is not None else 300 * len(kind.graph.ops)
+        return _KIND_BYTES
+    graph = _bytes_of_graph(kind.graph, with_ops=kind.family is None or kind.timed_ops is not None)
     plan = 160 * (len(kind.program.ops) + 2 * len(kind.program.decisions)) if kind.program is not None else 0
-    return own_ops + 110 * (len(kind.graph.storages) + len(kind.graph.values) + len(kind.graph.saves)) + plan
+    return _KIND_BYTES + graph + plan
 
 
-_MAX_FAMILIES = 64
+def _bytes_of_family(family: ShapeFamily) -> int:
+    """What a family takes: the steps that it is known by, and a model and a planner of about two more."""
+    graphs = [_bytes_of_graph(sample.graph) for sample in family.samples.values()]
+    return _KIND_BYTES + sum(graphs) + 2 * max(graphs, default=0)
+
+
 _MAX_SHAPES = 1 << 16  # that are told apart
 
 
@@ -120,6 +133,7 @@ class PlanCache:
         self.num_steps = 0
         self.step_seconds: float | None = None
         self.stall_seconds = 0.0
+        self._dropped: set[str] = set()
         self._shape: StepShape | None = None
         self._last_of: dict[str, PlanEntry] = {}
 
@@ -137,6 +151,8 @@ class PlanCache:
         if kind is None:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
         self.kinds.move_to_end(self.key)
+        if shape.family in self.families:
+            self.families.move_to_end(shape.family)
         self.figures.see(shape, is_derived=kind.family is not None)
         self.kind = kind
         if self.derives:
@@ -155,11 +171,9 @@ class PlanCache:
             return None
         kind = self.kinds.get(derived.key)
         if kind is None or kind.family_version != family.version:
-            for sample in map(self.kinds.get, family.alike):
-                if sample is not None:
-                    family.verified.update(sample.verified)
-                    family.mismatched.update(sample.mismatched)
-                    family.shortfall_bytes = max(family.shortfall_bytes, sample.shortfall_bytes)
+            for signature in family.alike:
+                if (sample := self.kinds.get(signature)) is not None:
+                    family.take_over(signature, sample)
             kind = self.kinds[derived.key] = PlanEntry.derive(family, derived, self._last_of.get(shape.family))
         kind.derived, self.key = derived, derived.key
         return kind
@@ -180,26 +194,41 @@ class PlanCache:
         self.figures.num_deviations += has_deviated
         if has_deviated and shape is not None and kind.family is not None:
             kind.family.step_left_its_plan(shape.signature)
-        if shape is None or kind.graph is None or not self.derives:
+        if shape is None or kind.graph is None or kind.family is not None or not self.derives:
             return
-        if kind.family is None and self.phase in ("recording", "verifying", "measuring"):
-            self.families.setdefault(shape.family, ShapeFamily(shape.family)).learn(
-                shape.signature, shape.sizes, kind.graph, kind.recorded_gradient_bytes
-            )
-            self.families.move_to_end(shape.family)
-            while len(self.families) > _MAX_FAMILIES:
-                name, _ = self.families.popitem(last=False)
-                self._last_of.pop(name, None)
+        if self.phase in ("recording", "verifying", "measuring"):
+            family = self.families.setdefault(shape.family, ShapeFamily(shape.family))
+            family.learn(shape.signature, shape.sizes, kind.graph, kind.recorded_gradient_bytes)
+            self._drop_families()
+        elif (known := self.families.get(shape.family)) is not None:
+            known.take_over(shape.signature, kind)
+
+    def _drop_families(self) -> None:
+        """Drop what no step was of for longest where families take too much."""
+        sizes = {name: _bytes_of_family(family) for name, family in self.families.items()}
+        excess = sum(sizes.values()) - MAX_BYTES // 2
+        for name in list(self.families)[:-1]:
+            if excess <= 0:
+                break
+            excess -= sizes[name]
+            del self.families[name]
+            self._last_of.pop(name, None)
 
     def _drop_oldest(self) -> None:
         """Drop what has not run for longest where there is too much."""
         sizes = {key: _bytes_of(kind) for key, kind in self.kinds.items()}
-        excess = sum(sizes.values()) - MAX_BYTES
+        excess = sum(sizes.values()) - MAX_BYTES // 2
         for key in list(self.kinds):
             if excess <= 0 or key == self.key:
                 break
             excess -= sizes[key]
             del self.kinds[key]
+            self._dropped.add(key)
+
+    def take_dropped(self) -> set[str]:
+        """Keys of the kinds that were dropped since this was asked last."""
+        dropped, self._dropped = self._dropped, set()
+        return dropped
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded kinds of step that have a plan, and what families are known by, as JSON-able data."""
@@ -265,6 +294,7 @@ class PlanCache:
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the kinds whose signatures are not among those to keep."""
+        self._dropped.update(self.kinds.keys() - set(keep))
         self.kinds = OrderedDict((key, kind) for key, kind in self.kinds.items() if key in keep)
         for family in self.families.values():
             for signature in list(family.samples):

@@ -36,6 +36,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import Op, StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.planner import Make, beside, plan_with_margin
+from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import Figures
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.replanning import compute_factor, links_were_wrong, with_unforeseen
@@ -323,6 +324,26 @@ class PlanEntry:
         given = (size for size, storage in zip(sizes, self.graph.storages, strict=True) if storage.is_persistent)
         return sum(map(self.graph.taken_bytes, given)) - self.recorded_gradient_bytes
 
+    def follow_family(self, budget_bytes: int | None) -> None:
+        """Count what steps of the family showed: plan anew where the plan in force has no room for it.
+
+        Args:
+            budget_bytes: The budget.
+        """
+        family = self.family
+        if family is None:
+            return
+        if family.beside_bytes is not None:
+            self.note_beside(family.beside_bytes, budget_bytes)
+        more_bytes = family.shortfall_bytes - self.shortfall_bytes
+        if self.program is None or self.plan is None or more_bytes <= 0:
+            return
+        if budget_bytes is None or self.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
+            self.shortfall_bytes = family.shortfall_bytes
+            self.program = dataclasses.replace(self.program, plan=beside(self.plan, more_bytes))
+        else:
+            self.program = None
+
     def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
         """Count what is on the device beside the step: plan anew where the plan in force has no room for it.
 
@@ -485,8 +506,22 @@ class PlanEntry:
         assert self.plan is not None
         if self.measured_peak_bytes is None:
             return 0
-        foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
+        if self.derived is not None and self.derived.actual != self.derived.point:
+            foreseen = self._foreseen_at(self.derived.actual)
+        else:
+            foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
         return max(0, self.measured_peak_bytes - foreseen)
+
+    def _foreseen_at(self, point: Point) -> int:
+        """The predicted peak of the last step, which was smaller than what the plan is for, without a margin."""
+        assert self.graph is not None
+        assert self.plan is not None
+        assert self.planner is not None
+        assert self.spec is not None
+        figures = self.planner.model.figures_at(point)
+        given = {name: getattr(self.graph, name) for name in ("extra_bytes", "old_gradient_bytes", "accumulated_bytes")}
+        graph = dataclasses.replace(self.planner.model.sized(figures), **given)
+        return self.planner.peak_bytes(self.plan, graph, figures, self.spec)
 
     def _take_over_unforeseen(self, bytes_by_op: Sequence[int]) -> None:
         """Note by how much a measured peak exceeded what was predicted, and where memory is that the graph lacks."""
@@ -511,6 +546,8 @@ class PlanEntry:
             bytes_by_op: The peak between the op before and each; empty where that was not counted.
         """
         measured = self.measured_peak_bytes
+        if self.family is not None and self.plan is not None:  # others of it may be closer to the budget
+            self.family.shortfall_bytes = max(self.family.shortfall_bytes, self._unforeseen_bytes)
         if budget_bytes is None or measured is None or measured <= budget_bytes:
             return
         if self.plan is None:

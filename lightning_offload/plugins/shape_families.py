@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did
 _MEASURE_EVERY = 32
 _NUM_FIRST = 2  # steps that are measured
-_NEAR = 1.25  # times the largest that was recorded
+_NEAR = 2  # times the largest that was recorded
 _SEARCH_SECONDS = 1.0
 _GRAIN = 8  # corners between one power of two and the next
 
@@ -55,16 +55,13 @@ class StepShape(NamedTuple):
         signature: Of the shapes and types of its inputs, and of autocast.
         family: The same without sizes.
         shapes: The shapes of the tensors among its inputs.
+        sizes: All numbers that may vary in these, one after another; of slices the strides, too.
     """
 
     signature: str
     family: str
     shapes: tuple[Sizes, ...]
-
-    @property
-    def sizes(self) -> Sizes:
-        """All sizes, one after another."""
-        return tuple(itertools.chain.from_iterable(self.shapes))
+    sizes: Sizes
 
 
 def shape_of(inputs: Any) -> StepShape:
@@ -84,7 +81,8 @@ def shape_of(inputs: Any) -> StepShape:
     rows = [_describe(leaf) for leaf in leaves]
     exact = "\n".join([str(spec), *(row[0] for row in rows), *modes])
     alike = "\n".join([str(spec), *(row[1] for row in rows), *modes])
-    return StepShape(_short(exact), _short(alike), tuple(row[2] for row in rows if row[2]))
+    shapes = tuple(tuple(leaf.shape) for leaf, row in zip(leaves, rows, strict=True) if row[2])
+    return StepShape(_short(exact), _short(alike), shapes, tuple(itertools.chain.from_iterable(row[2] for row in rows)))
 
 
 def of_shapes(error: BudgetInfeasibleError, shape: StepShape) -> BudgetInfeasibleError:
@@ -122,11 +120,15 @@ def _describe(leaf: Any) -> tuple[str, str, Sizes]:
         return text, text, ()
     shape, strides = tuple(leaf.shape), leaf.stride()
     text = f"{leaf.dtype} {shape} {strides} {leaf.device.type} {leaf.requires_grad}"
-    layout = "contiguous" if leaf.is_contiguous() else f"{shape} {strides}"
-    if len(shape) in (4, 5) and layout != "contiguous":
-        last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-        layout = "channels last" if leaf.is_contiguous(memory_format=last) else layout
-    return text, f"{leaf.dtype} {len(shape)} {layout} {leaf.device.type} {leaf.requires_grad}", shape
+    layout, sizes = "contiguous", shape
+    if not leaf.is_contiguous():
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
+        if last is not None and leaf.is_contiguous(memory_format=last):
+            layout = "channels last"
+        else:  # a slice: how far apart its rows lie is one more size
+            layout = f"{sorted(range(len(shape)), key=lambda i: (strides[i], i))} apart"
+            sizes = (*shape, *strides)
+    return text, f"{leaf.dtype} {len(shape)} {layout} {leaf.device.type} {leaf.requires_grad}", sizes
 
 
 class Derived(NamedTuple):
@@ -157,6 +159,14 @@ class Sample(NamedTuple):
     gradient_bytes: int
 
 
+class Known(Protocol):
+    """What steps of a recorded kind showed; cf. :class:`ShapeFamily`."""
+
+    verified: set[int]
+    mismatched: set[int]
+    shortfall_bytes: int
+
+
 class ShapeFamily:
     """Kinds of step that differ in nothing but sizes.
 
@@ -166,8 +176,9 @@ class ShapeFamily:
         mismatched: Storages that are recomputed at none.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
         beside_bytes: What is on the device beside its steps; None before that was counted.
-        num_measured: Steps under derived plans that were measured.
-        num_deviations: Those of them that left their plan.
+        num_planned: Steps under derived plans.
+        num_measured: Those of them that were measured.
+        num_deviations: Those that left their plan.
         version: Grows with what derived plans depend on.
         search_seconds: What a thorough search for a plan takes; a guess before there was one.
         samples: The recorded steps that it is known by, by the signatures of their kinds.
@@ -180,6 +191,7 @@ class ShapeFamily:
         self.mismatched: set[int] = set()
         self.shortfall_bytes = 0
         self.beside_bytes: int | None = None
+        self.num_planned = 0
         self.num_measured = 0
         self.num_deviations = 0
         self.version = 0
@@ -192,6 +204,7 @@ class ShapeFamily:
         self._is_fitted = True
         self._deviations: dict[str, int] = {}
         self._num_unmeasured = 0
+        self._wary_until = 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -216,6 +229,13 @@ class ShapeFamily:
         """Drop a recorded step."""
         if self.samples.pop(signature, None) is not None:
             self._is_fitted = False
+
+    def take_over(self, signature: str, kind: Known) -> None:
+        """Learn what planned steps of a recorded kind showed, if it is one that the model has the structure of."""
+        if signature in self.alike:
+            self.verified.update(kind.verified)
+            self.mismatched.update(kind.mismatched)
+            self.shortfall_bytes = max(self.shortfall_bytes, kind.shortfall_bytes)
 
     def find(self, sizes: Sizes, *, signature: str = "", is_exact: bool = False) -> Derived | None:
         """How a step at sizes that were not recorded is planned; None where nothing predicts it.
@@ -243,9 +263,15 @@ class ShapeFamily:
     def step_left_its_plan(self, signature: str) -> None:
         """Note that a step of this shape did: where they do again, they are recorded."""
         self.num_deviations += 1
+        self._wary_until = self.num_planned + self.num_deviations * _MEASURE_EVERY
         self._deviations[signature] = self._deviations.pop(signature, 0) + 1
         if len(self._deviations) > _MAX_REMEMBERED:
             del self._deviations[next(iter(self._deviations))]
+
+    @property
+    def is_wary(self) -> bool:
+        """Whether steps lately left their plans, so that the coming one may, too: the longer the more often."""
+        return self.num_planned < self._wary_until
 
     @property
     def is_due(self) -> bool:
@@ -258,13 +284,16 @@ class ShapeFamily:
         Args:
             can_count: Whether there is what counting starts from.
         """
+        self.num_planned += 1
         is_measured = self.is_due and can_count
         self.num_measured += is_measured
         self._num_unmeasured = 0 if is_measured else self._num_unmeasured + 1
         return is_measured
 
-    def knows(self, point: Point) -> bool:
-        """Whether a prediction for a point is more than a guess: it is hardly beyond what was recorded."""
+    def is_sure_of(self, point: Point) -> bool:
+        """Whether a prediction is no guess: none was seen to be off, and the point is hardly beyond the rest."""
+        if self.shortfall_bytes:
+            return False
         model = self.planner.model
         known = [size for size in model.sizes if isinstance(size, tuple)]
         largest = tuple(map(max, zip(*known, strict=True)))

@@ -270,7 +270,7 @@ def start_run(
     observers: list[StepObserver] = [o for o in (counter, times) if o is not None]
     executor: Executor
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
-    has_deviated = kind.num_deviations or (kind.family is not None and kind.family.num_deviations)
+    has_deviated = kind.num_deviations or (kind.family is not None and kind.family.is_wary)
     is_light = not observers and kind.phase == "planned" and not has_deviated
     if program is not None and program.is_keep_all and is_light:
         executor, is_watched = KeepingExecutor(program, packs=not kind.sheds_hooks()), False
