@@ -278,7 +278,9 @@ class Steps:
         kind.note_gradients(sum(gradients.values()), 0)
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
-            kind = self._plan(kind, shape, hardware)
+            chosen, kind = kind, self._plan(kind, shape, hardware)
+        if kind is not chosen and kind.phase == "recording":
+            there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         device, verify = hardware.device, self.settings.verify
         if kind.runs_plainly(hardware.budget_bytes, device):
             self._begin_plainly(kind, hardware)

@@ -121,7 +121,7 @@ class PlanCache:
         stall_seconds: The part of it in which compute waited for copies.
     """
 
-    derives = False
+    derives = True
 
     def __init__(self) -> None:
         self.kinds: OrderedDict[str, PlanEntry] = OrderedDict()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -272,17 +273,17 @@ def start_run(
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
     has_deviated = kind.num_deviations or (kind.family is not None and kind.family.is_wary)
     is_light = not observers and kind.phase == "planned" and not has_deviated
+    make = functools.partial(StepExecutor, device=device, tiers=tiers, verifier=verifier, persistent=persistent)
     if program is not None and program.is_keep_all and is_light:
-        executor, is_watched = KeepingExecutor(program, packs=not kind.sheds_hooks()), False
+        has_budget = program.plan.budget_bytes is not None
+        make_rest = functools.partial(make, program=program, observer=None, sees_ops=False) if has_budget else None
+        executor = KeepingExecutor(program, packs=not kind.sheds_hooks(), make_rest=make_rest)
+        is_watched = False
     else:
-        executor = StepExecutor(
-            device=device,
-            tiers=tiers,
+        executor = make(
             program=program if kind.phase not in ("recording", "unplanned") else None,
             observer=observe_all(tuple(observers)),
-            verifier=verifier,
             sees_ops=program is None or program.needs_ops or kind.takes_data or not is_light,
-            persistent=persistent,
         )
     if is_watched:
         tiers.take_times()  # forget what went before

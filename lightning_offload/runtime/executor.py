@@ -18,7 +18,8 @@ backward alone is refused where that would need what has left the device.
 
 A step that keeps everything has a :class:`KeepingExecutor` of its own: hooks that cost little, and no dispatch mode.
 All that is left to do is autograd's version check, which hooks switch off, and to notice a step whose structure is not
-the one that was planned. Where steps were alike so far, the number of autograd nodes tells that, without hooks.
+the one that was planned: where there is a budget, what that saves from then on leaves the device. Where steps were
+alike so far, the number of autograd nodes tells that, without hooks.
 """
 
 from __future__ import annotations
@@ -242,6 +243,19 @@ class StepExecutor:
                 if not is_seen:
                     self._writes.before_change(storage)
             if not self.sees_ops:
+                self._keep_from_now_on(storage)
+
+    def begin_late(self, how: str, exposed: Iterable[weakref.ref[torch.UntypedStorage]]) -> None:
+        """Take over a step that has left its program, of which nothing was seen so far.
+
+        Args:
+            how: How it did.
+            exposed: Storages that may be written unseen.
+        """
+        assert not self.sees_ops
+        self.deviation = how
+        for storage in (reference() for reference in exposed):
+            if storage is not None:
                 self._keep_from_now_on(storage)
 
     def _keep_from_now_on(self, storage: torch.UntypedStorage) -> None:
@@ -555,26 +569,32 @@ class KeepingExecutor:
     Args:
         program: What was planned.
         packs: Whether saved tensors come by.
+        make_rest: Makes what executes the rest of a step that leaves its program; None where all may stay.
 
     Attributes:
         packs: Whether saved tensors come by.
+        hears_of_data: Whether it must know what the program's code has got past the version counters of.
         num_nodes: Autograd nodes made in the step by the thread that began it; None while it is open.
     """
 
     is_recomputing = False
     sees_ops = False
-    hears_of_data = False
     watches_backward = False
     sees_user_code = False
     unforeseen_bytes = 0
     has_settled = False
-    stall_seconds = 0.0
     observer: StepObserver | None = None
     decisions: dict[int, Decision]
 
-    def __init__(self, program: Program, *, packs: bool = True) -> None:
+    def __init__(
+        self, program: Program, *, packs: bool = True, make_rest: Callable[[], StepExecutor] | None = None
+    ) -> None:
         self.program = program
         self.packs = packs
+        self.hears_of_data = packs and make_rest is not None
+        self._make_rest = make_rest
+        self._rest: StepExecutor | None = None
+        self._exposed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.num_nodes: int | None = None
         self._first_node = _next_node()
         self.decisions = {}
@@ -590,6 +610,11 @@ class KeepingExecutor:
         """Whether the step's structure left the program."""
         return bool(self.deviation)
 
+    @property
+    def stall_seconds(self) -> float:
+        """Time that compute waited for copies."""
+        return self._rest.stall_seconds if self._rest is not None else 0.0
+
     def backward_begins(self) -> None:
         """Tell who wants to know, once."""
         on_backward, self.on_backward = self.on_backward, None
@@ -599,10 +624,12 @@ class KeepingExecutor:
     @property
     def is_spent(self) -> bool:
         """Whether the step is closed and autograd has dropped all that it saved."""
-        return self._unread() is None
+        return self._unread() is None and (self._rest is None or self._rest.is_spent)
 
-    def pack(self, tensor: Tensor) -> _Packed:
+    def pack(self, tensor: Tensor) -> _Packed | Handle:
         """Take a tensor that autograd saves; never held itself, cf. :mod:`~lightning_offload.runtime.values`."""
+        if self._rest is not None:
+            return self._rest.pack(tensor)
         index = self._num_packs
         self._num_packs = index + 1
         tensor, plain = as_saved(tensor)
@@ -611,9 +638,13 @@ class KeepingExecutor:
             if not self.program.expects(index, num_bytes):
                 planned = f"{expected[index]} were" if index < len(expected) else "nothing was"
                 self.deviation = f"saved tensor {index} has {num_bytes} bytes where {planned} expected"
+                if self._make_rest is not None:
+                    self._rest = self._make_rest()
+                    self._rest.begin_late(self.deviation, self._exposed.values())
+                    return self._rest.pack(tensor)
         return tensor, tensor._version, self._lease
 
-    def unpack(self, packed: _Packed) -> Tensor:
+    def unpack(self, packed: _Packed | Handle) -> Tensor:
         """Give a saved tensor back.
 
         Raises:
@@ -622,6 +653,9 @@ class KeepingExecutor:
         if not self.num_unpacks:
             self.backward_begins()
         self.num_unpacks += 1
+        if isinstance(packed, Handle):
+            assert self._rest is not None
+            return self._rest.unpack(packed)
         tensor, version, _ = packed
         if tensor._version != version:
             raise_modified(tensor, tensor.shape, version)
@@ -631,15 +665,23 @@ class KeepingExecutor:
         """End the part of the step in which tensors are saved."""
         if self._lease is not None:
             self._lease, self.num_nodes = None, _next_node() - self._first_node
+        if self._rest is not None:
+            self._rest.close()
 
     def made(self, tensors: list[Tensor]) -> None:
         """Nobody is notified of what autograd makes."""
 
     def exposes(self, storage: torch.UntypedStorage) -> None:
-        """Nothing leaves its memory."""
+        """Remember what may be written unseen: if the step leaves its program, that must not leave its memory."""
+        if self._rest is not None:
+            self._rest.exposes(storage)
+        else:
+            self._exposed[storage._cdata] = weakref.ref(storage)
 
     def resizes(self, storage: torch.UntypedStorage) -> None:
-        """Nothing leaves its memory."""
+        """Nothing has left its memory, unless the step has left its program."""
+        if self._rest is not None:
+            self._rest.resizes(storage)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program."""

@@ -35,6 +35,7 @@ would read it raises ``StaleInputError``; one that goes by raw memory from a C++
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -436,6 +437,57 @@ def _resize(storage: torch.UntypedStorage, size: int) -> Any:
     return _plain_resize(storage, size)
 
 
+_NN: Any = torch._C._nn
+
+
+def _with_noise_told_of(plain: Any) -> Callable[..., Tensor]:
+    """Stands in for `rrelu_with_noise`, which writes its noise after autograd has saved it, and no counter counts that.
+
+    Of all operators it alone does so; see the schemas that mark an argument as written which is not the first.
+    """
+
+    @functools.wraps(plain)
+    def rrelu_with_noise(input: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _hearers and not bypass_mode.depth:
+            _tell_of(noise)
+        out: Tensor = plain(input, noise, *args, **kwargs)
+        return out
+
+    return rrelu_with_noise
+
+
+def _with_own_noise(plain: Any, with_noise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Stands in for `rrelu`: with noise made where it can be told of, as the operator makes it."""
+
+    @functools.wraps(plain)
+    def rrelu(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if _hearers and not bypass_mode.depth and isinstance(input, Tensor):
+            noise = torch.empty_like(input, memory_format=torch.contiguous_format)
+            return with_noise(input, noise, *args, **kwargs)
+        out: Tensor = plain(input, *args, **kwargs)
+        return out
+
+    return rrelu
+
+
+_PLAIN_RRELU: dict[tuple[Any, str], Any] = {
+    (_NN, "rrelu_with_noise"): _NN.rrelu_with_noise,
+    (_NN, "rrelu_with_noise_"): _NN.rrelu_with_noise_,
+    (torch, "rrelu"): torch.rrelu,
+    (torch, "rrelu_"): torch.rrelu_,
+    (torch.nn.functional, "rrelu_"): torch.nn.functional.rrelu_,
+}
+_with_noise = _with_noise_told_of(_NN.rrelu_with_noise)
+_with_noise_ = _with_noise_told_of(_NN.rrelu_with_noise_)
+_HEARD_RRELU: dict[tuple[Any, str], Any] = {
+    (_NN, "rrelu_with_noise"): _with_noise,
+    (_NN, "rrelu_with_noise_"): _with_noise_,
+    (torch, "rrelu"): _with_own_noise(torch.rrelu, _with_noise),
+    (torch, "rrelu_"): _with_own_noise(torch.rrelu_, _with_noise_),
+    (torch.nn.functional, "rrelu_"): _with_own_noise(torch.nn.functional.rrelu_, _with_noise_),
+}
+
+
 _heard_data = property(_get_data, plain_data.__set__, doc=plain_data.__doc__)
 
 
@@ -443,8 +495,9 @@ def listen() -> Callable[[], None]:
     """Have executors hear of ``Tensor.data`` and its like while their steps are open, in autograd's threads as well.
 
     By it, by ``Tensor.set_`` and by taking a version back Python gets to a tensor's memory, or to what was written
-    there, past the version counter: such writes are seen by a dispatch mode alone. Executors hear of
-    ``UntypedStorage.resize_`` as well, by which sharded parameters come and go, and of which nobody else tells.
+    there, past the version counter: such writes are seen by a dispatch mode alone. So are those into the noise of
+    ``rrelu``, which autograd has saved before. Executors hear of ``UntypedStorage.resize_`` as well, by which sharded
+    parameters come and go, and of which nobody else tells.
 
     Not for each step anew: what Python caches of a type's attributes starts afresh whenever one changes.
 
@@ -459,6 +512,8 @@ def listen() -> Callable[[], None]:
             Tensor.set_ = _set  # type: ignore[assignment]
             torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
             torch._C._autograd._unsafe_set_version_counter = _set_version  # type: ignore[assignment]
+            for (owner, name), function in _HEARD_RRELU.items():
+                setattr(owner, name, function)
     return _end_listening
 
 
@@ -471,6 +526,8 @@ def _end_listening() -> None:
             del Tensor.set_
             torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]
             torch._C._autograd._unsafe_set_version_counter = plain_set_version
+            for (owner, name), function in _PLAIN_RRELU.items():
+                setattr(owner, name, function)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
+import functools
 import random
 import re
 import warnings
@@ -13,27 +16,32 @@ import torch
 from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem
+from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
+from lightning_offload.runtime.hooks import executing, listen
+from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.program import Program as Compiled
 from lightning_offload.runtime.program import compile_plan
+from lightning_offload.runtime.tiers import Tiers
 from tests.capture.recording import record
 from tests.fuzz.programs import SIDE, Machine, Net
 from tests.fuzz.running import Program, decide
-from tests.runtime.executing import plan_of, under
+from tests.runtime.executing import CPU, plan_of, under
+from tests.runtime.inline import inline_lanes
 
 NUM_CHUNKS = 10
 SEEDS_PER_CHUNK = 15
 
 
-def _step(program: Program, net: Net) -> None:
+def _step(program: Program, net: Net, *, sneaks: bool = False) -> None:
     torch.manual_seed(program.seed)
     batch = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(program.seed))
-    Machine(net, str(program.seed), program.writes).run(batch, program.num_instructions).backward()
+    Machine(net, str(program.seed), program.writes, sneaks=sneaks).run(batch, program.num_instructions).backward()
 
 
-def _outcome(program: Program, net: Net) -> list[bytes | None] | str:
+def _outcome(program: Program, net: Net, *, sneaks: bool = False) -> list[bytes | None] | str:
     """Gradients, parameters, buffers and the generator's state after a step, or the kind of error that it ends in."""
     try:
-        _step(program, net)
+        _step(program, net, sneaks=sneaks)
     except RuntimeError as error:
         return "written in place" if re.search("modified .*in-?place", str(error)) else str(error)[:60]
     gradients = [parameter.grad for parameter in net.parameters()]
@@ -78,3 +86,37 @@ def _check(seed: int) -> None:
     assert ran.verifier is None or not ran.verifier.mismatched, program
     ran.pool.collect()
     assert ran.pool.used_bytes == 0, program
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_the_rest_of_a_step_that_was_to_keep_everything_is_exact(chunk: int) -> None:
+    """A step that goes on where its plan ends: what it saves from then on leaves the device, also if written unseen."""
+    num_left = sum(_has_left(seed) for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK))
+    assert num_left > SEEDS_PER_CHUNK // 4
+
+
+def _has_left(seed: int) -> bool:
+    """Whether a step left a plan for its first half, and tensors the device."""
+    whole = Program.of(seed)
+    begun = dataclasses.replace(whole, num_instructions=whole.num_instructions // 2)
+    torch.manual_seed(seed)
+    start, pool = Net(), HostPool()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nets = [copy.deepcopy(start) for _ in range(3)]
+        expected = _outcome(whole, start, sneaks=True)
+        if isinstance(expected, str) or isinstance(_outcome(begun, nets[0]), str):
+            return False
+        program = compile_plan(graph := record(lambda: _step(begun, nets[1])), plan_of(graph))
+        tiers = Tiers(inline_lanes(), pool)
+        make = functools.partial(
+            StepExecutor, device=CPU, tiers=tiers, program=program, observer=None, verifier=None, sees_ops=False
+        )
+        executor = KeepingExecutor(program, make_rest=make)
+        with contextlib.ExitStack() as stack:
+            stack.callback(listen())
+            stack.enter_context(executing(executor))
+            assert _outcome(whole, nets[2], sneaks=True) == expected, whole
+    pool.collect()
+    assert pool.used_bytes == 0, whole
+    return pool.peak_bytes > 0

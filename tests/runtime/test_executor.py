@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_offload.errors import StaleInputError
 from lightning_offload.graph import Decision
 from lightning_offload.runtime.cpu_lanes import CpuLanes
-from lightning_offload.runtime.executor import KeepingExecutor
+from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.tensors.observer import StepObserver
 from tests.capture.recording import record
 from tests.runtime.executing import (
+    CPU,
     compiled,
     executor_for,
     gradients,
@@ -31,6 +36,7 @@ from tests.runtime.executing import (
     saved_storages,
     under,
 )
+from tests.runtime.inline import inline_lanes
 
 
 def leaf() -> Tensor:
@@ -383,6 +389,77 @@ def test_another_structure_is_noticed(change: str) -> None:
         other().backward()
     assert executor.has_deviated
     assert gradients((x,)) == plain(other, x)[:1]
+
+
+@pytest.mark.parametrize("is_exposed", [False, True])
+def test_what_another_structure_saves_leaves_the_device(is_exposed: bool) -> None:
+    """From where it left its plan on, but what may be written unseen; and is exact."""
+    x = short_vector()
+
+    def other() -> Tensor:
+        y = step(x)
+        z = (x * 3.0).cos()
+        if is_exposed:
+            data = z.data
+            w = z.exp() + z.sin()
+            data.mul_(0.5)
+        else:
+            w = z.exp() + z.sin()
+        return y + w.sum()
+
+    expected = plain(other, x)[:1]
+    pool, program = HostPool(), compiled(lambda: step(x), "keep")
+    x.grad = None
+    make = functools.partial(
+        StepExecutor, device=CPU, tiers=Tiers(inline_lanes(), pool), program=program, observer=None, verifier=None,
+        sees_ops=False,
+    )  # fmt: skip
+    executor = KeepingExecutor(program, make_rest=make)
+    with executing(executor):
+        loss = other()
+        assert executor.has_deviated
+        assert pool.used_bytes >= 2 * x.nbytes
+        loss.backward()
+    assert gradients((x,)) == expected
+    assert executor.is_spent
+    pool.collect()
+    assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["rrelu", "rrelu_"])
+@pytest.mark.parametrize("owner", [F, torch, torch._C._nn, nn])
+def test_noise_that_is_written_once_it_was_saved_stays(owner: Any, name: str) -> None:
+    """Where it is saved in place of what was to leave the device, in a step that sees no ops."""
+    x = short_vector()
+    constant = torch.linspace(0.0, 1.0, 300)
+
+    def planned_step() -> Tensor:
+        return ((constant * 1.0) * (x * 2.0)).exp().sum()
+
+    def other() -> Tensor:
+        y = x * 2.0
+        if owner is nn:
+            return nn.RReLU(inplace=name == "rrelu_")(y).sum()
+        if owner is torch._C._nn:
+            with_noise: Tensor = getattr(owner, name.replace("lu", "lu_with_noise"))(
+                y, torch.empty_like(y), 0.1, 0.3, True
+            )
+            return with_noise.sum()
+        found: Tensor = getattr(owner, name)(y, training=True)
+        return found.sum()
+
+    expected = plain(other, x)[:1]
+    program = compiled(planned_step, "swap")
+    x.grad = None
+    executor = StepExecutor(
+        device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None, verifier=None,
+        sees_ops=False,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    with executing(executor):
+        other().backward()
+    assert gradients((x,)) == expected
+    assert not any(hasattr(function, "__wrapped__") for function in (torch.rrelu, torch.rrelu_, F.rrelu_))
 
 
 def test_backward_is_announced_once() -> None:
