@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.graph.step_graph import StepGraph, by_structure
 
 
 class HookPoint(NamedTuple):
@@ -19,6 +19,7 @@ class HookPoint(NamedTuple):
     ordinal: int
 
 
+@by_structure
 def hooks_before_ops(graph: StepGraph) -> tuple[HookPoint | None, ...]:
     """By op: the last hook between the op before it and itself; None where there is none.
 

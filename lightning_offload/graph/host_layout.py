@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
-from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.graph.step_graph import StepGraph, by_structure
 
 ALIGNMENT = 4096
 """Bytes; direct access to a disk needs it, and memory comes in such pages."""
@@ -85,6 +85,12 @@ class LiveRanges:
         return self._graph.storages[storage].is_persistent and self._last[storage] == value
 
 
+@by_structure
+def live_ranges(graph: StepGraph) -> LiveRanges:
+    """The stays of a graph; of its storages they depend on which are persistent, as the structure does."""
+    return LiveRanges(graph)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Offsets and sizes of a plan's tiers.
@@ -109,7 +115,7 @@ class Stay:
 
 def plan_layout(graph: StepGraph, plan: MemoryPlan) -> Layout:
     """Lay out what a plan swaps."""
-    stays = LiveRanges(graph)
+    stays = live_ranges(graph)
     ends = stays.ends(d.storage for d in plan.decisions if d.action == "recompute")
     offsets: dict[int, int] = {}
     tier_bytes: dict[Tier, int] = {}

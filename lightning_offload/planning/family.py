@@ -5,7 +5,7 @@ saves. What does not depend on sizes is worked out once, for the largest step th
 leave the device, what replays read, in which order things happen. Where a plan was searched for thoroughly at one size,
 what leaves the device there is what leaves it first at another: the shortest prefix that fits is taken, the cheapest
 bytes first, and where all of it is not enough, of what is left. The same is tried with the orders of prices
-(:func:`~.search.order_of`) that were the best at other sizes.
+(:func:`~.search.order_of`) that was the best at a size that exceeded the budget by as much.
 
 Shortfalls: no search by small changes and no relaxation, so a plan costs somewhat more than one that took a second, and
 its lower bound is the plain step's duration. Policies other than "auto" plan as they always do.
@@ -14,7 +14,8 @@ its lower bound is the plain step's duration. Policies other than "auto" plan as
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
@@ -27,6 +28,7 @@ from lightning_offload.planning.search import FEW_FAMILIES, Choice, Family, Orde
 from lightning_offload.planning.simulator import Simulator
 from lightning_offload.planning.step_model import Figures, StepModel
 
+_T = TypeVar("_T")
 _NUM_REMEMBERED = 2
 _SMALLER = 4  # times smaller than where a choice is worth it: at other sizes it may be
 
@@ -47,7 +49,8 @@ class FamilyPlanner:
         self._keep = keep
         self._keeping: FamilyPlanner | None = None
         self._problem = Problem(model.structure, keep, max(1, min_bytes(model.structure) // _SMALLER))
-        self._best: tuple[Family, ...] = ()
+        self._best: dict[int, Family | None] = {}
+        self._best_quiet: dict[int, int | None] = {}
         self._thorough: OrderedDict[_Leaving, None] = OrderedDict()
 
     def keeping(self, keep: frozenset[int]) -> FamilyPlanner:
@@ -87,10 +90,22 @@ class FamilyPlanner:
         search = Search(request)
         made = self._search(search) if is_thorough else self._hasten(search)
 
-        def quiet() -> MemoryPlan | None:
-            return _written(request, _fastest([shortest_prefix(search, order) for order in _swaps_alone(problem)]))
+        place = _excess(request)
+        is_new, known = _nearby(self._best_quiet, place)
+        tried = (0, 1) if is_new else () if known is None else (known,)
+        choices: dict[int, Choice] = {}
 
-        return sparing_the_mode(problem, made, device, budget_bytes, quiet)
+        def quiet() -> MemoryPlan | None:
+            orders = _swaps_alone(problem)
+            found = {i: shortest_prefix(search, orders[i]) for i in tried}
+            choices.update((i, choice) for i, choice in found.items() if choice is not None)
+            return _written(request, min(choices.values(), key=lambda choice: choice.seconds, default=None))
+
+        spared = sparing_the_mode(problem, made, device, budget_bytes, quiet) if tried else made
+        if choices and is_new:
+            fastest = min(choices, key=lambda i: choices[i].seconds)
+            self._best_quiet[place] = fastest if spared is not made else None
+        return spared
 
     def peak_bytes(self, plan: MemoryPlan, graph: StepGraph, figures: Figures, device: DeviceSpec) -> int:
         """The peak of a step under a plan that was made for a larger one.
@@ -123,21 +138,39 @@ class FamilyPlanner:
         search.try_(problem.codes(request.floor_actions))
         for leaving in self._thorough:
             search.try_(problem.codes(dict(leaving.actions)), problem.flags(leaving.no_memo))
-        if not any(shortest_prefix(search, order_of(request, family)) for family in self._best):
-            self._try_all(search)
-        if self._best:
-            rest = order_of(request, self._best[0])
+        place = _excess(request)
+        is_new, best = _nearby(self._best, place)
+        order = order_of(request, best) if best is not None else []
+        if is_new or (best is not None and not shortest_prefix(search, order)):
+            best = self._best[place] = self._try_all(search)
+            order = order_of(request, best) if best is not None else []
+        if best is not None:
             for leaving in self._thorough:
-                shortest_prefix(search, _leaving_first(request, leaving, rest))
+                shortest_prefix(search, _leaving_first(request, leaving, order))
         made = _written(request, search.best)
         if made is None:  # each copy is waited for
             return build_plan(request, "auto", request.floor_actions, request.floor)
         return made
 
-    def _try_all(self, search: Search) -> None:
+    @staticmethod
+    def _try_all(search: Search) -> Family | None:
         found = {family: shortest_prefix(search, order_of(search.request, family)) for family in FEW_FAMILIES}
         fitting = {family: choice.seconds for family, choice in found.items() if choice is not None}
-        self._best = tuple(sorted(fitting, key=lambda family: fitting[family])[:_NUM_REMEMBERED])
+        return min(fitting, key=lambda family: fitting[family], default=None)
+
+
+def _excess(request: PlanRequest) -> int:
+    """By how much a step is too large, in eighths of what it needs plainly: what is best there is so nearby."""
+    assert request.budget_bytes is not None
+    plain = request.plain.peak_bytes
+    return -(-8 * (plain - request.budget_bytes) // max(1, plain))
+
+
+def _nearby(known: Mapping[int, _T | None], place: int) -> tuple[bool, _T | None]:
+    """Whether nothing is known yet, and what is known of the place nearest to this one."""
+    if not known:
+        return True, None
+    return False, known[min(known, key=lambda other: abs(other - place))]
 
 
 class _Leaving(NamedTuple):
@@ -160,10 +193,6 @@ def _leaving_first(request: PlanRequest, leaving: _Leaving, rest: Order) -> Orde
     first = sorted(leaving.actions, key=lambda pair: (price(*pair), pair[0]))
     known = {storage for storage, _ in first}
     return [*first, *((storage, action) for storage, action in rest if storage not in known)]
-
-
-def _fastest(found: list[Choice | None]) -> Choice | None:
-    return min((choice for choice in found if choice is not None), key=lambda choice: choice.seconds, default=None)
 
 
 def _written(request: PlanRequest, choice: Choice | None) -> MemoryPlan | None:

@@ -13,6 +13,7 @@ the model's own.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from lightning_offload.errors import PlanError
 from lightning_offload.graph.hook_points import HookPoint, hooks_before_ops
 from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
-from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.graph.step_graph import StepGraph, by_structure
 from lightning_offload.runtime.tiers import Place
 
 
@@ -104,6 +105,40 @@ class Program:
         return planned in (0, num_bytes) or (self.is_bound and num_bytes < planned)
 
 
+class _Skeleton(NamedTuple):
+    """What programs for one structure have in common.
+
+    Attributes:
+        last: By storage: the last value that it holds; earlier ones are not followed.
+        saved: By pack: the storage behind it.
+        made_packs: Ordinals of the packs whose storages the step made.
+        in_backward: By op: whether it runs in backward.
+        num_first_packs: Packs before the first unpack.
+        num_first_ops: Ops of forward before it.
+    """
+
+    last: dict[int, int]
+    saved: tuple[int, ...]
+    made_packs: frozenset[int]
+    in_backward: tuple[bool, ...]
+    num_first_packs: int
+    num_first_ops: int
+
+
+@by_structure
+def _skeleton(graph: StepGraph) -> _Skeleton:
+    saved = tuple(graph.values[save.value].storage for save in graph.saves)
+    first_unpack = min((tick for save in graph.saves for tick in save.unpack_ticks), default=graph.num_ticks)
+    return _Skeleton(
+        last={value.storage: v for v, value in enumerate(graph.values)},
+        saved=saved,
+        made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
+        in_backward=tuple(op.phase == "backward" for op in graph.ops),
+        num_first_packs=sum(save.pack_tick < first_unpack for save in graph.saves),
+        num_first_ops=sum(op.tick < first_unpack and op.phase == "forward" for op in graph.ops),
+    )
+
+
 def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) -> Program:
     """Compile a plan for a graph.
 
@@ -119,10 +154,11 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
     decisions = {d.storage: d for d in plan.decisions if d.action != "keep"}
     sizes = [graph.storages[v.storage].num_bytes for v in graph.values]
     steps = tuple(OpStep(op.name, tuple(sizes[v] for v in op.outputs)) for op in graph.ops)
+    skeleton = _skeleton(graph)
     followed = _follow(graph, decisions, steps)
-    for i, op in enumerate(graph.ops):
+    for i in {graph.values[v].producer for v in followed} - {-1}:
         steps[i].register = tuple(
-            (position, graph.values[v].storage) for position, v in enumerate(op.outputs) if v in followed
+            (position, graph.values[v].storage) for position, v in enumerate(graph.ops[i].outputs) if v in followed
         )
     prefetch: dict[int, list[int]] = {}
     for decision in decisions.values():
@@ -133,9 +169,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
     releases, has_others = _releases_at_hooks(graph, decisions)
     is_recomputing = any(d.action == "recompute" for d in decisions.values())
     layout = plan_layout(graph, plan)
-    saved = [graph.values[save.value].storage for save in graph.saves]
-    first_unpack = min((tick for save in graph.saves for tick in save.unpack_ticks), default=graph.num_ticks)
-    in_backward = [op.phase == "backward" for op in graph.ops]
+    in_backward = skeleton.in_backward
     is_strict = any(b and s.is_busy for b, s in zip(in_backward, steps, strict=True))
     return Program(
         plan=plan,
@@ -149,9 +183,9 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
         pack_bytes=tuple(sizes[save.value] for save in graph.saves),
         is_bound=is_bound,
-        num_first_packs=sum(save.pack_tick < first_unpack for save in graph.saves),
-        num_first_ops=sum(op.tick < first_unpack and op.phase == "forward" for op in graph.ops),
-        made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
+        num_first_packs=skeleton.num_first_packs,
+        num_first_ops=skeleton.num_first_ops,
+        made_packs=skeleton.made_packs,
         pack_storages=_leaving(graph, decisions),
         release_at_pack={hook.ordinal: s for hook, s in releases.items() if hook.is_pack},
         release_at_unpack={hook.ordinal: s for hook, s in releases.items() if not hook.is_pack},
@@ -164,7 +198,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
 
 def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpStep, ...]) -> set[int]:
     """Mark the ops to record; return the values that the executor must know by identity."""
-    last = _last_values(graph)
+    last = _skeleton(graph).last
     saved_values = {save.value for save in graph.saves if last[graph.values[save.value].storage] == save.value}
     followed = {v for v in saved_values if graph.values[v].storage in decisions}
     stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
@@ -189,15 +223,10 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpSte
     return followed
 
 
-def _last_values(graph: StepGraph) -> dict[int, int]:
-    """By storage: the last value that it holds; earlier ones are not followed."""
-    return {value.storage: v for v, value in enumerate(graph.values)}
-
-
 def _leaving(graph: StepGraph, decisions: dict[int, Decision]) -> tuple[int, ...]:
-    last, seen, leaving = _last_values(graph), set[int](), []
-    for save in graph.saves:
-        storage = graph.values[save.value].storage
+    skeleton = _skeleton(graph)
+    last, seen, leaving = skeleton.last, set[int](), []
+    for save, storage in zip(graph.saves, skeleton.saved, strict=True):
         leaves = storage in decisions and last[storage] == save.value and storage not in seen
         seen.add(storage)
         leaving.append(storage if leaves else -1)
