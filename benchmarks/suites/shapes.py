@@ -126,7 +126,7 @@ def _changing(
     budget = _budget(make(), alone[-1], height)
     plain, managed = make(), make()
     plain_seconds, managed_seconds = [], []
-    with _deriving(budget, managed.model) as memory:
+    with MemoryPlugin(f"{budget}B", module=managed.model) as memory:
         for count, length in enumerate(lengths):
             tokens = managed.batch(length)
             for is_plain in (True, False) if count % 2 == 0 else (False, True):
@@ -155,12 +155,6 @@ def _changing(
     goal = _GOAL if height == _HEIGHTS[0] else None
     first = Row(case=case, metric="changing_over_one_length", value=sum(managed_seconds) / expected, goal=goal)
     return [first, *(Row(case=case, metric=metric, value=float(value)) for metric, value in figures.items())]
-
-
-def _deriving(budget: int, model: nn.Module) -> MemoryPlugin:
-    memory = MemoryPlugin(f"{budget}B", module=model)
-    memory._steps.cache.derives = True
-    return memory
 
 
 def _alone(make: Callable[[], _Training], length: int, budget: int) -> float:
@@ -224,7 +218,7 @@ def _planning(model: nn.Module, step: Callable[[MemoryPlugin, int], None], sizes
     assert report.plain_peak_bytes is not None
     budget = report.floor_bytes + round(0.2 * (report.plain_peak_bytes - report.floor_bytes))
     found, before = [], 0.0
-    with _deriving(budget, model) as memory:
+    with MemoryPlugin(f"{budget}B", module=model) as memory:
         for size in sizes:
             step(memory, size)
             now = memory.report().planning_seconds

@@ -348,7 +348,8 @@ class Steps:
             The storages that are there, if they were listed.
         """
         clock, device, memory = self._census_clock, hardware.device, memory_of(hardware.device)
-        if not (kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
+        is_cheap = memory is not None and kind.family is not None
+        if not (is_cheap or kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
             kind.follow_family(hardware.budget_bytes)
             return None
         with clock:
@@ -367,8 +368,7 @@ class Steps:
             beside += self.state.buckets.expected_bytes(device)
             if kind.family is None:
                 kind.note_beside(beside, hardware.budget_bytes)
-            else:
-                kind.family.beside_bytes = beside
+            self.cache.note_beside(beside)
         kind.follow_family(hardware.budget_bytes)
         return there
 

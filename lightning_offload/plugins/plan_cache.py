@@ -1,7 +1,7 @@
 """The kinds of step that a memory plugin has met, each with its plan, and the families of those that differ in sizes.
 
-A shape that was recorded has a plan of its own. One that was not is served by its family, if that can predict it and
-is asked to (it is not yet, see decision 0025): several shapes by one plan, made for the largest of them.
+A shape that was recorded has a plan of its own. One that was not is served by its family, if that can predict it:
+several shapes by one plan, made for the largest of them.
 
 Memory: graphs and plans take at most :data:`MAX_BYTES`; the kinds that did not run for longest are dropped, and come
 back by being derived, or recorded, again.
@@ -86,13 +86,15 @@ class ShapeFigures:
     planning_seconds: float = 0.0
     _known: set[int] = dataclasses.field(default_factory=set, repr=False)
 
-    def see(self, shape: StepShape, *, is_derived: bool) -> None:
-        """Count a shape, once."""
+    def see(self, shape: StepShape, *, is_derived: bool) -> bool:
+        """Count a shape, once; whether this is the first time."""
         key = hash(shape.signature)
-        if key not in self._known and len(self._known) < _MAX_SHAPES:
-            self._known.add(key)
-            self.num_shapes += 1
-            self.num_at_first_sight += is_derived
+        if key in self._known or len(self._known) >= _MAX_SHAPES:
+            return False
+        self._known.add(key)
+        self.num_shapes += 1
+        self.num_at_first_sight += is_derived
+        return True
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[Callable[[], float]]:
@@ -108,7 +110,6 @@ class PlanCache:
     """The kinds of step that a memory plugin has met, each with its plan, and the figures of the one that ran last.
 
     Attributes:
-        derives: Whether shapes that were not seen are planned by others of their family: off, see decision 0025.
         kinds: By the signature of their inputs, or of a family and the sizes that a derived one is for; the one that
             ran last comes last.
         families: Kinds that differ in sizes alone, by what they have in common.
@@ -120,8 +121,6 @@ class PlanCache:
         step_seconds: What the last timed step took, if there was one.
         stall_seconds: The part of it in which compute waited for copies.
     """
-
-    derives = True
 
     def __init__(self) -> None:
         self.kinds: OrderedDict[str, PlanEntry] = OrderedDict()
@@ -146,16 +145,15 @@ class PlanCache:
         """
         self._shape, num_before = shape, len(self.kinds)
         self.key, kind = shape.signature, self.kinds.get(shape.signature)
-        if kind is None and self.derives and not _num_recording:
+        if kind is None and not _num_recording:
             kind = self._derived(shape, is_exact=is_exact)
         if kind is None:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
         self.kinds.move_to_end(self.key)
+        kind.is_first_sight = self.figures.see(shape, is_derived=kind.family is not None)
+        self.kind = kind
         if shape.family in self.families:
             self.families.move_to_end(shape.family)
-        self.figures.see(shape, is_derived=kind.family is not None)
-        self.kind = kind
-        if self.derives:
             self._last_of[shape.family] = kind
         if len(self.kinds) > num_before:
             self._drop_oldest()
@@ -192,16 +190,29 @@ class PlanCache:
         """
         shape, kind = self._shape, self.kind
         self.figures.num_deviations += has_deviated
-        if has_deviated and shape is not None and kind.family is not None:
-            kind.family.step_left_its_plan(shape.signature)
-        if shape is None or kind.graph is None or kind.family is not None or not self.derives:
+        if shape is not None and kind.family is not None:
+            if has_deviated:
+                kind.family.step_left_its_plan(shape.signature)
+            elif kind.is_over:
+                kind.is_over = False
+                kind.family.step_was_over(shape.signature)
+        if shape is None or kind.graph is None or kind.family is not None:
             return
         if self.phase in ("recording", "verifying", "measuring"):
             family = self.families.setdefault(shape.family, ShapeFamily(shape.family))
+            self._last_of[shape.family] = kind
+            if self.phase == "recording":
+                self.note_beside(kind.graph.extra_bytes)
             family.learn(shape.signature, shape.sizes, kind.graph, kind.recorded_gradient_bytes)
             self._drop_families()
         elif (known := self.families.get(shape.family)) is not None:
             known.take_over(shape.signature, kind)
+
+    def note_beside(self, num_bytes: int) -> None:
+        """Tell the family of the chosen kind what is on the device beside its steps: all of them have that."""
+        family = self.families.get(self._shape.family) if self._shape is not None else None
+        if family is not None:
+            family.beside_bytes = num_bytes
 
     def _drop_families(self) -> None:
         """Drop what no step was of for longest where families take too much."""
@@ -278,19 +289,21 @@ class PlanCache:
         numbers = [number for _, _, sizes, _, num_bytes in samples for number in (*sizes, num_bytes)]
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise PlanError("the state of the memory plugin is malformed: sizes must be numbers that are not negative")
-        lengths = {(name, len(sizes)) for name, _, sizes, _, _ in samples}
-        if len(lengths) > len({name for name, _ in lengths}):
+        known = [(name, len(s.sizes)) for name, family in self.families.items() for s in family.samples.values()]
+        lengths = {*known, *((name, len(sizes)) for name, _, sizes, _, _ in samples)}
+        if len(lengths) > len({name for name, _ in lengths}) or any(not length for _, length in lengths):
             raise PlanError("the state of the memory plugin is malformed: shapes of one family have as many sizes each")
-        kinds, families = {}, self.families.copy()
+        graphs = [StepGraph.from_json(text) for _, _, _, text, _ in samples]
+        if any(num_bytes > graph.persistent_bytes for graph, (*_, num_bytes) in zip(graphs, samples, strict=True)):
+            raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
+        kinds = {}
         for signature, graph_text, plan_text in rows:
             graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
             fits = plan.policy == policy and plan.budget_bytes == budget_bytes
             kinds[signature] = PlanEntry.restored(graph, plan if fits else None)
-        for name, signature, sizes, graph_text, gradient_bytes in samples:
-            family = families.setdefault(name, ShapeFamily(name))
-            family.learn(signature, sizes, StepGraph.from_json(graph_text), gradient_bytes)
         self.kinds.update(kinds)
-        self.families = families
+        for graph, (name, signature, sizes, _, gradient_bytes) in zip(graphs, samples, strict=True):
+            self.families.setdefault(name, ShapeFamily(name)).learn(signature, sizes, graph, gradient_bytes)
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the kinds whose signatures are not among those to keep."""

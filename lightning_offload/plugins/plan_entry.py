@@ -111,6 +111,7 @@ class PlanEntry:
         lost_seconds: What the steps of a derived kind took beyond plain ones, by prediction.
         is_searched: Whether a plan for a derived kind was searched for thoroughly, once.
         must_search: Whether the next one is.
+        is_first_sight: Whether the shape of the coming step is new.
         timed_ops: Ops of a derived kind with their own durations, once they were asked for.
     """
 
@@ -164,6 +165,7 @@ class PlanEntry:
     lost_seconds: float = 0.0
     is_searched: bool = False
     must_search: bool = False
+    is_first_sight: bool = False
     timed_ops: tuple[Op, ...] | None = None
 
     @property
@@ -233,7 +235,7 @@ class PlanEntry:
     def is_settling(self) -> bool:
         """Whether the coming step is one of the first ones: up to the second under the final plan."""
         if self.family is not None:
-            return self.family.beside_bytes is None or self.family.is_due
+            return self.family.beside_bytes is None or self.family.is_due or self.program is None
         return self.phase not in ("planned", "unplanned") or self.program is None or self.num_planned < 2
 
     def is_due_for_measurement(self, *, can_count: bool) -> bool:
@@ -246,9 +248,10 @@ class PlanEntry:
         """
         self.num_planned += 1
         self.num_unmeasured += 1
+        is_keep_all = self.program is not None and self.program.is_keep_all
         if self.family is not None:
-            return self.family.begin_step(can_count=can_count)
-        if self.program is not None and self.program.is_keep_all:
+            return self.family.begin_step(can_count=can_count and not is_keep_all)
+        if is_keep_all:
             return False
         is_due = can_count and (self.num_planned <= 2 or self.num_unmeasured >= _MEASURE_EVERY)
         if is_due:
@@ -416,9 +419,9 @@ class PlanEntry:
         """Whether the coming step, which keeps everything, goes without hooks: those before it were alike.
 
         As many nodes may save more than they did (a longer sequence, a layer that is trained from now on), which hooks
-        alone tell: so one step in 32 has them.
+        alone tell: so one step in 32 has them, and each of a kind that serves several shapes.
         """
-        if self.has_varied or self.num_alike < _NUM_ALIKE:
+        if self.family is not None or self.has_varied or self.num_alike < _NUM_ALIKE:
             return False
         self.num_unhooked = (self.num_unhooked + 1) % _MEASURE_EVERY
         return self.num_unhooked != 0

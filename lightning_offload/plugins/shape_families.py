@@ -9,7 +9,12 @@ are no larger than planned.
 What replays gave is known by the structure: a storage that was verified at one size need not be at another, and one
 that came out otherwise is recomputed at none. So is by how much measured peaks exceeded what was predicted.
 
-Shortfall: the model is of the structure that most of the recorded shapes have.
+A prediction is trusted within what was recorded: a shape that is larger in any way is recorded itself, and so is one
+whose steps left their plan twice, or were measured above the budget. Where bytes follow no law, a shape is planned for
+as the next larger recorded one.
+
+Shortfalls: the model is of the structure that most of the recorded shapes have. Ops that run at some lengths only, and
+save nothing, are seen in measured steps alone.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -43,7 +50,6 @@ _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did
 _MEASURE_EVERY = 32
 _NUM_FIRST = 2  # steps that are measured
-_NEAR = 2  # times the largest that was recorded
 _SEARCH_SECONDS = 1.0
 _GRAIN = 8  # corners between one power of two and the next
 
@@ -152,11 +158,13 @@ class Sample(NamedTuple):
         sizes: Of what it is given.
         graph: The step.
         gradient_bytes: Gradients of earlier steps that are among its storages.
+        structure: What is the same in steps of other sizes.
     """
 
     sizes: Sizes
     graph: StepGraph
     gradient_bytes: int
+    structure: str
 
 
 class Known(Protocol):
@@ -199,6 +207,7 @@ class ShapeFamily:
         self.samples: dict[str, Sample] = {}
         self.alike: frozenset[str] = frozenset()
         self._structure = ""
+        self._largest: Point = ()
         self._planner: FamilyPlanner | None = None
         self._varying: _Varying | None = None
         self._is_fitted = True
@@ -220,10 +229,24 @@ class ShapeFamily:
             graph: The step.
             gradient_bytes: Gradients of earlier steps that are among its storages.
         """
+        self._deviations.pop(signature, None)
+        if any(len(sample.sizes) != len(sizes) for sample in self.samples.values()):
+            self.samples.clear()  # they came from elsewhere
         if signature not in self.samples and len(self.samples) >= _MAX_SAMPLES:
-            del self.samples[next(iter(self.samples))]
-        self.samples[signature] = Sample(sizes, graph, gradient_bytes)
+            del self.samples[self._least_useful()]
+        self.samples[signature] = Sample(sizes, graph, gradient_bytes, structure_of(graph))
         self._is_fitted = False
+
+    def _least_useful(self) -> str:
+        """The sample that was taken first, of those that are not the only ones as large as they are."""
+        largest = [max(column) for column in zip(*(sample.sizes for sample in self.samples.values()), strict=True)]
+
+        def num_alone(signature: str) -> int:
+            others = [sample.sizes for other, sample in self.samples.items() if other != signature]
+            columns = zip(*others, strict=True)
+            return sum(most not in column for most, column in zip(largest, columns, strict=True))
+
+        return min(self.samples, key=lambda signature: num_alone(signature) > 0)
 
     def forget(self, signature: str) -> None:
         """Drop a recorded step."""
@@ -232,13 +255,16 @@ class ShapeFamily:
 
     def take_over(self, signature: str, kind: Known) -> None:
         """Learn what planned steps of a recorded kind showed, if it is one that the model has the structure of."""
-        if signature in self.alike:
+        sample = self.samples.get(signature)
+        if self._is_fitted and sample is not None and sample.structure == self._structure:
             self.verified.update(kind.verified)
             self.mismatched.update(kind.mismatched)
             self.shortfall_bytes = max(self.shortfall_bytes, kind.shortfall_bytes)
 
     def find(self, sizes: Sizes, *, signature: str = "", is_exact: bool = False) -> Derived | None:
         """How a step at sizes that were not recorded is planned; None where nothing predicts it.
+
+        Nothing does beyond the largest that were recorded, nor where steps of that shape were not as predicted.
 
         Args:
             sizes: Its sizes.
@@ -249,9 +275,15 @@ class ShapeFamily:
             return None
         self._fit()
         point = self._varying.point(sizes) if self._varying is not None else None
-        if point is None:
-            return None
+        if point is None or any(n > most for n, most in zip(point, self._largest, strict=True)):
+            return None  # beyond what was recorded the model would guess
         corner = point if is_exact else tuple(map(_rounded_up, point))
+        model = self.planner.model
+        if model.num_inexact:  # between what was recorded, too: what was larger is all that is sure
+            larger = [p for p in model.sizes if isinstance(p, tuple) and all(map(operator.ge, p, point))]
+            if not larger:
+                return None
+            corner = min(larger, key=math.prod)
         return Derived(_short(f"{self.name} {self._varying} {corner}"), corner, point)
 
     @property
@@ -264,7 +296,14 @@ class ShapeFamily:
         """Note that a step of this shape did: where they do again, they are recorded."""
         self.num_deviations += 1
         self._wary_until = self.num_planned + self.num_deviations * _MEASURE_EVERY
-        self._deviations[signature] = self._deviations.pop(signature, 0) + 1
+        self._note_wrong(signature, 1)
+
+    def step_was_over(self, signature: str) -> None:
+        """Note that a step of this shape was measured above the budget: the next one is recorded."""
+        self._note_wrong(signature, _MAX_DEVIATIONS)
+
+    def _note_wrong(self, signature: str, num_times: int) -> None:
+        self._deviations[signature] = self._deviations.pop(signature, 0) + num_times
         if len(self._deviations) > _MAX_REMEMBERED:
             del self._deviations[next(iter(self._deviations))]
 
@@ -292,12 +331,8 @@ class ShapeFamily:
 
     def is_sure_of(self, point: Point) -> bool:
         """Whether a prediction is no guess: none was seen to be off, and the point is hardly beyond the rest."""
-        if self.shortfall_bytes:
-            return False
-        model = self.planner.model
-        known = [size for size in model.sizes if isinstance(size, tuple)]
-        largest = tuple(map(max, zip(*known, strict=True)))
-        return not model.num_inexact and all(n <= _NEAR * most for n, most in zip(point, largest, strict=True))
+        is_known = all(n <= most for n, most in zip(point, self._largest, strict=True))
+        return is_known and not self.shortfall_bytes and not self.planner.model.num_inexact
 
     def _fit(self) -> None:
         if self._is_fitted:
@@ -315,19 +350,26 @@ class ShapeFamily:
             return
         if len(model.sizes) < MIN_SAMPLES:
             return
-        alike = set(model.sizes)
+        alike, first = set(model.sizes), varying
         varying = _Varying.of([sizes for sizes in by_sizes if varying.point(sizes) in alike])
         if varying is None:
             return
-        if model.left_out:  # which may differ in more than those that are alike
+        if varying != first:  # what was left out may differ in more than those that are alike
             alike_graphs = {p: g for s, g in by_sizes.items() if (p := varying.point(s)) is not None}
-            model = StepModel.fit(alike_graphs)
+            try:
+                model = StepModel.fit(alike_graphs)
+            except OffloadError:
+                return
+            if len(model.sizes) < MIN_SAMPLES:
+                return
         self._varying, self._planner = varying, FamilyPlanner(model)
-        modelled = set(model.sizes)
-        self.alike = frozenset(s for s, sample in self.samples.items() if varying.point(sample.sizes) in modelled)
+        known = [size for size in model.sizes if isinstance(size, tuple)]
+        self._largest = tuple(map(max, zip(*known, strict=True)))
         structure = structure_of(model.structure)
+        self.alike = frozenset(s for s, sample in self.samples.items() if sample.structure == structure)
+        self.shortfall_bytes = self.num_measured = 0  # of another model
         if structure != self._structure:  # what was known of another one is known of other storages
-            self._structure, self.verified, self.mismatched, self.shortfall_bytes = structure, set(), set(), 0
+            self._structure, self.verified, self.mismatched = structure, set(), set()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -274,7 +274,9 @@ def start_run(
     has_deviated = kind.num_deviations or (kind.family is not None and kind.family.is_wary)
     is_light = not observers and kind.phase == "planned" and not has_deviated
     make = functools.partial(StepExecutor, device=device, tiers=tiers, verifier=verifier, persistent=persistent)
-    if program is not None and program.is_keep_all and is_light:
+    # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
+    is_sure = kind.family is None or not kind.is_first_sight
+    if program is not None and program.is_keep_all and is_light and is_sure:
         has_budget = program.plan.budget_bytes is not None
         make_rest = functools.partial(make, program=program, observer=None, sees_ops=False) if has_budget else None
         executor = KeepingExecutor(program, packs=not kind.sheds_hooks(), make_rest=make_rest)

@@ -121,6 +121,8 @@ class StepExecutor:
         self._num_packs = 0
         self._has_begun_backward = False
         self._kept: list[weakref.ref[Handle]] = []
+        self._late: list[weakref.ref[Handle]] = []
+        self._late_node = 0
         self._lock = threading.RLock()
         self._table = ValueTable()
         self._tracker = ValueTracker(device, self._table, is_bound=program is not None and program.is_bound)
@@ -292,10 +294,30 @@ class StepExecutor:
         for value in self._table.all_indexed():
             self._materializer.release(value)
         kept, self._kept = self._kept, []
-        if torch._C._current_graph_task_id() == -1:
-            for handle in (reference() for reference in kept):
-                if handle is not None and handle.kept is not None:
-                    self._give_up(handle, handle.kept)
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self.sees_ops:
+            self._give_all_up(kept)
+        else:
+            self._late, self._late_node = kept, _next_node()
+
+    def _give_all_up(self, kept: list[weakref.ref[Handle]]) -> None:
+        for handle in (reference() for reference in kept):
+            if handle is not None and handle.kept is not None:
+                self._give_up(handle, handle.kept)
+
+    def _leave_late(self, handle: Handle, tensor: Tensor) -> None:
+        """Let what is saved leave the device once the op that saves it has run, where ops are not seen.
+
+        An op may write what it has saved, past any version counter, as ``rrelu`` does its noise: it is done when the
+        next node of autograd is made.
+        """
+        node = _next_node()
+        if node != self._late_node:
+            late, self._late, self._late_node = self._late, [], node
+            self._give_all_up(late)
+        if tensor.untyped_storage()._cdata not in self._persistent():
+            self._late.append(weakref.ref(handle))
 
     def _give_up(self, handle: Handle, tensor: Tensor) -> None:
         """Let a saved tensor leave the device that was kept."""
@@ -308,8 +330,12 @@ class StepExecutor:
             self._table.follow(value, storage)
         if value.is_given or not (self.sees_ops or value.is_as_saved(handle)):
             return
-        if value.block is not None or self._materializer.swap_out(value, storage, None, release_now=True):
-            self._let_go(handle, value, tensor)
+        if value.block is None:
+            if not self._materializer.swap_out(value, storage, None, release_now=True):
+                self.stayed_bytes += value.num_bytes
+                return
+            self.swapped_bytes += value.num_bytes
+        self._let_go(handle, value, tensor)
 
     @staticmethod
     def _let_go(handle: Handle, value: LiveValue, tensor: Tensor) -> None:
@@ -345,6 +371,10 @@ class StepExecutor:
         is_planned = plain and self.program is not None and self._is_as_planned(index, tensor)
         if not plain:
             value = None
+        elif self.deviation and not self.sees_ops:
+            handle.kept = tensor
+            self._leave_late(handle, tensor)
+            return handle
         elif self.sees_ops:
             value = self._table.find(tensor.untyped_storage())
         else:
@@ -375,7 +405,7 @@ class StepExecutor:
             return None
         if value is not None:
             return value if value.is_as_saved(handle) else None
-        if index < 0 and (is_planned or storage._cdata in self._persistent()):
+        if index < 0:
             return None
         value = LiveValue(index, storage.nbytes())
         self._table.follow(value, storage)

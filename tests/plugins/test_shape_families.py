@@ -10,6 +10,7 @@ import torch
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.shape_families import MIN_SAMPLES, ShapeFamily, of_shapes, shape_of
 from tests.graph.building import chain
 
@@ -91,7 +92,7 @@ def test_what_did_not_vary_must_not() -> None:
 
 def test_one_plan_serves_sizes_up_to_an_eighth_of_a_power_of_two_apart() -> None:
     """Sizes are rounded up, never down; few corners serve all lengths."""
-    family = _family((4, 10), (4, 30), (4, 70))
+    family = _family((4, 10), (4, 30), (4, 512))
     corners = {}
     for length in range(2, 513):
         derived = family.find((4, length, 4, length))
@@ -187,3 +188,87 @@ def test_measured_steps_replace_recorded_ones() -> None:
     derived = family.find((4, 70, 4, 70), is_exact=True)
     assert derived is not None
     assert family.planner.model.at(derived.point).ops[0].seconds > 2.0
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("odd", [(1, 33), (4, 1), (3, 33)])
+def test_an_odd_batch_among_the_recorded_ones_is_left_out(odd: tuple[int, int], place: int) -> None:
+    """The last, smaller batch; a batch or a length of one."""
+    shapes = [(4, 10), (4, 30), (4, 70)]
+    shapes.insert(place, odd)
+    derived = _family(*shapes).find((4, 50, 4, 50), is_exact=True)
+    if derived is not None:
+        assert derived.actual in ((50,), (4, 50))
+
+
+def test_beyond_what_was_recorded_nothing_is_predicted() -> None:
+    """A model may cut off what is long, or do something else with it; and the largest is remembered."""
+    family = _family((4, 10), (4, 70), (4, 30))
+    assert family.find((4, 70, 4, 70)) is not None
+    assert family.find((4, 71, 4, 71)) is None
+    for length in range(11, 25):
+        family.learn(f"4 {length}", (4, length, 4, length), _step(4, length))
+    assert len(family.samples) == 8
+    assert "4 70" in family.samples
+    assert family.find((4, 70, 4, 70)) is not None
+
+
+def test_between_sizes_that_follow_no_law_the_larger_one_counts() -> None:
+    """A model that pads to a power of two needs at 40 what it does at 64."""
+
+    def step(length: int) -> StepGraph:
+        padded = 1 << (length - 1).bit_length()
+        return chain(64 * length, 16 * padded * padded, 64 * length)
+
+    family = ShapeFamily("f")
+    for length in (9, 33, 64, 100, 128):
+        family.learn(str(length), (4, length), step(length))
+    derived = family.find((4, 40))
+    assert derived is not None
+    assert derived.point == (64,)
+    assert derived.actual == (40,)
+
+
+def test_a_shape_that_was_above_the_budget_is_recorded() -> None:
+    """At once; others go on being predicted, and once it was recorded it is a sample."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    family.step_was_over("4 50")
+    assert family.find((4, 50, 4, 50), signature="4 50") is None
+    assert family.find((4, 51, 4, 51), signature="4 51") is not None
+    family.learn("4 50", (4, 50, 4, 50), _step(4, 50))
+    assert family.find((4, 50, 4, 50), signature="4 50") is not None
+
+
+def test_planned_steps_teach_only_a_family_of_their_structure() -> None:
+    """What is verified is known by a storage's place in the structure; what a refit replaces starts anew."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    family.find((4, 50, 4, 50))
+    kind = PlanEntry(verified={1}, mismatched={2}, shortfall_bytes=5)
+    family.take_over("4 30", kind)
+    assert (family.verified, family.mismatched, family.shortfall_bytes) == ({1}, {2}, 5)
+    family.learn("4 30", (4, 30, 4, 30), chain(5, 6, 7, 8, 9))
+    other = PlanEntry(verified={3}, mismatched={4}, shortfall_bytes=50)
+    family.take_over("4 30", other)
+    family.learn("4 60", (4, 60, 4, 60), _step(4, 60))
+    family.find((4, 50, 4, 50))
+    family.take_over("4 30", other)
+    assert (family.verified, family.mismatched, family.shortfall_bytes) == ({1}, {2}, 0)
+    assert family.alike == {"4 10", "4 60", "4 70"}
+
+
+def test_samples_from_elsewhere_are_dropped() -> None:
+    """A checkpoint may tell of shapes with other numbers of sizes."""
+    family = _family((4, 10), (4, 30), (4, 70))
+    family.learn("9", (9,), _step(1, 9))
+    assert list(family.samples) == ["9"]
+    assert family.find((8,)) is None
+
+
+def test_slices_of_any_length_are_one_family() -> None:
+    """How far apart their rows lie is one more size, which need not vary."""
+    rows = torch.zeros(4, 64, dtype=torch.long)
+    first, second = shape_of(rows[:, :10]), shape_of(rows[:, :20])
+    assert first.family == second.family
+    assert first.sizes == (4, 10, 64, 1)
+    assert first.shapes == ((4, 10),)
+    assert shape_of(rows[:, :10].contiguous()).family != first.family
