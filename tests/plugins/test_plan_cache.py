@@ -183,13 +183,12 @@ def test_failed_step_is_forgotten() -> None:
         assert phases_of(memory, model, batch, 4) == BEGIN
 
 
-def test_optimizer_state_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_state_is_planned_for() -> None:
     """State that appears with the first optimizer step is part of the final plan's peak."""
-    monkeypatch.setattr(PlanEntry, "compare", lambda *_, **__: None)  # a link that is slow today makes another plan
     model, batch = net(), rows()
     parameters = sum(p.nbytes for p in model.parameters())
     used = sum(p.nbytes for name, p in model.named_parameters() if "unused" not in name)
-    with attached(model, policy="all-swap") as memory:
+    with attached(model, policy="all-recompute") as memory:  # whose peak does not depend on how long things take
         optimizer = Adam(model.parameters())
         peaks = []
         for _ in range(6):
@@ -200,7 +199,7 @@ def test_optimizer_state_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None
             peaks.append(memory.report().predicted_peak_bytes)
         report = memory.report()
     assert report.phase == "planned"
-    bare = report_of(net(), batch, policy="all-swap").predicted_peak_bytes
+    bare = report_of(net(), batch, policy="all-recompute").predicted_peak_bytes
     assert report.predicted_peak_bytes is not None
     assert bare is not None
     counters = 4 * 16
