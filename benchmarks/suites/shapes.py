@@ -193,7 +193,7 @@ def _planning_of_gpt2(device: torch.device, *, quick: bool) -> list[float]:
         tokens = training.batch(length)
         training.seconds(tokens, functools.partial(memory.step, tokens))
 
-    return _planning(training.model, step, [64, 96, 160, *range(176, 176 + 32 * (3 if quick else _NUM_NEW), 32)])
+    return _planning(training.model, step, [64, 448, 160, *range(176, 176 + 32 * (3 if quick else _NUM_NEW), 32)])
 
 
 def _planning_of_resnet(device: torch.device, *, quick: bool) -> list[float]:
@@ -205,14 +205,14 @@ def _planning_of_resnet(device: torch.device, *, quick: bool) -> list[float]:
         with memory.step(images):
             model(images).square().mean().backward()
 
-    return _planning(model, step, [64, 96, 72, *range(80, 80 + 16 * (3 if quick else _NUM_NEW), 16)])
+    return _planning(model, step, [64, 224, 72, *range(80, 80 + 16 * (3 if quick else _NUM_NEW), 16)])
 
 
 def _planning(model: nn.Module, step: Callable[[MemoryPlugin, int], None], sizes: Sequence[int]) -> list[float]:
     """Seconds that plans of shapes take that were not seen, under a budget that not all of them fit."""
     with MemoryPlugin("1TiB", module=model) as memory:
         for _ in range(4):
-            step(memory, sizes[-1])
+            step(memory, max(sizes))
         report = memory.report()
     assert report.floor_bytes is not None
     assert report.plain_peak_bytes is not None

@@ -150,6 +150,7 @@ class PlanCache:
         if kind is None:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
         self.kinds.move_to_end(self.key)
+        kind.reconsider()
         kind.is_first_sight = self.figures.see(shape, is_derived=kind.family is not None)
         self.kind = kind
         if shape.family in self.families:

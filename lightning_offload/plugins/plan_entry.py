@@ -3,8 +3,9 @@
 Step 1 of a new shape runs under the floor policy and is recorded. Step 2 runs under the first plan, its
 replays are verified; step 3 is measured. What was measured (op times, the peak) and what was mismatched goes
 into the final plan, which is in force from step 4 on. A step whose structure leaves its plan is recorded again,
-and after :data:`_MAX_DEVIATIONS` of them the shape is *unplanned*: it always runs under the floor policy, or
-plainly where that is known to fit.
+and after :data:`_MAX_DEVIATIONS` of them the shape is *unplanned*: it runs under the floor policy, or plainly where
+that is known to fit. Neither is for good: each 32 steps that follow their plan make up for one that did not, and after
+32 unplanned steps, later after twice as many each time, one is recorded again: a layer may have been unfrozen.
 
 The budget is a promise. What is on the device beside the step is counted before each plan is made, and again when
 it grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards; where a
@@ -46,6 +47,8 @@ from lightning_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
 _MAX_DEVIATIONS = 3
+_FORGIVEN = 32  # steps that follow their plan, for one that did not
+_FIRST_WAIT, _LAST_WAIT = 32, 1024  # unplanned steps, before one is recorded again
 _MEASURE_EVERY = 32
 _NUM_ALIKE = 3
 _MAX_CORRECTIONS = 3
@@ -89,7 +92,11 @@ class PlanEntry:
         num_alike: Steps in a row that made so many.
         num_unhooked: Those since then that had no hooks.
         has_varied: Whether one made another number.
-        num_deviations: Steps that left their plan.
+        num_deviations: Steps that left their plan, but for those that others have made up for.
+        num_followed: Steps that followed it since the last of them.
+        num_unplanned: Unplanned steps since the last recording.
+        wait: How many of them there are until the next one.
+        has_told: Whether a warning said that there is no plan.
         num_surprises: Steps in which backward wrote what the plan counts on.
         num_unfinished: Recordings without a backward, or in which an optimizer made its state.
         num_planned: Steps under a plan, or unplanned.
@@ -142,6 +149,10 @@ class PlanEntry:
     num_unhooked: int = 0
     has_varied: bool = False
     num_deviations: int = 0
+    num_followed: int = 0
+    num_unplanned: int = 0
+    wait: int = _FIRST_WAIT
+    has_told: bool = False
     num_surprises: int = 0
     num_unfinished: int = 0
     num_planned: int = 0
@@ -439,16 +450,37 @@ class PlanEntry:
         if self.family is not None:
             return
         self.num_deviations += 1
+        self.num_followed = 0
         self.program = None
         self.num_planned = 0
         self.phase = "recording" if self.num_deviations < _MAX_DEVIATIONS else "unplanned"
-        if self.phase == "unplanned":
+        if self.phase == "unplanned" and not self.has_told:
+            self.has_told = True
             _log.warning(
                 "the model's structure changes from step to step under the same input shapes (%s): such steps run "
                 "without a plan, everything saved is swapped out unless there is ample room for it, and no "
-                "prediction keeps their peak within the budget",
+                "prediction keeps their peak within the budget; planning is tried again after %d steps",
                 how,
+                self.wait,
             )
+
+    def followed(self) -> None:
+        """A step followed its plan, which makes up for earlier ones that did not."""
+        if not self.num_deviations or self.phase != "planned":
+            return
+        self.num_followed += 1
+        if self.num_followed >= _FORGIVEN:
+            self.num_deviations, self.num_followed = self.num_deviations - 1, 0
+
+    def reconsider(self) -> None:
+        """A step is about to begin: if it is unplanned for having left its plans, try to plan again now and then."""
+        if self.phase != "unplanned" or self.num_deviations < _MAX_DEVIATIONS:
+            return
+        self.num_unplanned += 1
+        if self.num_unplanned > self.wait:
+            self.num_unplanned, self.wait = 0, min(2 * self.wait, _LAST_WAIT)
+            self.num_deviations = _MAX_DEVIATIONS - 1
+            self.record_again()
 
     def learn_known(self, live: LiveBytes, gradients: Collection[int]) -> None:
         """Know what the step touches, of a step that was planned in an earlier run."""

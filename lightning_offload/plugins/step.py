@@ -168,6 +168,7 @@ class StepRun:
         if self.executor.has_deviated:
             kind.deviated(self.executor.deviation)
             return
+        kind.followed()
         if self.executor.unforeseen_bytes:
             kind.surprised()
         if self.verifier is not None:

@@ -42,7 +42,7 @@ def test_host_has_a_ratio_for_each_kind_of_plan(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.usefixtures("nothing_stored")
 def test_shapes_are_planned_at_first_sight(capsys: pytest.CaptureFixture[str]):
-    """All but those that a family is known by; goals stand at what all steps took, and at planning."""
+    """All but those that are the largest so far; goals stand at what all steps took, and at planning."""
     assert main(["shapes", "--quick", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     goals = [(row["metric"], row["goal"]) for row in rows if row["goal"] is not None]
@@ -51,7 +51,7 @@ def test_shapes_are_planned_at_first_sight(capsys: pytest.CaptureFixture[str]):
     assert all(math.isfinite(value) and value >= 0 for value in found.values())
     for height in (0.5, 0.2):
         case = f"GPT-2, 16 to 48 tokens, h = {height}"
-        assert found[case, "num_at_first_sight"] == found[case, "num_shapes"] - 3
+        assert found[case, "num_shapes"] // 2 <= found[case, "num_at_first_sight"] <= found[case, "num_shapes"] - 3
 
 
 @pytest.mark.usefixtures("nothing_stored")

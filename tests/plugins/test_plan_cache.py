@@ -122,6 +122,57 @@ def test_changing_structure_ends_unplanned(caplog: pytest.LogCaptureFixture) -> 
     assert sum("structure changes" in record.message for record in caplog.records) == 1
 
 
+def test_a_model_that_is_unfrozen_step_by_step_is_planned_again() -> None:
+    """Each stage is another structure; once they have come to an end there is a plan again, and it stays."""
+    torch.manual_seed(1)
+    model, batch = nn.Sequential(*(nn.Linear(16, 16) for _ in range(7))), rows(16)
+    stages = list(model)
+    model.requires_grad_(False)
+    with attached(model, policy="all-swap") as memory:
+        phases = []
+        for step in range(60):
+            if step < 30 and step % 5 == 0:
+                stages.pop().requires_grad_(True)
+            found = train_step(model, batch, memory)
+            assert train_step(model, batch) == found
+            phases.append(memory.report().phase)
+    assert "unplanned" in phases
+    assert phases[-8:] == ["planned"] * 8
+
+
+def test_steps_that_follow_their_plan_make_up_for_others() -> None:
+    """Thirty-two for each that did not: one in a long while takes no plan away."""
+    kind = PlanEntry(phase="planned")
+    for _ in range(10):
+        kind.deviated("differs")
+        assert kind.phase == "recording"
+        kind.phase = "planned"
+        for _ in range(31):
+            kind.followed()
+        assert kind.num_deviations == 1
+        kind.followed()
+        assert kind.num_deviations == 0
+
+
+def test_unplanned_steps_are_planned_again_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    """After 32, 64, ... and at last 1024 of them; where that fails at once, one warning is enough."""
+    kind = PlanEntry()
+    for _ in range(3):
+        kind.deviated("differs")
+    waits = []
+    for _ in range(8):
+        assert kind.phase == "unplanned"
+        num = 0
+        while kind.phase == "unplanned":
+            kind.reconsider()
+            num += 1
+        assert kind.phase == "recording"
+        waits.append(num - 1)
+        kind.deviated("differs")
+    assert waits == [32, 64, 128, 256, 512, 1024, 1024, 1024]
+    assert sum("structure changes" in record.message for record in caplog.records) == 1
+
+
 def test_forward_alone_ends_unplanned() -> None:
     """Steps without a backward have nothing to plan, and are left alone after three tries."""
     model, batch = net(), rows(16)
