@@ -193,7 +193,7 @@ def _planning_of_gpt2(device: torch.device, *, quick: bool) -> list[float]:
         tokens = training.batch(length)
         training.seconds(tokens, functools.partial(memory.step, tokens))
 
-    return _planning(training.model, step, [64, 448, 160, *range(176, 176 + 32 * (3 if quick else _NUM_NEW), 32)])
+    return _planning(training.model, step, [64, 448, 160, *range(256, 256 + 20 * (3 if quick else _NUM_NEW), 20)])
 
 
 def _planning_of_resnet(device: torch.device, *, quick: bool) -> list[float]:
@@ -205,7 +205,7 @@ def _planning_of_resnet(device: torch.device, *, quick: bool) -> list[float]:
         with memory.step(images):
             model(images).square().mean().backward()
 
-    return _planning(model, step, [64, 224, 72, *range(80, 80 + 16 * (3 if quick else _NUM_NEW), 16)])
+    return _planning(model, step, [64, 224, 72, *range(144, 144 + 8 * (3 if quick else _NUM_NEW), 8)])
 
 
 def _planning(model: nn.Module, step: Callable[[MemoryPlugin, int], None], sizes: Sequence[int]) -> list[float]:
