@@ -125,7 +125,7 @@ def test_changing_structure_ends_unplanned(caplog: pytest.LogCaptureFixture) -> 
 def test_a_model_that_is_unfrozen_step_by_step_is_planned_again() -> None:
     """Each stage is another structure; once they have come to an end there is a plan again, and it stays."""
     torch.manual_seed(1)
-    model, batch = nn.Sequential(*(nn.Linear(16, 16) for _ in range(7))), rows(16)
+    model, batch = nn.Sequential(*(nn.Linear(16, 16) for _ in range(7))), torch.randn(16, 16)
     stages = list(model)
     model.requires_grad_(False)
     with attached(model, policy="all-swap") as memory:
