@@ -311,7 +311,11 @@ class Steps:
             except BudgetInfeasibleError as error:
                 exact = self.cache.choose(shape, is_exact=True) if kind.family is not None else kind
                 if exact is kind and kind.family is None:
+                    if kind.gives_up():
+                        return kind
                     raise of_shapes(error, shape) from None
+                exact.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
+                exact.follow_family(hardware.budget_bytes)
                 try:
                     ensure_plan(self.cache.key, exact, hardware, self.state, self.settings)
                 except BudgetInfeasibleError as error_of_exact:

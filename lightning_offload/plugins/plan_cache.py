@@ -151,7 +151,8 @@ class PlanCache:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
         self.kinds.move_to_end(self.key)
         kind.reconsider()
-        kind.is_first_sight = self.figures.see(shape, is_derived=kind.family is not None)
+        is_new = self.figures.see(shape, is_derived=kind.family is not None)
+        kind.is_first_sight = self.kind.is_first_sight if is_exact else is_new
         self.kind = kind
         if shape.family in self.families:
             self.families.move_to_end(shape.family)
@@ -191,6 +192,9 @@ class PlanCache:
         """
         shape, kind = self._shape, self.kind
         self.figures.num_deviations += has_deviated
+        family = self.families.get(shape.family) if shape is not None else None
+        if family is not None:
+            family.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
         if shape is not None and kind.family is not None:
             if has_deviated:
                 kind.family.step_left_its_plan(shape.signature)
@@ -201,6 +205,7 @@ class PlanCache:
             return
         if self.phase in ("recording", "verifying", "measuring"):
             family = self.families.setdefault(shape.family, ShapeFamily(shape.family))
+            family.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
             self._last_of[shape.family] = kind
             if self.phase == "recording":
                 self.note_beside(kind.graph.extra_bytes)

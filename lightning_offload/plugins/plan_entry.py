@@ -96,6 +96,7 @@ class PlanEntry:
         num_followed: Steps that followed it since the last of them.
         num_unplanned: Unplanned steps since the last recording.
         wait: How many of them there are until the next one.
+        is_retried: Whether it was unplanned, and had no plan since.
         has_told: Whether a warning said that there is no plan.
         num_surprises: Steps in which backward wrote what the plan counts on.
         num_unfinished: Recordings without a backward, or in which an optimizer made its state.
@@ -152,6 +153,7 @@ class PlanEntry:
     num_followed: int = 0
     num_unplanned: int = 0
     wait: int = _FIRST_WAIT
+    is_retried: bool = False
     has_told: bool = False
     num_surprises: int = 0
     num_unfinished: int = 0
@@ -237,7 +239,10 @@ class PlanEntry:
         made.recorded_gradient_bytes = family.gradient_bytes
         if like is not None and like.graph is not None and made.graph is not None:
             made.graph = dataclasses.replace(made.graph, extra_bytes=family.beside_bytes or 0)
-            made.note_gradients(like.old_gradient_bytes, like.accumulated_bytes)
+            made.note_gradients(
+                max(like.old_gradient_bytes, family.old_gradient_bytes),
+                max(like.accumulated_bytes, family.accumulated_bytes),
+            )
             made.state_version = like.state_version
             made.takes_data = like.takes_data
         return made
@@ -347,6 +352,7 @@ class PlanEntry:
         family = self.family
         if family is None:
             return
+        self.note_gradients(family.old_gradient_bytes, family.accumulated_bytes)
         if family.beside_bytes is not None:
             self.note_beside(family.beside_bytes, budget_bytes)
         more_bytes = family.shortfall_bytes - self.shortfall_bytes
@@ -421,6 +427,7 @@ class PlanEntry:
             self.mismatched.clear()
             self.verified.clear()
         self.graph, self.was_restored, self.is_beside_known = graph, False, False
+        self.num_unfinished = 0
         self.num_nodes, self.num_alike = None, 0
         self.program = None
         self.phase = "verifying"
@@ -473,14 +480,24 @@ class PlanEntry:
             self.num_deviations, self.num_followed = self.num_deviations - 1, 0
 
     def reconsider(self) -> None:
-        """A step is about to begin: if it is unplanned for having left its plans, try to plan again now and then."""
-        if self.phase != "unplanned" or self.num_deviations < _MAX_DEVIATIONS:
+        """A step is about to begin: if it is unplanned, try to plan again now and then."""
+        if self.phase != "unplanned":
             return
         self.num_unplanned += 1
         if self.num_unplanned > self.wait:
             self.num_unplanned, self.wait = 0, min(2 * self.wait, _LAST_WAIT)
-            self.num_deviations = _MAX_DEVIATIONS - 1
+            self.num_deviations = min(self.num_deviations, _MAX_DEVIATIONS - 1)
+            self.num_unfinished = min(self.num_unfinished, _MAX_DEVIATIONS - 1)
+            self.is_retried = True
             self.record_again()
+
+    def gives_up(self) -> bool:
+        """Whether a step that cannot be planned runs without a plan, as others of its kind did: no error ends it."""
+        if not self.is_retried:
+            return False
+        self.phase, self.is_retried, self.num_deviations = "unplanned", False, _MAX_DEVIATIONS
+        self.graph = self.program = None  # of a step that is not like the others
+        return True
 
     def learn_known(self, live: LiveBytes, gradients: Collection[int]) -> None:
         """Know what the step touches, of a step that was planned in an earlier run."""
@@ -716,7 +733,7 @@ class PlanEntry:
             plan = make(self.shortfall_bytes, must_fit=not is_accepted)
         if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
             self._warn(budget_bytes, plan.predicted_peak_bytes)
-        self.must_search = False
+        self.must_search = self.is_retried = False
         self.program = compile_plan(self.graph, plan, is_bound=self.family is not None)
 
     def _plan_of_family(self, keep: frozenset[int]) -> Make | None:

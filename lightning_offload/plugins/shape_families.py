@@ -183,6 +183,8 @@ class ShapeFamily:
         verified: Storages whose replays were verified at some size.
         mismatched: Storages that are recomputed at none.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
+        old_gradient_bytes: Gradients of earlier steps that may be there before a step.
+        accumulated_bytes: Those that may still be there in its backward.
         beside_bytes: What is on the device beside its steps; None before that was counted.
         num_planned: Steps under derived plans.
         num_measured: Those of them that were measured.
@@ -198,6 +200,7 @@ class ShapeFamily:
         self.verified: set[int] = set()
         self.mismatched: set[int] = set()
         self.shortfall_bytes = 0
+        self.old_gradient_bytes = self.accumulated_bytes = 0
         self.beside_bytes: int | None = None
         self.num_planned = 0
         self.num_measured = 0
@@ -247,6 +250,11 @@ class ShapeFamily:
             return sum(most not in column for most, column in zip(largest, columns, strict=True))
 
         return min(self.samples, key=lambda signature: num_alone(signature) > 0)
+
+    def note_gradients(self, old_bytes: int, accumulated_bytes: int) -> None:
+        """Count gradients of earlier steps, which one step of several has: those before it, those in its backward."""
+        self.old_gradient_bytes = max(self.old_gradient_bytes, old_bytes)
+        self.accumulated_bytes = max(self.accumulated_bytes, accumulated_bytes)
 
     def forget(self, signature: str) -> None:
         """Drop a recorded step."""

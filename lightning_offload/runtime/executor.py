@@ -119,6 +119,7 @@ class StepExecutor:
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
         self._num_packs = 0
+        self._pack_keys: dict[int, int] = {}
         self._has_begun_backward = False
         self._kept: list[weakref.ref[Handle]] = []
         self._late: list[weakref.ref[Handle]] = []
@@ -303,7 +304,7 @@ class StepExecutor:
 
     def _give_all_up(self, kept: list[weakref.ref[Handle]]) -> None:
         for handle in (reference() for reference in kept):
-            if handle is not None and handle.kept is not None:
+            if handle is not None and handle.kept is not None and not handle.is_out:
                 self._give_up(handle, handle.kept)
 
     def _leave_late(self, handle: Handle, tensor: Tensor) -> None:
@@ -420,9 +421,13 @@ class StepExecutor:
         assert self.program is not None
         if self.deviation:
             return False
-        planned, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        planned, num_bytes = self.program.pack_bytes, storage.nbytes()
         if self.program.expects(index, num_bytes):
-            return True
+            if self.program.shares(index, storage._cdata, self._pack_keys):
+                return True
+            self.deviate("a copy was saved where a tensor was to be saved again")
+            return False
         was = f"{planned[index]} were" if index < len(planned) else "nothing was"
         self.deviate(f"one of {num_bytes} bytes was saved where {was} expected")
         return False
@@ -515,6 +520,7 @@ class StepExecutor:
         value = handle.value
         if value is None or handle.geometry is None:
             assert handle.kept is not None
+            handle.is_out = True
             return handle.kept
         storage = self._materializer.read(handle, handle.geometry)
         if self.observer is not None:
@@ -550,6 +556,8 @@ class StepExecutor:
         if how:
             with self._lock, bypass_mode, NotSeen():
                 self.deviate(how)
+                late, self._late = self._late, []
+                self._give_all_up(late)  # no op is under way
 
     @property
     def is_spent(self) -> bool:
@@ -632,6 +640,7 @@ class KeepingExecutor:
         self.num_unpacks = 0
         self.on_backward: Callable[[], None] | None = None
         self._num_packs = 0
+        self._pack_keys: dict[int, int] = {}
         self._lease: StepLiveness | None = StepLiveness()
         self._unread = weakref.ref(self._lease)
 
@@ -664,8 +673,10 @@ class KeepingExecutor:
         self._num_packs = index + 1
         tensor, plain = as_saved(tensor)
         if plain and not self.deviation:
-            expected, num_bytes = self.program.pack_bytes, tensor.untyped_storage().nbytes()
-            if not self.program.expects(index, num_bytes):
+            storage = tensor.untyped_storage()
+            expected, num_bytes = self.program.pack_bytes, storage.nbytes()
+            is_as_planned = self.program.expects(index, num_bytes)
+            if not (is_as_planned and self.program.shares(index, storage._cdata, self._pack_keys)):
                 planned = f"{expected[index]} were" if index < len(expected) else "nothing was"
                 self.deviation = f"saved tensor {index} has {num_bytes} bytes where {planned} expected"
                 if self._make_rest is not None:

@@ -440,13 +440,24 @@ def _resize(storage: torch.UntypedStorage, size: int) -> Any:
 _NN: Any = torch._C._nn
 
 
-def _with_noise_told_of(plain: Any) -> Callable[..., Tensor]:
+def _named(plain: Any, name: str, owner: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Have what stands in for a function of torch be found where it stands, by pickle above all."""
+
+    def rename(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        functools.update_wrapper(function, plain)
+        function.__module__, function.__qualname__ = owner.__name__, name
+        return function
+
+    return rename
+
+
+def _with_noise_told_of(plain: Any, name: str) -> Callable[..., Tensor]:
     """Stands in for `rrelu_with_noise`, which writes its noise after autograd has saved it, and no counter counts that.
 
     Of all operators it alone does so; see the schemas that mark an argument as written which is not the first.
     """
 
-    @functools.wraps(plain)
+    @_named(plain, name, torch._C._nn)
     def rrelu_with_noise(input: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if _hearers and not bypass_mode.depth:
             _tell_of(noise)
@@ -456,10 +467,12 @@ def _with_noise_told_of(plain: Any) -> Callable[..., Tensor]:
     return rrelu_with_noise
 
 
-def _with_own_noise(plain: Any, with_noise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _with_own_noise(
+    plain: Any, with_noise: Callable[..., Tensor], name: str, owner: Any = torch
+) -> Callable[..., Tensor]:
     """Stands in for `rrelu`: with noise made where it can be told of, as the operator makes it."""
 
-    @functools.wraps(plain)
+    @_named(plain, name, owner)
     def rrelu(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if _hearers and not bypass_mode.depth and isinstance(input, Tensor):
             noise = torch.empty_like(input, memory_format=torch.contiguous_format)
@@ -477,14 +490,16 @@ _PLAIN_RRELU: dict[tuple[Any, str], Any] = {
     (torch, "rrelu_"): torch.rrelu_,
     (torch.nn.functional, "rrelu_"): torch.nn.functional.rrelu_,
 }
-_with_noise = _with_noise_told_of(_NN.rrelu_with_noise)
-_with_noise_ = _with_noise_told_of(_NN.rrelu_with_noise_)
+_with_noise = _with_noise_told_of(_NN.rrelu_with_noise, "rrelu_with_noise")
+_with_noise_ = _with_noise_told_of(_NN.rrelu_with_noise_, "rrelu_with_noise_")
 _HEARD_RRELU: dict[tuple[Any, str], Any] = {
     (_NN, "rrelu_with_noise"): _with_noise,
     (_NN, "rrelu_with_noise_"): _with_noise_,
-    (torch, "rrelu"): _with_own_noise(torch.rrelu, _with_noise),
-    (torch, "rrelu_"): _with_own_noise(torch.rrelu_, _with_noise_),
-    (torch.nn.functional, "rrelu_"): _with_own_noise(torch.nn.functional.rrelu_, _with_noise_),
+    (torch, "rrelu"): _with_own_noise(torch.rrelu, _with_noise, "rrelu"),
+    (torch, "rrelu_"): _with_own_noise(torch.rrelu_, _with_noise_, "rrelu_"),
+    (torch.nn.functional, "rrelu_"): _with_own_noise(
+        torch.nn.functional.rrelu_, _with_noise_, "rrelu_", torch.nn.functional
+    ),
 }
 
 

@@ -67,6 +67,7 @@ class Program:
         is_bound: Whether sizes are the largest that the plan is for; smaller ones follow it, too.
         num_first_packs: Packs before the first unpack.
         num_first_ops: Ops of forward before it.
+        first_packs: By pack: the first one of the same storage.
         made_packs: Ordinals of the packs whose storages the step made.
         pack_storages: By pack: the storage that leaves the device by it, the first that saves it; or -1.
         release_at_pack: By pack: storages whose device copies are released after it, where ops are not seen.
@@ -88,6 +89,7 @@ class Program:
     is_bound: bool
     num_first_packs: int
     num_first_ops: int
+    first_packs: tuple[int, ...]
     made_packs: frozenset[int]
     pack_storages: tuple[int, ...]
     release_at_pack: dict[int, tuple[int, ...]]
@@ -104,6 +106,22 @@ class Program:
         planned = self.pack_bytes[index]
         return planned in (0, num_bytes) or (self.is_bound and num_bytes < planned)
 
+    def shares(self, index: int, key: int, keys: dict[int, int]) -> bool:
+        """Whether a pack is of the storage that it was planned to share; asked of plans that serve several shapes.
+
+        At some lengths an op copies what it takes as it is at others.
+
+        Args:
+            index: Ordinal of the pack.
+            key: Identity of its storage.
+            keys: Those of the packs before it; it is added.
+        """
+        if not self.is_bound:
+            return True
+        first = self.first_packs[index]
+        keys[index] = key
+        return first == index or keys.get(first, key) == key
+
 
 class _Skeleton(NamedTuple):
     """What programs for one structure have in common.
@@ -115,6 +133,7 @@ class _Skeleton(NamedTuple):
         in_backward: By op: whether it runs in backward.
         num_first_packs: Packs before the first unpack.
         num_first_ops: Ops of forward before it.
+        first_packs: By pack: the first one of the same storage.
     """
 
     last: dict[int, int]
@@ -123,11 +142,13 @@ class _Skeleton(NamedTuple):
     in_backward: tuple[bool, ...]
     num_first_packs: int
     num_first_ops: int
+    first_packs: tuple[int, ...]
 
 
 @by_structure
 def _skeleton(graph: StepGraph) -> _Skeleton:
     saved = tuple(graph.values[save.value].storage for save in graph.saves)
+    first: dict[int, int] = {}
     first_unpack = min((tick for save in graph.saves for tick in save.unpack_ticks), default=graph.num_ticks)
     return _Skeleton(
         last={value.storage: v for v, value in enumerate(graph.values)},
@@ -136,6 +157,7 @@ def _skeleton(graph: StepGraph) -> _Skeleton:
         in_backward=tuple(op.phase == "backward" for op in graph.ops),
         num_first_packs=sum(save.pack_tick < first_unpack for save in graph.saves),
         num_first_ops=sum(op.tick < first_unpack and op.phase == "forward" for op in graph.ops),
+        first_packs=tuple(first.setdefault(s, i) for i, s in enumerate(saved)),
     )
 
 
@@ -185,6 +207,7 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
         is_bound=is_bound,
         num_first_packs=skeleton.num_first_packs,
         num_first_ops=skeleton.num_first_ops,
+        first_packs=skeleton.first_packs,
         made_packs=skeleton.made_packs,
         pack_storages=_leaving(graph, decisions),
         release_at_pack={hook.ordinal: s for hook, s in releases.items() if hook.is_pack},

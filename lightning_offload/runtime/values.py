@@ -236,9 +236,12 @@ class Handle:
         geometry: How the saved tensor lies on the value's storage.
         version_alias: Shares the saved tensor's version counter.
         version: The version that was saved.
+        is_out: Whether the tensor itself was handed out, which is somebody else's from then on.
     """
 
-    __slots__ = ("__weakref__", "geometry", "index", "kept", "lease", "observer", "value", "version", "version_alias")
+    __slots__ = (
+        "__weakref__", "geometry", "index", "is_out", "kept", "lease", "observer", "value", "version", "version_alias",
+    )  # fmt: skip
 
     def __init__(self, observer: StepObserver | None, lease: StepLiveness | None, index: int, tensor: Tensor) -> None:
         self.observer = observer
@@ -249,6 +252,7 @@ class Handle:
         self.value: LiveValue | None = None
         self.geometry: Geometry | None = None
         self.version_alias: Tensor = tensor
+        self.is_out = False
 
     def __del__(self) -> None:
         if self.observer is not None:

@@ -422,3 +422,54 @@ def test_a_plan_that_was_given_up_last_is_shown_after_the_end(monkeypatch: pytes
         model(batch).square().mean().backward()
     assert kind.program is not None
     assert kind.superseded is None
+
+
+class Rarely(nn.Module):
+    """Goes deeper in the steps that it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.depths = [1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through the layer, several times."""
+        for _ in range(self.depths.pop(0) if len(self.depths) > 1 else self.depths[0]):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+def test_trying_to_plan_again_ends_no_training() -> None:
+    """Where the step that is recorded for it is a rare one that does not fit: the kind goes on without a plan."""
+    torch.manual_seed(1)
+    batch, model = torch.randn(128, 64), Rarely()
+    floor = report_of(model, batch).floor_bytes
+    assert floor is not None
+    small = int(1.2 * floor)
+    # three deviations, unplanned steps, and a rare one when one is recorded again
+    model.depths = [1, 2, 1, 2, 1, 2, *[1] * 32, 9, 1]
+    with attached(model, budget=f"{small}B") as memory:
+        phases = []
+        for _ in range(60):
+            with memory.step(batch):
+                model(batch).square().mean().backward()
+            model.zero_grad()
+            phases.append(memory.report().phase)
+    assert phases.count("unplanned") > 32
+    assert "recording" in phases[32:]
+
+
+def test_steps_without_a_backward_at_first_are_planned_in_the_end() -> None:
+    """Three recordings that came to nothing are not for good."""
+    model, batch = net(), rows(16)
+    with attached(model, policy="all-swap") as memory:
+        phases = []
+        for step in range(45):
+            with memory.step(batch):
+                out = model(batch)
+                if step >= 4:
+                    out.square().mean().backward()
+            model.zero_grad()
+            phases.append(memory.report().phase)
+    assert phases[4] == "unplanned"
+    assert phases[-3:] == ["planned"] * 3

@@ -501,3 +501,56 @@ def test_nothing_leaks_without_backward() -> None:
         assert memory() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("begins", ["kept", "swapped"])
+def test_what_was_handed_out_is_not_emptied(begins: str) -> None:
+    """A step leaves its plan: what somebody has read of what was saved stays as it is, whatever is saved later."""
+    x, mask = short_vector(), torch.linspace(0.0, 2.0, 300)
+
+    def other() -> Tensor:
+        y = step(x)
+        z = (x * 3.0) * (mask * 1.0)
+        node = z.grad_fn
+        assert node is not None
+        seen: Tensor = node._saved_other  # type: ignore[attr-defined]
+        w = z.sin() + z.exp()
+        return y + w.sum() * seen.sum()
+
+    expected = plain(other, x)[:1]
+    program = compiled(lambda: step(x), "keep" if begins == "kept" else "swap")
+    x.grad = None
+    make = functools.partial(
+        StepExecutor, device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
+        verifier=None, sees_ops=False,
+    )  # fmt: skip
+    executor = KeepingExecutor(program, make_rest=make) if begins == "kept" else make()
+    with executing(executor):
+        other().backward()
+    assert executor.has_deviated
+    assert gradients((x,)) == expected
+
+
+@pytest.mark.parametrize("begins", ["kept", "swapped"])
+def test_double_backward_of_a_step_that_left_its_plan(begins: str) -> None:
+    """Backward saves what it reads: that is not emptied under its hands."""
+    x, target = short_vector(), torch.arange(30) % 10
+
+    def other() -> Tensor:
+        y = (x * 2.0).sin()
+        loss = F.cross_entropy(y.view(30, 10), target.clone()) + y.exp().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + grad.square().sum()
+
+    expected = plain(other, x)[:1]
+    program = compiled(lambda: step(x), "keep" if begins == "kept" else "swap")
+    x.grad = None
+    make = functools.partial(
+        StepExecutor, device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
+        verifier=None, sees_ops=False,
+    )  # fmt: skip
+    executor = KeepingExecutor(program, make_rest=make) if begins == "kept" else make()
+    with executing(executor):
+        other().backward()
+    assert executor.has_deviated
+    assert gradients((x,)) == expected
