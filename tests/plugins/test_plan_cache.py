@@ -425,18 +425,17 @@ def test_a_plan_that_was_given_up_last_is_shown_after_the_end(monkeypatch: pytes
 
 
 class Rarely(nn.Module):
-    """Goes deeper in the steps that it is told of."""
+    """Goes wider in the steps that it is told of."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        self.depths = [1]
+        self.widths = [2]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Through the layer, several times."""
-        for _ in range(self.depths.pop(0) if len(self.depths) > 1 else self.depths[0]):
-            x = torch.tanh(self.linear(x))
-        return x
+        """Through the layer, several times beside one another."""
+        width = self.widths.pop(0) if len(self.widths) > 1 else self.widths[0]
+        return self.linear(x).repeat(1, width).tanh().exp()
 
 
 def test_trying_to_plan_again_ends_no_training() -> None:
@@ -445,9 +444,9 @@ def test_trying_to_plan_again_ends_no_training() -> None:
     batch, model = torch.randn(128, 64), Rarely()
     floor = report_of(model, batch).floor_bytes
     assert floor is not None
-    small = int(1.2 * floor)
+    small = int(1.5 * floor)
     # three deviations, unplanned steps, and a rare one when one is recorded again
-    model.depths = [1, 2, 1, 2, 1, 2, *[1] * 32, 9, 1]
+    model.widths = [2, 1, 2, 1, 2, 1, *[2] * 32, 16, 2]
     with attached(model, budget=f"{small}B") as memory:
         phases = []
         for _ in range(60):
