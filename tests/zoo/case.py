@@ -107,6 +107,7 @@ class Case:
         optimizers: Makes the optimizers for a model.
         static: Whether every step has the same graph, so that the plan is final from the 4th step on.
         grows: Whether an optimizer's state grows over the first steps.
+        hides: Whether it holds memory that measured steps alone show, under each plan another: compiled code does.
         split: Whether forward can be wrapped alone (not where one step holds several forwards and updates).
         steps: How many steps make the case meaningful.
         budgeted: Whether the case's activations are large enough for the budget tests to be meaningful.
@@ -119,6 +120,7 @@ class Case:
     optimizers: Callable[[nn.Module], Sequence[Optimizer]] = sgd
     static: bool = True
     grows: bool = False
+    hides: bool = False
     split: bool = True
     steps: int = 5
     budgeted: bool = False

@@ -276,7 +276,7 @@ LOOPS: tuple[Case, ...] = (
     _loop("curvature", _Smooth, _curvature, lambda step: normal(step, 1024, 96), optimizers=sgd),
     _loop("transforms", _Smooth, _transforms, lambda step: normal(step, 1024, 96), optimizers=sgd),
     _loop("nested-state", _mlp(), simple(square_loss), optimizers=_nested, grows=True, steps=10),
-    _loop("compiled", _PartlyCompiled, simple(square_loss)),
+    _loop("compiled", _PartlyCompiled, simple(square_loss), hides=True, steps=9),
 )
 LOOPS_BY_NAME: dict[str, Case] = {case.name: case for case in LOOPS}
 assert len(LOOPS_BY_NAME) == len(LOOPS), "case names must be unique"
