@@ -1,4 +1,4 @@
-"""Training whose lengths change from step to step, against the same lengths trained one at a time.
+"""Training whose lengths or layers change from step to step, against the same trained one at a time.
 
 A GPT-2 trains on sequences whose lengths are drawn anew for each step, within a budget of which a half, or a fifth, of
 what the longest could save is granted. Beside it, in turns, a plain copy takes the same steps. What each length costs
@@ -7,7 +7,9 @@ between them it is interpolated. `changing_over_one_length` is what all steps to
 recorded and all planning, over what they would have taken had each length been trained alone, once it had its final
 plan.
 
-Deriving shapes is off by default; here it is on.
+The same GPT-2 at one length, each of whose blocks is left out with a probability of a tenth:
+`changing_over_one_structure` is what all steps took, recordings included, over what they would have taken had each cost
+as much more than a plain one as a step with all blocks does under its final plan.
 
 Planning: how long the plugin takes from a shape that it has not seen to its plan, once three were recorded, for steps
 of some thousand ops; the median over shapes.
@@ -45,6 +47,7 @@ _NUM_ALONE = 8  # lengths that are trained by themselves
 _NUM_STEADY = 7  # steps each, under the final plan
 _NUM_NEW = 9  # shapes that are planned
 _SHORTEST, _LONGEST, _LONGEST_QUICK = 16, 512, 48
+_DROPPED = 0.1  # of the blocks
 _NUM_FIRST = 20
 """Steps that are told apart: those in which shapes are learned."""
 
@@ -63,12 +66,18 @@ class _Training:
             bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
         self.model: nn.Module = GPT2LMHeadModel(config).train().to(device)
+        self.model.blocks = nn.ModuleList(self.model.transformer.h)  # all of them stay known where some are left out
         self._device = device
         self._batch_size = 2 if quick else 4
 
     def batch(self, length: int) -> Tensor:
         """Tokens."""
         return torch.randint(0, 1000, (self._batch_size, length), device=self._device)
+
+    def leave_out(self, kept: Sequence[bool]) -> None:
+        """Have the next steps without some blocks."""
+        blocks = zip(self.model.blocks, kept, strict=True)
+        self.model.transformer.h = nn.ModuleList(block for block, is_kept in blocks if is_kept)
 
     def seconds(self, tokens: Tensor, context: _Context = nullcontext) -> float:
         """Take a step; how long it took, with all that comes before its first op."""
@@ -90,7 +99,7 @@ def run(options: Options, progress: Progress) -> Measurements:
     rng = random.Random(0)
     lengths = [rng.randrange(_SHORTEST, longest + 1) for _ in range(num_steps)]
     alone = np.linspace(_SHORTEST, longest, 2 if quick else _NUM_ALONE).round().astype(int).tolist()
-    task = progress.add_task("shapes", total=len(_HEIGHTS) * (num_steps + len(alone)) + 2)
+    task = progress.add_task("shapes", total=len(_HEIGHTS) * (num_steps + len(alone)) + 2 + len(_HEIGHTS))
     rows: list[Row] = []
     advance = functools.partial(progress.advance, task)
     for height in _HEIGHTS:
@@ -98,6 +107,13 @@ def run(options: Options, progress: Progress) -> Measurements:
         progress.update(task, description=case)
         gc.collect()  # the models of the case before are beside no step of this one
         rows += _changing(case, make, lengths, alone, height, advance)
+    kept = [[rng.random() >= _DROPPED for _ in range(layers)] for _ in range(num_steps)]
+    for height in _HEIGHTS:
+        case = f"GPT-2, blocks left out at random, h = {height}"
+        progress.update(task, description=case)
+        gc.collect()
+        rows += _dropping(case, make, longest // 2, kept, height)
+        advance()
     for name, goal, seconds in (
         ("GPT-2, 12 layers", _GPT2_PLANNING_GOAL, _planning_of_gpt2(device, quick=quick)),
         ("ResNet-152", _RESNET_PLANNING_GOAL, _planning_of_resnet(device, quick=quick)),
@@ -123,8 +139,8 @@ def _changing(
     advance: Callable[[], None],
 ) -> list[Row]:
     """All steps with changing lengths, and what they would have cost one at a time."""
-    budget = _budget(make(), alone[-1], height)
     plain, managed = make(), make()
+    budget = _budget(plain, managed, alone[-1], height)
     plain_seconds, managed_seconds = [], []
     with MemoryPlugin(f"{budget}B", module=managed.model) as memory:
         for count, length in enumerate(lengths):
@@ -136,6 +152,8 @@ def _changing(
                     managed_seconds.append(managed.seconds(tokens, functools.partial(memory.step, tokens)))
             advance()
         report = memory.report()
+    del plain, managed, tokens
+    gc.collect()  # beside other models' steps they would count
     ratios = []
     for length in alone:
         ratios.append(_alone(make, length, budget))
@@ -157,6 +175,39 @@ def _changing(
     return [first, *(Row(case=case, metric=metric, value=float(value)) for metric, value in figures.items())]
 
 
+def _dropping(
+    case: str, make: Callable[[], _Training], length: int, kept: Sequence[Sequence[bool]], height: float
+) -> list[Row]:
+    """All steps with other blocks each, and what they would have cost with one structure."""
+    plain, managed = make(), make()
+    budget = _budget(plain, managed, length, height)
+    tokens = managed.batch(length)
+    plain_seconds, managed_seconds = [], []
+    with MemoryPlugin(f"{budget}B", module=managed.model) as memory:
+        for count, blocks in enumerate(kept):
+            for is_plain in (True, False) if count % 2 == 0 else (False, True):
+                training = plain if is_plain else managed
+                training.leave_out(blocks)
+                context = nullcontext if is_plain else functools.partial(memory.step, tokens)
+                (plain_seconds if is_plain else managed_seconds).append(training.seconds(tokens, context))
+        report = memory.report()
+    del plain, managed, training
+    gc.collect()
+    whole = _alone(make, length, budget)
+    first_later = min(_NUM_FIRST, len(kept) // 2)
+    figures = {
+        "ratio": sum(managed_seconds) / sum(plain_seconds),
+        "ratio_from_step_20": sum(managed_seconds[first_later:]) / sum(plain_seconds[first_later:]),
+        "one_structure_ratio": whole,
+        "num_aligned": report.num_aligned,
+        "num_deviations": report.num_deviations,
+        "budget_bytes": budget,
+    }
+    over_one = sum(managed_seconds) / (whole * sum(plain_seconds))
+    first = Row(case=case, metric="changing_over_one_structure", value=over_one)
+    return [first, *(Row(case=case, metric=metric, value=float(value)) for metric, value in figures.items())]
+
+
 def _alone(make: Callable[[], _Training], length: int, budget: int) -> float:
     """What steps of one length take over plain ones, under their final plan."""
     plain, managed = make(), make()
@@ -172,18 +223,18 @@ def _alone(make: Callable[[], _Training], length: int, budget: int) -> float:
     return statistics.median(found)
 
 
-def _budget(training: _Training, longest: int, height: float) -> int:
-    """Between the floor (0) and the plain peak (1) of the longest, with a plain copy of the model beside it."""
-    tokens = training.batch(longest)
-    beside = [parameter.detach().clone() for parameter in training.model.parameters()]
-    with MemoryPlugin("1TiB", module=training.model) as memory:
+def _budget(plain: _Training, managed: _Training, longest: int, height: float) -> int:
+    """Between the floor (0) and the plain peak (1) of the longest, beside all that is there: a plain copy above all."""
+    tokens = managed.batch(longest)
+    plain.seconds(tokens)  # its gradients stay
+    with MemoryPlugin("1TiB", module=managed.model) as memory:
         while memory.report().phase != "planned":
-            training.seconds(tokens, functools.partial(memory.step, tokens))
+            managed.seconds(tokens, functools.partial(memory.step, tokens))
         report = memory.report()
+    managed.model.zero_grad(set_to_none=True)
     if report.floor_bytes is None or report.plain_peak_bytes is None:
         raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
-    of_plain_copy = 2 * sum(parameter.nbytes for parameter in beside)  # with its gradients
-    return of_plain_copy + report.floor_bytes + round(height * (report.plain_peak_bytes - report.floor_bytes))
+    return report.floor_bytes + round(height * (report.plain_peak_bytes - report.floor_bytes))
 
 
 def _planning_of_gpt2(device: torch.device, *, quick: bool) -> list[float]:

@@ -33,8 +33,9 @@ class OffloadMonitorMixin(_CallbackBase):
     Loggers receive `offload/peak_bytes`, `offload/budget_bytes`, `offload/stall_seconds`,
     `offload/step_seconds`, `offload/kept_bytes`, `offload/swapped_bytes`, `offload/recomputed_bytes`,
     `offload/host_peak_bytes`; of the shapes of steps `offload/num_shapes`, `offload/num_at_first_sight` (planned from
-    their first step on), `offload/num_deviations` and `offload/planning_seconds`. The progress bar shows peak and
-    budget in GiB and the stall in seconds. A value that is not known yet is left out.
+    their first step on), `offload/num_deviations`, `offload/num_aligned` (under the plan for another structure),
+    `offload/astray_bytes` (which these saved and it did not have) and `offload/planning_seconds`. The progress bar
+    shows peak and budget in GiB and the stall in seconds. A value that is not known yet is left out.
 
     Args:
         progress_bar: Whether to show metrics in the progress bar too.
@@ -116,6 +117,8 @@ def _log_metrics(report: Report) -> dict[str, float]:
         "num_shapes": report.num_shapes,
         "num_at_first_sight": report.num_at_first_sight,
         "num_deviations": report.num_deviations,
+        "num_aligned": report.num_aligned,
+        "astray_bytes": report.astray_bytes,
         "planning_seconds": report.planning_seconds,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -30,6 +30,7 @@ from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
 from lightning_offload.graph.step_graph import Op, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_leaf, is_plain
+from lightning_offload.tensors.saved_forms import SavedForm, form_of
 
 Price = Callable[[OpFacts, Any, Any, Any], float]
 """Models the duration of a call in seconds from the op, its arguments and its result."""
@@ -119,6 +120,8 @@ class Recorder(LiveBytes):
     Attributes:
         leaves: Weak references to the tensors with ``requires_grad`` that the step read and did not make.
         num_unpacks: Unpacks seen so far.
+        saved_forms: What each saved tensor looks like, in order.
+        open_sizes: Sizes that depended on data.
     """
 
     def __init__(
@@ -134,6 +137,8 @@ class Recorder(LiveBytes):
         super().__init__(device, there)
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.num_unpacks = 0
+        self.saved_forms: list[SavedForm] = []
+        self.open_sizes: set[int] = set()
         self._is_on_cpu = self._device.type == "cpu"
         self._price = price
         is_real = price is None
@@ -174,6 +179,8 @@ class Recorder(LiveBytes):
         read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
         if self._dead:
             self._forget_dead()
+        if facts.may_make_any_size and facts.makes_any_size(args):
+            self.open_sizes.update(size for tensor in made for size in tensor.shape[:1] if isinstance(size, int))
         device = self._device
         is_replayable = facts.replayable if self._is_on_cpu else facts.may_replay(device.type, args)
         inputs: list[int] = []
@@ -239,6 +246,7 @@ class Recorder(LiveBytes):
         save = _Save(value, self._next_tick(), self._modules.current(), must_keep=not counts)
         assert index == len(self._saves)
         self._saves.append(save)
+        self.saved_forms.append(form_of(tensor, is_plain=is_plain))
 
     @override
     def on_overwrite(self, index: int) -> None:

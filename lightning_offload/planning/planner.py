@@ -7,6 +7,7 @@ published systems (:mod:`~lightning_offload.planning.policies`).
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_offload.errors import BudgetInfeasibleError, PolicyError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.hook_points import hooks_before_ops
 from lightning_offload.graph.host_layout import plan_layout
-from lightning_offload.graph.memory_plan import AT_PACK, MemoryPlan
+from lightning_offload.graph.memory_plan import AT_PACK, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.auto import auto
 from lightning_offload.planning.policies import PUBLISHED, Policy
@@ -207,11 +208,66 @@ def _mode_seconds(problem: Problem, device: DeviceSpec) -> float:
 
 def _without_recompute(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan | None:
     """A plan that recomputes nothing; None where none meets the budget."""
-    once = dataclasses.replace(graph, ops=tuple(dataclasses.replace(op, replayable=False) for op in graph.ops))
     try:
-        return plan(once, device, budget_bytes, **how)
+        return plan(_unreplayable(graph), device, budget_bytes, **how)
     except BudgetInfeasibleError:
         return None
+
+
+def _unreplayable(graph: StepGraph) -> StepGraph:
+    """A step of which nothing can be recomputed."""
+    return dataclasses.replace(graph, ops=tuple(dataclasses.replace(op, replayable=False) for op in graph.ops))
+
+
+def plan_without_ops(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan:
+    """Plan a step whose ops nobody follows: nothing is recomputed, and copies are released at packs and unpacks alone.
+
+    Args:
+        graph: The step.
+        device: Where it runs.
+        budget_bytes: Peak of live device bytes allowed, None for no limit.
+        how: Further keywords of :func:`plan`.
+
+    Raises:
+        BudgetInfeasibleError: No such plan is within the budget.
+    """
+    problem, limit_bytes = Problem(graph, how.get("keep", frozenset())), budget_bytes
+    for _ in range(_MAX_RETRIES):
+        made = _after_their_ops(problem, plan(_unreplayable(graph), device, limit_bytes, **how), device)
+        tried = [_at_hooks(problem, made, device, earlier) for earlier in (True, False)]
+        if budget_bytes is None or limit_bytes is None:
+            return min(tried, key=lambda m: m.predicted_step_seconds)
+        fitting = [m for m in tried if m.predicted_peak_bytes <= budget_bytes]
+        if fitting:
+            return min(fitting, key=lambda m: m.predicted_step_seconds)
+        floor_bytes = min(m.predicted_peak_bytes for m in tried)
+        limit_bytes = max(made.floor_bytes, limit_bytes - (floor_bytes - budget_bytes))
+    assert budget_bytes is not None
+    raise BudgetInfeasibleError(
+        f"the budget of {budget_bytes} bytes is below {floor_bytes}, the smallest peak found where device copies are "
+        "released at packs and unpacks alone",
+        budget_bytes=budget_bytes,
+        floor_bytes=floor_bytes,
+        op=made.floor_op,
+    )
+
+
+def _after_their_ops(problem: Problem, made: MemoryPlan, device: DeviceSpec) -> MemoryPlan:
+    """A plan with what is released at its pack released once the op that saves it is done, at the next hook."""
+    graph, hooks = problem.graph, hooks_before_ops(problem.graph)
+    first_pack: dict[int, int] = {}
+    for save in graph.saves:
+        first_pack.setdefault(graph.values[save.value].storage, save.pack_tick)
+    ticks = [op.tick for op in graph.ops]
+
+    def moved(decision: Decision) -> Decision:
+        if decision.action != "swap" or decision.release_op != AT_PACK:
+            return decision
+        after = bisect_right(ticks, first_pack[decision.storage]) + 1
+        following = next((index for index in range(after, len(hooks)) if hooks[index] is not None), len(hooks))
+        return dataclasses.replace(decision, release_op=following)
+
+    return _simulated(problem, made, list(map(moved, made.decisions)), device)
 
 
 def _at_hooks(problem: Problem, made: MemoryPlan, device: DeviceSpec, earlier: bool) -> MemoryPlan:
@@ -232,6 +288,11 @@ def _at_hooks(problem: Problem, made: MemoryPlan, device: DeviceSpec, earlier: b
     decisions = [
         dataclasses.replace(d, release_op=moved[d.release_op]) if d.release_op != AT_PACK else d for d in made.decisions
     ]
+    return _simulated(problem, made, decisions, device)
+
+
+def _simulated(problem: Problem, made: MemoryPlan, decisions: list[Decision], device: DeviceSpec) -> MemoryPlan:
+    """A plan with other moments of its releases."""
     if tuple(decisions) == made.decisions:
         return made
     timeline = simulate_plan(problem, decisions, device)

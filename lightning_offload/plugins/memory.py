@@ -41,6 +41,7 @@ from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.shape_families import StepShape, of_shapes, shape_of
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
+from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.executor import Executor
 from lightning_offload.runtime.hooks import executing, listen, mode_off, seeing_user_code, watch_backward
 
@@ -311,8 +312,11 @@ class Steps:
             except BudgetInfeasibleError as error:
                 exact = self.cache.choose(shape, is_exact=True) if kind.family is not None else kind
                 if exact is kind and kind.family is None:
-                    if kind.gives_up():
-                        return kind
+                    if kind.gives_up(error):
+                        if kind.phase == "unplanned":
+                            return kind
+                        self._look_beside(kind, hardware, self.state.gradients(), has_inputs=True)
+                        return self._plan(kind, shape, hardware)
                     raise of_shapes(error, shape) from None
                 exact.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
                 exact.follow_family(hardware.budget_bytes)
@@ -331,7 +335,8 @@ class Steps:
     def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()
         memory = memory_of(hardware.device)
-        if kind.phase != "unplanned" or hardware.budget_bytes is None or memory is None:
+        is_watched = kind.phase == "unplanned" or kind.is_aligned
+        if not is_watched or hardware.budget_bytes is None or memory is None:
             return
         self.peaks.begin_step(hardware.device, is_watched=False)
         kind.swapped_bytes = kind.stayed_bytes = 0
@@ -396,7 +401,8 @@ class Steps:
             self.hardware.read_budget_again(run.slack_bytes)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
         run.finish(self.state, budget_bytes)
-        self.cache.learn_shape(has_deviated=run.executor.has_deviated)
+        astray_bytes = run.executor.astray_bytes if isinstance(run.executor, AlignedExecutor) else None
+        self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
         run.kind.note_retries(self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
         if self.hardware is not None:

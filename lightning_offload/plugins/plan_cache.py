@@ -57,7 +57,8 @@ def _bytes_of(kind: PlanEntry) -> int:
         return _KIND_BYTES
     graph = _bytes_of_graph(kind.graph, with_ops=kind.family is None or kind.timed_ops is not None)
     plan = 160 * (len(kind.program.ops) + 2 * len(kind.program.decisions)) if kind.program is not None else 0
-    return _KIND_BYTES + graph + plan
+    variants = sum(_bytes_of_graph(variant.graph) for variant in kind.changes.variants)
+    return _KIND_BYTES + graph + plan + variants
 
 
 def _bytes_of_family(family: ShapeFamily) -> int:
@@ -77,12 +78,16 @@ class ShapeFigures:
         num_shapes: Different shapes.
         num_at_first_sight: Those of them whose first step was planned.
         num_deviations: Steps that left their plan.
+        num_aligned: Steps under the plan for another structure, which they followed as far as they could.
+        astray_bytes: What they saved that it did not have.
         planning_seconds: Host time that plans took.
     """
 
     num_shapes: int = 0
     num_at_first_sight: int = 0
     num_deviations: int = 0
+    num_aligned: int = 0
+    astray_bytes: int = 0
     planning_seconds: float = 0.0
     _known: set[int] = dataclasses.field(default_factory=set, repr=False)
 
@@ -150,7 +155,7 @@ class PlanCache:
         if kind is None:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
         self.kinds.move_to_end(self.key)
-        kind.reconsider()
+        kind.begins()
         is_new = self.figures.see(shape, is_derived=kind.family is not None)
         kind.is_first_sight = self.kind.is_first_sight if is_exact else is_new
         self.kind = kind
@@ -184,14 +189,18 @@ class PlanCache:
         self.kind = self._last_of[shape.family] = self.kinds[shape.signature] = PlanEntry()
         return self.kind
 
-    def learn_shape(self, *, has_deviated: bool) -> None:
+    def learn_shape(self, *, has_deviated: bool, astray_bytes: int | None = None) -> None:
         """A step has ended: let others of its family be planned by it, if it was recorded or measured.
 
         Args:
             has_deviated: Whether it left its plan.
+            astray_bytes: What it saved that the plan for another structure did not have; None where it had its own.
         """
         shape, kind = self._shape, self.kind
         self.figures.num_deviations += has_deviated
+        if astray_bytes is not None:
+            self.figures.num_aligned += 1
+            self.figures.astray_bytes += astray_bytes
         family = self.families.get(shape.family) if shape is not None else None
         if family is not None:
             family.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)

@@ -2,10 +2,9 @@
 
 Step 1 of a new shape runs under the floor policy and is recorded. Step 2 runs under the first plan, its
 replays are verified; step 3 is measured. What was measured (op times, the peak) and what was mismatched goes
-into the final plan, which is in force from step 4 on. A step whose structure leaves its plan is recorded again,
-and after :data:`_MAX_DEVIATIONS` of them the shape is *unplanned*: it runs under the floor policy, or plainly where
-that is known to fit. Neither is for good: each 32 steps that follow their plan make up for one that did not, and after
-32 unplanned steps, later after twice as many each time, one is recorded again: a layer may have been unfrozen.
+into the final plan, which is in force from step 4 on. What becomes of a shape whose steps leave their plan is up to
+:mod:`~lightning_offload.plugins.structure_changes`; *unplanned* steps run under the floor policy, or plainly where that
+is known to fit.
 
 The budget is a promise. What is on the device beside the step is counted before each plan is made, and again when
 it grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards; where a
@@ -20,6 +19,7 @@ from there; what is derived is derived again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Collection, Sequence
@@ -36,21 +36,25 @@ from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import Op, StepGraph
 from lightning_offload.planning.family import FamilyPlanner
-from lightning_offload.planning.planner import Make, beside, plan_with_margin
+from lightning_offload.planning.planner import Make, beside, plan_with_margin, plan_without_ops
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import Figures
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.replanning import compute_factor, links_were_wrong, with_unforeseen
 from lightning_offload.plugins.shape_families import Derived, ShapeFamily
+from lightning_offload.plugins.step_variants import Variant
+from lightning_offload.plugins.structure_changes import Next, StructureChanges
+from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.tensors.saved_forms import SavedForm
 from lightning_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
-_MAX_DEVIATIONS = 3
-_FORGIVEN = 32  # steps that follow their plan, for one that did not
-_FIRST_WAIT, _LAST_WAIT = 32, 1024  # unplanned steps, before one is recorded again
+_MAX_SURPRISES = 3
 _MEASURE_EVERY = 32
+_NUM_FIRST_ALIGNED, _NUM_SOON_ALIGNED = 12, 96
 _NUM_ALIKE = 3
+_OF_ANOTHER_PLAN = 4  # what a plan did not foresee may be by a quarter more under another one
 _MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
 _SLIGHTLY_TIGHTER = 0.95  # of one that it had room for only by giving back what it held in reserve
@@ -92,22 +96,17 @@ class PlanEntry:
         num_alike: Steps in a row that made so many.
         num_unhooked: Those since then that had no hooks.
         has_varied: Whether one made another number.
-        num_deviations: Steps that left their plan, but for those that others have made up for.
-        num_followed: Steps that followed it since the last of them.
-        num_unplanned: Unplanned steps since the last recording.
-        wait: How many of them there are until the next one.
-        is_retried: Whether it was unplanned, and had no plan since.
-        has_told: Whether a warning said that there is no plan.
+        has_told: Whether a warning said that no plan is within the budget for some of its steps.
         num_surprises: Steps in which backward wrote what the plan counts on.
-        num_unfinished: Recordings without a backward, or in which an optimizer made its state.
         num_planned: Steps under a plan, or unplanned.
         num_unmeasured: Those since the last one that was measured.
+        num_counted: Those whose peak was counted.
         is_over: Whether a step under the final plan was measured above the budget.
         has_warned: Whether a warning said so.
         was_restored: Whether its graph is from an earlier run: with DDP's buckets in the layout that they come to have.
         is_beside_known: Whether what is on the device beside its steps was counted, since the last recording.
-        swapped_bytes: Saved bytes that left the device in the last step without a plan.
-        stayed_bytes: Saved bytes for which no tier had room in that step.
+        swapped_bytes: Saved bytes that left the device in the last step without a plan of its own.
+        stayed_bytes: Saved bytes that did not.
         measured_peak_bytes: Peak of the last measured step, in total and by phase.
         family: Those that differ from it in sizes alone, where it was derived from them; None for a recorded one.
         derived: How it was.
@@ -121,6 +120,8 @@ class PlanEntry:
         must_search: Whether the next one is.
         is_first_sight: Whether the shape of the coming step is new.
         timed_ops: Ops of a derived kind with their own durations, once they were asked for.
+        forms: By pack of a plan that steps of other structures follow: what is saved.
+        changes: How its structure changes.
     """
 
     phase: Phase = "recording"
@@ -149,16 +150,11 @@ class PlanEntry:
     num_alike: int = 0
     num_unhooked: int = 0
     has_varied: bool = False
-    num_deviations: int = 0
-    num_followed: int = 0
-    num_unplanned: int = 0
-    wait: int = _FIRST_WAIT
-    is_retried: bool = False
     has_told: bool = False
     num_surprises: int = 0
-    num_unfinished: int = 0
     num_planned: int = 0
     num_unmeasured: int = 0
+    num_counted: int = 0
     is_over: bool = False
     has_warned: bool = False
     was_restored: bool = False
@@ -180,6 +176,8 @@ class PlanEntry:
     must_search: bool = False
     is_first_sight: bool = False
     timed_ops: tuple[Op, ...] | None = None
+    forms: tuple[SavedForm, ...] = ()
+    changes: StructureChanges = dataclasses.field(default_factory=StructureChanges)
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -252,12 +250,15 @@ class PlanEntry:
         """Whether the coming step is one of the first ones: up to the second under the final plan."""
         if self.family is not None:
             return self.family.beside_bytes is None or self.family.is_due or self.program is None
+        if self.is_aligned and self._is_due(self.num_planned + 1, self.num_unmeasured + 1):
+            return True
         return self.phase not in ("planned", "unplanned") or self.program is None or self.num_planned < 2
 
     def is_due_for_measurement(self, *, can_count: bool) -> bool:
-        """Whether the coming planned step is one whose peak is counted: the first two, then one in 32.
+        """Whether the coming planned step is one whose peak is counted: the first two, then one in 28 to 32.
 
-        A plan's memory does not change from step to step, and counting costs host time.
+        A plan's memory does not change from step to step, and counting costs host time. Where structures change it may:
+        so more are counted, the first twelve, then one in 5 to 9, and after a hundred one in 28 to 32.
 
         Args:
             can_count: Whether there is what counting starts from.
@@ -269,10 +270,17 @@ class PlanEntry:
             return self.family.begin_step(can_count=can_count and not is_keep_all)
         if is_keep_all:
             return False
-        is_due = can_count and (self.num_planned <= 2 or self.num_unmeasured >= _MEASURE_EVERY)
+        is_due = can_count and self._is_due(self.num_planned, self.num_unmeasured)
         if is_due:
-            self.num_unmeasured = 0
+            self.num_unmeasured, self.num_counted = 0, self.num_counted + 1
         return is_due
+
+    def _is_due(self, num_planned: int, num_unmeasured: int) -> bool:
+        sooner = self.num_counted**2 % 5  # steps that come in turns shall not evade it
+        if not self.aligns:
+            return num_planned <= 2 or num_unmeasured >= _MEASURE_EVERY - sooner
+        is_soon = num_planned <= _NUM_SOON_ALIGNED
+        return num_planned <= _NUM_FIRST_ALIGNED or num_unmeasured >= (9 if is_soon else _MEASURE_EVERY) - sooner
 
     def runs_plainly(self, budget_bytes: int | None, device: torch.device) -> bool:
         """Whether there is nothing to do in its steps: all is kept, without a budget or well within it.
@@ -283,6 +291,8 @@ class PlanEntry:
         """
         if self.phase == "unplanned":
             return budget_bytes is None or self.plain.fits(device, budget_bytes)
+        if self.is_aligned and budget_bytes is not None and self.plain.fits(device, budget_bytes):
+            return True
         is_keep_all = self.program is not None and self.program.is_keep_all
         return self.phase != "recording" and is_keep_all and budget_bytes is None
 
@@ -419,19 +429,34 @@ class PlanEntry:
         graph = recorder.finish()
         self.recorded_gradient_bytes = accumulated_bytes
         if not recorder.num_unpacks or not is_typical:
-            self.num_unfinished += 1
-            if self.num_unfinished >= _MAX_DEVIATIONS:
+            if self.changes.failed() == "unplan":
                 self.phase = "unplanned"
             return
         if self.graph is None or self.graph.digest() != graph.digest():
             self.mismatched.clear()
             self.verified.clear()
         self.graph, self.was_restored, self.is_beside_known = graph, False, False
-        self.num_unfinished = 0
+        self.changes.num_failed = 0
         self.num_nodes, self.num_alike = None, 0
         self.program = None
         self.phase = "verifying"
-        self.note_gradients(self.old_gradient_bytes, accumulated_bytes)
+        forms, open_sizes = tuple(recorder.saved_forms), frozenset(recorder.open_sizes)
+        self.changes.variants.learn(Variant(graph, forms, open_sizes, self.touched, self.known, accumulated_bytes))
+        if self.changes.aligns:
+            self._align()
+        self.note_gradients(self.old_gradient_bytes, self.recorded_gradient_bytes)
+
+    def _align(self) -> None:
+        """Have steps follow the widest of the recorded structures, each as far as it can."""
+        widest = self.changes.variants.widest()
+        self.phase, self.program = "planned", None
+        self.graph, self.forms = widest.graph, widest.forms
+        self.touched, self.known, self.recorded_gradient_bytes = widest.touched, widest.known, widest.gradient_bytes
+        self.is_beside_known, self.num_planned = False, 0
+        self.shortfall_bytes = max(self.shortfall_bytes, widest.largest_open_bytes)
+        self.mismatched.clear()
+        self.verified.clear()
+        self.note_gradients(self.old_gradient_bytes, self.accumulated_bytes)
 
     def sheds_hooks(self) -> bool:
         """Whether the coming step, which keeps everything, goes without hooks: those before it were alike.
@@ -452,52 +477,68 @@ class PlanEntry:
             self.has_varied = True
         self.num_nodes, self.num_alike = num_nodes, self.num_alike + 1
 
-    def deviated(self, how: str) -> None:
-        """A step left its plan: record the next one."""
-        if self.family is not None:
-            return
-        self.num_deviations += 1
-        self.num_followed = 0
-        self.program = None
-        self.num_planned = 0
-        self.phase = "recording" if self.num_deviations < _MAX_DEVIATIONS else "unplanned"
-        if self.phase == "unplanned" and not self.has_told:
-            self.has_told = True
-            _log.warning(
-                "the model's structure changes from step to step under the same input shapes (%s): such steps run "
-                "without a plan, everything saved is swapped out unless there is ample room for it, and no "
-                "prediction keeps their peak within the budget; planning is tried again after %d steps",
-                how,
-                self.wait,
-            )
+    @property
+    def aligns(self) -> bool:
+        """Whether its steps follow the plan for another structure, each as far as it can."""
+        return self.changes.aligns
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the coming one does: it is not one that is recorded."""
+        return self.changes.aligns and self.phase == "planned"
+
+    def deviated(self) -> None:
+        """A step left its plan."""
+        if self.family is None:
+            self.num_planned = 0
+            self._go_on(self.changes.deviated())
 
     def followed(self) -> None:
         """A step followed its plan, which makes up for earlier ones that did not."""
-        if not self.num_deviations or self.phase != "planned":
-            return
-        self.num_followed += 1
-        if self.num_followed >= _FORGIVEN:
-            self.num_deviations, self.num_followed = self.num_deviations - 1, 0
+        if self.phase == "planned" and not self.aligns:
+            self.changes.followed()
 
-    def reconsider(self) -> None:
-        """A step is about to begin: if it is unplanned, try to plan again now and then."""
-        if self.phase != "unplanned":
-            return
-        self.num_unplanned += 1
-        if self.num_unplanned > self.wait:
-            self.num_unplanned, self.wait = 0, min(2 * self.wait, _LAST_WAIT)
-            self.num_deviations = min(self.num_deviations, _MAX_DEVIATIONS - 1)
-            self.num_unfinished = min(self.num_unfinished, _MAX_DEVIATIONS - 1)
-            self.is_retried = True
+    def aligned(self, executor: AlignedExecutor) -> None:
+        """A step has followed the plan for another structure as far as it could."""
+        self._go_on(self.changes.aligned(executor, self.saved_bytes))
+
+    def begins(self) -> None:
+        """A step is about to begin: it may be its turn to be recorded."""
+        if self.phase in ("planned", "unplanned"):
+            self._go_on(self.changes.begins(is_planned=self.phase == "planned"))
+
+    def gives_up(self, error: BudgetInfeasibleError) -> bool:
+        """Whether a step that cannot be planned is planned otherwise, or not at all: no error ends what ran so far.
+
+        Where structures change, the next widest one is planned for.
+
+        Args:
+            error: Why it cannot be planned.
+        """
+        was_aligned = self.aligns
+        following = self.changes.gives_up()
+        if was_aligned:
+            self.shortfall_bytes = 0  # of another structure
+        self._go_on(following)
+        if following == "unplan":
+            self.graph = None  # of a step that is not like the others
+        if was_aligned and following is not None and not self.has_told:
+            self.has_told = True
+            _log.warning(
+                "the model's structure changes from step to step under the same input shapes, and some such steps need "
+                "more than the budget under any plan for that: %s; what they save is swapped out unless there is ample "
+                "room for it, and no prediction keeps their peak within the budget",
+                error,
+            )
+        return following is not None
+
+    def _go_on(self, following: Next | None) -> None:
+        if following == "record":
             self.record_again()
-
-    def gives_up(self) -> bool:
-        """Whether a step that cannot be planned runs without a plan, as others of its kind did: no error ends it."""
-        if not self.is_retried:
-            return False
-        self.phase, self.is_retried, self.num_deviations = "unplanned", False, _MAX_DEVIATIONS
-        self.graph = self.program = None  # of a step that is not like the others
-        return True
+        elif following == "align":
+            self._align()
+        elif following == "unplan":
+            self.phase, self.program = "unplanned", None
 
     def learn_known(self, live: LiveBytes, gradients: Collection[int]) -> None:
         """Know what the step touches, of a step that was planned in an earlier run."""
@@ -515,7 +556,7 @@ class PlanEntry:
         if self.family is not None:
             return
         self.num_surprises += 1
-        if self.num_surprises <= _MAX_DEVIATIONS and self.phase in ("verifying", "measuring", "planned"):
+        if self.num_surprises <= _MAX_SURPRISES and self.phase in ("verifying", "measuring", "planned"):
             self.record_again()
 
     def demote(self, storage: int) -> None:
@@ -583,6 +624,8 @@ class PlanEntry:
         if self.family is not None:
             self.family.shortfall_bytes = max(self.family.shortfall_bytes, self.shortfall_bytes)
             return
+        if self.aligns:  # its ops are not those of the graph
+            return
         before, self.seen_by_op = self.seen_by_op, tuple(bytes_by_op)
         is_seen_twice = len(before) == len(bytes_by_op) > 0  # once may be by chance: a copy that was late
         if self.shortfall_bytes and is_seen_twice and self.spec is not None and self.measured_peak_bytes is not None:
@@ -600,6 +643,9 @@ class PlanEntry:
         measured = self.measured_peak_bytes
         if self.family is not None and self.plan is not None:  # others of it may be closer to the budget
             self.family.shortfall_bytes = max(self.family.shortfall_bytes, self._unforeseen_bytes)
+        if self.aligns and self.plan is not None:
+            self._widen_margin(self._unforeseen_bytes - self.shortfall_bytes, budget_bytes)
+            return
         if budget_bytes is None or measured is None or measured <= budget_bytes:
             return
         if self.plan is None:
@@ -607,6 +653,19 @@ class PlanEntry:
         elif self._unforeseen_bytes > self.shortfall_bytes:
             self._take_over_unforeseen(bytes_by_op)
             self.is_over = True
+            self.superseded, self.program = self.plan, None
+
+    def _widen_margin(self, more_bytes: int, budget_bytes: int | None) -> None:
+        """A step of another structure needed more than foreseen, as others may: plan anew where that does not fit."""
+        assert self.program is not None
+        assert self.plan is not None
+        if more_bytes <= 0:
+            return
+        if budget_bytes is None or self.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
+            self.shortfall_bytes += more_bytes
+            self.program = dataclasses.replace(self.program, plan=beside(self.plan, more_bytes))
+        else:
+            self.shortfall_bytes += more_bytes + more_bytes // _OF_ANOTHER_PLAN
             self.superseded, self.program = self.plan, None
 
     def compare(
@@ -623,7 +682,7 @@ class PlanEntry:
         plan = self.plan
         if plan is None or self.graph is None or self.spec is None or self.num_corrections >= _MAX_CORRECTIONS:
             return
-        if self.family is not None:  # whose plan is for sizes that are larger
+        if self.family is not None or self.aligns:  # whose plan is for larger sizes, or another structure
             return
         is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_link_slower, is_faster=is_link_faster)
         factor = 1.0
@@ -692,7 +751,7 @@ class PlanEntry:
         assert self.graph is not None
         self.spec, self.computing_seconds, self.num_planned = device, None, 0
         self.seen_by_op, self.superseded = (), None
-        if given is not None:
+        if given is not None and not self.aligns:
             self.program = compile_plan(self.graph, given)
             return
         self._plan_within(device, budget_bytes, policy, keep)
@@ -702,6 +761,8 @@ class PlanEntry:
 
         keep_storages = self.graph.storages_saved_in(keep) | frozenset(self.mismatched)
         plan_it = self._plan_of_family(keep_storages) if policy == "auto" else None
+        if self.aligns:
+            plan_it = functools.partial(plan_without_ops, policy=policy, keep=keep_storages)
         if self.family is not None:
             self.shortfall_bytes = self.family.shortfall_bytes
 
@@ -733,8 +794,9 @@ class PlanEntry:
             plan = make(self.shortfall_bytes, must_fit=not is_accepted)
         if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
             self._warn(budget_bytes, plan.predicted_peak_bytes)
-        self.must_search = self.is_retried = False
-        self.program = compile_plan(self.graph, plan, is_bound=self.family is not None)
+        self.must_search = self.changes.is_retried = False
+        forms = self.forms if self.aligns else None
+        self.program = compile_plan(self.graph, plan, is_bound=self.family is not None, forms=forms)
 
     def _plan_of_family(self, keep: frozenset[int]) -> Make | None:
         """What plans a derived step; None for one that was recorded."""

@@ -42,8 +42,8 @@ class Report:
         measured_step_seconds: Duration of the last step.
         plain_step_seconds: Predicted duration with everything kept.
         bound_seconds: Lower bound on the duration of any plan within the budget.
-        kept_bytes: Saved bytes that stay on the device, under the plan; in a step without one those that did.
-        swapped_bytes: Saved bytes that are swapped, under the plan; in a step without one those that were.
+        kept_bytes: Saved bytes that stay on the device, under the plan; without one of the step's own, those that did.
+        swapped_bytes: Saved bytes that are swapped, under the plan; without one of the step's own, those that were.
         recomputed_bytes: Saved bytes that are recomputed.
         host_peak_bytes: Most host memory that held swapped tensors at once.
         host_bytes: Host memory mapped for them.
@@ -64,6 +64,8 @@ class Report:
         num_shapes: Different shapes of steps so far.
         num_at_first_sight: Those of them whose first step ran under a plan, derived from those of other sizes.
         num_deviations: Steps that left their plan.
+        num_aligned: Steps under the plan for another structure, which they followed as far as they could.
+        astray_bytes: What these saved that it did not have, in all.
         planning_seconds: Host time that plans took so far.
         planned: The step with its plan, once there is one.
     """
@@ -98,6 +100,8 @@ class Report:
     num_shapes: int = 0
     num_at_first_sight: int = 0
     num_deviations: int = 0
+    num_aligned: int = 0
+    astray_bytes: int = 0
     planning_seconds: float = 0.0
     planned: Planned | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -177,7 +181,7 @@ def make_report(
 ) -> Report:
     """The report of a kind of step, from its plan and from what the plugin measured."""
     plan, graph = kind.plan or kind.superseded, kind.graph
-    if phase in ("recording", "unplanned"):  # a plan there may be is not what the last step did
+    if phase in ("recording", "unplanned") or kind.aligns:  # a plan there may be is not what the last step did
         num_bytes: dict[Action, int] = {"keep": kind.stayed_bytes, "swap": kind.swapped_bytes, "recompute": 0}
     else:
         num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
@@ -210,6 +214,8 @@ def make_report(
         num_shapes=shapes.num_shapes,
         num_at_first_sight=shapes.num_at_first_sight,
         num_deviations=shapes.num_deviations,
+        num_aligned=shapes.num_aligned,
+        astray_bytes=shapes.astray_bytes,
         planning_seconds=shapes.planning_seconds,
         planned=Planned(graph=graph, plan=plan, device=kind.spec) if graph and plan and kind.spec else None,
     )

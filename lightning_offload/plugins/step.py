@@ -36,6 +36,7 @@ from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.settings import Settings
+from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
 from lightning_offload.runtime.lanes import LaneTimes
@@ -166,9 +167,12 @@ class StepRun:
             return
         kind.note_gradients(0, accumulated_bytes)
         if self.executor.has_deviated:
-            kind.deviated(self.executor.deviation)
+            kind.deviated()
             return
         kind.followed()
+        if isinstance(self.executor, AlignedExecutor):
+            kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.kept_bytes
+            kind.aligned(self.executor)
         if self.executor.unforeseen_bytes:
             kind.surprised()
         if self.verifier is not None:
@@ -272,12 +276,18 @@ def start_run(
     observers: list[StepObserver] = [o for o in (counter, times) if o is not None]
     executor: Executor
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
-    has_deviated = kind.num_deviations or (kind.family is not None and kind.family.is_wary)
+    has_deviated = kind.changes.num_deviations or (kind.family is not None and kind.family.is_wary)
     is_light = not observers and kind.phase == "planned" and not has_deviated
     make = functools.partial(StepExecutor, device=device, tiers=tiers, verifier=verifier, persistent=persistent)
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
     is_sure = kind.family is None or not kind.is_first_sight
-    if program is not None and program.is_keep_all and is_light and is_sure:
+    if program is not None and program.route is not None:
+        observer = observe_all(tuple(observers))
+        executor = AlignedExecutor(
+            device=device, tiers=tiers, program=program, observer=observer, verifier=None, persistent=persistent,
+            sees_ops=observer is not None or kind.takes_data,
+        )  # fmt: skip
+    elif program is not None and program.is_keep_all and is_light and is_sure:
         has_budget = program.plan.budget_bytes is not None
         make_rest = functools.partial(make, program=program, observer=None, sees_ops=False) if has_budget else None
         executor = KeepingExecutor(program, packs=not kind.sheds_hooks(), make_rest=make_rest)

@@ -300,7 +300,7 @@ class StepExecutor:
         if self.sees_ops:
             self._give_all_up(kept)
         else:
-            self._late, self._late_node = kept, _next_node()
+            self._late, self._late_node = kept, next_node()
 
     def _give_all_up(self, kept: list[weakref.ref[Handle]]) -> None:
         for handle in (reference() for reference in kept):
@@ -313,7 +313,7 @@ class StepExecutor:
         An op may write what it has saved, past any version counter, as ``rrelu`` does its noise: it is done when the
         next node of autograd is made.
         """
-        node = _next_node()
+        node = next_node()
         if node != self._late_node:
             late, self._late, self._late_node = self._late, [], node
             self._give_all_up(late)
@@ -495,15 +495,20 @@ class StepExecutor:
                     if self._can_capture and is_capturing():
                         _check_is_there(handle)
                     elif in_backward and self.program is not None and not self.deviation:
-                        # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
-                        if not self.sees_ops:
-                            self._release(self.program.release_at_unpack.get(self.num_unpacks - 1, ()))
-                        if handle.value is not None:
-                            self._materializer.fetch(handle.value)
-                        self._materializer.prefetch(self.program.prefetch.get(self.num_unpacks - 1, ()))
+                        self._bring_back(self.program, handle)
                     return self._read(handle)
             finally:
                 bypass_mode.depth -= 1
+
+    def _bring_back(self, program: Program, handle: Handle) -> None:
+        """Begin to bring back what is read now, and what the plan has come back next."""
+        # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
+        ordinal = self.num_unpacks - 1
+        if not self.sees_ops:
+            self._release(program.release_at_unpack.get(ordinal, ()))
+        if handle.value is not None:
+            self._materializer.fetch(handle.value)
+        self._materializer.prefetch(program.prefetch.get(ordinal, ()))
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:
@@ -576,7 +581,7 @@ class StepExecutor:
             self._writes.before(tensor)
 
 
-def _next_node() -> int:
+def next_node() -> int:
     """The sequence number of the next node that autograd makes in this thread."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
@@ -634,7 +639,7 @@ class KeepingExecutor:
         self._rest: StepExecutor | None = None
         self._exposed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.num_nodes: int | None = None
-        self._first_node = _next_node()
+        self._first_node = next_node()
         self.decisions = {}
         self.deviation = ""
         self.num_unpacks = 0
@@ -705,7 +710,7 @@ class KeepingExecutor:
     def close(self) -> None:
         """End the part of the step in which tensors are saved."""
         if self._lease is not None:
-            self._lease, self.num_nodes = None, _next_node() - self._first_node
+            self._lease, self.num_nodes = None, next_node() - self._first_node
         if self._rest is not None:
             self._rest.close()
 

@@ -13,6 +13,7 @@ the model's own.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ from lightning_offload.graph.hook_points import HookPoint, hooks_before_ops
 from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph, by_structure
+from lightning_offload.runtime.alignment import Route
 from lightning_offload.runtime.tiers import Place
+from lightning_offload.tensors.saved_forms import SavedForm
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,6 +79,7 @@ class Program:
         needs_ops: Whether ops must be seen.
         is_recomputing: Whether anything is recomputed.
         records_backward: Whether anything is that backward made, for a backward of its own.
+        route: What steps of other structures follow it by; None where only those of its own do.
     """
 
     plan: MemoryPlan
@@ -98,6 +102,7 @@ class Program:
     needs_ops: bool
     is_recomputing: bool
     records_backward: bool
+    route: Route | None = None
 
     def expects(self, index: int, num_bytes: int) -> bool:
         """Whether a storage of this size may be behind a pack."""
@@ -161,16 +166,20 @@ def _skeleton(graph: StepGraph) -> _Skeleton:
     )
 
 
-def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) -> Program:
+def compile_plan(
+    graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False, forms: Sequence[SavedForm] | None = None
+) -> Program:
     """Compile a plan for a graph.
 
     Args:
         graph: The step.
         plan: What to do.
         is_bound: Whether the plan serves steps whose tensors are smaller, too.
+        forms: By pack: what is saved, for a plan that serves steps of other structures, too; None for one that does
+            not. Such a plan recomputes nothing, and releases device copies at packs and unpacks alone.
 
     Raises:
-        PlanError: The plan is for another graph, or recomputes what cannot be.
+        PlanError: The plan is for another graph, recomputes what cannot be, or is none that other structures follow.
     """
     plan.check(graph)
     decisions = {d.storage: d for d in plan.decisions if d.action != "keep"}
@@ -189,10 +198,13 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
     releases, has_others = _releases_at_hooks(graph, decisions)
+    release_at_pack = {hook.ordinal: s for hook, s in releases.items() if hook.is_pack}
     is_recomputing = any(d.action == "recompute" for d in decisions.values())
     layout = plan_layout(graph, plan)
     in_backward = skeleton.in_backward
     is_strict = any(b and s.is_busy for b, s in zip(in_backward, steps, strict=True))
+    if forms is not None and (is_recomputing or has_others):
+        raise PlanError("steps of other structures can follow a plan only where it needs no op to be seen")
     return Program(
         plan=plan,
         ops=steps if is_strict else tuple(s for b, s in zip(in_backward, steps, strict=True) if not b),
@@ -210,12 +222,13 @@ def compile_plan(graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False) 
         first_packs=skeleton.first_packs,
         made_packs=skeleton.made_packs,
         pack_storages=_leaving(graph, decisions),
-        release_at_pack={hook.ordinal: s for hook, s in releases.items() if hook.is_pack},
+        release_at_pack=release_at_pack,
         release_at_unpack={hook.ordinal: s for hook, s in releases.items() if not hook.is_pack},
         is_keep_all=not decisions,
         needs_ops=is_recomputing or has_others,
         is_recomputing=is_recomputing,
         records_backward=any(b and s.record for b, s in zip(in_backward, steps, strict=True)),
+        route=Route.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
     )
 
 

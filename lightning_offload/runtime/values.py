@@ -371,6 +371,11 @@ class ValueTable:
         if value.index >= 0:
             self._by_index[value.index] = weakref.ref(value)
 
+    def name(self, value: LiveValue, index: int) -> None:
+        """Know a followed value by an index in the step graph from now on."""
+        value.index = index
+        self._by_index[index] = weakref.ref(value)
+
     def own(self, value: LiveValue, storage: torch.UntypedStorage | None) -> None:
         """Let a value hold its memory; from then on it lives by who needs it."""
         if storage is not None:

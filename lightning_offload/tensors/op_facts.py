@@ -97,6 +97,7 @@ class OpFacts:
         overwrites: Whether its first argument is written without being read.
         is_query: Whether it only asks a tensor something (``prim.device`` under FakeTensorMode) and is no op.
         running_stats: Positions of batch norm's running statistics and its training flag, or ().
+        may_make_any_size: Whether the first size of what it makes may depend on data.
         mutates: Whether running it may change the contents of an argument.
         is_foreach_write: Whether it writes lists of tensors.
     """
@@ -110,6 +111,7 @@ class OpFacts:
     running_stats: tuple[int, ...]
     overwrites: bool = False
     is_query: bool = False
+    may_make_any_size: bool = False
     mutates: bool = dataclasses.field(init=False)  # asked for at every op
     is_foreach_write: bool = dataclasses.field(init=False)
 
@@ -127,6 +129,12 @@ class OpFacts:
             # transposed convolution is the gradient of another, which cuDNN sums in any order.
             return not torch.backends.cudnn.benchmark and not args[_TRANSPOSED]
         return self.replayable_on_cuda
+
+    def makes_any_size(self, args: Any) -> bool:
+        """Whether the first size of what a call makes depends on data: where it picks by a mask, say."""
+        if self.name != "aten.index.Tensor":
+            return self.may_make_any_size
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
     def replayed_args(self, args: Any) -> Any:
         """The arguments of a replay: without the running statistics that batch norm updates in training."""
@@ -203,6 +211,7 @@ def _inspect(func: Any) -> OpFacts:
         writes_all=False,
         running_stats=stats,
         overwrites=f"{base}.{func._overloadname}" in _OVERWRITING,
+        may_make_any_size=torch.Tag.dynamic_output_shape in func.tags,
     )
 
 

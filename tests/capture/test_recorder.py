@@ -19,6 +19,7 @@ from lightning_offload.graph.step_graph import check
 from lightning_offload.runtime import executor
 from lightning_offload.tensors import op_facts
 from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of
+from lightning_offload.tensors.saved_forms import SavedForm
 from tests.capture.devices import FakeMemory, FakeStream, pretend_on
 from tests.capture.recording import CPU, observe, op_names, record, sizes
 
@@ -297,6 +298,24 @@ def test_other_tensors_must_be_kept() -> None:
     graph = record(lambda: torch.sparse.mm(sparse, weight.view(9, 1)).sum().backward())
     assert any(save.must_keep for save in graph.saves)
     check(graph)
+
+
+def test_what_saved_tensors_look_like_is_noted() -> None:
+    """In order; and the sizes that depended on data, of whatever made them."""
+    x = torch.randn(6, 5, requires_grad=True)
+    is_large = x.detach()[:, 0] > 0
+    recorder = Recorder(CPU)
+
+    def step() -> None:
+        picked = x[is_large].exp()
+        (picked.sum() + x.sin().sum()).backward()
+
+    observe(step, recorder)
+    num_large = int(is_large.sum())
+    assert recorder.open_sizes == {num_large}
+    assert SavedForm(torch.float32, (num_large, 5)) in recorder.saved_forms
+    assert SavedForm(torch.float32, (6, 5)) in recorder.saved_forms
+    assert len(recorder.saved_forms) == len(recorder.finish().saves)
 
 
 def test_recording_keeps_nothing_alive() -> None:

@@ -43,6 +43,7 @@ EXACT = (
     " or overwritten-data or slice-of-storage)"
 )
 WHOLE = "test_devices or test_plain_steps or test_default_budget"
+STRUCTURES = "changing_structures and 0.45 and (drop or regularised)"
 SETTINGS = "half_precision and 0.25 or another_thread or accumulation_under_autocast"
 
 
@@ -111,8 +112,9 @@ SHARE = (  # the longest first
             f"{GPU}/test_settings.py",
             f"{GPU}/test_devices.py",
             f"{GPU}/test_plain_steps.py",
+            f"{GPU}/test_structures.py",
         ),
-        only=f"({EXACT}) or {SETTINGS} or {WHOLE}",
+        only=f"({EXACT}) or {SETTINGS} or {WHOLE} or {STRUCTURES}",
     ),
     Run(
         name="two devices, lazy, random",
@@ -144,6 +146,7 @@ _EVERYTHING = (
             "devices",
             "settings",
             "plain_steps",
+            "structures",
             "default_budget",
             "memory",
             "out_of_memory",

@@ -6,7 +6,7 @@ that were made since the job began. The promise, for steps from the fourth of a 
 
 * the true peak of the step is within the budget, or `BudgetInfeasibleError` was raised on entering a step, at the
   latest the fourth; where structure or state change later on, at the latest the step that would not fit, or, where
-  no plan is in force any more, one warning told of it; of what holds memory that only measured steps show, each plan
+  some steps fit under no plan, one warning told of it; of what holds memory that only measured steps show, each plan
   is measured in its first step, and corrected: the promise holds from the seventh on,
 * `report().measured_peak_bytes` is, to 2%, the true peak of the step that it was measured in,
 * losses and weights are those of plain training, bit for bit, and there is no other error.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -94,6 +95,7 @@ class Watch:
         digest: Of the losses so far.
         last: The last step of each kind.
         first_steady: From which step of a kind on the promise holds.
+        warnings: What the plugin warned of.
     """
 
     memory: MemoryPlugin | None
@@ -104,6 +106,7 @@ class Watch:
     reports: dict[Any, Report] = field(default_factory=dict)
     digest: Any = field(default_factory=hashlib.sha256)
     last: dict[Any, Step] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @contextmanager
     def step(self, *inputs: Any) -> Iterator[None]:
@@ -229,6 +232,8 @@ def _train(case: Case, memory: MemoryPlugin | None, steps: int, tracker: LiveSto
         torch.manual_seed(TRAIN_SEED)
         if memory is not None:
             memory.attach(model)
+        listener = _Listener(watch.warnings)
+        _LOG.addHandler(listener)
         try:
             for job.index, batch in enumerate(_loader(case, steps)):
                 case.train_step(job, batch, watch)
@@ -237,12 +242,27 @@ def _train(case: Case, memory: MemoryPlugin | None, steps: int, tracker: LiveSto
             training.error = error.with_traceback(None)
             return training
         finally:
+            _LOG.removeHandler(listener)
             if memory is not None:
                 memory.detach()
         for value in job.model.state_dict().values():
             watch.digest.update(snapshot(value).data)
         training.digest = watch.digest.hexdigest()
     return training
+
+
+_LOG = logging.getLogger("lightning_offload")
+
+
+class _Listener(logging.Handler):
+    """Notes warnings."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._found = found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._found.append(record.getMessage())
 
 
 def _loader(case: Case, steps: int) -> Iterator[Any]:
@@ -333,7 +353,7 @@ def _judge_error(case: Case, budget_bytes: int, training: Training) -> Iterator[
 def _judge_peaks(budget_bytes: int, training: Training) -> Iterator[str]:
     step = training.highest
     is_over = step is not None and step.window.peak_bytes > budget_bytes
-    if step is not None and is_over and not _was_told(step, training):
+    if step is not None and is_over and not _was_told(training):
         ratio = step.window.peak_bytes / budget_bytes
         yield f"over: {ratio:.3f} of the budget in step {step.number} at {step.window.peak_op}"
     for report in training.watch.reports.values():
@@ -342,9 +362,9 @@ def _judge_peaks(budget_bytes: int, training: Training) -> Iterator[str]:
             yield f"accepted: a plan of {predicted / budget_bytes:.3f} of the budget is in force"
 
 
-def _was_told(step: Step, training: Training) -> bool:
-    """Whether a step ran without a plan, of which the user was warned that nothing keeps its peak within the budget."""
-    return training.watch.reports[step.kind].phase == "unplanned"
+def _was_told(training: Training) -> bool:
+    """Whether the user was warned that nothing keeps the peak of some steps within the budget."""
+    return any("no prediction keeps their peak" in warning for warning in training.watch.warnings)
 
 
 def _judge_figures(case: Case, training: Training) -> Iterator[str]:

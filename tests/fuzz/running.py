@@ -92,7 +92,7 @@ def random_planner(seed: int, *, is_quiet: bool = False) -> Any:
         ]
         if is_quiet:
             hooked = [index for index, hook in enumerate(hooks_before_ops(graph)) if hook is not None]
-            decisions = [_at_a_hook(decision, hooked, len(graph.ops)) for decision in decisions]
+            decisions = [at_a_hook(decision, hooked, len(graph.ops)) for decision in decisions]
         return MemoryPlan(
             graph_digest=graph.digest(), policy=policy, budget_bytes=target, decisions=tuple(decisions),
             predicted_peak_bytes=0, predicted_step_seconds=0.0, plain_peak_bytes=0, plain_step_seconds=0.0,
@@ -123,7 +123,8 @@ def decide(rng: random.Random, graph: StepGraph, problem: Problem, c: Candidate,
     )
 
 
-def _at_a_hook(decision: Decision, hooked: list[int], num_ops: int) -> Decision:
+def at_a_hook(decision: Decision, hooked: list[int], num_ops: int) -> Decision:
+    """The decision with its release at an op that a pack or an unpack comes before."""
     if decision.release_op == AT_PACK:
         return decision
     release_op = next((index for index in hooked if index >= decision.release_op), num_ops)

@@ -13,18 +13,21 @@ import warnings
 import pytest
 import torch
 
+from lightning_offload.capture.recorder import Recorder
+from lightning_offload.graph.hook_points import hooks_before_ops
 from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem
+from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
 from lightning_offload.runtime.hooks import executing, listen
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.program import Program as Compiled
 from lightning_offload.runtime.program import compile_plan
 from lightning_offload.runtime.tiers import Tiers
-from tests.capture.recording import record
+from tests.capture.recording import observe, record
 from tests.fuzz.programs import SIDE, Machine, Net
-from tests.fuzz.running import Program, decide
+from tests.fuzz.running import Program, at_a_hook, decide
 from tests.runtime.executing import CPU, plan_of, under
 from tests.runtime.inline import inline_lanes
 
@@ -120,3 +123,59 @@ def _has_left(seed: int) -> bool:
     pool.collect()
     assert pool.used_bytes == 0, whole
     return pool.peak_bytes > 0
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_a_step_under_the_plan_of_another_is_exact(chunk: int) -> None:
+    """It goes along as far as the two agree, whatever it lacks or has more, also if it writes unseen."""
+    found = [_follows(seed) for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK)]
+    assert sum(found) > SEEDS_PER_CHUNK // 4
+
+
+def _follows(seed: int) -> bool:
+    """Whether a step followed the plan of another one, and tensors left the device."""
+    program, rng = Program.of(seed), random.Random(f"other {seed}")
+    planned = rng.choice(
+        [
+            dataclasses.replace(program, num_instructions=program.num_instructions // 2),
+            dataclasses.replace(program, num_instructions=2 * program.num_instructions),
+            Program.of(seed + 100_000),
+        ]
+    )
+    torch.manual_seed(seed)
+    start, pool = Net(), HostPool()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nets = [copy.deepcopy(start) for _ in range(3)]
+        expected = _outcome(program, start, sneaks=True)
+        if isinstance(expected, str) or isinstance(_outcome(planned, nets[0]), str):
+            return False
+        recorder = Recorder(CPU)
+        observe(lambda: _step(planned, nets[1]), recorder)
+        graph = recorder.finish()
+        executor = AlignedExecutor(
+            program=_aligned(graph, recorder, rng),
+            device=CPU,
+            tiers=Tiers(inline_lanes(), pool),
+            observer=None,
+            verifier=None,
+            sees_ops=rng.random() < 0.3,
+            persistent=lambda: {t.untyped_storage()._cdata for t in (*nets[2].parameters(), *nets[2].buffers())},
+        )
+        with contextlib.ExitStack() as stack:
+            stack.callback(listen())
+            stack.enter_context(executing(executor))
+            assert _outcome(program, nets[2], sneaks=True) == expected, program
+    has_followed = executor.num_packs > executor.num_astray
+    del executor
+    pool.collect()
+    assert pool.used_bytes == 0, program
+    return has_followed and pool.peak_bytes > 0
+
+
+def _aligned(graph: StepGraph, recorder: Recorder, rng: random.Random) -> Compiled:
+    problem, weights = Problem(graph), rng.choice([(0, 1, 0), (1, 1, 0), (1, 4, 0)])
+    hooked = [index for index, hook in enumerate(hooks_before_ops(graph)) if hook is not None]
+    drawn = [decide(rng, graph, problem, candidate, weights) for candidate in problem.candidates.values()]
+    decisions = [at_a_hook(decision, hooked, len(graph.ops)) for decision in drawn if decision is not None]
+    return compile_plan(graph, plan_of(graph, *decisions), forms=recorder.saved_forms)

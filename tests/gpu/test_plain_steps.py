@@ -77,7 +77,7 @@ def check(memory: MemoryPlugin, **how: object) -> tuple[Changing, str]:
 def test_what_fits_is_not_swapped(wraps_backward: bool) -> None:
     """Without a budget, on a device that has room for them many times."""
     model, phase = check(MemoryPlugin(policy="all-swap"), wraps_backward=wraps_backward)
-    assert phase == "unplanned"
+    assert phase == "planned"
     first = model.swaps.index(False)
     assert first <= 8, model.swaps
     assert not any(model.swaps[first:]), model.swaps
@@ -97,7 +97,7 @@ def test_forwards_alone_are_not_swapped() -> None:
 def test_what_does_not_fit_is_swapped() -> None:
     """Under a budget without room to spare."""
     model, phase = check(MemoryPlugin(budget=f"{14 * MIB}B", policy="all-swap"))
-    assert phase == "unplanned"
+    assert phase in ("planned", "recording")
     assert all(model.swaps)
 
 
@@ -107,7 +107,7 @@ def test_no_budget_is_exceeded_twice(wraps_backward: bool) -> None:
     budget_bytes = 36 * MIB
     memory = MemoryPlugin(budget=f"{budget_bytes}B", policy="all-swap")
     model, phase = check(memory, large_step=LARGE_STEP, wraps_backward=wraps_backward)
-    assert phase == "unplanned"
+    assert phase in ("planned", "recording")
     assert not model.swaps[LARGE_STEP]
     assert all(model.swaps[LARGE_STEP + 1 :])
 

@@ -17,7 +17,7 @@ from lightning_offload.errors import BudgetInfeasibleError, PolicyError
 from lightning_offload.graph import DeviceSpec, MemoryPlan, StepGraph
 from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.planning import planner
-from lightning_offload.planning.planner import POLICIES, check_policy, plan, plan_with_margin
+from lightning_offload.planning.planner import POLICIES, check_policy, plan, plan_with_margin, plan_without_ops
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.trace import simulate_plan
@@ -258,6 +258,21 @@ def test_recomputing_is_given_up_for_no_more_than_the_mode_costs(
         assert not program.needs_ops
     if has_recompute:
         assert found.decisions == first.decisions
+
+
+@pytest.mark.parametrize("height", [0.0, 0.4, 0.8])
+def test_plans_without_ops_recompute_nothing_and_release_at_hooks(height: float) -> None:
+    """Whatever the budget; one below their own floor is refused, and the one that is named then works."""
+    net = chain(*range(1000, 3000, 100))
+    plain = plan(net, DEVICE, None, policy="keep-all").predicted_peak_bytes
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        plan_without_ops(net, DEVICE, 1)
+    floor = caught.value.floor_bytes
+    budget = int(floor + height * (plain - floor))
+    made = plan_without_ops(net, DEVICE, budget)
+    assert made.predicted_peak_bytes <= budget
+    assert {decision.action for decision in made.decisions} <= {"keep", "swap"}
+    assert not compile_plan(net, made).needs_ops
 
 
 def test_mode_weighs_where_ops_are_tiny() -> None:

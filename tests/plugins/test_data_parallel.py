@@ -253,7 +253,7 @@ def test_steps_without_the_wrapper() -> None:
             train(model)
             train(model.module)
         assert len(memory.step_kinds) == 2
-        assert all(kind.num_deviations == 0 for kind in memory._steps.cache.kinds.values())
+        assert all(kind.changes.num_deviations == 0 for kind in memory._steps.cache.kinds.values())
     finally:
         memory.detach()
 

@@ -75,3 +75,44 @@ def mixtral() -> nn.Module:
             experts_implementation="eager",
         )
     )
+
+
+def olmoe() -> nn.Module:
+    """An OLMoE: many small experts, some of which get nothing in some steps."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    return OlmoeForCausalLM(
+        OlmoeConfig(
+            **_llama_like(),
+            num_experts=16,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
+        )
+    )
+
+
+def wav2vec2() -> nn.Module:
+    """A wav2vec 2.0 that leaves layers out at random."""
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    return Wav2Vec2ForCTC(
+        Wav2Vec2Config(
+            vocab_size=32, hidden_size=48, num_hidden_layers=6, num_attention_heads=4, intermediate_size=96,
+            conv_dim=(32, 32, 32), conv_stride=(5, 4, 2), conv_kernel=(10, 8, 4), num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=4, layerdrop=0.2, mask_time_prob=0.0, ctc_loss_reduction="mean",
+        )
+    )  # fmt: skip
+
+
+def whisper() -> nn.Module:
+    """A Whisper that leaves layers of its encoder and of its decoder out at random."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=96, num_mel_bins=16, d_model=48, encoder_layers=5, decoder_layers=5, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_source_positions=64,
+            max_target_positions=32, encoder_layerdrop=0.2, decoder_layerdrop=0.2, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, decoder_start_token_id=3,
+        )
+    )  # fmt: skip

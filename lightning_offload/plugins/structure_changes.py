@@ -1,0 +1,154 @@
+"""What becomes of a kind of step whose ops are not always the same.
+
+A step that leaves its plan is recorded anew once: it may have been a change for good, of a layer that is trained from
+now on. The second one shows that structures change. From then on steps *align*: they follow the plan for the widest
+recorded structure (:mod:`~lightning_offload.plugins.step_variants`), each as far as it can. Where steps have much more
+than that they are recorded again, soon at first, then more seldom; where they come in turns, one of those is.
+
+None of this is for good. Steps that follow their plan make up for those that did not, 32 for each. Where 32 steps in a
+row are alike, the structure may have come to rest, and gets a plan of its own; where nothing can be planned, it is
+tried again after 32 steps. Each time that was in vain twice as many are waited for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Literal
+
+from lightning_offload.plugins.step_variants import StepVariants
+from lightning_offload.runtime.aligned_executor import AlignedExecutor
+
+_MAX_RECORDED = 1  # deviations after which the next step is recorded
+_MAX_FAILED = 3  # recordings that came to nothing
+_FORGIVEN = 32  # steps that follow their plan, for one that did not
+_FIRST_WAIT, _LAST_WAIT = 32, 1024
+_NUM_TURNS = 3  # steps at equal distances that show that they come in turns
+_MUCH = 0.02  # of what the widest structure saves
+
+Next = Literal["record", "align", "unplan"]
+"""What the next steps do: one is recorded, they follow the plan for another structure, or they have no plan."""
+
+
+@dataclasses.dataclass(slots=True)
+class StructureChanges:
+    """What is known of how the structure of a kind of step changes.
+
+    Attributes:
+        variants: The structures that it was recorded with.
+        aligns: Whether its steps follow the plan for the widest of these.
+        num_deviations: Steps that left their plan, but for those that others have made up for.
+        num_followed: Steps that followed it since the last of them.
+        num_failed: Recordings without a backward, or in which an optimizer made its state.
+        num_unplanned: Steps without a plan since the last recording.
+        wait: How many steps are waited for until the next attempt at a plan for one structure alone.
+        is_retried: Whether it had no plan, and is recorded to get one.
+        fingerprint: Of what the last step that aligned saved.
+        num_same: Steps in a row of which it is the same.
+        num_apart: Steps that had much more than the plan, since the last recording.
+        patience: How many of these there are until the next one.
+        num_begun: Steps that began.
+        apart_at: Which of them left their plan, or had much more, lately.
+        record_in: Steps before the one that is recorded; None for none.
+    """
+
+    variants: StepVariants = dataclasses.field(default_factory=StepVariants)
+    aligns: bool = False
+    num_deviations: int = 0
+    num_followed: int = 0
+    num_failed: int = 0
+    num_unplanned: int = 0
+    wait: int = _FIRST_WAIT
+    is_retried: bool = False
+    fingerprint: int = 0
+    num_same: int = 0
+    num_apart: int = 0
+    patience: int = 1
+    num_begun: int = 0
+    apart_at: tuple[int, ...] = ()
+    record_in: int | None = None
+
+    def deviated(self) -> Next:
+        """A step left its plan; what the next ones do."""
+        self.num_deviations += 1
+        self.num_followed = 0
+        self._note_apart()
+        if self.num_deviations <= _MAX_RECORDED or not len(self.variants):
+            return "record"
+        self.aligns = True
+        return "align"
+
+    def followed(self) -> None:
+        """A step followed the plan for its own structure, which makes up for earlier ones that did not."""
+        if not self.num_deviations:
+            return
+        self.num_followed += 1
+        if self.num_followed >= _FORGIVEN:
+            self.num_deviations, self.num_followed = self.num_deviations - 1, 0
+
+    def aligned(self, executor: AlignedExecutor, saved_bytes: int) -> Next | None:
+        """A step followed the plan for another structure; what the next ones do, if not the same.
+
+        Args:
+            executor: What executed it.
+            saved_bytes: What the plan's structure saves.
+        """
+        self.num_same = self.num_same + 1 if executor.fingerprint == self.fingerprint else 0
+        self.fingerprint = executor.fingerprint
+        if self.num_same > self.wait:
+            self._wait_longer()
+            self.aligns, self.num_deviations, self.num_same = False, _MAX_RECORDED, 0
+            return "record"
+        if executor.astray_bytes > _MUCH * saved_bytes:
+            self._note_apart()
+            if self.num_apart >= self.patience and self.record_in is None:
+                self.num_apart, self.patience = 0, min(2 * self.patience, _LAST_WAIT)
+                gaps = [later - earlier for earlier, later in itertools.pairwise(self.apart_at)]
+                self.record_in = gaps[-1] - 1 if len(gaps) > 1 and len(set(gaps)) == 1 else 0
+        return None
+
+    def begins(self, *, is_planned: bool) -> Next | None:
+        """A step begins; what it does, if not what was planned for it.
+
+        Args:
+            is_planned: Whether there is, or will be, a plan for it.
+        """
+        self.num_begun += 1
+        if is_planned:
+            if self.record_in is None:
+                return None
+            self.record_in = self.record_in - 1 if self.record_in else None
+            return "record" if self.record_in is None else None
+        self.num_unplanned += 1
+        if self.num_unplanned <= self.wait:
+            return None
+        self.num_unplanned = 0
+        self._wait_longer()
+        self.num_deviations = min(self.num_deviations, _MAX_RECORDED)
+        self.num_failed = min(self.num_failed, _MAX_FAILED - 1)
+        self.is_retried = True
+        return "record"
+
+    def failed(self) -> Next:
+        """A recording came to nothing; what the next steps do."""
+        self.num_failed += 1
+        return "record" if self.num_failed < _MAX_FAILED else "unplan"
+
+    def gives_up(self) -> Next | None:
+        """No plan can be made; what is done rather than to end a training that ran until now; None for nothing.
+
+        Where structures change, a narrower one is planned for.
+        """
+        if self.aligns and self.variants.give_up_widest():
+            return "align"
+        if not (self.is_retried or self.aligns):
+            return None
+        self.aligns = self.is_retried = False
+        return "unplan"
+
+    def _note_apart(self) -> None:
+        self.num_apart += 1
+        self.apart_at = (*self.apart_at, self.num_begun)[-_NUM_TURNS:]
+
+    def _wait_longer(self) -> None:
+        self.wait = min(2 * self.wait, _LAST_WAIT)

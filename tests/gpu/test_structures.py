@@ -1,0 +1,66 @@
+"""Steps whose ops change from one to the next follow the plan for the widest one on a GPU, too."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_offload import MemoryPlugin
+from tests.engine.test_structures import JOBS
+from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean, take_races
+
+pytestmark = [*CUDA_MARKS, TOLERANT]
+
+NUM_STEPS = 20
+NUM_LEARNING = 12
+
+
+def _train(
+    name: str, memory: MemoryPlugin | None, *, forgets: bool = False
+) -> tuple[list[Tensor], list[int], list[str]]:
+    """Gradients of all steps, their peaks and their phases."""
+    clean()
+    build, make = JOBS[name]
+    torch.manual_seed(3)
+    model = build().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    torch.manual_seed(4)
+    found, peaks, phases = [], [], []
+    for _ in range(NUM_STEPS):
+        batch = {key: tensor.to(DEVICE) for key, tensor in make().items()}
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        with memory.step(**batch) if memory is not None else contextlib.nullcontext():
+            out = model(**batch)
+            loss: Tensor = out if isinstance(out, Tensor) else out.loss
+            loss.backward()  # type: ignore[no-untyped-call]
+        peaks.append(torch.cuda.max_memory_allocated(DEVICE))
+        if memory is not None:
+            phases.append(memory.report().phase)
+            if forgets:
+                memory.forget()
+        found += [parameter.grad.clone().cpu() for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        del batch, out, loss
+    return found, peaks, phases
+
+
+@pytest.mark.parametrize("height", [0.7, 0.45])
+@pytest.mark.parametrize("name", ["drop", "regularised", "turns"])
+def test_changing_structures_are_exact_and_within_the_budget(name: str, height: float) -> None:
+    """Gradients are those of plain training; once the widest structure is known no step is above the budget."""
+    expected, plain_peaks, _ = _train(name, None)
+    with MemoryPlugin(budget="1GiB", policy="all-swap") as memory:
+        _, floor_peaks, _ = _train(name, memory, forgets=True)
+    floor = max(floor_peaks)
+    budget = int(floor + height * (max(plain_peaks) - floor))
+    with MemoryPlugin(budget=budget) as memory:
+        found, peaks, phases = _train(name, memory)
+    assert not take_races()
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert max(peaks[NUM_LEARNING:]) <= budget
+    assert phases[NUM_LEARNING:].count("planned") >= 6
