@@ -122,6 +122,7 @@ class PlanEntry:
         timed_ops: Ops of a derived kind with their own durations, once they were asked for.
         forms: By pack of a plan that steps of other structures follow: what is saved.
         changes: How its structure changes.
+        guesses_margin: Whether plans for other structures leave room for tensors that are larger than any seen.
     """
 
     phase: Phase = "recording"
@@ -178,6 +179,7 @@ class PlanEntry:
     timed_ops: tuple[Op, ...] | None = None
     forms: tuple[SavedForm, ...] = ()
     changes: StructureChanges = dataclasses.field(default_factory=StructureChanges)
+    guesses_margin: bool = True
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -453,7 +455,8 @@ class PlanEntry:
         self.graph, self.forms = widest.graph, widest.forms
         self.touched, self.known, self.recorded_gradient_bytes = widest.touched, widest.known, widest.gradient_bytes
         self.is_beside_known, self.num_planned = False, 0
-        self.shortfall_bytes = max(self.shortfall_bytes, widest.largest_open_bytes)
+        if self.guesses_margin:
+            self.shortfall_bytes = max(self.shortfall_bytes, widest.largest_open_bytes)
         self.mismatched.clear()
         self.verified.clear()
         self.note_gradients(self.old_gradient_bytes, self.accumulated_bytes)
@@ -510,12 +513,18 @@ class PlanEntry:
     def gives_up(self, error: BudgetInfeasibleError) -> bool:
         """Whether a step that cannot be planned is planned otherwise, or not at all: no error ends what ran so far.
 
-        Where structures change, the next widest one is planned for.
+        Where structures change, a margin goes that was only guessed, then the next widest one is planned for.
 
         Args:
             error: Why it cannot be planned.
         """
         was_aligned = self.aligns
+        if was_aligned and self.guesses_margin:
+            self.guesses_margin = False
+            if 0 < self.shortfall_bytes <= self.changes.variants.widest().largest_open_bytes:
+                self.shortfall_bytes = 0  # what steps were seen to need comes before what they might
+                self._align()
+                return True
         following = self.changes.gives_up()
         if was_aligned:
             self.shortfall_bytes = 0  # of another structure

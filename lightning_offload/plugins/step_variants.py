@@ -106,6 +106,10 @@ class StepVariants:
         self._given_up.add(widest)
         return any(name not in self._given_up for name in self._variants)
 
+    def reconsider(self) -> None:
+        """Count those again that were given up: there may be more room."""
+        self._given_up.clear()
+
     def _widest(self) -> str:
         self._sort()
         found = [name for name in self._variants if name not in self._given_up] or list(self._variants)
@@ -125,12 +129,16 @@ class StepVariants:
                 variant = variant._replace(graph=_largest_of(known.graph, variant.graph))
             self._variants[structure] = variant
             if len(self._variants) > _MAX_VARIANTS:
-                narrowest = min(self._variants, key=lambda name: self._variants[name].saved_bytes)
+                narrowest = min(
+                    self._variants, key=lambda name: (name not in self._given_up, self._variants[name].saved_bytes)
+                )
                 del self._variants[narrowest], self._smallest[narrowest]
 
 
 def _largest_of(one: StepGraph, other: StepGraph) -> StepGraph:
-    """A step with each tensor as large as in either of two of one structure."""
+    """A step with each tensor as large as in either of two of one structure; the first of these where it is."""
+    if all(mine.num_bytes >= its.num_bytes for mine, its in zip(one.storages, other.storages, strict=True)):
+        return one
     storages = tuple(
         dataclasses.replace(storage, num_bytes=max(storage.num_bytes, others.num_bytes))
         for storage, others in zip(other.storages, one.storages, strict=True)

@@ -127,6 +127,7 @@ class StructureChanges:
         self.num_deviations = min(self.num_deviations, _MAX_RECORDED)
         self.num_failed = min(self.num_failed, _MAX_FAILED - 1)
         self.is_retried = True
+        self.variants.reconsider()
         return "record"
 
     def failed(self) -> Next:

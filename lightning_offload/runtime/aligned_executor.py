@@ -78,6 +78,7 @@ class AlignedExecutor(StepExecutor):
         self._num_behind = 0  # unpacks before the last pack
         self._alive = _Alive()
         self._kept_by_key: _Handles = {}
+        self._kept_again: list[weakref.ref[Handle]] = []  # for other saves of the same storages
         self._leaving: _Handles = {}
         self._astray: list[weakref.ref[LiveValue]] = []
         self._planned_late: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
@@ -143,7 +144,10 @@ class AlignedExecutor(StepExecutor):
             if self.sees_ops or value.is_as_saved(handle):
                 self._let_go(handle, value, tensor)
             return
-        if self._is_given(place, key, value) or _is_among(self._kept_by_key, key):
+        if self._is_given(place, key, value):
+            return
+        if _is_among(self._kept_by_key, key):
+            self._kept_again.append(weakref.ref(handle))
             return
         if _is_among(self._leaving, key):  # for another save by the same op
             self._late.append(weakref.ref(handle))
@@ -226,9 +230,9 @@ class AlignedExecutor(StepExecutor):
         for value in self._table.all_indexed():  # the plan's moment to do so may be far away
             self._materializer.release(value)
         if torch._C._current_graph_task_id() == -1:
-            self._late += self._kept_by_key.values()
+            self._late += (*self._kept_by_key.values(), *self._kept_again)
             self._late_node = next_node()
-            self._kept_by_key, self._alive = {}, _Alive()
+            self._kept_by_key, self._kept_again, self._alive = {}, [], _Alive()
 
     def _let_late_ones_go(self) -> None:
         """Let leave what is to once the op that saved it has run; see :meth:`_leave_late`."""

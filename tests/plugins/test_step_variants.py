@@ -97,3 +97,19 @@ def test_the_widest_one_has_most_saved_at_once() -> None:
     found = Variant(twice.build(), (), frozenset(), {}, None, 0)
     assert found.saved_bytes == 25
     assert Variant(single, (), frozenset(), {}, None, 0).saved_bytes > 25
+
+
+def test_what_was_given_up_makes_room_first_and_counts_again_later() -> None:
+    """So that a large one that does not fit keeps no other from being known."""
+    variants = StepVariants()
+    for length in (8, 2, 3, 4):
+        variants.learn(_variant(*range(100, 100 + length)))
+    assert variants.give_up_widest()
+    for length in (5, 6):
+        variants.learn(_variant(*range(100, 100 + length)))
+        assert variants.widest().saved_bytes == _variant(*range(100, 100 + length)).saved_bytes
+    variants.learn(_variant(*range(100, 108)))
+    assert variants.widest().saved_bytes == _variant(*range(100, 106)).saved_bytes
+    variants.reconsider()
+    variants.learn(_variant(*range(100, 108)))
+    assert variants.widest().saved_bytes == _variant(*range(100, 108)).saved_bytes

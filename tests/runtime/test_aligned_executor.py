@@ -40,7 +40,8 @@ class Layers:
     def __call__(self, layers: str) -> Step:
         """A step of some layers.
 
-        "e" saves its result, "s" its argument, "r" noise that it then writes and nobody tells of; "w" is twice as wide.
+        "e" saves its result, "m" one that two ops save, "s" its argument, "r" noise that it then writes and nobody
+        tells of; "w" is twice as wide.
         """
 
         def step() -> Tensor:
@@ -48,6 +49,9 @@ class Layers:
             for layer in layers:
                 if layer == "e":
                     y = (y / 8).exp()
+                elif layer == "m":
+                    y = torch.relu(y)
+                    y = y * y
                 elif layer == "s":
                     y = (y + 1).sin()
                 elif layer == "r":
@@ -154,6 +158,25 @@ def test_in_a_part_that_nobody_foresaw_all_that_was_kept_leaves() -> None:
     executor, pool, _ = _run(layers("eeee" + "s" * 12), program, layers.x)
     assert executor.num_astray == 12
     assert pool.peak_bytes >= 15 * LAYER_BYTES
+
+
+def test_what_is_saved_twice_leaves_as_well() -> None:
+    """Both handles on it let go, or its memory stays."""
+    layers = Layers()
+    program = _program(layers("mmmm"), "keep")
+    layers.x.grad = None
+    with _under(program) as (executor, pool):
+        loss = layers("mmmm" + "s" * 12)()
+        pool.collect()
+        kept = {s for s in _storages() if s.nbytes() == LAYER_BYTES}
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert executor.num_astray == 12
+    assert len(kept) <= 3  # of twenty: the leaf, its gradient's seed, and what the last op has saved
+
+
+def _storages() -> set[torch.UntypedStorage]:
+    gc.collect()
+    return {t.untyped_storage() for t in gc.get_objects() if type(t) is Tensor}
 
 
 def test_fingerprints_tell_structures_and_sizes() -> None:
