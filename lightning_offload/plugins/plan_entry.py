@@ -30,7 +30,7 @@ import torch
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime, scaled
-from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.errors import BudgetInfeasibleError, PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -805,7 +805,17 @@ class PlanEntry:
             self._warn(budget_bytes, plan.predicted_peak_bytes)
         self.must_search = self.changes.is_retried = False
         forms = self.forms if self.aligns else None
-        self.program = compile_plan(self.graph, plan, is_bound=self.family is not None, forms=forms)
+        try:
+            self.program = compile_plan(self.graph, plan, is_bound=self.family is not None, forms=forms)
+        except PlanError as error:
+            if not self.aligns:
+                raise
+            raise BudgetInfeasibleError(  # a policy of its own mind: no training that ran so far ends by that
+                f"the policy {plan.policy!r} has no plan that steps of changing structure can follow: {error}",
+                budget_bytes=budget_bytes or 0,
+                floor_bytes=plan.floor_bytes,
+                op=plan.floor_op,
+            ) from None
 
     def _plan_of_family(self, keep: frozenset[int]) -> Make | None:
         """What plans a derived step; None for one that was recorded."""
