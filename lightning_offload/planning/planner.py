@@ -234,7 +234,7 @@ def plan_without_ops(graph: StepGraph, device: DeviceSpec, budget_bytes: int | N
     problem, limit_bytes = Problem(graph, how.get("keep", frozenset())), budget_bytes
     for _ in range(_MAX_RETRIES):
         made = _after_their_ops(problem, plan(_unreplayable(graph), device, limit_bytes, **how), device)
-        tried = [_at_hooks(problem, made, device, earlier) for earlier in (True, False)]
+        tried = [_off_ops(problem, _at_hooks(problem, made, device, earlier)) for earlier in (True, False)]
         if budget_bytes is None or limit_bytes is None:
             return min(tried, key=lambda m: m.predicted_step_seconds)
         fitting = [m for m in tried if m.predicted_peak_bytes <= budget_bytes]
@@ -250,6 +250,22 @@ def plan_without_ops(graph: StepGraph, device: DeviceSpec, budget_bytes: int | N
         floor_bytes=floor_bytes,
         op=made.floor_op,
     )
+
+
+def _off_ops(problem: Problem, made: MemoryPlan) -> MemoryPlan:
+    """A plan without releases between hooks: the simulation ends a stay at the unpack, if that comes before the hook.
+
+    Such a storage stays where it is until then, so its release is put off to the hook.
+    """
+    hooks = hooks_before_ops(problem.graph)
+    following = [len(hooks)] * (len(hooks) + 1)
+    for index in reversed(range(len(hooks))):
+        following[index] = index if hooks[index] is not None else following[index + 1]
+    decisions = (
+        d if d.release_op == AT_PACK else dataclasses.replace(d, release_op=following[d.release_op])
+        for d in made.decisions
+    )
+    return dataclasses.replace(made, decisions=tuple(decisions))
 
 
 def _after_their_ops(problem: Problem, made: MemoryPlan, device: DeviceSpec) -> MemoryPlan:
