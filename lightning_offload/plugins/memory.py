@@ -310,7 +310,12 @@ class Steps:
             try:
                 ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
             except BudgetInfeasibleError as error:
-                exact = self.cache.choose(shape, is_exact=True) if kind.family is not None else kind
+                is_for_others = kind.family is not None or kind.spans_sizes
+                kind.is_too_large = kind.spans_sizes
+                exact = self.cache.choose(shape, is_exact=True) if is_for_others else kind
+                if exact is not kind and exact.spans_sizes:
+                    self._look_beside(exact, hardware, self.state.gradients(), has_inputs=True)
+                    return self._plan(exact, shape, hardware)
                 if exact is kind and kind.family is None:
                     if kind.gives_up(error):
                         if kind.phase == "unplanned":

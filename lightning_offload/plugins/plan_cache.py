@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.shape_families import ShapeFamily, StepShape
+from lightning_offload.plugins.structure_changes import StructureChanges
 
 _SCHEMA = 1
 
@@ -57,16 +59,27 @@ def _bytes_of(kind: PlanEntry) -> int:
         return _KIND_BYTES
     graph = _bytes_of_graph(kind.graph, with_ops=kind.family is None or kind.timed_ops is not None)
     plan = 160 * (len(kind.program.ops) + 2 * len(kind.program.decisions)) if kind.program is not None else 0
-    variants = sum(_bytes_of_graph(variant.graph) for variant in kind.changes.variants)
+    variants = 0 if kind.spans_sizes else _bytes_of_variants(kind.changes)
     return _KIND_BYTES + graph + plan + variants
+
+
+def _bytes_of_variants(changes: StructureChanges) -> int:
+    return sum(_bytes_of_graph(variant.graph) for variant in changes.variants)
 
 
 def _bytes_of_family(family: ShapeFamily) -> int:
     """What a family takes: the steps that it is known by, and a model and a planner of about two more."""
     graphs = [_bytes_of_graph(sample.graph) for sample in family.samples.values()]
-    return _KIND_BYTES + sum(graphs) + 2 * max(graphs, default=0)
+    return _KIND_BYTES + sum(graphs) + 2 * max(graphs, default=0) + _bytes_of_variants(family.changes)
 
 
+def _size_above(size: float, grain: int) -> float:
+    """A size, rounded up so that few plans serve all: to a part of an octave."""
+    return 2 ** (math.ceil(grain * math.log2(size) - _SLACK) / grain) if size > 0 else 1.0
+
+
+_GRAIN, _FINE_GRAIN = 4, 64
+_SLACK = 1e-6
 _MAX_SHAPES = 1 << 16  # that are told apart
 
 
@@ -91,14 +104,14 @@ class ShapeFigures:
     planning_seconds: float = 0.0
     _known: set[int] = dataclasses.field(default_factory=set, repr=False)
 
-    def see(self, shape: StepShape, *, is_derived: bool) -> bool:
+    def see(self, shape: StepShape, *, is_planned: bool) -> bool:
         """Count a shape, once; whether this is the first time."""
         key = hash(shape.signature)
         if key in self._known or len(self._known) >= _MAX_SHAPES:
             return False
         self._known.add(key)
         self.num_shapes += 1
-        self.num_at_first_sight += is_derived
+        self.num_at_first_sight += is_planned
         return True
 
     @contextlib.contextmanager
@@ -150,13 +163,17 @@ class PlanCache:
         """
         self._shape, num_before = shape, len(self.kinds)
         self.key, kind = shape.signature, self.kinds.get(shape.signature)
+        if not _num_recording and (aligned := self._aligned(shape, is_exact=is_exact)) is not None:
+            kind = aligned
         if kind is None and not _num_recording:
             kind = self._derived(shape, is_exact=is_exact)
         if kind is None:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
         self.kinds.move_to_end(self.key)
+        kind.given = shape.shapes
         kind.begins()
-        is_new = self.figures.see(shape, is_derived=kind.family is not None)
+        is_planned = kind.family is not None or (kind.spans_sizes and kind.phase == "planned")
+        is_new = self.figures.see(shape, is_planned=is_planned)
         kind.is_first_sight = self.kind.is_first_sight if is_exact else is_new
         self.kind = kind
         if shape.family in self.families:
@@ -183,6 +200,35 @@ class PlanCache:
         kind.derived, self.key = derived, derived.key
         return kind
 
+    def _aligned(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
+        """The kind that serves a shape where structures change along with sizes; None where they do not.
+
+        What is clearly larger in any way than what was recorded is recorded first.
+
+        Args:
+            shape: The shape.
+            is_exact: Whether the kind must not be one for clearly larger sizes, too.
+        """
+        family = self.families.get(shape.family)
+        if family is None or not (family.changes.aligns and len(family.changes.variants)):
+            return None
+        if not family.has_as_large(shape.sizes):
+            unknown = self.kinds.setdefault(shape.signature, PlanEntry())
+            if unknown.phase != "recording":
+                unknown.record_again()
+            return unknown
+        actual, like = family.changes.variants.size_of(shape.shapes), self._last_of.get(shape.family)
+        for grain in (_FINE_GRAIN,) if is_exact or actual > 1 else (_GRAIN, _FINE_GRAIN):
+            size = _size_above(actual, grain)
+            self.key = f"{shape.family} up to {size:.4f}"
+            kind = self.kinds.get(self.key)
+            if kind is None or kind.changes is not family.changes:
+                kind = self.kinds[self.key] = PlanEntry.spanning(family.changes, size, like)
+            kind.follow_other_sizes()
+            if not kind.is_too_large:
+                break
+        return kind
+
     def record(self, shape: StepShape) -> PlanEntry:
         """The kind of the coming step, which is to be recorded though others could predict it."""
         self.key = shape.signature
@@ -204,13 +250,17 @@ class PlanCache:
         family = self.families.get(shape.family) if shape is not None else None
         if family is not None:
             family.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
+        if family is not None and not kind.spans_sizes and has_deviated:
+            family.changes.deviated()
+        elif family is not None and self.phase == "planned" and astray_bytes is None:
+            family.changes.followed()
         if shape is not None and kind.family is not None:
             if has_deviated:
                 kind.family.step_left_its_plan(shape.signature)
             elif kind.is_over:
                 kind.is_over = False
                 kind.family.step_was_over(shape.signature)
-        if shape is None or kind.graph is None or kind.family is not None:
+        if shape is None or kind.graph is None or kind.family is not None or kind.spans_sizes:
             return
         if self.phase in ("recording", "verifying", "measuring"):
             family = self.families.setdefault(shape.family, ShapeFamily(shape.family))
@@ -219,6 +269,9 @@ class PlanCache:
             if self.phase == "recording":
                 self.note_beside(kind.graph.extra_bytes)
             family.learn(shape.signature, shape.sizes, kind.graph, kind.recorded_gradient_bytes)
+            if self.phase == "recording" and kind.changes.variants.latest is not None:
+                family.changes.variants.learn(kind.changes.variants.latest)
+                family.changes.aligns |= family.varies
             self._drop_families()
         elif (known := self.families.get(shape.family)) is not None:
             known.take_over(shape.signature, kind)
@@ -261,7 +314,7 @@ class PlanCache:
         plans = {
             signature: {"signature": signature, "graph": kind.graph.to_json(), "plan": kind.plan.to_json()}
             for signature, kind in self.kinds.items()
-            if kind.family is None and kind.graph is not None and kind.plan is not None
+            if kind.family is None and not kind.spans_sizes and kind.graph is not None and kind.plan is not None
         }
         families = [
             {
@@ -328,6 +381,8 @@ class PlanCache:
             for signature in list(family.samples):
                 if signature not in keep:
                     family.forget(signature)
+            if not family.samples:
+                family.changes = StructureChanges(spans_sizes=True)
         self._last_of.clear()
         if self.key not in self.kinds:
             self.key, self.kind, self.phase = "", PlanEntry(), "idle"

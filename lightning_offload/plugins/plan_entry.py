@@ -39,8 +39,10 @@ from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.planner import Make, beside, plan_with_margin, plan_without_ops
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import Figures
+from lightning_offload.plugins.cadence import Cadence, HookShedding
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.replanning import compute_factor, links_were_wrong, with_unforeseen
+from lightning_offload.plugins.resizing import Shapes
 from lightning_offload.plugins.shape_families import Derived, ShapeFamily
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import Next, StructureChanges
@@ -51,9 +53,7 @@ from lightning_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
 _MAX_SURPRISES = 3
-_MEASURE_EVERY = 32
-_NUM_FIRST_ALIGNED, _NUM_SOON_ALIGNED = 12, 96
-_NUM_ALIKE = 3
+_NUM_FIRST_OF_SIZE = 3  # steps under a plan for several sizes that are counted, whatever others were
 _OF_ANOTHER_PLAN = 4  # what a plan did not foresee may be by a quarter more under another one
 _MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
@@ -92,15 +92,11 @@ class PlanEntry:
         plain: What its steps need where they keep everything.
         verified: Storages whose replays were verified.
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
-        num_nodes: Autograd nodes that each of its planned steps made so far; None while it has none that keeps all.
-        num_alike: Steps in a row that made so many.
-        num_unhooked: Those since then that had no hooks.
-        has_varied: Whether one made another number.
+        hooks: Which steps that keep everything go without hooks.
         has_told: Whether a warning said that no plan is within the budget for some of its steps.
         num_surprises: Steps in which backward wrote what the plan counts on.
         num_planned: Steps under a plan, or unplanned.
-        num_unmeasured: Those since the last one that was measured.
-        num_counted: Those whose peak was counted.
+        cadence: Which of them have their memory counted.
         is_over: Whether a step under the final plan was measured above the budget.
         has_warned: Whether a warning said so.
         was_restored: Whether its graph is from an earlier run: with DDP's buckets in the layout that they come to have.
@@ -123,6 +119,11 @@ class PlanEntry:
         forms: By pack of a plan that steps of other structures follow: what is saved.
         changes: How its structure changes.
         guesses_margin: Whether plans for other structures leave room for tensors that are larger than any seen.
+        size: What it is planned for, where it serves steps of several sizes whose structure changes; else 1.
+        is_too_large: Whether there was no plan for that size: smaller ones are planned by themselves.
+        varying_share: Which part of what the widest recorded structure saves varies with the size.
+        aligned_version: Version of the recorded structures that this was chosen from.
+        given: The shapes of the tensors that the coming step is given.
     """
 
     phase: Phase = "recording"
@@ -147,15 +148,11 @@ class PlanEntry:
     plain: PlainNeed = dataclasses.field(default_factory=PlainNeed)
     verified: set[int] = dataclasses.field(default_factory=set)
     takes_data: bool = False
-    num_nodes: int | None = None
-    num_alike: int = 0
-    num_unhooked: int = 0
-    has_varied: bool = False
+    hooks: HookShedding = dataclasses.field(default_factory=HookShedding)
     has_told: bool = False
     num_surprises: int = 0
     num_planned: int = 0
-    num_unmeasured: int = 0
-    num_counted: int = 0
+    cadence: Cadence = dataclasses.field(default_factory=Cadence)
     is_over: bool = False
     has_warned: bool = False
     was_restored: bool = False
@@ -180,6 +177,11 @@ class PlanEntry:
     forms: tuple[SavedForm, ...] = ()
     changes: StructureChanges = dataclasses.field(default_factory=StructureChanges)
     guesses_margin: bool = True
+    size: float = 1.0
+    is_too_large: bool = False
+    varying_share: float = 0.0
+    aligned_version: int = 0
+    given: Shapes = ()
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -247,42 +249,64 @@ class PlanEntry:
             made.takes_data = like.takes_data
         return made
 
+    @classmethod
+    def spanning(cls, changes: StructureChanges, size: float, like: PlanEntry | None) -> PlanEntry:
+        """A kind of step whose structure changes, and whose sizes do.
+
+        Args:
+            changes: What is known of the structures of all sizes.
+            size: The largest that it serves.
+            like: The one of them that ran last.
+        """
+        made = cls(phase="planned", changes=changes, size=size)
+        made._align()
+        if like is not None:
+            made.note_gradients(like.old_gradient_bytes, like.accumulated_bytes)
+            made.state_version = like.state_version
+            made.takes_data = like.takes_data
+        return made
+
+    @property
+    def spans_sizes(self) -> bool:
+        """Whether it serves steps of several sizes whose structure changes."""
+        return self.changes.spans_sizes
+
     @property
     def is_settling(self) -> bool:
         """Whether the coming step is one of the first ones: up to the second under the final plan."""
         if self.family is not None:
-            return self.family.beside_bytes is None or self.family.is_due or self.program is None
-        if self.is_aligned and self._is_due(self.num_planned + 1, self.num_unmeasured + 1):
+            return self.family.beside_bytes is None or self.family.is_due
+        if self.is_aligned and (self.program is None or self._cadence.is_due(is_changing=True, is_next=True)):
             return True
         return self.phase not in ("planned", "unplanned") or self.program is None or self.num_planned < 2
 
     def is_due_for_measurement(self, *, can_count: bool) -> bool:
-        """Whether the coming planned step is one whose peak is counted: the first two, then one in 28 to 32.
-
-        A plan's memory does not change from step to step, and counting costs host time. Where structures change it may:
-        so more are counted, the first twelve, then one in 5 to 9, and after a hundred one in 28 to 32.
+        """Whether the coming planned step is one whose peak is counted; cf. :class:`Cadence`.
 
         Args:
             can_count: Whether there is what counting starts from.
         """
         self.num_planned += 1
-        self.num_unmeasured += 1
+        cadence = self._cadence
+        cadence.begin_step()
         is_keep_all = self.program is not None and self.program.is_keep_all
         if self.family is not None:
             return self.family.begin_step(can_count=can_count and not is_keep_all)
         if is_keep_all:
             return False
-        is_due = can_count and self._is_due(self.num_planned, self.num_unmeasured)
+        is_new = self.spans_sizes and self.num_planned <= _NUM_FIRST_OF_SIZE
+        is_due = can_count and (is_new or cadence.is_due(is_changing=self.aligns))
         if is_due:
-            self.num_unmeasured, self.num_counted = 0, self.num_counted + 1
+            cadence.counted()
         return is_due
 
-    def _is_due(self, num_planned: int, num_unmeasured: int) -> bool:
-        sooner = self.num_counted**2 % 5  # steps that come in turns shall not evade it
-        if not self.aligns:
-            return num_planned <= 2 or num_unmeasured >= _MEASURE_EVERY - sooner
-        is_soon = num_planned <= _NUM_SOON_ALIGNED
-        return num_planned <= _NUM_FIRST_ALIGNED or num_unmeasured >= (9 if is_soon else _MEASURE_EVERY) - sooner
+    @property
+    def _cadence(self) -> Cadence:
+        return self.changes.cadence if self.spans_sizes else self.cadence
+
+    def _begin_anew(self) -> None:
+        """Steps are under another plan from now on."""
+        self.num_planned = self.cadence.num_steps = 0
 
     def runs_plainly(self, budget_bytes: int | None, device: torch.device) -> bool:
         """Whether there is nothing to do in its steps: all is kept, without a budget or well within it.
@@ -439,46 +463,44 @@ class PlanEntry:
             self.verified.clear()
         self.graph, self.was_restored, self.is_beside_known = graph, False, False
         self.changes.num_failed = 0
-        self.num_nodes, self.num_alike = None, 0
+        self.hooks.restart()
         self.program = None
         self.phase = "verifying"
         forms, open_sizes = tuple(recorder.saved_forms), frozenset(recorder.open_sizes)
-        self.changes.variants.learn(Variant(graph, forms, open_sizes, self.touched, self.known, accumulated_bytes))
+        self.changes.variants.learn(
+            Variant(graph, forms, open_sizes, self.touched, self.known, accumulated_bytes, self.given)
+        )
         if self.changes.aligns:
             self._align()
         self.note_gradients(self.old_gradient_bytes, self.recorded_gradient_bytes)
 
     def _align(self) -> None:
         """Have steps follow the widest of the recorded structures, each as far as it can."""
-        widest = self.changes.variants.widest()
+        widest = self.changes.variants.widest(self.size)
         self.phase, self.program = "planned", None
-        self.graph, self.forms = widest.graph, widest.forms
+        self.graph, self.forms, self.aligned_version = widest.graph, widest.route, self.changes.variants.version
         self.touched, self.known, self.recorded_gradient_bytes = widest.touched, widest.known, widest.gradient_bytes
-        self.is_beside_known, self.num_planned = False, 0
+        self.is_too_large = False
+        self.is_beside_known, self.varying_share = False, widest.varying_share if self.spans_sizes else 0.0
+        self._begin_anew()
         if self.guesses_margin:
             self.shortfall_bytes = max(self.shortfall_bytes, widest.largest_open_bytes)
         self.mismatched.clear()
         self.verified.clear()
         self.note_gradients(self.old_gradient_bytes, self.accumulated_bytes)
 
+    def follow_other_sizes(self) -> None:
+        """Take over what steps of other sizes have shown since, where structures change along with these."""
+        if self.aligned_version != self.changes.variants.version and self.phase == "planned":
+            self._align()
+        more_bytes = self.changes.margin_at(self.size) - self.shortfall_bytes
+        if more_bytes > 0:
+            self.shortfall_bytes += more_bytes
+            self.program = None
+
     def sheds_hooks(self) -> bool:
-        """Whether the coming step, which keeps everything, goes without hooks: those before it were alike.
-
-        As many nodes may save more than they did (a longer sequence, a layer that is trained from now on), which hooks
-        alone tell: so one step in 32 has them, and each of a kind that serves several shapes.
-        """
-        if self.family is not None or self.has_varied or self.num_alike < _NUM_ALIKE:
-            return False
-        self.num_unhooked = (self.num_unhooked + 1) % _MEASURE_EVERY
-        return self.num_unhooked != 0
-
-    def note_nodes(self, num_nodes: int | None) -> None:
-        """A step that kept everything made so many autograd nodes."""
-        if num_nodes is None:
-            return
-        if self.num_nodes not in (None, num_nodes):
-            self.has_varied = True
-        self.num_nodes, self.num_alike = num_nodes, self.num_alike + 1
+        """Whether the coming step, which keeps everything, goes without hooks; not one that serves several shapes."""
+        return self.family is None and self.hooks.sheds()
 
     @property
     def aligns(self) -> bool:
@@ -493,7 +515,7 @@ class PlanEntry:
     def deviated(self) -> None:
         """A step left its plan."""
         if self.family is None:
-            self.num_planned = 0
+            self._begin_anew()
             self._go_on(self.changes.deviated())
 
     def followed(self) -> None:
@@ -504,11 +526,17 @@ class PlanEntry:
     def aligned(self, executor: AlignedExecutor) -> None:
         """A step has followed the plan for another structure as far as it could."""
         self._go_on(self.changes.aligned(executor, self.saved_bytes))
+        if not self.aligns:
+            self.shortfall_bytes = 0  # of another structure
 
     def begins(self) -> None:
         """A step is about to begin: it may be its turn to be recorded."""
         if self.phase in ("planned", "unplanned"):
-            self._go_on(self.changes.begins(is_planned=self.phase == "planned"))
+            size = self.changes.variants.size_of(self.given) if self.spans_sizes else 1.0
+            following = self.changes.begins(is_planned=self.phase == "planned", size=size)
+            if following == "record" and self.phase == "unplanned":
+                self.shortfall_bytes = 0  # there may be more room
+            self._go_on(following)
 
     def gives_up(self, error: BudgetInfeasibleError) -> bool:
         """Whether a step that cannot be planned is planned otherwise, or not at all: no error ends what ran so far.
@@ -521,15 +549,15 @@ class PlanEntry:
         was_aligned = self.aligns
         if was_aligned and self.guesses_margin:
             self.guesses_margin = False
-            if 0 < self.shortfall_bytes <= self.changes.variants.widest().largest_open_bytes:
+            if 0 < self.shortfall_bytes <= self.changes.variants.widest(self.size).largest_open_bytes:
                 self.shortfall_bytes = 0  # what steps were seen to need comes before what they might
                 self._align()
                 return True
-        following = self.changes.gives_up()
+        following: Next | None = "unplan" if self.spans_sizes else self.changes.gives_up()  # others may be planned
         if was_aligned:
             self.shortfall_bytes = 0  # of another structure
         self._go_on(following)
-        if following == "unplan":
+        if following == "unplan" and not self.spans_sizes:
             self.graph = None  # of a step that is not like the others
         if was_aligned and following is not None and not self.has_told:
             self.has_told = True
@@ -608,11 +636,14 @@ class PlanEntry:
         assert self.plan is not None
         if self.measured_peak_bytes is None:
             return 0
+        measured = self.measured_peak_bytes
+        foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
         if self.derived is not None and self.derived.actual != self.derived.point:
             foreseen = self._foreseen_at(self.derived.actual)
-        else:
-            foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
-        return max(0, self.measured_peak_bytes - foreseen)
+        elif self.spans_sizes and self.graph is not None:  # those that are as large as the plan is for need more
+            larger = max(0.0, self.size / self.changes.variants.size_of(self.given) - 1)
+            measured += int(larger * self.varying_share * max(0, measured - self.graph.persistent_bytes))
+        return max(0, measured - foreseen)
 
     def _foreseen_at(self, point: Point) -> int:
         """The predicted peak of the last step, which was smaller than what the plan is for, without a margin."""
@@ -653,7 +684,10 @@ class PlanEntry:
         if self.family is not None and self.plan is not None:  # others of it may be closer to the budget
             self.family.shortfall_bytes = max(self.family.shortfall_bytes, self._unforeseen_bytes)
         if self.aligns and self.plan is not None:
-            self._widen_margin(self._unforeseen_bytes - self.shortfall_bytes, budget_bytes)
+            needed_bytes = self._unforeseen_bytes
+            if self.spans_sizes:  # those of other sizes may need more yet
+                needed_bytes += needed_bytes // _OF_ANOTHER_PLAN
+            self._widen_margin(needed_bytes - self.shortfall_bytes, budget_bytes)
             return
         if budget_bytes is None or measured is None or measured <= budget_bytes:
             return
@@ -676,6 +710,8 @@ class PlanEntry:
         else:
             self.shortfall_bytes += more_bytes + more_bytes // _OF_ANOTHER_PLAN
             self.superseded, self.program = self.plan, None
+        if self.spans_sizes:
+            self.changes.note_margin(self.shortfall_bytes, self.size)
 
     def compare(
         self, step_seconds: float, stall_seconds: float, *, is_link_slower: bool, is_link_faster: bool = False
@@ -711,7 +747,7 @@ class PlanEntry:
             return
         self.usable_bytes = max(self.plan.floor_bytes, int(_TIGHTER * self.plan.predicted_peak_bytes))
         self.program = self.measured_peak_bytes = None
-        self.num_planned = 0
+        self._begin_anew()
 
     def note_retries(self, num_retries: int) -> None:
         """Plan tighter where the allocator gives its reserve back again and again, for which the device stands still.
@@ -758,7 +794,8 @@ class PlanEntry:
             PlanError: The given plan is for another graph.
         """
         assert self.graph is not None
-        self.spec, self.computing_seconds, self.num_planned = device, None, 0
+        self.spec, self.computing_seconds = device, None
+        self._begin_anew()
         self.seen_by_op, self.superseded = (), None
         if given is not None and not self.aligns:
             self.program = compile_plan(self.graph, given)

@@ -37,6 +37,7 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import StepModel, structure_of
+from lightning_offload.plugins.structure_changes import StructureChanges
 
 Sizes = tuple[int, ...]
 """Of all tensors that a step is given, one after another."""
@@ -44,6 +45,7 @@ Sizes = tuple[int, ...]
 MIN_SAMPLES = 3
 """Recorded shapes of one structure that a model needs: two do not tell a line from a parabola."""
 
+_MANY_SAMPLES = 5  # of which three are not alike: structures change
 _MAX_SAMPLES = 8
 _MAX_VARYING = 4  # numbers: more than that are no lengths
 _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
@@ -191,6 +193,7 @@ class ShapeFamily:
         num_deviations: Those that left their plan.
         version: Grows with what derived plans depend on.
         search_seconds: What a thorough search for a plan takes; a guess before there was one.
+        changes: How their structure changes.
         samples: The recorded steps that it is known by, by the signatures of their kinds.
         alike: Signatures of those whose structure the model has: storages are known by their indices in that.
     """
@@ -207,6 +210,7 @@ class ShapeFamily:
         self.num_deviations = 0
         self.version = 0
         self.search_seconds = _SEARCH_SECONDS
+        self.changes = StructureChanges(spans_sizes=True)
         self.samples: dict[str, Sample] = {}
         self.alike: frozenset[str] = frozenset()
         self._structure = ""
@@ -269,6 +273,20 @@ class ShapeFamily:
             self.mismatched.update(kind.mismatched)
             self.shortfall_bytes = max(self.shortfall_bytes, kind.shortfall_bytes)
 
+    @property
+    def varies(self) -> bool:
+        """Whether too many of the recorded steps differ in structure for a model of one of them."""
+        if len(self.samples) < _MANY_SAMPLES:
+            return False
+        self._fit()
+        return self._planner is None
+
+    def has_as_large(self, sizes: Sizes) -> bool:
+        """Whether each of some sizes was recorded, or a larger one; or one that is hardly smaller."""
+        known = [sample.sizes for sample in self.samples.values()]
+        columns = zip(sizes, *known, strict=True)
+        return all(n <= _rounded_up(max(column)) for n, *column in columns) if known else False
+
     def find(self, sizes: Sizes, *, signature: str = "", is_exact: bool = False) -> Derived | None:
         """How a step at sizes that were not recorded is planned; None where nothing predicts it.
 
@@ -283,7 +301,7 @@ class ShapeFamily:
             return None
         self._fit()
         point = self._varying.point(sizes) if self._varying is not None else None
-        if point is None or any(n > most for n, most in zip(point, self._largest, strict=True)):
+        if point is None or any(n > _rounded_up(most) for n, most in zip(point, self._largest, strict=True)):
             return None  # beyond what was recorded the model would guess
         corner = point if is_exact else tuple(map(_rounded_up, point))
         model = self.planner.model

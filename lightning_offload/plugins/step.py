@@ -149,7 +149,7 @@ class StepRun:
         kind = self.kind
         self._take_times()
         if isinstance(self.executor, KeepingExecutor):
-            kind.note_nodes(self.executor.num_nodes)
+            kind.hooks.note(self.executor.num_nodes)
         else:
             kind.takes_data |= self.executor.took_data
             if self.executor.program is None:

@@ -3,6 +3,9 @@
 Routing, dropped layers and the like make steps of one shape differ in their ops. What is planned is the *widest*
 recorded one: that which has most saved at once. The others lack parts of it, or have some of a few bytes that it does
 not have. Where several were recorded with the same ops but other sizes, each tensor counts with the most that it had.
+
+Kinds that differ in sizes, and whose structure changes as well, share theirs: what was recorded at one size is resized
+to others (:mod:`~lightning_offload.plugins.resizing`).
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ import torch
 
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.step_model import structure_of
-from lightning_offload.tensors.saved_forms import OPEN, SavedForm, opened, sizes_that_vary
+from lightning_offload.plugins.resizing import GivenShapes, Shapes, resized, varying_share
+from lightning_offload.tensors.saved_forms import SavedForm, opened, sizes_that_vary
 
 _MAX_VARIANTS = 4
+
+_LARGE = 0.5  # of the largest size
 
 StorageRef = weakref.ref[torch.UntypedStorage]
 
@@ -30,10 +36,12 @@ class Variant(NamedTuple):
     Attributes:
         graph: The step.
         forms: By pack: what was saved.
-        open_sizes: Sizes that depended on data.
+        open_sizes: Sizes that depended on data, or on what else differs between steps.
         touched: The persistent storages that it touches, by identity.
         known: Those of them that were there when it began, gradients aside, with their bytes.
         gradient_bytes: Gradients of earlier steps that it accumulated into.
+        given: The shapes of the tensors that it was given.
+        varying: Sizes that vary with these.
     """
 
     graph: StepGraph
@@ -42,12 +50,25 @@ class Variant(NamedTuple):
     touched: dict[int, StorageRef]
     known: list[tuple[StorageRef, int]] | None
     gradient_bytes: int
+    given: Shapes = ()
+    varying: frozenset[int] = frozenset()
+
+    @property
+    def route(self) -> tuple[SavedForm, ...]:
+        """What was saved, with the sizes open that may be any."""
+        return opened(self.forms, self.open_sizes | self.varying)
 
     @property
     def largest_open_bytes(self) -> int:
-        """The largest of the saved tensors with an open size: others like it may be there where it is larger yet."""
-        saved = (save.value for save, form in zip(self.graph.saves, self.forms, strict=True) if OPEN in form.shape)
+        """The largest of the saved tensors whose size depends on data: others like it may be larger yet."""
+        saves = zip(self.graph.saves, self.forms, strict=True)
+        saved = (save.value for save, form in saves if not self.open_sizes.isdisjoint(form.shape))
         return max((self.graph.storages[self.graph.values[value].storage].num_bytes for value in saved), default=0)
+
+    @property
+    def varying_share(self) -> float:
+        """Which part of what it saves, of what it made, varies with what it is given."""
+        return varying_share(self.graph, self.forms, self.varying)
 
     @property
     def saved_bytes(self) -> int:
@@ -65,14 +86,21 @@ class Variant(NamedTuple):
 
 
 class StepVariants:
-    """The structures that steps of one kind were recorded with."""
+    """The structures that steps of one kind, or of kinds that differ in sizes, were recorded with.
+
+    Attributes:
+        latest: The last recorded one.
+        version: Grows with what is known.
+    """
 
     def __init__(self) -> None:
         self._new: list[Variant] = []  # most kinds have one structure, and nobody asks for it
         self._variants: dict[str, Variant] = {}
-        self._open_sizes: set[int] = set()
         self._given_up: set[str] = set()
         self._smallest: dict[str, Variant] = {}
+        self._given = GivenShapes()
+        self.latest: Variant | None = None
+        self.version = 0
 
     def __len__(self) -> int:
         """How many recorded steps it is known by."""
@@ -85,14 +113,32 @@ class StepVariants:
 
     def learn(self, variant: Variant) -> None:
         """Take a recorded step over."""
+        self._given.learn(variant.given, variant.forms)
         self._new.append(variant)
+        self.latest = variant
+        self.version += 1
         if len(self._new) > _MAX_VARIANTS:
             self._sort()
 
-    def widest(self) -> Variant:
-        """The one that has most saved at once of those that were not given up, with the sizes open that vary."""
-        widest = self._variants[self._widest()]
-        return widest._replace(forms=opened(widest.forms, self._open_sizes))
+    def size_of(self, given: Shapes) -> float:
+        """The size of a step that is given tensors of these shapes; more than 1 where none was recorded as large."""
+        return self._given.size_of(given)
+
+    def widest(self, size: float = 1.0) -> Variant:
+        """The one that has most saved at once of those that were not given up, with the sizes open that vary.
+
+        Args:
+            size: What it is resized to.
+        """
+        widest, given = self._variants[self._widest()], self._given
+        if not given.vary:
+            return widest
+        found = widest._replace(varying=given.varying_in(widest.given, widest.forms))
+        factor = size / given.size_of(widest.given)
+        if factor == 1:
+            return found
+        may_vary = found.varying | found.open_sizes
+        return found._replace(graph=resized(found.graph, found.forms, may_vary, factor, given.num_together))
 
     def give_up_widest(self) -> bool:
         """Leave the widest one out from now on: no plan for it is within the budget; whether there is another.
@@ -100,8 +146,10 @@ class StepVariants:
         Where it has the largest sizes of several, the smallest of these comes before others.
         """
         widest = self._widest()
+        self.version += 1
         if widest not in self._given_up and self._variants[widest].graph is not self._smallest[widest].graph:
-            self._variants[widest] = self._smallest[widest]  # one rare large size is not for all to be planned for
+            open_sizes = self._variants[widest].open_sizes  # one rare large size is not for all to be planned for
+            self._variants[widest] = self._smallest[widest]._replace(open_sizes=open_sizes)
             return True
         self._given_up.add(widest)
         return any(name not in self._given_up for name in self._variants)
@@ -109,11 +157,17 @@ class StepVariants:
     def reconsider(self) -> None:
         """Count those again that were given up: there may be more room."""
         self._given_up.clear()
+        self.version += 1
 
     def _widest(self) -> str:
         self._sort()
         found = [name for name in self._variants if name not in self._given_up] or list(self._variants)
-        return max(found, key=lambda name: self._variants[name].saved_bytes)
+        return max(found, key=lambda name: self._width(self._variants[name]))
+
+    def _width(self, variant: Variant) -> tuple[bool, float]:
+        """What the widest has most of: at sizes much smaller than the largest, what resizing makes of it is a guess."""
+        size = self.size_of(variant.given)
+        return size >= _LARGE, variant.saved_bytes / size
 
     def _sort(self) -> None:
         """Put what was recorded with the same ops together."""
@@ -121,16 +175,21 @@ class StepVariants:
         for variant in new:
             structure = structure_of(variant.graph)
             known = self._variants.pop(structure, None)
-            self._open_sizes.update(variant.open_sizes)
-            smallest = min(self._smallest.get(structure, variant), variant, key=lambda found: found.saved_bytes)
-            self._smallest[structure] = smallest
-            if known is not None:
-                self._open_sizes.update(sizes_that_vary(known.forms, variant.forms))
-                variant = variant._replace(graph=_largest_of(known.graph, variant.graph))
-            self._variants[structure] = variant
+            if known is None:
+                smallest = variant
+            elif known.given == variant.given:
+                smallest = min(self._smallest[structure], variant, key=lambda found: found.saved_bytes)
+                varied = sizes_that_vary(known.forms, variant.forms)
+                variant = variant._replace(
+                    graph=_largest_of(known.graph, variant.graph),
+                    open_sizes=known.open_sizes | variant.open_sizes | varied,
+                )
+            else:
+                variant = smallest = max(variant, known, key=lambda found: self.size_of(found.given))
+            self._variants[structure], self._smallest[structure] = variant, smallest
             if len(self._variants) > _MAX_VARIANTS:
                 narrowest = min(
-                    self._variants, key=lambda name: (name not in self._given_up, self._variants[name].saved_bytes)
+                    self._variants, key=lambda name: (name not in self._given_up, *self._width(self._variants[name]))
                 )
                 del self._variants[narrowest], self._smallest[narrowest]
 

@@ -8,18 +8,25 @@ than that they are recorded again, soon at first, then more seldom; where they c
 None of this is for good. Steps that follow their plan make up for those that did not, 32 for each. Where 32 steps in a
 row are alike, the structure may have come to rest, and gets a plan of its own; where nothing can be planned, it is
 tried again after 32 steps. Each time that was in vain twice as many are waited for.
+
+Kinds that differ in sizes share what is known of their structures, once some steps under derived plans did not follow
+these, or too few of the recorded ones are alike: then all their steps align.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Literal
 
+from lightning_offload.plugins.cadence import Cadence
 from lightning_offload.plugins.step_variants import StepVariants
 from lightning_offload.runtime.aligned_executor import AlignedExecutor
 
 _MAX_RECORDED = 1  # deviations after which the next step is recorded
+_MAX_DERIVED = 3  # those of steps of several sizes after which all that differ in sizes follow one structure
+_TYPICAL = 0.7  # of the largest size: steps that are recorded, since what they have is resized to others
 _MAX_FAILED = 3  # recordings that came to nothing
 _FORGIVEN = 32  # steps that follow their plan, for one that did not
 _FIRST_WAIT, _LAST_WAIT = 32, 1024
@@ -50,6 +57,9 @@ class StructureChanges:
         num_begun: Steps that began.
         apart_at: Which of them left their plan, or had much more, lately.
         record_in: Steps before the one that is recorded; None for none.
+        spans_sizes: Whether it is of all kinds that differ in sizes.
+        cadence: Which steps of all these have their memory counted.
+        margins: By size: by how much measured peaks exceeded predicted ones.
     """
 
     variants: StepVariants = dataclasses.field(default_factory=StepVariants)
@@ -67,13 +77,17 @@ class StructureChanges:
     num_begun: int = 0
     apart_at: tuple[int, ...] = ()
     record_in: int | None = None
+    spans_sizes: bool = False
+    cadence: Cadence = dataclasses.field(default_factory=Cadence)
+    margins: dict[float, int] = dataclasses.field(default_factory=dict)
 
     def deviated(self) -> Next:
         """A step left its plan; what the next ones do."""
         self.num_deviations += 1
         self.num_followed = 0
         self._note_apart()
-        if self.num_deviations <= _MAX_RECORDED or not len(self.variants):
+        most = _MAX_DERIVED if self.spans_sizes else _MAX_RECORDED
+        if self.num_deviations <= most or not len(self.variants):
             return "record"
         self.aligns = True
         return "align"
@@ -93,11 +107,14 @@ class StructureChanges:
             executor: What executed it.
             saved_bytes: What the plan's structure saves.
         """
-        self.num_same = self.num_same + 1 if executor.fingerprint == self.fingerprint else 0
-        self.fingerprint = executor.fingerprint
+        fingerprint = executor.places_fingerprint if self.spans_sizes else executor.fingerprint
+        self.num_same = self.num_same + 1 if fingerprint == self.fingerprint else 0
+        self.fingerprint = fingerprint
         if self.num_same > self.wait:
             self._wait_longer()
-            self.aligns, self.num_deviations, self.num_same = False, _MAX_RECORDED, 0
+            self.aligns, self.num_same = False, 0
+            self.num_deviations = _MAX_DERIVED if self.spans_sizes else _MAX_RECORDED
+            self.margins.clear()
             return "record"
         if executor.astray_bytes > _MUCH * saved_bytes:
             self._note_apart()
@@ -107,15 +124,16 @@ class StructureChanges:
                 self.record_in = gaps[-1] - 1 if len(gaps) > 1 and len(set(gaps)) == 1 else 0
         return None
 
-    def begins(self, *, is_planned: bool) -> Next | None:
+    def begins(self, *, is_planned: bool, size: float = 1.0) -> Next | None:
         """A step begins; what it does, if not what was planned for it.
 
         Args:
             is_planned: Whether there is, or will be, a plan for it.
+            size: Its size, as a part of the largest.
         """
         self.num_begun += 1
         if is_planned:
-            if self.record_in is None:
+            if self.record_in is None or (self.record_in == 0 and size < _TYPICAL):
                 return None
             self.record_in = self.record_in - 1 if self.record_in else None
             return "record" if self.record_in is None else None
@@ -146,6 +164,14 @@ class StructureChanges:
             return None
         self.aligns = self.is_retried = False
         return "unplan"
+
+    def note_margin(self, num_bytes: int, size: float) -> None:
+        """Steps of a size were seen to need so much more than predicted."""
+        self.margins[size] = max(self.margins.get(size, 0), num_bytes)
+
+    def margin_at(self, size: float) -> int:
+        """What steps of a size leave free, by what others needed: smaller ones, and a part of what larger ones did."""
+        return max((math.ceil(n * min(1.0, size / known)) for known, n in self.margins.items()), default=0)
 
     def _note_apart(self) -> None:
         self.num_apart += 1

@@ -65,6 +65,7 @@ class AlignedExecutor(StepExecutor):
         num_missing: Saves that the plan has and the step did not.
         kept_bytes: What stayed of what the step made and saved, in all.
         fingerprint: Of what was saved: the same in two steps of one structure and the same sizes.
+        places_fingerprint: The same whatever the sizes.
     """
 
     def __init__(self, *, program: Program, **options: Any) -> None:
@@ -82,7 +83,8 @@ class AlignedExecutor(StepExecutor):
         self._leaving: _Handles = {}
         self._astray: list[weakref.ref[LiveValue]] = []
         self._planned_late: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
-        self.num_astray = self.astray_bytes = self.kept_bytes = self.num_missing = self.fingerprint = 0
+        self.num_astray = self.astray_bytes = self.kept_bytes = self.num_missing = 0
+        self.fingerprint = self.places_fingerprint = 0
 
     @property
     def num_packs(self) -> int:
@@ -117,6 +119,7 @@ class AlignedExecutor(StepExecutor):
         is_border, self._num_behind = self.num_unpacks > self._num_behind, self.num_unpacks
         before, place = self._packs.place, self._packs.next(form, is_border=is_border)
         self.fingerprint = hash((self.fingerprint, place, form))
+        self.places_fingerprint = hash((self.places_fingerprint, place, form.kind))
         if place >= 0:
             self._places[index] = place
             self.num_missing += place - before

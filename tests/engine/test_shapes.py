@@ -193,13 +193,19 @@ def _same(one: Trained, other: Trained) -> bool:
     return weights and one.losses == other.losses and torch.equal(one.random, other.random)
 
 
+def _corner(size: int) -> int:
+    """A size rounded up to an eighth of the power of two below it."""
+    grain = max(1, 2 ** (size.bit_length() - 1) // 8)
+    return -(-size // grain) * grain
+
+
 def _foreseen(trained: Trained) -> list[str]:
-    """Recorded is what is larger in any way than all that was recorded before; the rest is planned at first sight."""
+    """Recorded is what is larger in any way than what was planned for before; the rest is planned at first sight."""
     recorded: list[list[int]] = []
     phases = []
     for sizes in trained.sizes:
         is_known = len(recorded) >= 3 and all(
-            size <= max(column) for size, column in zip(sizes, zip(*recorded, strict=True), strict=True)
+            size <= _corner(max(column)) for size, column in zip(sizes, zip(*recorded, strict=True), strict=True)
         )
         phases.append("planned" if is_known else "recording")
         if not is_known:

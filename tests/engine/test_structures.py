@@ -120,6 +120,14 @@ def _labelled(batch: int = 4, length: int = 48) -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def _length(longest: int) -> int:
+    return int(torch.randint(longest // 8, longest + 1, ()))
+
+
+def _speech() -> Batch:
+    return {"input_values": torch.randn(2, _length(8000)), "labels": torch.randint(1, 30, (2, 6))}
+
+
 JOBS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "drop": (lambda: Stack(drop=0.2), _text),
     "exits": (lambda: Stack(exits=True), _text),
@@ -136,6 +144,15 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "whisper": (
         hugging_face.whisper,
         lambda: {"input_features": torch.randn(2, 16, 128), "labels": torch.randint(1, 90, (2, 24))},
+    ),
+    "drop, padded": (lambda: Stack(drop=0.2), lambda: _text(length=_length(96))),
+    "exits, padded": (lambda: Stack(exits=True), lambda: _text(_length(8), _length(96))),
+    "mixtral, padded": (hugging_face.mixtral, lambda: _labelled(length=_length(64))),
+    "olmoe, padded": (hugging_face.olmoe, lambda: _labelled(8, _length(96))),
+    "wav2vec2, padded": (hugging_face.wav2vec2, _speech),
+    "whisper, padded": (
+        hugging_face.whisper,
+        lambda: {"input_features": torch.randn(2, 16, 128), "labels": torch.randint(1, 90, (2, _length(32)))},
     ),
 }
 """A model and its batches."""

@@ -40,7 +40,7 @@ def test_each_tensor_of_one_structure_counts_with_the_most_that_it_had() -> None
     assert _sizes(widest.graph) == [
         max(pair) for pair in zip(*map(_sizes, (chain(10, 70, 30), chain(10, 20, 90))), strict=True)
     ]
-    assert {form.shape for form in widest.forms} == {(10,), (OPEN,)}
+    assert {form.shape for form in widest.route} == {(10,), (OPEN,)}
     assert widest.largest_open_bytes == 90
 
 
@@ -48,7 +48,7 @@ def test_sizes_that_depend_on_data_are_open_from_the_first_one_on() -> None:
     """As the ops that made them told."""
     variants = StepVariants()
     variants.learn(_variant(10, 70, 30, open_sizes=(70,)))
-    assert (OPEN,) in {form.shape for form in variants.widest().forms}
+    assert (OPEN,) in {form.shape for form in variants.widest().route}
 
 
 def test_four_are_remembered_and_the_narrowest_goes() -> None:

@@ -1,0 +1,93 @@
+"""Which planned steps have their memory counted, and which that keep everything go without hooks.
+
+A plan's memory does not change from step to step, and counting costs host time: so the first two steps are counted,
+then one in 28 to 32. Where structures change it may: so more are, the first twelve, then one in 5 to 9, and after a
+hundred one in 28 to 32. The distance varies, so that steps that come in turns do not evade it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+_SELDOM, _OFTEN = 32, 9
+_NUM_FIRST = 2
+_NUM_FIRST_CHANGING, _NUM_SOON_CHANGING = 12, 96
+_NUM_ALIKE = 3
+
+
+@dataclasses.dataclass(slots=True)
+class Cadence:
+    """Which steps have their memory counted.
+
+    Attributes:
+        num_steps: Steps so far, since it began anew.
+        num_uncounted: Those since the last one that was counted.
+        num_counted: Those that were.
+    """
+
+    num_steps: int = 0
+    num_uncounted: int = 0
+    num_counted: int = 0
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self.num_steps += 1
+        self.num_uncounted += 1
+
+    def is_due(self, *, is_changing: bool, is_next: bool = False) -> bool:
+        """Whether the step that has begun is one to count, or the next one.
+
+        Args:
+            is_changing: Whether structures change.
+            is_next: Whether the next one is meant.
+        """
+        num_steps, num_uncounted = self.num_steps + is_next, self.num_uncounted + is_next
+        sooner = self.num_counted**2 % 5
+        if not is_changing:
+            return num_steps <= _NUM_FIRST or num_uncounted >= _SELDOM - sooner
+        is_soon = num_steps <= _NUM_SOON_CHANGING
+        return num_steps <= _NUM_FIRST_CHANGING or num_uncounted >= (_OFTEN if is_soon else _SELDOM) - sooner
+
+    def counted(self) -> None:
+        """The step that has begun is."""
+        self.num_uncounted = 0
+        self.num_counted += 1
+
+
+@dataclasses.dataclass(slots=True)
+class HookShedding:
+    """Which steps that keep everything go without hooks: those after some that were alike.
+
+    As many autograd nodes may save more than they did (a longer sequence, a layer that is trained from now on), which
+    hooks alone tell: so one step in 32 has them.
+
+    Attributes:
+        num_nodes: Autograd nodes that each step made so far; None while there was none that kept all.
+        num_alike: Steps in a row that made so many.
+        num_unhooked: Those since then that had no hooks.
+        has_varied: Whether one made another number.
+    """
+
+    num_nodes: int | None = None
+    num_alike: int = 0
+    num_unhooked: int = 0
+    has_varied: bool = False
+
+    def sheds(self) -> bool:
+        """Whether the coming step has none."""
+        if self.has_varied or self.num_alike < _NUM_ALIKE:
+            return False
+        self.num_unhooked = (self.num_unhooked + 1) % _SELDOM
+        return self.num_unhooked != 0
+
+    def note(self, num_nodes: int | None) -> None:
+        """A step made so many autograd nodes; None where that is not known."""
+        if num_nodes is None:
+            return
+        if self.num_nodes not in (None, num_nodes):
+            self.has_varied = True
+        self.num_nodes, self.num_alike = num_nodes, self.num_alike + 1
+
+    def restart(self) -> None:
+        """Steps are others from now on."""
+        self.num_nodes, self.num_alike = None, 0

@@ -1,0 +1,144 @@
+"""Steps that were recorded at one size, at others: roughly, where their structure changes along with their sizes.
+
+The *size* of a step is how many elements it is given, as a part of the most that one was: the largest such part of all
+tensors whose number of elements varies.
+
+What is saved in shapes that vary grows with the size, with its square where two lengths of the shape vary. What is
+made of that does so, too, unless it is as large as something that does not vary, as gradients of parameters are. All
+this is rough; what it lacks shows in steps that are measured. Where a structure stays the same,
+:mod:`~lightning_offload.plugins.shape_families` has laws that hold to the byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+from lightning_offload.graph.step_graph import Op, StepGraph
+from lightning_offload.tensors.saved_forms import SavedForm
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors that a step is given."""
+
+
+class GivenShapes:
+    """What is known of how the shapes vary that steps are given, and with them those of what they save."""
+
+    def __init__(self) -> None:
+        self._first: Shapes = ()
+        self._most: tuple[int, ...] = ()  # elements, by tensor
+        self._varies: tuple[list[bool], ...] = ()  # by tensor and dimension
+        self._shared: frozenset[int] = frozenset()  # sizes that all of them save
+
+    def learn(self, given: Shapes, forms: Sequence[SavedForm]) -> None:
+        """A step was recorded.
+
+        Args:
+            given: The shapes of what it was given.
+            forms: What it saved.
+        """
+        if tuple(map(len, given)) != tuple(map(len, self._first)):
+            self._first, self._most = given, tuple(map(math.prod, given))
+            self._varies = tuple([False] * len(shape) for shape in given)
+            self._shared = _sizes_in(forms)
+            return
+        for varies, first, shape in zip(self._varies, self._first, given, strict=True):
+            varies[:] = (known or n != m for known, n, m in zip(varies, first, shape, strict=True))
+        self._most = tuple(map(max, zip(self._most, map(math.prod, given), strict=True)))
+        if given != self._first:
+            self._shared &= _sizes_in(forms)
+
+    @property
+    def vary(self) -> bool:
+        """Whether any of them do."""
+        return any(map(any, self._varies))
+
+    @property
+    def num_together(self) -> int:
+        """How many dimensions of one tensor vary, at most."""
+        return max(map(sum, self._varies), default=0)
+
+    def size_of(self, given: Shapes) -> float:
+        """The size of a step that is given tensors of these shapes; more than 1 where none was recorded as large."""
+        if len(given) != len(self._most):
+            return 1.0
+        rows = zip(given, self._most, self._varies, strict=True)
+        return max((math.prod(shape) / most for shape, most, varies in rows if any(varies) and most), default=1.0)
+
+    def varying_in(self, given: Shapes, forms: Sequence[SavedForm]) -> frozenset[int]:
+        """Sizes in a recorded step that are other ones in others: those that it was given, and what not all save."""
+        if not self.vary:
+            return frozenset()
+        rows = zip(given, self._varies, strict=True)
+        lengths = {n for shape, varies in rows for n, is_varying in zip(shape, varies, strict=True) if is_varying}
+        return frozenset(lengths) | (_sizes_in(forms) - self._shared)
+
+
+def _sizes_in(forms: Sequence[SavedForm]) -> frozenset[int]:
+    return frozenset(size for form in forms for size in form.shape)
+
+
+def resized(
+    graph: StepGraph, forms: Sequence[SavedForm], varying: Collection[int], factor: float, num_together: int = 1
+) -> StepGraph:
+    """A step at another size.
+
+    Args:
+        graph: The step as it was recorded.
+        forms: By pack: what is saved.
+        varying: Sizes that vary.
+        factor: How many times as large it is.
+        num_together: How many dimensions of what it is given vary at once: so many count once in what is saved.
+    """
+    powers = _powers(graph, forms, varying)
+    factors = {
+        storage: factor ** (max(1, power + 1 - num_together) if factor > 1 else 1)  # at most so much smaller
+        for storage, power in powers.items()
+        if power
+    }
+    storages = tuple(
+        dataclasses.replace(storage, num_bytes=math.ceil(factors.get(index, 1) * storage.num_bytes))
+        for index, storage in enumerate(graph.storages)
+    )
+
+    def op_resized(op: Op) -> Op:
+        values = (graph.values[value].storage for value in (*op.inputs, *op.outputs))
+        most = max((factors[storage] for storage in values if storage in factors), default=1.0)
+        if most == 1:
+            return op
+        return dataclasses.replace(op, seconds=most * op.seconds, workspace_bytes=math.ceil(most * op.workspace_bytes))
+
+    return dataclasses.replace(graph, storages=storages, ops=tuple(map(op_resized, graph.ops)))
+
+
+def _powers(graph: StepGraph, forms: Sequence[SavedForm], varying: Collection[int]) -> dict[int, int]:
+    """By storage that a step made: how many of its dimensions vary, as far as that can be told."""
+    powers: dict[int, int] = {}
+    for save, form in zip(graph.saves, forms, strict=True):
+        storage = graph.values[save.value].storage
+        if not graph.storages[storage].is_persistent:
+            powers[storage] = max(powers.get(storage, 0), sum(size in varying for size in form.shape))
+    by_bytes: dict[int, set[int]] = {}
+    for there in graph.storages:
+        if there.is_persistent:
+            by_bytes.setdefault(there.num_bytes, set()).add(0)
+    for index, power in powers.items():
+        by_bytes.setdefault(graph.storages[index].num_bytes, set()).add(power)
+    for op in graph.ops:
+        read = [powers[index] for value in op.inputs if (index := graph.values[value].storage) in powers]
+        for value in op.outputs:
+            index = graph.values[value].storage
+            if index in powers or graph.storages[index].is_persistent:
+                continue
+            as_large = by_bytes.get(graph.storages[index].num_bytes, set())
+            powers[index] = next(iter(as_large)) if len(as_large) == 1 else max(read, default=1)
+    return powers
+
+
+def varying_share(graph: StepGraph, forms: Sequence[SavedForm], varying: Collection[int]) -> float:
+    """Which part of what a step makes and saves grows with its size."""
+    saved = {graph.values[save.value].storage: form for save, form in zip(graph.saves, forms, strict=True)}
+    made = [(storage, form) for index, form in saved.items() if not (storage := graph.storages[index]).is_persistent]
+    num_varying = sum(storage.num_bytes for storage, form in made if not set(form.shape).isdisjoint(varying))
+    return num_varying / max(1, sum(storage.num_bytes for storage, _ in made))
