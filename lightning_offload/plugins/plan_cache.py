@@ -79,6 +79,7 @@ def _size_above(size: float, grain: int) -> float:
 
 
 _GRAIN, _FINE_GRAIN = 4, 64
+_NUM_WAITS = 2  # steps of a recorded shape that others predict, before it is planned by itself: it is frequent
 _SLACK = 1e-6
 _MAX_SHAPES = 1 << 16  # that are told apart
 
@@ -165,8 +166,11 @@ class PlanCache:
         self.key, kind = shape.signature, self.kinds.get(shape.signature)
         if not _num_recording and (aligned := self._aligned(shape, is_exact=is_exact)) is not None:
             kind = aligned
-        if kind is None and not _num_recording:
-            kind = self._derived(shape, is_exact=is_exact)
+        if not _num_recording and (kind is None or self._may_wait(kind, shape)):
+            derived = self._derived(shape, is_exact=is_exact)
+            if kind is not None and derived is not None:
+                kind.num_waits += 1
+            kind = derived or kind
         if kind is None:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
         self.kinds.move_to_end(self.key)
@@ -182,6 +186,12 @@ class PlanCache:
         if len(self.kinds) > num_before:
             self._drop_oldest()
         return kind
+
+    def _may_wait(self, kind: PlanEntry, shape: StepShape) -> bool:
+        """Whether a recorded shape, which is yet to be planned by itself, is one that others predict."""
+        family = self.families.get(shape.family)
+        is_alike = family is not None and shape.signature in family.alike
+        return is_alike and kind.phase == "verifying" and kind.num_waits < _NUM_WAITS
 
     def _derived(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
         """The kind that serves a shape that was not recorded; None where nothing predicts it."""

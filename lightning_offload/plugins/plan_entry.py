@@ -115,6 +115,7 @@ class PlanEntry:
         is_searched: Whether a plan for a derived kind was searched for thoroughly, once.
         must_search: Whether the next one is.
         is_first_sight: Whether the shape of the coming step is new.
+        num_waits: Steps for which another plan was used before it was planned by itself.
         timed_ops: Ops of a derived kind with their own durations, once they were asked for.
         forms: By pack of a plan that steps of other structures follow: what is saved.
         changes: How its structure changes.
@@ -173,6 +174,7 @@ class PlanEntry:
     is_searched: bool = False
     must_search: bool = False
     is_first_sight: bool = False
+    num_waits: int = 0
     timed_ops: tuple[Op, ...] | None = None
     forms: tuple[SavedForm, ...] = ()
     changes: StructureChanges = dataclasses.field(default_factory=StructureChanges)
@@ -275,7 +277,8 @@ class PlanEntry:
     def is_settling(self) -> bool:
         """Whether the coming step is one of the first ones: up to the second under the final plan."""
         if self.family is not None:
-            return self.family.beside_bytes is None or self.family.is_due
+            can_be_counted = self.program is not None and not self.program.is_keep_all
+            return self.family.beside_bytes is None or (can_be_counted and self.family.is_due)
         if self.is_aligned and (self.program is None or self._cadence.is_due(is_changing=True, is_next=True)):
             return True
         return self.phase not in ("planned", "unplanned") or self.program is None or self.num_planned < 2

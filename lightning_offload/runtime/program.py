@@ -290,6 +290,9 @@ MAX_STRAY_OPS = 64
 _NOTHING = OpStep(name="", num_bytes=())
 
 
+_NUM_SURE = 3  # ops in a row by which a step is recognised
+
+
 class ProgramCursor:
     """Where a step is in its program.
 
@@ -301,6 +304,7 @@ class ProgramCursor:
         self._is_strict = program.is_strict
         self._next = 0
         self._num_stray_ops = 0
+        self._stray: list[str] = []  # in a row, the last few
 
     @property
     def expected(self) -> str:
@@ -318,16 +322,27 @@ class ProgramCursor:
         index = self._next
         if index < len(self._ops) and self._ops[index].name == name:
             self._next = index + 1
+            if self._stray:
+                self._stray.clear()
             return self._ops[index]
         return self._resynchronise(name)
 
     def _resynchronise(self, name: str) -> OpStep | None:
-        """Skip planned ops for which there is nothing to do, or take this one for a stray."""
-        for index in range(self._next, min(self._next + MAX_STRAY_OPS, len(self._ops))):
+        """Skip planned ops for which there is nothing to do, or take this one for a stray.
+
+        Where a few strays in a row are consecutive ops further on, those before them are missing in this step.
+        """
+        end = min(self._next + MAX_STRAY_OPS, len(self._ops))
+        for index in range(self._next, end):
             if self._ops[index].name == name:
                 self._next = index + 1
                 return self._ops[index]
             if self._ops[index].is_busy:
                 break
+        stray = self._stray = [*self._stray[1 - _NUM_SURE :], name]
+        for index in range(self._next + _NUM_SURE, end) if len(stray) == _NUM_SURE else ():
+            if [op.name for op in self._ops[index + 1 - _NUM_SURE : index + 1]] == stray:
+                self._next, self._stray = index + 1, []
+                return self._ops[index]
         self._num_stray_ops += 1
         return _NOTHING if self._num_stray_ops <= MAX_STRAY_OPS else None
