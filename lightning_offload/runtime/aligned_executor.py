@@ -3,14 +3,15 @@
 Routing, dropped layers, a regulariser every few steps: what autograd saves is aligned with what the plan has
 (:mod:`~lightning_offload.runtime.alignment`). Where the two agree, the plan's decisions hold. A save that is astray,
 or larger than planned, follows a local rule: it stays where the plan had more on the device by now than there is, and
-leaves it otherwise. After :data:`_MANY_ASTRAY` of them in a row the step is in a part that the plan knows nothing of,
-and whose memory nobody foresaw: then what was kept before leaves the device as well.
+leaves it otherwise. After :data:`_MANY_ASTRAY` of them in a row, or fewer that are large, the step is in a part that
+the plan knows nothing of, and whose memory nobody foresaw: then what was kept before leaves the device as well.
 
 Nothing is replayed, and no op needs to be seen. As in any step, none of this decides about correctness.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from lightning_offload.tensors.op_facts import as_saved
 from lightning_offload.tensors.saved_forms import form_of
 
 _MANY_ASTRAY = 4
+_MUCH_ASTRAY = 0.05  # of the budget
 _TINY_BYTES = 1024  # that stay: copying them costs more than they take
 
 
@@ -78,6 +80,8 @@ class AlignedExecutor(StepExecutor):
         self._next_unpack = 0
         self._num_behind = 0  # unpacks before the last pack
         self._alive = _Alive()
+        self._slack_bytes = _slack_bytes(program)
+        self._num_bytes_apart = 0  # astray in a row
         self._kept_by_key: _Handles = {}
         self._kept_again: list[weakref.ref[Handle]] = []  # for other saves of the same storages
         self._leaving: _Handles = {}
@@ -121,6 +125,7 @@ class AlignedExecutor(StepExecutor):
         self.fingerprint = hash((self.fingerprint, place, form))
         self.places_fingerprint = hash((self.places_fingerprint, place, form.kind))
         if place >= 0:
+            self._num_bytes_apart = 0
             self._places[index] = place
             self.num_missing += place - before
             for passed in range(before, place):
@@ -160,6 +165,8 @@ class AlignedExecutor(StepExecutor):
         elif num_bytes > _TINY_BYTES and num_bytes > self._room(place):
             self.astray_bytes += num_bytes
             self._leaves_late(handle, -1)
+            if place < 0:
+                self._note_bytes_apart(num_bytes)
         else:
             self._stays(handle, key, num_bytes)
 
@@ -228,8 +235,16 @@ class AlignedExecutor(StepExecutor):
     def _note_astray(self) -> None:
         """The step has left its plan, for a while at least."""
         self.num_astray += 1
-        if self._packs.num_astray != _MANY_ASTRAY:
-            return
+        if self._packs.num_astray == _MANY_ASTRAY:
+            self._let_go_of_what_was_kept()
+
+    def _note_bytes_apart(self, num_bytes: int) -> None:
+        """What the plan does not have takes so much more: what goes with it may take as much, and nobody counted it."""
+        before, self._num_bytes_apart = self._num_bytes_apart, self._num_bytes_apart + num_bytes
+        if before <= self._slack_bytes < self._num_bytes_apart and self._packs.num_astray < _MANY_ASTRAY:
+            self._let_go_of_what_was_kept()
+
+    def _let_go_of_what_was_kept(self) -> None:
         for value in self._table.all_indexed():  # the plan's moment to do so may be far away
             self._materializer.release(value)
         if torch._C._current_graph_task_id() == -1:
@@ -279,6 +294,14 @@ class AlignedExecutor(StepExecutor):
                 self._materializer.fetch(last)
                 self._astray.append(weakref.ref(last))
                 break
+
+
+def _slack_bytes(program: Program) -> int:
+    """What may be astray before it matters: what the budget has room for beyond the plan, or a small part of it."""
+    budget_bytes = program.plan.budget_bytes
+    if budget_bytes is None:
+        return sys.maxsize
+    return max(budget_bytes - program.plan.predicted_peak_bytes, int(_MUCH_ASTRAY * budget_bytes))
 
 
 def _is_among(handles: _Handles, key: int) -> bool:
