@@ -11,6 +11,8 @@ The same GPT-2 at one length, each of whose blocks is left out with a probabilit
 `changing_over_one_structure` is what all steps took, recordings included, over what they would have taken had each cost
 as much more than a plain one as a step with all blocks does under its final plan.
 
+The same changing lengths on an A100, by the planner's own simulator; cf. `benchmarks/shapes/simulated.py`.
+
 Planning: how long the plugin takes from a shape that it has not seen to its plan, once three were recorded, for steps
 of some thousand ops; the median over shapes.
 """
@@ -24,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +36,11 @@ from torch import Tensor, nn
 from benchmarks import environment
 from benchmarks.pairs import synchronize
 from benchmarks.results import Measurements, Options, Row
+from benchmarks.shapes.picture import draw
+from benchmarks.shapes.simulated import simulated
 from examples.models import resnet152
 from lightning_offload import MemoryPlugin
+from lightning_offload.errors import UnsupportedError
 
 TITLE = "Changing shapes"
 
@@ -46,7 +52,7 @@ _NUM_STEPS = 120
 _NUM_ALONE = 8  # lengths that are trained by themselves
 _NUM_STEADY = 7  # steps each, under the final plan
 _NUM_NEW = 9  # shapes that are planned
-_SHORTEST, _LONGEST, _LONGEST_QUICK = 16, 512, 48
+_SHORTEST, _LONGEST, _LONGEST_QUICK, _LONGEST_SIMULATED = 16, 512, 48, 1024
 _DROPPED = 0.1  # of the blocks
 _NUM_FIRST = 20
 """Steps that are told apart: those in which shapes are learned."""
@@ -101,12 +107,15 @@ def run(options: Options, progress: Progress) -> Measurements:
     alone = np.linspace(_SHORTEST, longest, 2 if quick else _NUM_ALONE).round().astype(int).tolist()
     task = progress.add_task("shapes", total=len(_HEIGHTS) * (num_steps + len(alone)) + 2 + len(_HEIGHTS))
     rows: list[Row] = []
+    runs: list[dict[str, Any]] = []
     advance = functools.partial(progress.advance, task)
     for height in _HEIGHTS:
         case = f"GPT-2, {_SHORTEST} to {longest} tokens, h = {height}"
         progress.update(task, description=case)
         gc.collect()  # the models of the case before are beside no step of this one
-        rows += _changing(case, make, lengths, alone, height, advance)
+        run, found = _changing(case, make, lengths, alone, height, advance)
+        rows += found
+        runs.append(run)
     kept = [[rng.random() >= _DROPPED for _ in range(layers)] for _ in range(num_steps)]
     for height in _HEIGHTS:
         case = f"GPT-2, blocks left out at random, h = {height}"
@@ -114,6 +123,11 @@ def run(options: Options, progress: Progress) -> Measurements:
         gc.collect()
         rows += _dropping(case, make, longest // 2, kept, height)
         advance()
+    progress.update(task, description="simulated")
+    longer = [
+        _SHORTEST + round((n - _SHORTEST) * (_LONGEST_SIMULATED - _SHORTEST) / (longest - _SHORTEST)) for n in lengths
+    ]
+    rows += simulated(longer if not quick else lengths, _HEIGHTS, _GOAL, quick=quick)
     for name, goal, seconds in (
         ("GPT-2, 12 layers", _GPT2_PLANNING_GOAL, _planning_of_gpt2(device, quick=quick)),
         ("ResNet-152", _RESNET_PLANNING_GOAL, _planning_of_resnet(device, quick=quick)),
@@ -126,7 +140,13 @@ def run(options: Options, progress: Progress) -> Measurements:
     config = {
         "gpt2": {"num_layers": layers, "width": width, "batch_size": 2 if quick else 4, "num_steps": num_steps},
         "alone": {"lengths": alone},
+        "runs": runs,
     }
+    if not quick:
+        try:
+            draw(runs)
+        except UnsupportedError as error:
+            progress.console.print(error)
     return Measurements(rows=rows, config=config, repeats=num_steps)
 
 
@@ -137,11 +157,11 @@ def _changing(
     alone: Sequence[int],
     height: float,
     advance: Callable[[], None],
-) -> list[Row]:
+) -> tuple[dict[str, Any], list[Row]]:
     """All steps with changing lengths, and what they would have cost one at a time."""
     plain, managed = make(), make()
     budget = _budget(plain, managed, alone[-1], height)
-    plain_seconds, managed_seconds = [], []
+    plain_seconds, managed_seconds, phases = [], [], []
     with MemoryPlugin(f"{budget}B", module=managed.model) as memory:
         for count, length in enumerate(lengths):
             tokens = managed.batch(length)
@@ -150,6 +170,7 @@ def _changing(
                     plain_seconds.append(plain.seconds(tokens))
                 else:
                     managed_seconds.append(managed.seconds(tokens, functools.partial(memory.step, tokens)))
+                    phases.append(memory.report().phase)
             advance()
         report = memory.report()
     del plain, managed, tokens
@@ -172,7 +193,11 @@ def _changing(
     }
     goal = _GOAL if height == _HEIGHTS[0] else None
     first = Row(case=case, metric="changing_over_one_length", value=sum(managed_seconds) / expected, goal=goal)
-    return [first, *(Row(case=case, metric=metric, value=float(value)) for metric, value in figures.items())]
+    run = {
+        "title": case, "lengths": list(lengths), "phases": phases, "plain_seconds": plain_seconds,
+        "seconds": managed_seconds,
+    }  # fmt: skip
+    return run, [first, *(Row(case=case, metric=metric, value=float(value)) for metric, value in figures.items())]
 
 
 def _dropping(
