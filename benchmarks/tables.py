@@ -121,7 +121,7 @@ def _section(result: dict[str, Any]) -> str:
         f"{machine}; {_pairs(result)} per case.",
         f"Versions: {versions}. {_commits(result)}.",
         "",
-        *(f"- {name}: {_sizes(sizes)}" for name, sizes in result["config"].items()),
+        *(f"- {name}: {_sizes(sizes)}" for name, sizes in result["config"].items() if isinstance(sizes, dict)),
         "",
         _goal_table(rows),
         "",

@@ -1,4 +1,4 @@
-"""The plot of docs/planning.md: what each step of a run with changing lengths takes over a plain one.
+"""What each step of a run with changing lengths takes over a plain one: the plot of decision 25.
 
 `python -m benchmarks.shapes.picture` draws that of the stored result again.
 """

@@ -2,8 +2,8 @@
 
 A GPT-2 of 12 layers is recorded at eight lengths without running, and priced by the device's datasheet; its graph at
 any other length follows from these to the byte. Steps go as in the plugin: by the same family of shapes, which says
-what is recorded and what is derived. A recorded step counts as one in which all that is saved goes to the host and comes
-back, while nothing else runs; a derived one with what its plan predicts. The time that plans take is left out.
+what is recorded and what is derived. A recorded step counts as one in which all that is saved goes to the host and
+comes back, while nothing else runs; a derived one with what its plan predicts. The time that plans take is left out.
 """
 
 from __future__ import annotations

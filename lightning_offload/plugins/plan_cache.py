@@ -190,8 +190,8 @@ class PlanCache:
     def _may_wait(self, kind: PlanEntry, shape: StepShape) -> bool:
         """Whether a recorded shape, which is yet to be planned by itself, is one that others predict."""
         family = self.families.get(shape.family)
-        is_alike = family is not None and shape.signature in family.alike
-        return is_alike and kind.phase == "verifying" and kind.num_waits < _NUM_WAITS
+        may = family is not None and kind.phase == "verifying" and kind.num_waits < _NUM_WAITS
+        return may and family is not None and family.predicts(shape.signature)
 
     def _derived(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
         """The kind that serves a shape that was not recorded; None where nothing predicts it."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import weakref
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -41,11 +40,12 @@ from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import Figures
 from lightning_offload.plugins.cadence import Cadence, HookShedding
 from lightning_offload.plugins.plain_steps import PlainNeed
-from lightning_offload.plugins.replanning import compute_factor, links_were_wrong, with_unforeseen
+from lightning_offload.plugins.replanning import Corrections, with_unforeseen
 from lightning_offload.plugins.resizing import Shapes
 from lightning_offload.plugins.shape_families import Derived, ShapeFamily
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import Next, StructureChanges
+from lightning_offload.plugins.touched import Touched
 from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.tensors.saved_forms import SavedForm
@@ -55,10 +55,7 @@ _log = logging.getLogger(__name__)
 _MAX_SURPRISES = 3
 _NUM_FIRST_OF_SIZE = 3  # steps under a plan for several sizes that are counted, whatever others were
 _OF_ANOTHER_PLAN = 4  # what a plan did not foresee may be by a quarter more under another one
-_MAX_CORRECTIONS = 3
 _TIGHTER = 0.9  # of the peak that a device had no room for
-_SLIGHTLY_TIGHTER = 0.95  # of one that it had room for only by giving back what it held in reserve
-_SOON = 16  # planned steps, within which a second time is no accident
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
 _WORTH = 0.1  # of what plans cost: about what a thorough search takes off
 _SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and ends no training that runs
@@ -74,8 +71,7 @@ class PlanEntry:
     Attributes:
         phase: What its next step does.
         graph: The recorded step.
-        touched: The persistent storages that it touches, by identity; weak, since addresses are used again.
-        known: Those of them that were there when the recorded step began, gradients aside, with their bytes.
+        touched: The persistent storages that it touches.
         headroom_bytes: What the plan in force leaves free because it is growing.
         program: The plan in force, compiled.
         state_version: Version of the persistent state that the plan was made for.
@@ -84,21 +80,16 @@ class PlanEntry:
         spec: The device that the plan in force was made for.
         hardware_version: Version of the hardware that it was made for.
         usable_bytes: Device memory that there turned out to be, after running out of it.
-        retried_at: The planned step in which the allocator last had to give its reserve back.
-        num_tightened: Plans made again because it had to again and again.
-        num_corrections: Plans made again because planned steps did not take the time they should.
-        computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
+        corrections: Plans that were made again for what steps under them showed.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         plain: What its steps need where they keep everything.
         verified: Storages whose replays were verified.
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
         hooks: Which steps that keep everything go without hooks.
-        has_told: Whether a warning said that no plan is within the budget for some of its steps.
         num_surprises: Steps in which backward wrote what the plan counts on.
         num_planned: Steps under a plan, or unplanned.
         cadence: Which of them have their memory counted.
         is_over: Whether a step under the final plan was measured above the budget.
-        has_warned: Whether a warning said so.
         was_restored: Whether its graph is from an earlier run: with DDP's buckets in the layout that they come to have.
         is_beside_known: Whether what is on the device beside its steps was counted, since the last recording.
         swapped_bytes: Saved bytes that left the device in the last step without a plan of its own.
@@ -129,8 +120,7 @@ class PlanEntry:
 
     phase: Phase = "recording"
     graph: StepGraph | None = None
-    touched: dict[int, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
-    known: list[tuple[weakref.ref[torch.UntypedStorage], int]] | None = None
+    touched: Touched = dataclasses.field(default_factory=Touched)
     headroom_bytes: int = 0
     program: Program | None = None
     state_version: int = -1
@@ -139,10 +129,7 @@ class PlanEntry:
     spec: DeviceSpec | None = None
     hardware_version: int = -1
     usable_bytes: int | None = None
-    retried_at: int | None = None
-    num_tightened: int = 0
-    num_corrections: int = 0
-    computing_seconds: float | None = None
+    corrections: Corrections = dataclasses.field(default_factory=Corrections)
     recorded_gradient_bytes: int = 0
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
@@ -150,12 +137,10 @@ class PlanEntry:
     verified: set[int] = dataclasses.field(default_factory=set)
     takes_data: bool = False
     hooks: HookShedding = dataclasses.field(default_factory=HookShedding)
-    has_told: bool = False
     num_surprises: int = 0
     num_planned: int = 0
     cadence: Cadence = dataclasses.field(default_factory=Cadence)
     is_over: bool = False
-    has_warned: bool = False
     was_restored: bool = False
     is_beside_known: bool = False
     swapped_bytes: int = 0
@@ -337,40 +322,19 @@ class PlanEntry:
             self.graph = dataclasses.replace(self.graph, old_gradient_bytes=old, accumulated_bytes=accumulated)
             self.program = None
 
-    def touched_now(self) -> set[int]:
-        """Identities of the touched storages that still live."""
-        return {key for key, reference in self.touched.items() if reference() is not None}
-
     def bytes_beside(self, there: Census, gradients: Collection[int], *, has_inputs: bool) -> int | None:
-        """What is on the device beside the step; None where it is not known yet.
-
-        What the step touches counts in its graph, and gradients of earlier steps are counted apart. In place of what
-        the recorded step touched and what is gone by now (its batch, say) the coming step has its own.
-
-        Args:
-            there: All storages on the device.
-            gradients: Identities of gradients.
-            has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
-        """
+        """What is on the device beside the coming step; cf. :meth:`Touched.bytes_beside`."""
         if self.family is not None and self.graph is not None and has_inputs:
             held_bytes = sum(storage.nbytes() for key, storage in there.items() if key not in gradients)
             return max(0, held_bytes - self._given_bytes)
-        if self.known is None:
-            return None
-        not_beside = self.touched_now().union(gradients)
-        beside = sum(storage.nbytes() for key, storage in there.items() if key not in not_beside)
-        gone_bytes = sum(num_bytes for reference, num_bytes in self.known if reference() is None)
-        return max(0, beside - gone_bytes) if has_inputs else beside
+        return self.touched.bytes_beside(there, gradients, has_inputs=has_inputs)
 
     def bytes_beside_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
         """The same of the allocator's figure."""
         if self.family is not None and self.graph is not None and has_inputs:
             return max(0, allocated_bytes - gradient_bytes - self._given_bytes)
-        if self.known is None:
-            return None
         taken = self.graph.taken_bytes if self.graph is not None else int
-        touched = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
-        return max(0, allocated_bytes - gradient_bytes - touched)
+        return self.touched.bytes_beside_of(allocated_bytes, gradient_bytes, taken, has_inputs=has_inputs)
 
     @property
     def _given_bytes(self) -> int:
@@ -452,9 +416,8 @@ class PlanEntry:
             accumulated_bytes: Gradients of earlier steps that were there in its backward.
             is_typical: Whether later steps will be like it: not the one in which an optimizer makes its state.
         """
-        self.touched = recorder.persistent_ids()
-        if live is not None:
-            self.known = [found for key, found in live.touched.items() if key not in gradients]
+        seen = Touched.seen(live, gradients) if live is not None else self.touched
+        self.touched = Touched(recorder.persistent_ids(), seen.known)
         graph = recorder.finish()
         self.recorded_gradient_bytes = accumulated_bytes
         if not recorder.num_unpacks or not is_typical:
@@ -470,9 +433,7 @@ class PlanEntry:
         self.program = None
         self.phase = "verifying"
         forms, open_sizes = tuple(recorder.saved_forms), frozenset(recorder.open_sizes)
-        self.changes.variants.learn(
-            Variant(graph, forms, open_sizes, self.touched, self.known, accumulated_bytes, self.given)
-        )
+        self.changes.variants.learn(Variant(graph, forms, open_sizes, self.touched, accumulated_bytes, self.given))
         if self.changes.aligns:
             self._align()
         self.note_gradients(self.old_gradient_bytes, self.recorded_gradient_bytes)
@@ -482,7 +443,7 @@ class PlanEntry:
         widest = self.changes.variants.widest(self.size)
         self.phase, self.program = "planned", None
         self.graph, self.forms, self.aligned_version = widest.graph, widest.route, self.changes.variants.version
-        self.touched, self.known, self.recorded_gradient_bytes = widest.touched, widest.known, widest.gradient_bytes
+        self.touched, self.recorded_gradient_bytes = widest.touched, widest.gradient_bytes
         self.is_too_large = False
         self.is_beside_known, self.varying_share = False, widest.varying_share if self.spans_sizes else 0.0
         self._begin_anew()
@@ -562,8 +523,8 @@ class PlanEntry:
         self._go_on(following)
         if following == "unplan" and not self.spans_sizes:
             self.graph = None  # of a step that is not like the others
-        if was_aligned and following is not None and not self.has_told:
-            self.has_told = True
+        if was_aligned and following is not None and not self.changes.has_told:
+            self.changes.has_told = True
             _log.warning(
                 "the model's structure changes from step to step under the same input shapes, and some such steps need "
                 "more than the budget under any plan for that: %s; what they save is swapped out unless there is ample "
@@ -582,9 +543,8 @@ class PlanEntry:
 
     def learn_known(self, live: LiveBytes, gradients: Collection[int]) -> None:
         """Know what the step touches, of a step that was planned in an earlier run."""
-        if self.known is None and self.family is None:
-            found = {key: entry for key, entry in live.touched.items() if key not in gradients}
-            self.known, self.touched = list(found.values()), {key: entry[0] for key, entry in found.items()}
+        if self.touched.known is None and self.family is None:
+            self.touched = Touched.seen(live, gradients)
 
     def record_again(self) -> None:
         """Record the next step in place of the recorded one: it touched what is not there any more."""
@@ -728,20 +688,15 @@ class PlanEntry:
             is_link_faster: Whether one turned out faster; that matters if the plan costs time.
         """
         plan = self.plan
-        if plan is None or self.graph is None or self.spec is None or self.num_corrections >= _MAX_CORRECTIONS:
+        if plan is None or self.graph is None or self.spec is None:
             return
         if self.family is not None or self.aligns:  # whose plan is for larger sizes, or another structure
             return
-        is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_link_slower, is_faster=is_link_faster)
-        factor = 1.0
-        if self.spec.kind != "cpu":  # whose ops are not launched: what was timed one by one is what they take
-            computing = max(0.0, step_seconds - stall_seconds)
-            factor = compute_factor(plan, computing, self.computing_seconds)
-            self.computing_seconds = computing
-        if factor != 1.0:
-            self.graph = scaled(self.graph, factor)
-        if is_wrong or factor != 1.0:
-            self.num_corrections += 1
+        factor = self.corrections.by_time(
+            plan, self.spec, step_seconds, stall_seconds, is_slower=is_link_slower, is_faster=is_link_faster
+        )
+        if factor is not None:
+            self.graph = scaled(self.graph, factor) if factor != 1 else self.graph
             self.superseded, self.program = plan, None
 
     def ran_out_of_memory(self) -> None:
@@ -762,14 +717,9 @@ class PlanEntry:
         """
         if not num_retries or self.phase != "planned" or self.plan is None:
             return
-        is_again = self.retried_at is not None and 0 <= self.num_planned - self.retried_at <= _SOON
-        self.retried_at = self.num_planned
-        if not is_again or self.num_tightened >= _MAX_CORRECTIONS:
-            return
-        usable_bytes = max(self.plan.floor_bytes, int(_SLIGHTLY_TIGHTER * self.plan.predicted_peak_bytes))
-        if usable_bytes < self.plan.predicted_peak_bytes:
-            self.num_tightened += 1
-            self.usable_bytes, self.retried_at, self.program = usable_bytes, None, None
+        usable_bytes = self.corrections.by_retries(self.plan, self.num_planned)
+        if usable_bytes is not None:
+            self.usable_bytes, self.program = usable_bytes, None
             _log.info(
                 "the device's allocator had to give back its reserve under the plan: steps are planned for %s",
                 format_bytes(usable_bytes),
@@ -797,7 +747,7 @@ class PlanEntry:
             PlanError: The given plan is for another graph.
         """
         assert self.graph is not None
-        self.spec, self.computing_seconds = device, None
+        self.spec, self.corrections.computing_seconds = device, None
         self._begin_anew()
         self.seen_by_op, self.superseded = (), None
         if given is not None and not self.aligns:
@@ -906,8 +856,8 @@ class PlanEntry:
         return True
 
     def _warn(self, budget_bytes: int, needed_bytes: int) -> None:
-        if not self.has_warned:
-            self.has_warned = True
+        if not self.changes.has_warned:
+            self.changes.has_warned = True
             _log.warning(
                 "no plan is within the budget of %s (%d bytes) any more: steps were measured at up to %s, and the "
                 "smallest budget that has room for what they need and for what is on the device beside them is %s "

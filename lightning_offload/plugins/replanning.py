@@ -16,6 +16,77 @@ from lightning_offload.planning.trace import simulate_plan
 _STALL_FACTOR = 1.1  # stalls beyond this multiple of the predicted ones, and beyond
 _SHARE = 0.02  # this share of the step, are worth another plan
 _MUCH_FASTER, _MUCH_SLOWER = 0.9, 1.1
+_MAX_CORRECTIONS = 3
+_SLIGHTLY_TIGHTER = 0.95  # of a peak that the device had room for only by giving back what it held in reserve
+_SOON = 16  # planned steps, within which a second time is no accident
+
+
+@dataclasses.dataclass(slots=True)
+class Corrections:
+    """The plans of a kind of step that are made again for what steps under them showed, a few times at most.
+
+    Attributes:
+        num_timed: Those since planned steps did not take the time they should.
+        num_tightened: Those since the allocator had to give its reserve back again and again.
+        computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
+        retried_at: The planned step in which the allocator last had to give its reserve back.
+    """
+
+    num_timed: int = 0
+    num_tightened: int = 0
+    computing_seconds: float | None = None
+    retried_at: int | None = None
+
+    def by_time(
+        self,
+        plan: MemoryPlan,
+        device: DeviceSpec,
+        step_seconds: float,
+        stall_seconds: float,
+        *,
+        is_slower: bool,
+        is_faster: bool,
+    ) -> float | None:
+        """By how much the ops' durations are wrong, where a plan is worth making again; None where it is not.
+
+        Args:
+            plan: What was executed.
+            device: What it was made for.
+            step_seconds: What the step took.
+            stall_seconds: The part of it in which compute waited for copies.
+            is_slower: Whether a link turned out slower.
+            is_faster: Whether one turned out faster.
+        """
+        if self.num_timed >= _MAX_CORRECTIONS:
+            return None
+        is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_slower, is_faster=is_faster)
+        factor = 1.0
+        if device.kind != "cpu":  # whose ops are not launched: what was timed one by one is what they take
+            computing = max(0.0, step_seconds - stall_seconds)
+            factor = compute_factor(plan, computing, self.computing_seconds)
+            self.computing_seconds = computing
+        if factor == 1.0 and not is_wrong:
+            return None
+        self.num_timed += 1
+        return factor
+
+    def by_retries(self, plan: MemoryPlan, num_planned: int) -> int | None:
+        """The bytes to plan for from now on, where the allocator gives its reserve back again and again; else None.
+
+        Args:
+            plan: What was executed.
+            num_planned: Which step under it that was.
+        """
+        is_again = self.retried_at is not None and 0 <= num_planned - self.retried_at <= _SOON
+        self.retried_at = num_planned
+        if not is_again or self.num_tightened >= _MAX_CORRECTIONS:
+            return None
+        usable_bytes = max(plan.floor_bytes, int(_SLIGHTLY_TIGHTER * plan.predicted_peak_bytes))
+        if usable_bytes >= plan.predicted_peak_bytes:
+            return None
+        self.num_tightened += 1
+        self.retried_at = None
+        return usable_bytes
 
 
 def links_were_wrong(plan: MemoryPlan, stall_seconds: float, *, is_slower: bool, is_faster: bool) -> bool:

@@ -281,6 +281,11 @@ class ShapeFamily:
         self._fit()
         return self._planner is None
 
+    def predicts(self, signature: str) -> bool:
+        """Whether a recorded step has the structure that the model has."""
+        self._fit()
+        return signature in self.alike
+
     def has_as_large(self, sizes: Sizes) -> bool:
         """Whether each of some sizes was recorded, or a larger one; or one that is hardly smaller."""
         known = [sample.sizes for sample in self.samples.values()]

@@ -497,9 +497,9 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
     """
     if kind.graph is None:
         return
-    if (kind.touched or kind.family is not None) and kind.state_version != state.version:
+    if (kind.touched.references or kind.family is not None) and kind.state_version != state.version:
         kind.state_version = state.version
-        if not kind.was_restored and state.buckets.are_gone_from(kind.touched):
+        if not kind.was_restored and state.buckets.are_gone_from(kind.touched.references):
             kind.record_again()
     if kind.phase == "recording":
         return

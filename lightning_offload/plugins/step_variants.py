@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
-
-import torch
 
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.step_model import structure_of
 from lightning_offload.plugins.resizing import GivenShapes, Shapes, resized, varying_share
+from lightning_offload.plugins.touched import Touched
 from lightning_offload.tensors.saved_forms import SavedForm, opened, sizes_that_vary
 
 _MAX_VARIANTS = 4
 
 _LARGE = 0.5  # of the largest size
-
-StorageRef = weakref.ref[torch.UntypedStorage]
 
 
 class Variant(NamedTuple):
@@ -37,8 +33,7 @@ class Variant(NamedTuple):
         graph: The step.
         forms: By pack: what was saved.
         open_sizes: Sizes that depended on data, or on what else differs between steps.
-        touched: The persistent storages that it touches, by identity.
-        known: Those of them that were there when it began, gradients aside, with their bytes.
+        touched: The persistent storages that it touches.
         gradient_bytes: Gradients of earlier steps that it accumulated into.
         given: The shapes of the tensors that it was given.
         varying: Sizes that vary with these.
@@ -47,8 +42,7 @@ class Variant(NamedTuple):
     graph: StepGraph
     forms: tuple[SavedForm, ...]
     open_sizes: frozenset[int]
-    touched: dict[int, StorageRef]
-    known: list[tuple[StorageRef, int]] | None
+    touched: Touched
     gradient_bytes: int
     given: Shapes = ()
     varying: frozenset[int] = frozenset()

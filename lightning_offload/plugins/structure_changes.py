@@ -59,6 +59,8 @@ class StructureChanges:
         record_in: Steps before the one that is recorded; None for none.
         spans_sizes: Whether it is of all kinds that differ in sizes.
         cadence: Which steps of all these have their memory counted.
+        has_told: Whether a warning said that some of the steps can have no plan.
+        has_warned: Whether one said that no plan is within the budget any more.
         margins: By size: by how much measured peaks exceeded predicted ones.
     """
 
@@ -79,6 +81,8 @@ class StructureChanges:
     record_in: int | None = None
     spans_sizes: bool = False
     cadence: Cadence = dataclasses.field(default_factory=Cadence)
+    has_told: bool = False
+    has_warned: bool = False
     margins: dict[float, int] = dataclasses.field(default_factory=dict)
 
     def deviated(self) -> Next:

@@ -49,7 +49,7 @@ def _train(
 
 
 @pytest.mark.parametrize("height", [0.7, 0.45])
-@pytest.mark.parametrize("name", ["drop", "regularised", "turns"])
+@pytest.mark.parametrize("name", ["drop", "regularised", "turns", "drop, padded"])
 def test_changing_structures_are_exact_and_within_the_budget(name: str, height: float) -> None:
     """Gradients are those of plain training; once the widest structure is known no step is above the budget."""
     expected, plain_peaks, _ = _train(name, None)

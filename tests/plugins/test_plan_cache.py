@@ -6,7 +6,7 @@ import contextlib
 import gc
 import itertools
 import logging
-import weakref
+import random
 from collections.abc import Collection
 from typing import Any
 
@@ -296,16 +296,6 @@ def test_split_backwards_are_measured() -> None:
             assert memory.report().backward_peak_bytes is not None
 
 
-def test_storages_that_died_are_not_taken_for_touched() -> None:
-    """An address is used again: only a storage that still lives counts as one that the step touches."""
-    weight = torch.ones(8).untyped_storage()
-    batch = torch.ones(8).untyped_storage()
-    kind = PlanEntry(touched={s._cdata: weakref.ref(s) for s in (weight, batch)})
-    assert kind.touched_now() == {weight._cdata, batch._cdata}
-    del batch
-    assert kind.touched_now() == {weight._cdata}
-
-
 X = torch.zeros(4, 6)
 
 
@@ -448,3 +438,74 @@ def test_steps_without_a_backward_at_first_are_planned_in_the_end() -> None:
             phases.append(memory.report().phase)
     assert phases[4] == "unplanned"
     assert phases[-3:] == ["planned"] * 3
+
+
+class Skipping(nn.Module):
+    """Leaves layers out, of inputs of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+        self.skipped: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through the layers that are not left out."""
+        for index, layer in enumerate(self.layers):
+            if index not in self.skipped:
+                x = x + layer(x).tanh()
+        return x
+
+
+def _skipping_steps(memory: MemoryPlugin, model: Skipping, num_steps: int) -> list[str]:
+    rng, phases = random.Random(2), []
+    for _ in range(num_steps):
+        model.skipped = {index for index in range(5) if rng.random() < 0.3}
+        with memory.step(x := torch.randn(2, rng.randrange(8, 65), 32)):
+            model(x).square().mean().backward()
+        model.zero_grad()
+        phases.append(memory.report().phase)
+    return phases
+
+
+def test_structures_that_change_along_with_shapes_share_what_was_recorded() -> None:
+    """A few recorded steps serve all sizes; kinds are as many as sizes that are told apart, not as shapes."""
+    model = Skipping()
+    with attached(model, policy="all-swap", budget="1GiB") as memory:
+        phases = _skipping_steps(memory, model, 120)
+        cache, report = memory._steps.cache, memory.report()
+        (family,) = cache.families.values()
+        assert family.changes.aligns
+        assert phases.count("recording") < 20
+        assert phases[40:].count("planned") > 75
+        assert report.num_shapes > 40
+        assert report.num_aligned > 70
+        assert sum(kind.spans_sizes for kind in cache.kinds.values()) < 20
+        assert not any(plan["signature"].count("up to") for plan in memory.state_dict()["plans"])
+        memory.forget()
+        assert not family.changes.aligns
+        assert _skipping_steps(memory, model, 1) == ["recording"]
+
+
+def test_a_size_that_has_no_plan_is_planned_by_itself() -> None:
+    """Where the next corner is beyond the budget; where the size itself is, too, such steps alone have no plan."""
+    torch.manual_seed(0)
+    model = Skipping()
+    seen = report_of(model, torch.randn(2, 64, 32))
+    assert seen.floor_bytes is not None
+    with attached(model, budget=f"{int(0.93 * seen.floor_bytes)}B") as memory:
+        phases = _skipping_steps(memory, model, 120)
+        kinds = [kind for kind in memory._steps.cache.kinds.values() if kind.spans_sizes]
+    assert any(kind.is_too_large for kind in kinds)
+    assert {"planned", "unplanned"} <= set(phases[40:])
+    assert phases[40:].count("planned") > 40
+
+
+def test_a_recorded_shape_that_others_predict_is_planned_by_itself_once_it_is_frequent() -> None:
+    """Two steps under the plan of its family, and then its own."""
+    model = net()
+    with attached(model, policy="all-swap", budget="1GiB") as memory:
+        phases = []
+        for size in (8, 64, 32, 32, 32, 32, 32, 32):
+            train_step(model, rows(size), memory)
+            phases.append(memory.report().phase)
+    assert phases == [*["recording"] * 3, "planned", "planned", "verifying", "measuring", "planned"]

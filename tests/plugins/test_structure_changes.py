@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import StructureChanges
+from lightning_offload.plugins.touched import Touched
 from tests.graph.building import chain
 
 SAVED_BYTES = 1000
@@ -16,7 +17,7 @@ def _changes(num_structures: int = 1) -> StructureChanges:
     changes = StructureChanges()
     for index in range(num_structures):
         graph = chain(*range(100, 102 + index))
-        changes.variants.learn(Variant(graph, (), frozenset(), {}, None, 0))
+        changes.variants.learn(Variant(graph, (), frozenset(), Touched(), 0))
     return changes
 
 

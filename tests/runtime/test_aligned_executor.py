@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 
@@ -198,3 +199,14 @@ def test_only_plans_that_need_no_op_to_be_seen_can_be_followed() -> None:
     layers = Layers()
     with pytest.raises(PlanError, match="needs no op"):
         _program(layers("ssss"), "recompute", only=lambda place: place > 0)
+
+
+@pytest.mark.parametrize(("width", "leaves"), [(8, False), (1, True)])
+def test_a_large_part_that_nobody_foresaw_is_told_by_its_bytes(width: int, leaves: bool) -> None:
+    """Two tensors are enough where they take much of the budget."""
+    layers = Layers()
+    program = _program(layers("eeee"), "keep")
+    plan = dataclasses.replace(program.plan, budget_bytes=program.plan.predicted_peak_bytes + width * LAYER_BYTES)
+    executor, pool, _ = _run(layers("eeeess"), dataclasses.replace(program, plan=plan), layers.x)
+    assert executor.num_astray == 2
+    assert (pool.peak_bytes > 4 * LAYER_BYTES) == leaves

@@ -1,0 +1,77 @@
+"""The persistent storages that a recorded step touches, by which is told what is on the device beside such steps.
+
+What the step touches counts in its graph, and gradients of earlier steps are counted apart. In place of what is gone by
+now (the recorded step's batch, say) the coming step has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Collection
+
+import torch
+
+from lightning_offload.capture.live import Census, LiveBytes
+
+StorageRef = weakref.ref[torch.UntypedStorage]
+"""Weak, since addresses are used again."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Touched:
+    """The persistent storages that a recorded step touches.
+
+    Attributes:
+        references: These, by identity.
+        known: Those of them that were there when it began, gradients aside, with their bytes; None where nobody looked.
+    """
+
+    references: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
+    known: list[tuple[StorageRef, int]] | None = None
+
+    @classmethod
+    def seen(cls, live: LiveBytes, gradients: Collection[int]) -> Touched:
+        """Those of a step whose bytes were counted.
+
+        Args:
+            live: What counted them.
+            gradients: Identities of the gradients that were there when it began.
+        """
+        found = {key: entry for key, entry in live.touched.items() if key not in gradients}
+        return cls({key: entry[0] for key, entry in found.items()}, list(found.values()))
+
+    def now(self) -> set[int]:
+        """Identities of those that still live."""
+        return {key for key, reference in self.references.items() if reference() is not None}
+
+    def bytes_beside(self, there: Census, gradients: Collection[int], *, has_inputs: bool) -> int | None:
+        """What is on the device beside the coming step; None where it is not known yet.
+
+        Args:
+            there: All storages on the device.
+            gradients: Identities of gradients.
+            has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
+        """
+        if self.known is None:
+            return None
+        not_beside = self.now().union(gradients)
+        beside = sum(storage.nbytes() for key, storage in there.items() if key not in not_beside)
+        gone_bytes = sum(num_bytes for reference, num_bytes in self.known if reference() is None)
+        return max(0, beside - gone_bytes) if has_inputs else beside
+
+    def bytes_beside_of(
+        self, allocated_bytes: int, gradient_bytes: int, taken: Callable[[int], int], *, has_inputs: bool
+    ) -> int | None:
+        """The same of the allocator's figure.
+
+        Args:
+            allocated_bytes: What it has handed out.
+            gradient_bytes: The part of that for gradients.
+            taken: What it hands out for so many bytes.
+            has_inputs: Whether what the coming step has in place of what is gone is there.
+        """
+        if self.known is None:
+            return None
+        touched = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
+        return max(0, allocated_bytes - gradient_bytes - touched)

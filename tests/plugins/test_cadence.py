@@ -1,0 +1,71 @@
+"""Which steps are counted, and which go without hooks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lightning_offload.plugins.cadence import Cadence, HookShedding
+
+
+def _counted(num_steps: int, *, is_changing: bool) -> list[int]:
+    cadence, found = Cadence(), []
+    for step in range(num_steps):
+        foreseen = cadence.is_due(is_changing=is_changing, is_next=True)
+        cadence.begin_step()
+        assert cadence.is_due(is_changing=is_changing) == foreseen
+        if foreseen:
+            cadence.counted()
+            found.append(step)
+    return found
+
+
+def test_steps_of_one_structure_are_counted_seldom() -> None:
+    """The first two, then one in 28 to 32."""
+    found = _counted(400, is_changing=False)
+    assert found[:2] == [0, 1]
+    gaps = {later - earlier for earlier, later in itertools.pairwise(found[1:])}
+    assert gaps <= set(range(28, 33))
+    assert len(gaps) > 1
+
+
+def test_changing_steps_are_counted_more_often_at_first() -> None:
+    """Twelve, then one in 5 to 9, then as seldom as others."""
+    found = _counted(600, is_changing=True)
+    assert found[:12] == list(range(12))
+    soon = [b - a for a, b in itertools.pairwise(found[11:]) if b < 96]
+    late = [b - a for a, b in itertools.pairwise(found[11:]) if a > 96]
+    assert set(soon) <= set(range(5, 10))
+    assert set(late) <= set(range(28, 33))
+
+
+@pytest.mark.parametrize("period", [2, 3, 5, 7])
+def test_steps_in_turns_do_not_evade_it(period: int) -> None:
+    """Each of the turns is met."""
+    found = _counted(3000, is_changing=True)
+    assert {step % period for step in found if step > 100} == set(range(period))
+
+
+def test_hooks_go_after_three_steps_alike_and_come_back_at_times() -> None:
+    """One step in 32 has them."""
+    hooks, sheds = HookShedding(), []
+    for _ in range(3 + 64):
+        sheds.append(hooks.sheds())
+        hooks.note(40)
+    assert sheds[:3] == [False] * 3
+    assert sheds[3:].count(False) == 2
+
+
+def test_hooks_stay_where_steps_differ() -> None:
+    """Until they are others from the beginning; what is not known says nothing."""
+    hooks = HookShedding()
+    for num_nodes in (40, None, 40, 41, 40, 40, 40, 40):
+        hooks.note(num_nodes)
+    assert not hooks.sheds()
+    alike = HookShedding()
+    for _ in range(3):
+        alike.note(7)
+    assert alike.sheds()
+    alike.restart()
+    assert not alike.sheds()

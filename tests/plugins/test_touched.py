@@ -1,0 +1,63 @@
+"""What is on the device beside a step, by what the recorded one touched."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from lightning_offload.plugins.touched import Touched
+
+WEIGHT_BYTES, BATCH_BYTES, OTHER_BYTES = 400, 40, 4000
+
+
+def _storage(num_bytes: int) -> torch.UntypedStorage:
+    return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+
+
+def _touched(*storages: torch.UntypedStorage) -> Touched:
+    references = {storage._cdata: weakref.ref(storage) for storage in storages}
+    return Touched(references, [(weakref.ref(storage), storage.nbytes()) for storage in storages])
+
+
+def test_storages_that_died_are_not_taken_for_touched() -> None:
+    """An address is used again: only a storage that still lives counts as one that the step touches."""
+    weight, batch = _storage(WEIGHT_BYTES), _storage(BATCH_BYTES)
+    touched = _touched(weight, batch)
+    assert touched.now() == {weight._cdata, batch._cdata}
+    del batch
+    assert touched.now() == {weight._cdata}
+
+
+def test_what_is_neither_touched_nor_a_gradient_is_beside_the_step() -> None:
+    """Whoever has made it; a batch that is gone has another one in its place as the next step begins."""
+    weight, batch, other, gradient = map(_storage, (WEIGHT_BYTES, BATCH_BYTES, OTHER_BYTES, WEIGHT_BYTES))
+    touched = _touched(weight, batch)
+    there = {storage._cdata: storage for storage in (weight, batch, other, gradient)}
+    assert touched.bytes_beside(there, {gradient._cdata}, has_inputs=True) == OTHER_BYTES
+    del there[batch._cdata], batch
+    new = _storage(BATCH_BYTES)
+    there[new._cdata] = new
+    assert touched.bytes_beside(there, {gradient._cdata}, has_inputs=True) == OTHER_BYTES
+    assert touched.bytes_beside(there, {gradient._cdata}, has_inputs=False) == OTHER_BYTES + BATCH_BYTES
+
+
+def test_the_allocators_figure_says_the_same() -> None:
+    """In what it has handed out."""
+    weight, batch = _storage(WEIGHT_BYTES), _storage(BATCH_BYTES)
+    touched = _touched(weight, batch)
+    allocated = 512 + 512 + 1024 + OTHER_BYTES
+
+    def taken(num_bytes: int) -> int:
+        return -(-num_bytes // 512) * 512
+
+    assert touched.bytes_beside_of(allocated, 1024, taken, has_inputs=True) == OTHER_BYTES
+    del batch
+    assert touched.bytes_beside_of(allocated, 1024, taken, has_inputs=False) == OTHER_BYTES + 512
+
+
+def test_nothing_is_told_of_what_was_not_looked_at() -> None:
+    """Before the first recorded step."""
+    assert Touched().now() == set()
+    assert Touched().bytes_beside({}, (), has_inputs=True) is None
+    assert Touched().bytes_beside_of(10, 0, int, has_inputs=True) is None
