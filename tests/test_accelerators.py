@@ -145,7 +145,7 @@ NAMED = {
     "planning/links.py": "data: the kind that a spec has",
     "planning/planner.py": "data: the kind that a spec has",
     "plugins/devices.py": "inputs on an accelerator come before those on a CPU",
-    "plugins/plan_entry.py": "data: the kind that a spec has",
+    "plugins/replanning.py": "data: the kind that a spec has",
     "runtime/environment.py": "flags of torch's backends",
     "runtime/materialize.py": "fake tensors are on a CPU",
     "tensors/op_facts.py": "which ops are exact again is known for CPUs and for CUDA",

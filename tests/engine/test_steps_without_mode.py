@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.planning import planner
-from lightning_offload.plugins import plan_entry
+from lightning_offload.plugins import cadence
 from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
 from tests.engine.probing import levels, train
 from tests.fuzz.running import random_planner
@@ -381,7 +381,7 @@ def test_steps_of_as_many_nodes_that_save_more_get_their_hooks_back(happens: Cal
     memory = MemoryPlugin("64MiB", policy="keep-all")
     with (
         mock.patch.dict(EVENTS, {"happens": happens}),
-        mock.patch.object(plan_entry, "_MEASURE_EVERY", 6),
+        mock.patch.object(cadence, "_SELDOM", 6),
         logged() as log,
     ):
         packs = _packs(memory, "happens")
