@@ -28,6 +28,7 @@ from tests.emulated_cuda.build import build, why_not
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GPU, HERE = "tests/gpu", "tests/emulated_cuda"
+EXACT_TESTS = f"{GPU}/test_exact.py"
 SHARE_SECONDS, ALL_SECONDS = 1200, 6 * 3600
 
 LAZY = {"EMULATED_CUDA_MODE": "lazy", "EMULATED_CUDA_POLICY": "random", "EMULATED_CUDA_SEED": "1"}
@@ -87,7 +88,7 @@ SHARE = (  # the longest first
     Run(
         name="threads: bits, memory, settings",
         schedule=THREADS,
-        tests=(f"{GPU}/test_exact.py", f"{GPU}/test_memory.py", f"{GPU}/test_out_of_memory.py", f"{GPU}/test_races.py"),
+        tests=(EXACT_TESTS, f"{GPU}/test_memory.py", f"{GPU}/test_out_of_memory.py", f"{GPU}/test_races.py"),
         only=(
             "test_same_bits and (inplace-residual-all or lstm-all-swap or dropout-all) or plain_peak and resnet50 "
             "or within_the_budget and resnet50 and 0.25 or step_given_as_a_function or same_to_the_byte and all-swap "
@@ -108,7 +109,7 @@ SHARE = (  # the longest first
         name="lazy, random: bits, settings",
         schedule=LAZY,
         tests=(
-            f"{GPU}/test_exact.py",
+            EXACT_TESTS,
             f"{GPU}/test_settings.py",
             f"{GPU}/test_devices.py",
             f"{GPU}/test_plain_steps.py",
@@ -137,22 +138,13 @@ REHEARSAL = (
     BENCHMARK,
 )
 
-_EVERYTHING = (
+_EVERYTHING = (  # the longest first
+    EXACT_TESTS,
     HERE,
     *(
-        f"{GPU}/test_{name}.py"
-        for name in (
-            "races",
-            "devices",
-            "settings",
-            "plain_steps",
-            "structures",
-            "default_budget",
-            "memory",
-            "out_of_memory",
-            "trying",
-            "exact",
-        )
+        path
+        for path in sorted(f"{GPU}/{file.name}" for file in (CHECKOUT / GPU).glob("test_*.py"))
+        if path != EXACT_TESTS
     ),
 )
 _SCHEDULES = {
@@ -169,6 +161,7 @@ ALL = (
         Run(name=f"{name}: {tests}", schedule=schedule, tests=(tests,), only="not every_case")
         for name, schedule in _SCHEDULES.items()
         for tests in _EVERYTHING
+        if not (schedule is TWO_DEVICES and tests == EXACT_TESTS)  # which know of one device: "lazy, random" again
     ),
 )
 

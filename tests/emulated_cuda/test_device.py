@@ -104,6 +104,21 @@ def test_recurrences_are_those_of_the_cpu(name: str) -> None:
     assert losses_of(name) == pytest.approx(losses_of(name, device="cpu"), abs=1e-5)
 
 
+def test_complex_numbers_and_evaluation_are_those_of_the_cpu() -> None:
+    """Views of complex numbers are views, and batch norm in evaluation makes no statistics that anybody reads."""
+    norm, x = nn.BatchNorm1d(4).eval(), torch.randn(6, 4)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        value = torch.view_as_complex(x.view(6, 2, 2))
+        parts = torch.view_as_real(value * 1j)
+        assert parts.shape == (6, 2, 2)
+        assert torch.view_as_real(value).data_ptr() == x.data_ptr()
+        return parts
+
+    assert torch.equal(turned(x.cuda()).cpu(), turned(x))
+    assert torch.equal(norm.cuda()(x.cuda()).cpu(), norm.cpu()(x))
+
+
 def test_launches_are_queued_and_events_late() -> None:
     """Nothing has run until the host waits, and no time between events is known before."""
     a = torch.randn(64, 64, device="cuda")
