@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from lightning_offload.accelerators import name_of
+from lightning_offload.accelerators import DeviceKind, kind_of, name_of
 from lightning_offload.capture.observed import Observed, updated
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
@@ -71,7 +71,7 @@ def key_for(device: torch.device, spill_dir: str | os.PathLike[str] | None = Non
     return SpecKey(
         machine=platform.node(),
         device=name_of(device),
-        driver="" if is_cpu else driver_version(),
+        driver="" if is_cpu else driver_version(kind_of(device)),
         torch=str(torch.__version__),
         num_threads=torch.get_num_threads() if is_cpu else None,
         spill_file_system=None if spill_dir is None else file_system_of(Path(spill_dir)),
@@ -176,8 +176,15 @@ def _remove_old(folder: Path) -> None:
 # ---- parts of the key
 
 
-def driver_version() -> str:
-    """Version of the NVIDIA driver; the CUDA or ROCm that torch was built for where NVML does not tell."""
+def driver_version(kind: DeviceKind) -> str:
+    """Version of the driver of a kind of device, as NVML tells; else what torch was built for.
+
+    Args:
+        kind: The kind of device.
+    """
+    built_for = f"torch {torch.version.cuda or torch.version.hip or ''}".strip()
+    if not kind.has_nvml:
+        return built_for
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # another package of that name announces its end
@@ -190,7 +197,7 @@ def driver_version() -> str:
         return version.decode() if isinstance(version, bytes) else str(version)
     except Exception as error:  # not installed, no library, no driver: NVML has an exception for each
         _log.debug("NVML does not tell the driver's version: %s", error)
-        return f"torch {torch.version.cuda or torch.version.hip or ''}".strip()
+        return built_for
 
 
 def file_system_of(folder: Path) -> str:

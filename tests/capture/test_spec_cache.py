@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_offload.accelerators import CUDA, ROCM
 from lightning_offload.capture import spec_cache
 from lightning_offload.capture.spec_cache import SpecKey, cache_folder, file_system_of, key_for, load, store
 from tests.graph.building import DEVICE
@@ -248,12 +249,15 @@ def test_the_drivers_version(monkeypatch: pytest.MonkeyPatch) -> None:
     for answer in ("580.95", b"580.95"):
         nvml = _nvml(answer)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        assert spec_cache.driver_version() == "580.95"
+        assert spec_cache.driver_version(CUDA) == "580.95"
         assert nvml.calls == ["init", "shutdown"]
+        nvml.calls.clear()
+        assert spec_cache.driver_version(ROCM).startswith("torch")
+        assert not nvml.calls, "a device without NVML is asked by it"
     monkeypatch.setitem(sys.modules, "pynvml", _nvml(RuntimeError("no driver")))
-    assert spec_cache.driver_version().startswith("torch")
+    assert spec_cache.driver_version(CUDA).startswith("torch")
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert spec_cache.driver_version().startswith("torch")
+    assert spec_cache.driver_version(CUDA).startswith("torch")
 
 
 def test_folders_of_one_file_system_share_its_name(tmp_path: Path) -> None:
