@@ -9,9 +9,9 @@ are no larger than planned.
 What replays gave is known by the structure: a storage that was verified at one size need not be at another, and one
 that came out otherwise is recomputed at none. So is by how much measured peaks exceeded what was predicted.
 
-A prediction is trusted within what was recorded: a shape that is larger in any way is recorded itself, and so is one
-whose steps left their plan twice, or were measured above the budget. Where bytes follow no law, a shape is planned for
-as the next larger recorded one.
+A prediction is trusted within what was recorded, and for a quarter beyond it where all bytes follow laws and no step was
+seen that did not: a shape that is larger in any way is recorded itself, and so is one whose steps left their plan twice,
+or were measured above the budget. Where bytes follow no law, a shape is planned for as the next larger recorded one.
 
 Shortfalls: the model is of the structure that most of the recorded shapes have. Ops that run at some lengths only, and
 save nothing, are seen in measured steps alone.
@@ -54,6 +54,7 @@ _MEASURE_EVERY = 32
 _NUM_FIRST = 2  # steps that are measured
 _SEARCH_SECONDS = 1.0
 _GRAIN = 8  # corners between one power of two and the next
+_BEYOND = 1.25  # times the largest recorded size, where laws held so far
 
 
 class StepShape(NamedTuple):
@@ -295,7 +296,7 @@ class ShapeFamily:
     def find(self, sizes: Sizes, *, signature: str = "", is_exact: bool = False) -> Derived | None:
         """How a step at sizes that were not recorded is planned; None where nothing predicts it.
 
-        Nothing does beyond the largest that were recorded, nor where steps of that shape were not as predicted.
+        Nothing does far beyond the largest that were recorded, nor where steps of that shape were not as predicted.
 
         Args:
             sizes: Its sizes.
@@ -306,8 +307,8 @@ class ShapeFamily:
             return None
         self._fit()
         point = self._varying.point(sizes) if self._varying is not None else None
-        if point is None or any(n > _rounded_up(most) for n, most in zip(point, self._largest, strict=True)):
-            return None  # beyond what was recorded the model would guess
+        if point is None or any(n > self._farthest(most) for n, most in zip(point, self._largest, strict=True)):
+            return None  # there the model would guess
         corner = point if is_exact else tuple(map(_rounded_up, point))
         model = self.planner.model
         if model.num_inexact:  # between what was recorded, too: what was larger is all that is sure
@@ -316,6 +317,11 @@ class ShapeFamily:
                 return None
             corner = min(larger, key=math.prod)
         return Derived(_short(f"{self.name} {self._varying} {corner}"), corner, point)
+
+    def _farthest(self, most: int) -> int:
+        """Up to what a size is predicted of which this is the largest that was recorded."""
+        is_lawful = not (self.planner.model.num_inexact or self.num_deviations or self.changes.num_deviations)
+        return _rounded_up(int(_BEYOND * most) if is_lawful else most)
 
     @property
     def planner(self) -> FamilyPlanner:
