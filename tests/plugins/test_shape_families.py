@@ -201,12 +201,16 @@ def test_an_odd_batch_among_the_recorded_ones_is_left_out(odd: tuple[int, int], 
         assert derived.actual in ((50,), (4, 50))
 
 
-def test_beyond_what_was_recorded_nothing_is_predicted() -> None:
+def test_far_beyond_what_was_recorded_nothing_is_predicted() -> None:
     """A model may cut off what is long, or do something else with it; and the largest is remembered.
 
-    Up to the next corner is not beyond: that is what the largest one is planned for.
+    Up to a quarter beyond is not far, until a step shows that laws may not hold. Up to the next corner is not beyond:
+    that is what the largest one is planned for.
     """
     family = _family((4, 10), (4, 70), (4, 30))
+    assert family.find((4, 88, 4, 88)) is not None
+    assert family.find((4, 89, 4, 89)) is None
+    family.step_left_its_plan("4 88")
     assert family.find((4, 72, 4, 72)) is not None
     assert family.find((4, 73, 4, 73)) is None
     for length in range(11, 25):
