@@ -181,15 +181,23 @@ class StepExecutor:
             return call(func, args, kwargs)
         bypass_mode.depth = 1  # as entering it does, in less time
         try:
-            return self._dispatch(func, args, kwargs)
+            facts = facts_of(func)
+            if facts.is_query:
+                return func(*args, **kwargs)
+            step = None
+            if self._cursor is not None and not self.deviation:
+                step = self._cursor.next(facts.name)
+                if step is None:
+                    self.deviate(f"{facts.name} ran where {self._cursor.expected} was expected")
+            if step is None or self.observer is not None or facts.mutates or step.is_busy:
+                return self._dispatch(func, facts, args, kwargs, step)
+            return call(func, args, kwargs)
         finally:
             bypass_mode.depth = 0
 
-    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        facts = facts_of(func)
-        if facts.is_query:
-            return func(*args, **kwargs)
-        step = self._next_step(facts)
+    def _dispatch(
+        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], step: OpStep | None
+    ) -> Any:
         recorded: Call | None = None
         rewritten: list[tuple[Tensor, int]] = []
         if facts.mutates or (step is not None and (step.release or step.record)):
@@ -201,7 +209,7 @@ class StepExecutor:
                 if facts.mutates:
                     rewritten = self._writes.before_op(facts, args, kwargs)
         is_followed = step is None or bool(step.register)
-        observer = self.observer
+        observer, did = self.observer, None
         if observer is None:
             out = call(func, args, kwargs)
             if not (is_followed or rewritten or facts.is_foreach_write):
@@ -213,18 +221,22 @@ class StepExecutor:
             out = call(func, args, kwargs)
             seconds = time.perf_counter() - start
         with NotSeen():
-            did = effects(facts, args, kwargs, out) if is_followed else None
             if observer is not None:
+                did = effects(facts, args, kwargs, out) if is_followed else None
                 observer.on_op(facts, args, kwargs, out, seconds, did)
             if facts.is_foreach_write:
                 count_writes(facts, args, kwargs)
-            for tensor, key in rewritten:
-                if tensor.untyped_storage()._cdata == key:
-                    self._tracker.new(tensor, -1)
+            how = ""
             if did is not None:
-                how = self._tracker.op(facts, did, step, recorded)
-                if how:
-                    self.deviate(how)
+                how = self._tracker.op(facts, did.made, did.num_fresh, step, recorded)
+            elif is_followed:
+                how = self._tracker.follow(facts, args, kwargs, out, step, recorded)
+            for tensor, key in rewritten:
+                storage = tensor.untyped_storage()
+                if storage._cdata == key and self._table.find(storage) is None:
+                    self._tracker.new(tensor)
+            if how:
+                self.deviate(how)
         return out
 
     def made(self, tensors: list[Tensor]) -> None:
@@ -274,15 +286,6 @@ class StepExecutor:
         """
         with bypass_mode, NotSeen():
             self._writes.before_change(storage)
-
-    def _next_step(self, facts: OpFacts) -> OpStep | None:
-        """The program's entry for this op; None under the floor policy."""
-        if self._cursor is None or self.deviation:
-            return None
-        step = self._cursor.next(facts.name)
-        if step is None:
-            self.deviate(f"{facts.name} ran where {self._cursor.expected} was expected")
-        return step
 
     def deviate(self, how: str) -> None:
         """Leave the program: this step runs under the floor policy from now on.
@@ -338,10 +341,9 @@ class StepExecutor:
             self.swapped_bytes += value.num_bytes
         self._let_go(handle, value, tensor)
 
-    @staticmethod
-    def _let_go(handle: Handle, value: LiveValue, tensor: Tensor) -> None:
+    def _let_go(self, handle: Handle, value: LiveValue, tensor: Tensor) -> None:
         handle.value = value
-        handle.geometry = Geometry.of(tensor)
+        handle.geometry = self._tracker.geometry_of(tensor)
         handle.kept = None
         emptied(tensor)  # the handle's version alias from now on
         value.note_handle(handle)
@@ -423,6 +425,8 @@ class StepExecutor:
             return False
         storage = tensor.untyped_storage()
         planned, num_bytes = self.program.pack_bytes, storage.nbytes()
+        if not self.program.is_bound and index < len(planned) and planned[index] == num_bytes:
+            return True
         if self.program.expects(index, num_bytes):
             if self.program.shares(index, storage._cdata, self._pack_keys):
                 return True
@@ -488,7 +492,8 @@ class StepExecutor:
             in_backward = torch._C._current_graph_task_id() != -1  # else somebody reads grad_fn._saved_...
             if in_backward:
                 self._begin_unpack(handle)
-            handle.check_version()
+            if handle.version_alias._version != handle.version:
+                handle.check_version()
             bypass_mode.depth += 1
             try:
                 with past_own_mode():
@@ -506,9 +511,11 @@ class StepExecutor:
         ordinal = self.num_unpacks - 1
         if not self.sees_ops:
             self._release(program.release_at_unpack.get(ordinal, ()))
-        if handle.value is not None:
+        if handle.value is not None and handle.value.block is not None:
             self._materializer.fetch(handle.value)
-        self._materializer.prefetch(program.prefetch.get(ordinal, ()))
+        indices = program.prefetch.get(ordinal)
+        if indices is not None:
+            self._materializer.prefetch(indices)
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:

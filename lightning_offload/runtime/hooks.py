@@ -112,14 +112,29 @@ class StepMode(InfraMode):
         self._dispatch = dispatch
         self.made = made
 
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._dispatch(func, args, kwargs or {})
+
+def _see_op(
+    self: StepMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    return self._dispatch(func, args, kwargs or {})
 
 
-_NOTHING = contextlib.nullcontext()
+def _out_of_compilers_sight(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have ``torch.compile`` look neither into a function nor into what that calls, from whatever code it is reached.
+
+    What torch puts around a mode's method to that end takes longer than a mode that does nothing; a mark on the code
+    says the same.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    strategy, action = getattr(eval_frame, "_FrameExecStrategy", None), getattr(eval_frame, "_FrameAction", None)
+    if strategy is None or action is None:
+        disabled: Callable[..., Any] = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
+        return disabled
+    eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+    return function
+
+
+StepMode.__torch_dispatch__ = _out_of_compilers_sight(_see_op)  # type: ignore[method-assign]
 
 
 def past_own_mode() -> contextlib.AbstractContextManager[None]:
@@ -130,7 +145,7 @@ def past_own_mode() -> contextlib.AbstractContextManager[None]:
     """
     if torch._C._len_torch_dispatch_stack() == 1 and isinstance(_get_current_dispatch_mode(), StepMode):
         return torch._C._DisableTorchDispatch()
-    return _NOTHING
+    return NotSeen()  # as it is around all of these: nothing, in less time than a context of Python's own
 
 
 def _leave(_: Any) -> None:

@@ -10,6 +10,7 @@ complex tensors have the three keys given back; all others run as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _LAZY = _Keys(torch._C.DispatchKey.Conjugate) | _Keys(torch._C.DispatchKey.Negat
 _LAZY = _LAZY | _Keys(torch._C.DispatchKey.ZeroTensor)
 _SEQUENCES = frozenset({list, tuple})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_Overload = torch._ops.OpOverload
+_num_function_modes = torch._C._len_torch_function_stack
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
 _WITHIN_A_MODE = torch._C.DispatchKey.PythonTLSSnapshot
 _BILINEAR = torch.ops.aten._trilinear.default
@@ -29,16 +32,26 @@ _BILINEAR = torch.ops.aten._trilinear.default
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, within a mode or without one: Note [keys inside a mode]."""
-    if not torch._C._len_torch_function_stack():
-        return _call(func, args, kwargs, is_complex=_takes_complex(args, kwargs))
-    with NotSeen():
-        is_complex = _takes_complex(args, kwargs)
-        if is_own_function_mode_alone() and _runs_no_python(func, args):  # none that is to be seen
-            return _call(func, args, kwargs, is_complex=is_complex)
-    return _call(func, args, kwargs, is_complex=is_complex)
+    if _num_function_modes():
+        with NotSeen():
+            is_complex = takes_complex(args, kwargs)
+            if is_own_function_mode_alone() and _runs_no_python(func, args):  # none that is to be seen
+                return _call(func, args, kwargs, is_complex=is_complex)
+        return _call(func, args, kwargs, is_complex=is_complex)
+    if takes_complex(args, kwargs) or func is _BILINEAR:  # as in `call_unseen`, which would take a while to get to
+        return _call(func, args, kwargs, is_complex=True)
+    return (func._op if func.__class__ is _Overload else func)(*args, **kwargs)
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_complex: bool) -> Any:
+def call_unseen(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op where no function mode would see it, as within ``NotSeen``."""
+    if takes_complex(args, kwargs) or func is _BILINEAR:
+        return _call(func, args, kwargs, is_complex=True)
+    # What an overload calls: a third of the time that a tiny op takes is the way there.
+    return (func._op if func.__class__ is _Overload else func)(*args, **kwargs)
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_complex: bool) -> Any:
     if not is_complex and func is not _BILINEAR:
         return func(*args, **kwargs)
     excluded = torch._C._dispatch_tls_local_exclude_set() - _LAZY
@@ -62,12 +75,14 @@ def _runs_no_python(func: Any, args: tuple[Any, ...]) -> bool:
     return getattr(func, "namespace", "") == "aten"
 
 
-def _takes_complex(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def takes_complex(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a complex tensor is among the arguments of a call."""
     for item in args:
-        if item.__class__ in _SEQUENCES:
-            if _has_complex(item):
+        kind = item.__class__
+        if kind in _SEQUENCES:
+            if item and item[0].__class__ is not int and _has_complex(item):
                 return True
-        elif isinstance(item, Tensor) and item.is_complex():
+        elif (kind is Tensor or isinstance(item, Tensor)) and item.is_complex():
             return True
     return bool(kwargs) and _has_complex(kwargs.values())
 

@@ -51,8 +51,9 @@ class Materializer:
         self._observer = observer
         self._verifier = verifier
         self._visitors: list[LiveValue] = []
-        self._replay = Replay(self.materialize, self._notice, self._keep_replayed)
-        self._rehearsal = Replay(self._borrow, self._notice, self._keep_replayed, is_rehearsal=True)
+        notice = self._notice if observer is not None else None
+        self._replay = Replay(self.materialize, notice, self._keep_replayed)
+        self._rehearsal = Replay(self._borrow, notice, self._keep_replayed, is_rehearsal=True)
 
     def swap_out(
         self, value: LiveValue, storage: torch.UntypedStorage, place: Place | None, *, release_now: bool
@@ -92,7 +93,8 @@ class Materializer:
         assert value is not None
         live = value.live() if value.is_handed_out else None
         if live is not None:
-            self._await(value, live)
+            if value.is_ours:
+                self._await(value, live)
             return live  # as it is now, whoever wrote it: plain autograd reads the same memory
         storage = self.materialize(value)
         if self._verifier is not None and value.original is not None:
@@ -106,13 +108,16 @@ class Materializer:
             StaleInputError: A replay would read a tensor that was modified since.
             ReplayError: There is no way to have the value.
         """
-        if value.is_stale:
+        if value.guards and value.is_stale:
             if value.block is None and value.call is None:
                 raise StaleInputError(_STALE)
             value.leave_origin()
-        live = value.live()
+        live = value.storage
+        if live is None:
+            live = value.live()
         if live is not None:
-            self._await(value, live)
+            if value.is_ours:
+                self._await(value, live)
             return live
         if value.block is not None:
             self._bring_back(value, is_visit=not _has_handle(value))
@@ -190,9 +195,8 @@ class Materializer:
         The allocator is told of the latter; only a model that computes on several streams of its own comes there: Note
         [streams and memory].
         """
-        if not value.is_ours:
-            return
-        self._wait(value)
+        if value.copy is not None:
+            self._wait(value)
         if value.stream is None:
             return
         reader = self._tiers.lanes.compute_stream()
@@ -241,4 +245,7 @@ class Materializer:
 
 def _has_handle(value: LiveValue) -> bool:
     """Whether autograd will read a value itself, not only a replay."""
-    return any(handle() is not None for handle in value.handles)
+    for handle in value.handles:  # noqa: SIM110  (asked for each value that is replayed)
+        if handle() is not None:
+            return True
+    return False

@@ -38,6 +38,7 @@ class OpStep:
         record: Whether to record its call.
         register: Results to follow: (position, storage index).
         release: Storages whose device copies are released before it.
+        is_busy: Whether there is anything to do.
     """
 
     name: str
@@ -45,11 +46,7 @@ class OpStep:
     record: bool = False
     register: tuple[tuple[int, int], ...] = ()
     release: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is anything to do."""
-        return self.record or bool(self.register) or bool(self.release)
+    is_busy: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,6 +194,8 @@ def compile_plan(
             steps[decision.release_op].release.append(decision.storage)
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
+    for step in steps:
+        step.is_busy = step.record or bool(step.register) or bool(step.release)
     releases, has_others = _releases_at_hooks(graph, decisions)
     release_at_pack = {hook.ordinal: s for hook, s in releases.items() if hook.is_pack}
     is_recomputing = any(d.action == "recompute" for d in decisions.values())

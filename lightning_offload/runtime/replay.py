@@ -12,27 +12,29 @@ all that will not be: every value that has a call and no memory of its own.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_offload.accelerators import generator_of
 from lightning_offload.errors import OffloadError, ReplayError
-from lightning_offload.runtime import kernel_keys
 from lightning_offload.runtime.environment import Environment
+from lightning_offload.runtime.hooks import NotSeen
+from lightning_offload.runtime.kernel_keys import call_unseen
 from lightning_offload.runtime.lanes import storage_bytes
 from lightning_offload.runtime.values import Blank, Call, LiveValue, Ref
 from lightning_offload.tensors.geometry import Geometry
-from lightning_offload.tensors.op_facts import OpFacts, effects, tensors_in
+from lightning_offload.tensors.op_facts import OpFacts, effects, is_plain, tensors_in
 
 Have = Callable[[LiveValue], torch.UntypedStorage]
 Notice = Callable[[torch.UntypedStorage], None]
 Keep = Callable[[LiveValue, torch.UntypedStorage], None]
+Inputs = dict[LiveValue, None]
+RefOf = Callable[[Tensor, Inputs], Ref]
 
 
 class Unrecordable(Exception):
@@ -44,10 +46,11 @@ def record_call(
     facts: OpFacts,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    value_of: Callable[[Tensor], LiveValue],
+    ref_of: RefOf,
     *,
     device: torch.device,
     environment: Environment,
+    blank: Tensor | None = None,
 ) -> Call:
     """Record a call that is about to run.
 
@@ -56,50 +59,58 @@ def record_call(
         facts: Facts about it.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        value_of: Gives the value that a tensor among the arguments holds now, or raises ``Unrecordable``.
+        ref_of: Gives what stands for a tensor among the arguments, and notes the value that it holds now, or raises
+            ``Unrecordable``.
         device: Where it runs.
         environment: The settings that it runs under.
+        blank: The first argument, where it is written without being read.
     """
     args = facts.replayed_args(args)
-    inputs: dict[LiveValue, None] = {}
-    generator = _generator(args, kwargs) if facts.is_random else None
-    blank = facts.made_anew(args)
-    first = () if blank is None else (Blank(blank.untyped_storage().nbytes(), Geometry.of(blank)),)
-    return Call(
-        func=func,
-        facts=facts,
-        args=(*first, *[_freeze(item, value_of, inputs) for item in (args[1:] if first else args)]),
-        kwargs={name: _freeze(item, value_of, inputs) for name, item in kwargs.items()} if kwargs else {},
-        inputs=tuple(inputs),
-        device=device,
-        environment=environment,
-        generator=(generator, generator.get_state()) if generator is not None else None,
-    )
+    drawn = None
+    if facts.is_random:
+        generator = _generator(args, kwargs)
+        drawn = generator, generator.get_state()
+    inputs: Inputs = {}
+    frozen: list[Any] = []
+    if blank is not None:
+        frozen.append(Blank(blank.untyped_storage().nbytes(), Geometry.of(blank)))
+        args = args[1:]
+    is_flat = True
+    for item in args:
+        kind = item.__class__
+        if kind is Tensor or kind is Parameter:
+            frozen.append(ref_of(item, inputs))
+        elif kind in _ATOMS:
+            frozen.append(item)
+        else:
+            is_flat = is_flat and not _is_nested(item)
+            frozen.append(_freeze(item, ref_of, inputs))
+    if kwargs:
+        is_flat = is_flat and not any(isinstance(item, Tensor) or _is_nested(item) for item in kwargs.values())
+        kwargs = {name: _freeze(item, ref_of, inputs) for name, item in kwargs.items()}
+    return Call(func, facts, frozen, kwargs, tuple(inputs), device, environment, drawn, is_flat=is_flat)
 
 
-def _freeze(item: Any, value_of: Callable[[Tensor], LiveValue], inputs: dict[LiveValue, None]) -> Any:
+_ATOMS = frozenset({int, float, bool, type(None)})
+
+
+def _is_nested(item: Any) -> bool:
+    """Whether an argument may have tensors within; sizes have none."""
+    return isinstance(item, (list, tuple)) and not (item and item[0].__class__ is int)
+
+
+def _freeze(item: Any, ref_of: RefOf, inputs: Inputs) -> Any:
     if isinstance(item, Tensor):
-        value = value_of(item)
-        inputs[value] = None
-        return Ref(value, Geometry.of(item))
-    if isinstance(item, (list, tuple)):
-        return type(item)([_freeze(part, value_of, inputs) for part in item])
+        return ref_of(item, inputs)
+    if _is_nested(item):
+        return type(item)([_freeze(part, ref_of, inputs) for part in item])
     return item
 
 
-def _thaw(item: Any, storage_of: dict[LiveValue, torch.UntypedStorage], notice: Notice) -> Any:
-    if isinstance(item, Ref):
-        return item.geometry.view(storage_of[item.value])
-    if isinstance(item, Blank):
-        return item.geometry.view(_memory(item.num_bytes, item.geometry.device, notice))
-    if isinstance(item, (list, tuple)):
-        return type(item)([_thaw(part, storage_of, notice) for part in item])
-    return item
-
-
-def _memory(num_bytes: int, device: torch.device, notice: Notice) -> torch.UntypedStorage:
+def _memory(num_bytes: int, device: torch.device, notice: Notice | None) -> torch.UntypedStorage:
     storage = torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
-    notice(storage)
+    if notice is not None:
+        notice(storage)
     return storage
 
 
@@ -117,19 +128,20 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator
 def chain_to(value: LiveValue, must_replay: Callable[[LiveValue], bool]) -> list[Call]:
     """The calls to replay for a value, in order; depth first from what is at hand."""
     order: list[Call] = []
-    done: set[Call] = set()
-    stack: list[tuple[LiveValue, bool]] = [(value, False)]
+    done: set[Call | None] = {None}
+    stack: list[tuple[Call | None, bool]] = [(value.call, False)]
     while stack:
-        current, expanded = stack.pop()
-        call = current.call
+        call, expanded = stack.pop()
         if call is None or call in done:
             continue
         if expanded:
             done.add(call)
             order.append(call)
             continue
-        stack.append((current, True))
-        stack.extend((v, False) for v in reversed(call.inputs) if must_replay(v))
+        stack.append((call, True))
+        for v in reversed(call.inputs):
+            if v.call not in done and must_replay(v):
+                stack.append((v.call, False))
     return order
 
 
@@ -141,19 +153,47 @@ def _may_be_gone(value: LiveValue) -> bool:
     return value.call is not None and value.block is None and value.storage is None
 
 
+class _Memory(dict[LiveValue, Tensor]):
+    """By value: a tensor on the memory that holds it, of any geometry, for as long as a replay needs that.
+
+    Attributes:
+        readers: By value: how many calls of the chain are still to read it.
+        made: Those that the replay made itself.
+    """
+
+    def __init__(self, calls: list[Call], wanted: LiveValue) -> None:
+        super().__init__()
+        self.made: set[LiveValue] = set()
+        self.readers = readers = {wanted: 1}
+        for call in calls:
+            for v in call.inputs:
+                readers[v] = readers.get(v, 0) + 1
+
+    def add(self, value: LiveValue, tensor: Tensor) -> None:
+        """Know a value by a tensor on its memory; one with lazy bits is no base for others."""
+        if not (tensor.is_conj() or tensor.is_neg()):
+            self[value] = tensor
+        else:
+            self[value] = Geometry.of(tensor)._replace(conj=False, neg=False).view(tensor.untyped_storage())
+
+    def is_spare(self, value: LiveValue) -> bool:
+        """Whether a call may write it: the replay's own, and nobody reads it later."""
+        return value in self.made and not self.readers[value] and value.live() is None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replay:
     """Makes values again by replaying the calls that made them, under the settings that those ran under.
 
     Attributes:
         have: Provides a value that need not be replayed.
-        notice: Told of every storage that a replay allocates.
+        notice: Told of every storage that a replay allocates; None for nobody.
         keep: Told of every value made on the way to another, and its memory; may let it stay resident.
         is_rehearsal: Whether to replay what is still at hand and will not be, and to keep nothing.
     """
 
     have: Have
-    notice: Notice
+    notice: Notice | None
     keep: Keep
     is_rehearsal: bool = False
 
@@ -173,89 +213,142 @@ class Replay:
         calls = chain_to(value, _may_be_gone if self.is_rehearsal else _is_gone)
         if not calls:
             raise ReplayError("a saved tensor was to be recomputed but its producer was not recorded in this step")
-        readers = Counter(v for call in calls for v in call.inputs)
-        readers[value] += 1
-        own: dict[LiveValue, torch.UntypedStorage] = {}
+        memory = _Memory(calls, value)
         before = current = calls[0].environment.now()
         try:
-            with torch._C._DisableAutocast():
+            with torch._C._DisableAutocast(), NotSeen():
                 for call in calls:
                     if call.environment is not current:
                         call.environment.put(current)
                         current = call.environment
-                    self._run(call, own, readers)
+                    self._run(call, memory)
         finally:
             if current is not before:
                 before.put(current)
-        storage = own.get(value)
-        if storage is None:
-            storage = value.storage
+        made = memory.get(value)
+        storage = made.untyped_storage() if made is not None else value.storage
         if storage is None:
             raise ReplayError(f"{calls[-1].facts.name} did not give on replay what it gave at first")
         return storage
 
-    def _run(self, call: Call, own: dict[LiveValue, torch.UntypedStorage], readers: Counter[LiveValue]) -> None:
-        storage_of = {v: own[v] if v in own else self.have(v) for v in call.inputs}
+    def _run(self, call: Call, memory: _Memory) -> None:
+        """Run a call again. What no later call reads is held by its arguments alone meanwhile, and then by nobody."""
+        readers = memory.readers
         for v in call.inputs:
             readers[v] -= 1
-        _copy_written(call, storage_of, own, readers, self.notice)
-        args = tuple([_thaw(item, storage_of, self.notice) for item in call.args])
-        kwargs = call.kwargs and {name: _thaw(item, storage_of, self.notice) for name, item in call.kwargs.items()}
+        copies = _written_copies(call, memory, self._storage, self.notice) if call.facts.mutates else None
+        args: list[Any] = []
+        for item in call.args:
+            if item.__class__ is not Ref:
+                args.append(item if item.__class__ in _ATOMS else self._thaw(item, memory, copies))
+            else:
+                tensor = None if copies else memory.get(item[0])
+                args.append(self._on_memory(item, memory, copies) if tensor is None else item[1].beside(tensor))
+        kwargs = call.kwargs and {name: self._thaw(item, memory, copies) for name, item in call.kwargs.items()}
         for v in call.inputs:
-            if readers[v] == 0:
-                own.pop(v, None)
+            if not readers[v]:
+                memory.pop(v, None)
         made = self._made_by(call, args, kwargs)
         for position, reference in call.results.items():
             result = reference()
             if result is None or not (self.is_rehearsal or result.live() is None or result.is_stale):
                 continue
-            storage = made[position] if position < len(made) else None
-            if storage is None or storage.nbytes() != result.num_bytes:
+            tensor = made[position] if position < len(made) else None
+            storage = tensor.untyped_storage() if tensor is not None else None
+            if tensor is None or storage is None or storage.nbytes() != result.num_bytes:
                 size = "nothing" if storage is None else f"{storage.nbytes()} bytes"
                 raise ReplayError(f"{call.facts.name} gave {size} on replay in place of {result.num_bytes} bytes")
             if not self.is_rehearsal:
                 self.keep(result, storage)
-            if readers[result] > 0:
-                own[result] = storage
+            if readers.get(result):
+                memory.add(result, tensor)
+                memory.made.add(result)
 
-    def _made_by(self, call: Call, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
+    def _storage(self, value: LiveValue, memory: _Memory) -> torch.UntypedStorage:
+        tensor = memory.get(value)
+        return tensor.untyped_storage() if tensor is not None else self.have(value)
+
+    def _on_memory(self, ref: Ref, memory: _Memory, copies: _Copies | None) -> Tensor:
+        """The tensor that a recorded one stands for, on what holds its value now."""
+        value = ref.value
+        if copies is not None and value in copies:
+            return ref.geometry.view(copies[value])
+        tensor = memory.get(value)
+        if tensor is not None:
+            return ref.geometry.beside(tensor)
+        tensor = ref.geometry.view(self.have(value))
+        if memory.readers[value]:
+            memory.add(value, tensor)
+        return tensor
+
+    def _thaw(self, item: Any, memory: _Memory, copies: _Copies | None) -> Any:
+        if isinstance(item, Ref):
+            return self._on_memory(item, memory, copies)
+        if isinstance(item, Blank):
+            return item.geometry.view(_memory(item.num_bytes, item.geometry.device, self.notice))
+        if _is_nested(item):
+            return type(item)([self._thaw(part, memory, copies) for part in item])
+        return item
+
+    def _made_by(self, call: Call, args: list[Any], kwargs: Any) -> list[Tensor]:
         """Run a call; what it makes on its device, in order. Numbers that it gives elsewhere are not asked for."""
         try:
             if call.generator is None:
-                out = kernel_keys.call(call.func, args, kwargs)
+                out = call_unseen(call.func, args, kwargs)
             else:
-                with _generator_state(*call.generator):
-                    out = kernel_keys.call(call.func, args, kwargs)
+                generator, state = call.generator
+                current = generator.get_state()
+                generator.set_state(state)
+                try:
+                    out = call_unseen(call.func, args, kwargs)
+                finally:
+                    generator.set_state(current)
         except (OffloadError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise ReplayError(f"{call.facts.name} could not be run again: {error}") from error
+        if self.notice is None and call.is_flat and out.__class__ is Tensor and out.device == call.device:
+            if call.facts.mutates:
+                if call.facts.writes_first_alone and out is args[0]:
+                    return [out]
+            elif is_plain(out) and _is_apart(out.untyped_storage(), args):
+                return [out]
         did = effects(call.facts, args, kwargs, out)
-        made: list[torch.UntypedStorage] = []
+        made: list[Tensor] = []
         for position, (tensor, storage) in enumerate(zip(did.made, did.made_on, strict=True)):
             if tensor.device == call.device:
-                made.append(storage)
-                if position < did.num_fresh:
+                made.append(tensor)
+                if self.notice is not None and position < did.num_fresh:
                     self.notice(storage)
         return made
 
 
-def _copy_written(
+def _is_apart(storage: torch.UntypedStorage, args: list[Any]) -> bool:
+    """Whether no argument lies on a storage."""
+    for item in args:  # noqa: SIM110  (asked for each call that is replayed)
+        if item.__class__ is Tensor and item.untyped_storage() is storage:
+            return False
+    return True
+
+
+_Copies = dict[LiveValue, torch.UntypedStorage]
+
+
+def _written_copies(
     call: Call,
-    storage_of: dict[LiveValue, torch.UntypedStorage],
-    own: dict[LiveValue, torch.UntypedStorage],
-    readers: Counter[LiveValue],
-    notice: Notice,
-) -> None:
-    """Give a call its own copy of each storage that it writes."""
-    if not call.facts.mutates:
-        return
-    for v in {ref.value for ref in _written_refs(call)}:
-        if v in own and readers[v] == 0 and v.live() is None:
-            continue
-        original = storage_of[v]
-        copy = storage_of[v] = _memory(original.nbytes(), original.device, notice)
-        storage_bytes(copy).copy_(storage_bytes(original))
+    memory: _Memory,
+    storage_of: Callable[[LiveValue, _Memory], torch.UntypedStorage],
+    notice: Notice | None,
+) -> _Copies:
+    """A copy for the call alone of each storage that it writes and that is not the replay's own to write."""
+    copies: _Copies = {}
+    for ref in _written_refs(call):
+        value = ref.value
+        if value not in copies and not memory.is_spare(value):
+            original = storage_of(value, memory)
+            copy = copies[value] = _memory(original.nbytes(), original.device, notice)
+            storage_bytes(copy).copy_(storage_bytes(original))
+    return copies
 
 
 def _written_refs(call: Call) -> Iterator[Ref]:
@@ -268,13 +361,3 @@ def _written_refs(call: Call) -> Iterator[Ref]:
             yield item
         elif isinstance(item, (list, tuple)):
             found.extend(item)
-
-
-@contextlib.contextmanager
-def _generator_state(generator: torch.Generator, state: Tensor) -> Iterator[None]:
-    current = generator.get_state()
-    generator.set_state(state)
-    try:
-        yield
-    finally:
-        generator.set_state(current)

@@ -6,6 +6,7 @@ All values are tracked under the floor policy, those of the plan otherwise.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor
 from lightning_offload.runtime.environment import environment_on
 from lightning_offload.runtime.program import OpStep
 from lightning_offload.runtime.replay import Unrecordable, record_call
-from lightning_offload.runtime.values import Call, LiveValue, ValueTable, version_alias_of
-from lightning_offload.tensors.op_facts import Effects, OpFacts, is_at_hand, is_plain
+from lightning_offload.runtime.values import Call, LiveValue, Ref, ValueTable, version_alias_of
+from lightning_offload.tensors.geometry import Geometry
+from lightning_offload.tensors.op_facts import OpFacts, effects, is_at_hand, is_plain, sole_effect
+
+_make_ref: Callable[..., Ref] = tuple.__new__  # a named tuple's own takes longer
 
 
 class ValueTracker:
@@ -32,11 +36,35 @@ class ValueTracker:
         self._device = device
         self._table = table
         self._environment = environment_on(device)
+        self._find = table.find
+        self._geometries: dict[Geometry, Geometry] = {}
+        self._is_cpu = device.type == "cpu"
+
+    def follow(
+        self,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        step: OpStep | None,
+        call: Call | None,
+    ) -> str:
+        """Follow the values that an op made, as :meth:`op` does, where nobody has asked yet what it made."""
+        if call is None or facts.mutates or not isinstance(out, Tensor):
+            found = sole_effect(facts, args, kwargs, out)
+        else:  # all that a recorded call reads is in the table
+            is_apart = is_plain(out) and self._find(out.untyped_storage()) is None
+            found = ([out], 1) if is_apart else None
+        if found is None:
+            did = effects(facts, args, kwargs, out)
+            found = did.made, did.num_fresh
+        return self.op(facts, *found, step, call)
 
     def op(
         self,
         facts: OpFacts,
-        did: Effects,
+        made: list[Tensor],
+        num_fresh: int,
         step: OpStep | None,
         call: Call | None,
     ) -> str:
@@ -44,74 +72,77 @@ class ValueTracker:
 
         Args:
             facts: The op.
-            did: What it made.
+            made: What it made.
+            num_fresh: How much of it is on fresh storages.
             step: The program's entry for it; None under the floor policy.
             call: Its recording, if its results may have to be made again.
 
         Returns:
             How it did not do what the program counts on; "" if it did.
         """
-        made: list[Tensor] = did.made
         if step is None:
-            for tensor in made[: did.num_fresh]:
-                self.new(tensor, -1)
+            for tensor in made[:num_fresh]:
+                self.new(tensor)
             return ""
-        num_fresh = did.num_fresh
-        if len(made) != 1 or made[0].device != self._device:  # attention gives CPU seeds on CUDA
-            num_fresh = sum([tensor.device == self._device for tensor in made[:num_fresh]])
-            made = [tensor for tensor in made if tensor.device == self._device]
+        device = self._device
+        if len(made) != 1 or made[0].device != device:  # attention gives CPU seeds on CUDA
+            num_fresh = sum([tensor.device == device for tensor in made[:num_fresh]])
+            made = [tensor for tensor in made if tensor.device == device]
         if len(made) != len(step.num_bytes):
             return f"{facts.name} made {len(made)} tensors in place of {len(step.num_bytes)}"
         for position, index in step.register:
             tensor = made[position]
-            num_bytes = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            num_bytes = storage.nbytes()
             planned_bytes = step.num_bytes[position]
             if num_bytes != planned_bytes and not (self._is_bound and num_bytes < planned_bytes):
                 return f"{facts.name} made {num_bytes} bytes in place of {step.num_bytes[position]}"
-            value = self.new(tensor, index)
-            if value is not None and call is not None and facts.remakes(position, num_fresh):
+            value = LiveValue(index, num_bytes)
+            value.wrapper = weakref.ref(tensor)
+            self._table.follow(value, storage)
+            if call is not None and facts.remakes(position, num_fresh):
                 value.call = call
                 call.results[position] = weakref.ref(value)
         return ""
 
-    def new(self, tensor: Tensor, index: int) -> LiveValue | None:
-        """Follow the value that a tensor holds.
-
-        Args:
-            tensor: The tensor.
-            index: The value's storage in the plan; -1 if the plan has none.
-
-        Returns:
-            The value; None on another device.
-        """
-        if tensor.device != self._device:
-            return None
-        storage = tensor.untyped_storage()
-        value = LiveValue(index, storage.nbytes())
-        value.wrapper = weakref.ref(tensor)
-        self._table.follow(value, storage)
-        return value
+    def new(self, tensor: Tensor) -> None:
+        """Follow the value that a tensor holds, of which no plan knows; none on another device."""
+        if tensor.device == self._device:
+            storage = tensor.untyped_storage()
+            value = LiveValue(-1, storage.nbytes())
+            value.wrapper = weakref.ref(tensor)
+            self._table.follow(value, storage)
 
     # ---- calls that may be replayed
 
     def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Record a call; None where it cannot be replayed from what it reads."""
-        if not facts.may_replay(self._device.type, args) or torch.is_inference_mode_enabled():
+        may_replay = facts.replayable if self._is_cpu else facts.may_replay(self._device.type, args)
+        if not may_replay or torch.is_inference_mode_enabled():
             return None
-        if facts.writes and facts.made_anew(args) is None:
+        blank = facts.made_anew(args) if facts.writes else None
+        if facts.writes and blank is None:
             for tensor in facts.written(args, kwargs):
                 if not self._is_replayable_after_write(tensor):
                     return None
-        self._environment = self._environment.now()
+        self._environment = self._environment.now(for_product=facts.may_multiply)
         try:
             call = record_call(
-                func, facts, args, kwargs, self._value_of, device=self._device, environment=self._environment
+                func,
+                facts,
+                args,
+                kwargs,
+                self._ref,
+                device=self._device,
+                environment=self._environment,
+                blank=blank,
             )
         except Unrecordable:
             return None
+        reader = weakref.ref(call)
         for value in call.inputs:
-            value.note_reader(call)
-            if not value.has_source:
+            value.note_reader(reader)
+            if value.call is None and value.storage is None and value.block is None:
                 self._table.own(value, value.live())
         return call
 
@@ -133,12 +164,12 @@ class ValueTracker:
         value = self._table.find(tensor.untyped_storage()) if is_plain(tensor) else None
         return value is not None and (value.call is not None or value.block is not None)
 
-    def _value_of(self, tensor: Tensor) -> LiveValue:
-        """The value that an argument holds; one from before the step is taken as it is, and owned."""
-        if not is_plain(tensor) or not is_at_hand(tensor, self._device):
+    def _ref(self, tensor: Tensor, inputs: dict[LiveValue, None]) -> Ref:
+        """What stands for an argument, whose value is noted; one from before the step is taken as it is, and owned."""
+        if not is_plain(tensor) or (tensor.device != self._device and not is_at_hand(tensor, self._device)):
             raise Unrecordable
         storage = tensor.untyped_storage()
-        value = self._table.find(storage)
+        value = self._find(storage)
         if value is None:
             owner = _without_graph(tensor)
             if owner is None:
@@ -148,7 +179,15 @@ class ValueTracker:
             value.guards = () if tensor.is_inference() else ((owner, tensor._version),)
             self._table.follow(value, storage)
             self._table.own(value, storage)
-        return value
+        inputs[value] = None
+        return _make_ref(Ref, (value, self.geometry_of(tensor)))
+
+    def geometry_of(self, tensor: Tensor) -> Geometry:
+        """How a tensor lies; one object for all that lie alike, which the garbage collector has to look through."""
+        geometry = Geometry.of(tensor)
+        if tensor.__class__ is not Tensor:  # a fake one may have symbols for strides, which have no hash
+            return geometry
+        return self._geometries.setdefault(geometry, geometry)
 
 
 def _without_graph(tensor: Tensor) -> Tensor | None:

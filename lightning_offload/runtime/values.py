@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -116,19 +116,19 @@ class LiveValue:
         elif self.block is not None or self.call is not None:
             self.leave_origin()
 
-    def note_reader(self, call: Call) -> None:
+    def note_reader(self, call: weakref.ref[Call]) -> None:
         """A call reads it."""
         if isinstance(self.readers, list):
-            self.readers.append(weakref.ref(call))
-        else:  # most have none, and a list each would burden the garbage collector
-            self.readers = [weakref.ref(call)]
+            self.readers.append(call)
+        else:  # most have none or one, and a list each would burden the garbage collector
+            self.readers = [*self.readers, call] if self.readers else (call,)
 
     def note_handle(self, handle: Handle) -> None:
         """Autograd has a handle on it."""
         if isinstance(self.handles, list):
             self.handles.append(weakref.ref(handle))
         else:
-            self.handles = [weakref.ref(handle)]
+            self.handles = [*self.handles, weakref.ref(handle)] if self.handles else (weakref.ref(handle),)
 
     def owns(self, storage: torch.UntypedStorage, stream: Any) -> None:
         """Hold memory that the runtime allocated for it, on a compute stream; nobody else knows it yet."""
@@ -139,8 +139,10 @@ class LiveValue:
     def hand_out(self, handle: Handle) -> None:
         """Its memory goes to autograd through a handle, and perhaps to a program that writes it."""
         self.is_handed_out = True
-        if all(version_alias is not handle.version_alias for version_alias, _ in self.guards):
-            self.guards = (*self.guards, (handle.version_alias, handle.version))
+        for version_alias, _ in self.guards:
+            if version_alias is handle.version_alias:
+                return
+        self.guards = (*self.guards, (handle.version_alias, handle.version))
 
     def forget_call(self, gone: object) -> None:
         """Let go of the call, and of all that is kept for it, if neither autograd nor a call will want the value.
@@ -165,8 +167,7 @@ class LiveValue:
         self.guards = ()
 
 
-@dataclasses.dataclass(slots=True)
-class Ref:
+class Ref(NamedTuple):
     """Stands for a tensor in the arguments of a recorded call."""
 
     value: LiveValue
@@ -181,12 +182,7 @@ class Blank:
     geometry: Geometry
 
 
-class _Referable:
-    __slots__ = ("__weakref__",)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Call(_Referable):
+class Call:
     """One dispatched call with its own arguments, ready to be replayed.
 
     Attributes:
@@ -198,18 +194,38 @@ class Call(_Referable):
         device: Where what it makes lies; what it makes elsewhere does not count.
         environment: The settings that it ran under.
         generator: The generator it drew from and its state before.
+        is_flat: Whether all tensors among its arguments are positional ones, in no list.
         results: The values it made, by position; weak, since they own the call.
     """
 
-    func: Any
-    facts: OpFacts
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: tuple[LiveValue, ...]
-    device: torch.device
-    environment: Environment
-    generator: tuple[torch.Generator, Tensor] | None
-    results: dict[int, weakref.ref[LiveValue]] = dataclasses.field(default_factory=dict)
+    __slots__ = (
+        "__weakref__", "args", "device", "environment", "facts", "func", "generator", "inputs", "is_flat", "kwargs",
+        "results",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        func: Any,
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        inputs: tuple[LiveValue, ...],
+        device: torch.device,
+        environment: Environment,
+        generator: tuple[torch.Generator, Tensor] | None,
+        *,
+        is_flat: bool,
+    ) -> None:
+        self.func = func
+        self.facts = facts
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.device = device
+        self.environment = environment
+        self.generator = generator
+        self.is_flat = is_flat
+        self.results: dict[int, weakref.ref[LiveValue]] = {}
 
     def __del__(self) -> None:
         if torch._C._current_graph_task_id() != -1:

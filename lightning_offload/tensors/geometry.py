@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _make: Callable[..., Geometry] = tuple.__new__  # a named tuple's own takes as long as all that a tensor is asked
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 plain_data: Any = torch._C.TensorBase.data
 plain_set: Any = torch._C.TensorBase.set_
 plain_set_version: Any = torch._C._autograd._unsafe_set_version_counter
@@ -34,7 +35,7 @@ class Geometry(NamedTuple):
     def of(cls, tensor: Tensor) -> Geometry:
         """The geometry of a strided tensor."""
         size, offset = tensor.shape, tensor.storage_offset()
-        if type(tensor) is not Tensor:  # a fake one may have symbols for numbers
+        if type(tensor) not in _PLAIN_TYPES:  # a fake one may have symbols for numbers
             size, offset = torch.Size(map(int, size)), int(offset)
         return _make(
             cls, (size, tensor.stride(), offset, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
@@ -61,6 +62,15 @@ class Geometry(NamedTuple):
         finally:
             if has_grad:
                 torch._C._set_grad_enabled(True)
+
+    def beside(self, tensor: Tensor) -> Tensor:
+        """The tensor with this geometry on the memory of another one, which may be that one itself."""
+        size, stride, offset, dtype, _, conj, neg = self
+        if tensor.dtype is not dtype or conj or neg or tensor.is_conj() or tensor.is_neg():
+            return self.view(tensor.untyped_storage())
+        if tensor.shape == size and tensor.stride() == stride and tensor.storage_offset() == offset:
+            return tensor
+        return tensor.as_strided(size, stride, offset)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

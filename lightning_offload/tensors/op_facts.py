@@ -7,7 +7,7 @@ statistics), so an op outside ``aten`` and ``prims`` counts as writing all of it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,15 @@ _ATOMIC_ON_CUDA = frozenset(
 )  # fmt: skip
 """Ops that torch lists as nondeterministic on CUDA (``torch.use_deterministic_algorithms``), and others like them."""
 
+_NO_PRODUCTS = frozenset(
+    {
+        "_log_softmax", "_safe_softmax", "_softmax", "bernoulli_", "cat", "clone", "copy_", "embedding", "fill_",
+        "gather", "index_select", "max_pool2d_with_indices", "mean", "native_batch_norm", "native_dropout",
+        "native_group_norm", "native_layer_norm", "normal_", "sum", "uniform_", "zero_",
+    }
+)  # fmt: skip
+"""Kernels in which nothing is multiplied as matrices are, nor convolved, beside those that torch tags as pointwise."""
+
 _SURE_BACKWARDS = (
     "threshold", "gelu", "silu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "softplus", "native_dropout",
     "mish", "hardswish", "hardsigmoid", "_softmax", "_log_softmax", "log_sigmoid", "glu", "mse_loss", "smooth_l1_loss",
@@ -98,7 +107,9 @@ class OpFacts:
         is_query: Whether it only asks a tensor something (``prim.device`` under FakeTensorMode) and is no op.
         running_stats: Positions of batch norm's running statistics and its training flag, or ().
         may_make_any_size: Whether the first size of what it makes may depend on data.
+        may_multiply: Whether it may multiply matrices or convolve, so that the settings for that matter to it.
         mutates: Whether running it may change the contents of an argument.
+        writes_first_alone: Whether it writes its first argument, and no other.
         is_foreach_write: Whether it writes lists of tensors.
     """
 
@@ -112,12 +123,16 @@ class OpFacts:
     overwrites: bool = False
     is_query: bool = False
     may_make_any_size: bool = False
+    may_multiply: bool = True
     mutates: bool = dataclasses.field(init=False)  # asked for at every op
+    writes_first_alone: bool = dataclasses.field(init=False)
     is_foreach_write: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         mutates = bool(self.writes) or self.writes_all or bool(self.running_stats)
         object.__setattr__(self, "mutates", mutates)
+        is_alone = [position for position, _ in self.writes] == [0] and not (self.writes_all or self.running_stats)
+        object.__setattr__(self, "writes_first_alone", is_alone)
         object.__setattr__(self, "is_foreach_write", bool(self.writes) and self.name.startswith("aten._foreach_"))
 
     def may_replay(self, device_type: str, args: Any) -> bool:
@@ -212,6 +227,7 @@ def _inspect(func: Any) -> OpFacts:
         running_stats=stats,
         overwrites=f"{base}.{func._overloadname}" in _OVERWRITING,
         may_make_any_size=torch.Tag.dynamic_output_shape in func.tags,
+        may_multiply=torch.Tag.pointwise not in func.tags and base not in _NO_PRODUCTS,
     )
 
 
@@ -304,6 +320,26 @@ def effects(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Effects:
     return Effects(read, made, num_fresh, [_storage_of(tensor) for tensor in read], made_on)
 
 
+def sole_effect(facts: OpFacts, args: Sequence[Any], kwargs: Any, out: Any) -> tuple[list[Tensor], int] | None:
+    """What a call made, and how many of those are fresh, where that is told in little time; else None.
+
+    As :func:`effects` tells it: for calls with one plain result that lies on memory of its own, or that is the first
+    argument, which they write.
+    """
+    if not isinstance(out, Tensor) or not is_plain(out):
+        return None
+    if facts.mutates:
+        return ([out], 0) if facts.writes_first_alone and args and out is args[0] else None
+    storage = out.untyped_storage()
+    for item in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(item, Tensor):
+            if not is_plain(item) or item.untyped_storage() is storage:
+                return None
+        elif isinstance(item, _TREES) and not (item and item[0].__class__ is int):
+            return None
+    return [out], 1
+
+
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if is_plain(tensor) else None
 
@@ -351,16 +387,20 @@ def detached(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def as_saved(tensor: Tensor) -> tuple[Tensor, bool]:
     """A saved tensor without its graph, and whether it is plain.
 
     The wrappers of ``torch.func`` and of batched gradients have no memory that could be asked for. They meet no
     dispatch mode, but a custom function may save them.
     """
-    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+    if _is_batched(tensor):
         with torch._C._DisableTorchDispatch():  # it has no rule for `detach`, which a mode makes of `data`
             return tensor.data, False
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_wrapped(tensor):
         return tensor.detach(), False
     tensor = detached(tensor)
     return tensor, is_plain(tensor)

@@ -31,7 +31,7 @@ def positions(items: Any, among: list[Tensor]) -> list[int]:
 def test_pure_op_writes_nothing() -> None:
     """An ordinary op makes a fresh result and may be replayed."""
     facts = facts_of(aten.add.Tensor)
-    assert facts == OpFacts("aten.add.Tensor", True, True, False, (), False, ())
+    assert facts == OpFacts("aten.add.Tensor", True, True, False, (), False, (), may_multiply=False)
     assert not facts.mutates
     assert facts_of(aten.add.Tensor) is facts
 
