@@ -9,9 +9,10 @@ are no larger than planned.
 What replays gave is known by the structure: a storage that was verified at one size need not be at another, and one
 that came out otherwise is recomputed at none. So is by how much measured peaks exceeded what was predicted.
 
-A prediction is trusted within what was recorded, and for a quarter beyond it where all bytes follow laws and no step was
-seen that did not: a shape that is larger in any way is recorded itself, and so is one whose steps left their plan twice,
-or were measured above the budget. Where bytes follow no law, a shape is planned for as the next larger recorded one.
+A prediction is trusted within what was recorded, and for a quarter beyond it where all bytes follow laws and no step
+was seen that did not: a shape that is larger in any way is recorded itself, and so is one whose steps left their plan
+twice, or were measured above the budget. Where bytes follow no law, a shape is planned for as the next larger recorded
+one.
 
 Shortfalls: the model is of the structure that most of the recorded shapes have. Ops that run at some lengths only, and
 save nothing, are seen in measured steps alone.

@@ -13,6 +13,7 @@ the model's own.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class OpStep:
 
     Attributes:
         name: The op that is expected.
-        num_bytes: Sizes of the storages it makes values on.
+        num_bytes: Sizes of the storages it makes values on; none where there is nothing to do.
         record: Whether to record its call.
         register: Results to follow: (position, storage index).
         release: Storages whose device copies are released before it.
@@ -42,7 +43,7 @@ class OpStep:
     """
 
     name: str
-    num_bytes: tuple[int, ...]
+    num_bytes: tuple[int, ...] = ()
     record: bool = False
     register: tuple[tuple[int, int], ...] = ()
     release: list[int] = dataclasses.field(default_factory=list)
@@ -125,14 +126,31 @@ class Program:
         return first == index or keys.get(first, key) == key
 
 
+class _BusySteps(dict[int, OpStep]):
+    """By op: the entry of one for which there is something to do; made when it is first asked for."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __missing__(self, i: int) -> OpStep:
+        graph = self._graph
+        sizes = tuple([graph.storages[graph.values[v].storage].num_bytes for v in graph.ops[i].outputs])
+        step = self[i] = OpStep(graph.ops[i].name, sizes, is_busy=True)
+        return step
+
+
 class _Skeleton(NamedTuple):
     """What programs for one structure have in common.
 
     Attributes:
         last: By storage: the last value that it holds; earlier ones are not followed.
         saved: By pack: the storage behind it.
+        saved_values: The values behind packs, but for those that a later one on their storage follows.
+        idle: By op: its entry where there is nothing to do.
         made_packs: Ordinals of the packs whose storages the step made.
         in_backward: By op: whether it runs in backward.
+        in_forward: The opposite.
         num_first_packs: Packs before the first unpack.
         num_first_ops: Ops of forward before it.
         first_packs: By pack: the first one of the same storage.
@@ -140,8 +158,11 @@ class _Skeleton(NamedTuple):
 
     last: dict[int, int]
     saved: tuple[int, ...]
+    saved_values: frozenset[int]
+    idle: tuple[OpStep, ...]
     made_packs: frozenset[int]
     in_backward: tuple[bool, ...]
+    in_forward: tuple[bool, ...]
     num_first_packs: int
     num_first_ops: int
     first_packs: tuple[int, ...]
@@ -152,11 +173,15 @@ def _skeleton(graph: StepGraph) -> _Skeleton:
     saved = tuple(graph.values[save.value].storage for save in graph.saves)
     first: dict[int, int] = {}
     first_unpack = min((tick for save in graph.saves for tick in save.unpack_ticks), default=graph.num_ticks)
+    last = {value.storage: v for v, value in enumerate(graph.values)}
     return _Skeleton(
-        last={value.storage: v for v, value in enumerate(graph.values)},
+        last=last,
         saved=saved,
+        saved_values=frozenset(v for v in (save.value for save in graph.saves) if last[graph.values[v].storage] == v),
+        idle=tuple(OpStep(op.name) for op in graph.ops),
         made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
         in_backward=tuple(op.phase == "backward" for op in graph.ops),
+        in_forward=tuple(op.phase != "backward" for op in graph.ops),
         num_first_packs=sum(save.pack_tick < first_unpack for save in graph.saves),
         num_first_ops=sum(op.tick < first_unpack and op.phase == "forward" for op in graph.ops),
         first_packs=tuple(first.setdefault(s, i) for i, s in enumerate(saved)),
@@ -180,33 +205,32 @@ def compile_plan(
     """
     plan.check(graph)
     decisions = {d.storage: d for d in plan.decisions if d.action != "keep"}
-    sizes = [graph.storages[v.storage].num_bytes for v in graph.values]
-    steps = tuple(OpStep(op.name, tuple(sizes[v] for v in op.outputs)) for op in graph.ops)
-    skeleton = _skeleton(graph)
-    followed = _follow(graph, decisions, steps)
+    skeleton, busy = _skeleton(graph), _BusySteps(graph)
+    followed = _follow(graph, decisions, busy)
     for i in {graph.values[v].producer for v in followed} - {-1}:
-        steps[i].register = tuple(
+        busy[i].register = tuple(
             (position, graph.values[v].storage) for position, v in enumerate(graph.ops[i].outputs) if v in followed
         )
     prefetch: dict[int, list[int]] = {}
     for decision in decisions.values():
-        if decision.action == "swap" and decision.release_op != AT_PACK and decision.release_op < len(steps):
-            steps[decision.release_op].release.append(decision.storage)
+        if decision.action == "swap" and decision.release_op != AT_PACK and decision.release_op < len(graph.ops):
+            busy[decision.release_op].release.append(decision.storage)
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
-    for step in steps:
-        step.is_busy = step.record or bool(step.register) or bool(step.release)
     releases, has_others = _releases_at_hooks(graph, decisions)
     release_at_pack = {hook.ordinal: s for hook, s in releases.items() if hook.is_pack}
     is_recomputing = any(d.action == "recompute" for d in decisions.values())
     layout = plan_layout(graph, plan)
     in_backward = skeleton.in_backward
-    is_strict = any(b and s.is_busy for b, s in zip(in_backward, steps, strict=True))
+    is_strict = any(in_backward[i] for i in busy)
+    steps = list(skeleton.idle)
+    for i, step in busy.items():
+        steps[i] = step
     if forms is not None and (is_recomputing or has_others):
         raise PlanError("steps of other structures can follow a plan only where it needs no op to be seen")
     return Program(
         plan=plan,
-        ops=steps if is_strict else tuple(s for b, s in zip(in_backward, steps, strict=True) if not b),
+        ops=tuple(steps if is_strict else itertools.compress(steps, skeleton.in_forward)),
         is_strict=is_strict,
         decisions=decisions,
         layout=layout,
@@ -214,7 +238,7 @@ def compile_plan(
             s: Place(tier=d.tier, offset=layout.offsets.get(s)) for s, d in decisions.items() if d.action == "swap"
         },
         prefetch={ordinal: tuple(storages) for ordinal, storages in prefetch.items()},
-        pack_bytes=tuple(sizes[save.value] for save in graph.saves),
+        pack_bytes=tuple([graph.storages[s].num_bytes for s in skeleton.saved]),
         is_bound=is_bound,
         num_first_packs=skeleton.num_first_packs,
         num_first_ops=skeleton.num_first_ops,
@@ -226,15 +250,15 @@ def compile_plan(
         is_keep_all=not decisions,
         needs_ops=is_recomputing or has_others,
         is_recomputing=is_recomputing,
-        records_backward=any(b and s.record for b, s in zip(in_backward, steps, strict=True)),
+        records_backward=any(in_backward[i] and step.record for i, step in busy.items()),
         route=Route.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
     )
 
 
-def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: tuple[OpStep, ...]) -> set[int]:
+def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps) -> set[int]:
     """Mark the ops to record; return the values that the executor must know by identity."""
-    last = _skeleton(graph).last
-    saved_values = {save.value for save in graph.saves if last[graph.values[save.value].storage] == save.value}
+    skeleton = _skeleton(graph)
+    last, saved_values = skeleton.last, skeleton.saved_values
     followed = {v for v in saved_values if graph.values[v].storage in decisions}
     stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
     seen = set(stack)
@@ -286,7 +310,7 @@ def _releases_at_hooks(
 MAX_STRAY_OPS = 64
 """So many ops that were not planned may come between planned ones, as those of logging do."""
 
-_NOTHING = OpStep(name="", num_bytes=())
+_NOTHING = OpStep(name="")
 
 
 _NUM_SURE = 3  # ops in a row by which a step is recognised

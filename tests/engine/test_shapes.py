@@ -200,12 +200,13 @@ def _corner(size: int) -> int:
 
 
 def _foreseen(trained: Trained) -> list[str]:
-    """Recorded is what is in any way more than a quarter above what was recorded; the rest is planned at first sight."""
+    """Recorded is what is more than a quarter above what was recorded; the rest is planned at first sight."""
     recorded: list[list[int]] = []
     phases = []
     for sizes in trained.sizes:
         is_known = len(recorded) >= 3 and all(
-            size <= _corner(int(1.25 * max(column))) for size, column in zip(sizes, zip(*recorded, strict=True), strict=True)
+            size <= _corner(int(1.25 * max(column)))
+            for size, column in zip(sizes, zip(*recorded, strict=True), strict=True)
         )
         phases.append("planned" if is_known else "recording")
         if not is_known:

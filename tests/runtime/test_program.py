@@ -44,7 +44,8 @@ def test_swapped_storage_is_followed_and_scheduled() -> None:
     assert [op.release for op in program.ops] == [[], [], [], [2]]
     assert program.prefetch == {1: (2,)}
     assert recorded(FOUR, Decision(storage=2, action="swap")) == []
-    assert [op.num_bytes for op in program.ops] == [(10,), (20,), (30,), (40,)]
+    assert [op.num_bytes for op in program.ops] == [(), (20,), (), (40,)]
+    assert [op.is_busy for op in program.ops] == [False, True, False, True]
 
 
 def test_recomputed_storage_records_its_producer_down_to_what_is_at_hand() -> None:
