@@ -287,9 +287,15 @@ class Steps:
             self._begin_plainly(kind, hardware)
             return None
         self.cache.begin_step()
-        run = start_run(kind, hardware.tiers, device, self.module, verify, peaks, there, self.state.identities)
+        out_of_sight, held, room = self.state.buckets.expected_bytes(device), None, None
+        if kind.phase == "recording":
+            held = _held_bytes(device, there, gradients)
+            if held is not None:
+                room = self.cache.room_to_record(hardware.budget_bytes, held + out_of_sight)
+        run = start_run(kind, hardware.tiers, device, self.module, verify, peaks, there, self.state.identities, room)
+        run.held_bytes = held
         if kind.phase != "recording":
-            run.bytes_out_of_sight = self.state.buckets.expected_bytes(device)
+            run.bytes_out_of_sight = out_of_sight
         peaks.begin_step(device, is_watched=run.is_watched)
         run.note_there()
         run.state_version = self.state.version
@@ -468,6 +474,16 @@ class Steps:
         peaks.end_optimizer(is_whole=True)
         if self._is_open and run is not None and run.live is not None:
             peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
+
+
+def _held_bytes(device: torch.device, there: Census | None, gradients: dict[int, int]) -> int | None:
+    """What is on a device, gradients aside; None where nobody counted it."""
+    memory = memory_of(device)
+    if memory is not None:
+        return memory.allocated_bytes() - sum(gradients.values())
+    return (
+        sum(storage.nbytes() for key, storage in there.items() if key not in gradients) if there is not None else None
+    )
 
 
 class _TryingAlgorithms:

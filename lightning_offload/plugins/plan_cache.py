@@ -21,7 +21,7 @@ from lightning_offload.errors import PlanError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.plan_entry import Phase, PlanEntry
-from lightning_offload.plugins.shape_families import ShapeFamily, StepShape
+from lightning_offload.plugins.shape_families import Room, ShapeFamily, StepShape
 from lightning_offload.plugins.structure_changes import StructureChanges
 
 _SCHEMA = 1
@@ -239,6 +239,13 @@ class PlanCache:
                 break
         return kind
 
+    def room_to_record(self, budget_bytes: int | None, held_bytes: int) -> Room | None:
+        """What the coming step, which is recorded, need not swap out; cf. :meth:`ShapeFamily.room_for`."""
+        family = self.families.get(self._shape.family) if self._shape is not None else None
+        if self._shape is None or family is None or budget_bytes is None or _num_recording:
+            return None
+        return family.room_for(self._shape.sizes, budget_bytes, held_bytes)
+
     def record(self, shape: StepShape) -> PlanEntry:
         """The kind of the coming step, which is to be recorded though others could predict it."""
         self.key = shape.signature
@@ -260,6 +267,7 @@ class PlanCache:
         family = self.families.get(shape.family) if shape is not None else None
         if family is not None:
             family.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
+            family.is_one_structure &= not kind.differs
         if family is not None and not kind.spans_sizes and has_deviated:
             family.changes.deviated()
         elif family is not None and self.phase == "planned" and astray_bytes is None:
@@ -278,7 +286,7 @@ class PlanCache:
             self._last_of[shape.family] = kind
             if self.phase == "recording":
                 self.note_beside(kind.graph.extra_bytes)
-            family.learn(shape.signature, shape.sizes, kind.graph, kind.recorded_gradient_bytes)
+            family.learn(shape.signature, shape.sizes, kind.graph, kind.recorded_gradient_bytes, kind.bare_bytes)
             if self.phase == "recording" and kind.changes.variants.latest is not None:
                 family.changes.variants.learn(kind.changes.variants.latest)
                 family.changes.aligns |= family.varies

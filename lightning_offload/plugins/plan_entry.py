@@ -37,7 +37,7 @@ from lightning_offload.graph.step_graph import Op, StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.planner import Make, beside, plan_with_margin, plan_without_ops
 from lightning_offload.planning.scaling_laws import Point
-from lightning_offload.planning.step_model import Figures
+from lightning_offload.planning.step_model import Figures, with_lifetimes_of
 from lightning_offload.plugins.cadence import Cadence, HookShedding
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.replanning import Corrections, with_unforeseen
@@ -82,6 +82,9 @@ class PlanEntry:
         usable_bytes: Device memory that there turned out to be, after running out of it.
         corrections: Plans that were made again for what steps under them showed.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
+        bare_bytes: What the recorded step needed beyond what was there before, gradients of earlier steps aside, with
+            all that it saved swapped out; None if some stayed, or where that is not known.
+        differs: Whether a recording was of another structure than a larger one, whose lifetimes it was to have.
         plain: What its steps need where they keep everything.
         verified: Storages whose replays were verified.
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
@@ -131,6 +134,8 @@ class PlanEntry:
     usable_bytes: int | None = None
     corrections: Corrections = dataclasses.field(default_factory=Corrections)
     recorded_gradient_bytes: int = 0
+    bare_bytes: int | None = None
+    differs: bool = False
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
     plain: PlainNeed = dataclasses.field(default_factory=PlainNeed)
@@ -406,6 +411,7 @@ class PlanEntry:
         accumulated_bytes: int,
         *,
         is_typical: bool,
+        larger: StepGraph | None = None,
     ) -> None:
         """Take the result of a recording over.
 
@@ -415,10 +421,17 @@ class PlanEntry:
             gradients: Identities of the gradients that were there when it began.
             accumulated_bytes: Gradients of earlier steps that were there in its backward.
             is_typical: Whether later steps will be like it: not the one in which an optimizer makes its state.
+            larger: What tells how long storages live, where some stayed that were saved; None where the recording does.
         """
         seen = Touched.seen(live, gradients) if live is not None else self.touched
         self.touched = Touched(recorder.persistent_ids(), seen.known)
         graph = recorder.finish()
+        if larger is not None:
+            found = with_lifetimes_of(graph, larger)
+            if found is None:
+                self.differs = True  # it is recorded again, with all swapped out
+                return
+            graph = found
         self.recorded_gradient_bytes = accumulated_bytes
         if not recorder.num_unpacks or not is_typical:
             if self.changes.failed() == "unplan":

@@ -31,11 +31,13 @@ from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
 from lightning_offload.capture.workspace import op_memory_for
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
+from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.settings import Settings
+from lightning_offload.plugins.shape_families import Room
 from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
@@ -66,6 +68,9 @@ class StepRun:
         bytes_out_of_sight: What is on the device and in no census: buckets of DDP that were not met yet.
         device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
         there: What such a device's allocator held when a step without a plan began; None where it was not asked.
+        held_bytes: What was on the device when a recorded step began, gradients of earlier steps aside; None where that
+            is not known.
+        larger: The recorded step that tells how long storages live, where some of what is saved may stay.
         slack_bytes: What it came to hold in a recorded step beyond what was alive at once.
         is_watched: Whether its memory, its ops or its copies are measured.
         lane_times: What the lanes did, if that was measured.
@@ -90,6 +95,8 @@ class StepRun:
     bytes_out_of_sight: int = 0
     device_peak_bytes: int | None = None
     there: Allocated | None = None
+    held_bytes: int | None = None
+    larger: StepGraph | None = None
     slack_bytes: int | None = None
     lane_times: dict[Tier, LaneTimes] | None = None
     seconds: float | None = None
@@ -163,7 +170,12 @@ class StepRun:
             state.buckets.place(self.recorder.all_reduced())
             kind.state_version = -1
             is_typical = not (self.optimizer_ran_inside and state.version != self.state_version)
-            kind.recorded(self.recorder, self.live, self.old_gradients, accumulated_bytes, is_typical=is_typical)
+            has_stayed = kind.stayed_bytes > 0
+            kind.bare_bytes = self._bare_bytes() if not has_stayed else None
+            kind.recorded(
+                self.recorder, self.live, self.old_gradients, accumulated_bytes,
+                is_typical=is_typical, larger=self.larger if has_stayed else None,
+            )  # fmt: skip
             return
         kind.note_gradients(0, accumulated_bytes)
         if self.executor.has_deviated:
@@ -185,6 +197,11 @@ class StepRun:
             kind.measured(self.times, self._bytes_by_op())
         elif self.is_watched:
             kind.check_peak(budget_bytes, self._bytes_by_op())
+
+    def _bare_bytes(self) -> int | None:
+        """What a recorded step needed beyond what was there before, gradients of earlier steps aside."""
+        peak_bytes = self.kind.measured_peak_bytes
+        return peak_bytes - self.held_bytes if peak_bytes is not None and self.held_bytes is not None else None
 
     def _bytes_by_op(self) -> list[int]:
         """By op: the peak since the one before it; empty where nothing counted that, or where the plan explains it.
@@ -242,6 +259,7 @@ def start_run(
     peaks: DevicePeaks,
     there: Census | None,
     persistent: Callable[[], Collection[int]],
+    room: Room | None = None,
 ) -> StepRun:
     """Set up the executor and the observers that a step of this kind needs now.
 
@@ -254,6 +272,7 @@ def start_run(
         peaks: Reads the device's allocator.
         there: The storages that are on the device; None where nobody looked.
         persistent: Gives the identities of storages that outlive the step.
+        room: What need not leave, where the step is recorded.
     """
     program = kind.program
     is_recorded = kind.phase == "recording"
@@ -297,6 +316,7 @@ def start_run(
             program=program if kind.phase not in ("recording", "unplanned") else None,
             observer=observe_all(tuple(observers)),
             sees_ops=program is None or program.needs_ops or kind.takes_data or not is_light,
+            spare_bytes=room.spare_bytes if room is not None else 0,
         )
     if is_watched:
         tiers.take_times()  # forget what went before
@@ -304,6 +324,7 @@ def start_run(
     return StepRun(
         kind=kind, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
         verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks, is_watched=is_watched,
+        larger=room.larger if room is not None else None,
     )  # fmt: skip
 
 

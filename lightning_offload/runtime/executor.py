@@ -75,6 +75,7 @@ class StepExecutor:
         sees_ops: Whether the step's ops go through :meth:`dispatch`; they must unless the program says otherwise.
         persistent: Gives the identities of storages that outlive the step; asked once, if a step that does not see ops
             leaves its program.
+        spare_bytes: How much of what is saved first may stay on the device, in a step without a program.
 
     Attributes:
         program: What to do; None for the floor policy.
@@ -83,7 +84,7 @@ class StepExecutor:
         num_unpacks: Unpacks so far.
         on_backward: Called once, when backward begins, at the latest when the first saved tensor is read back.
         swapped_bytes: Saved bytes that left the device under the floor policy.
-        stayed_bytes: Saved bytes that were to leave under the floor policy, and for which no tier had room.
+        stayed_bytes: Saved bytes that stayed under the floor policy: there was room for them, or no tier had any.
         took_data: Whether the program took ``Tensor.data`` of what the step made: a step without a dispatch mode
             could not tell whether it is written.
     """
@@ -101,6 +102,7 @@ class StepExecutor:
         verifier: Verifier | None,
         sees_ops: bool = True,
         persistent: Callable[[], Collection[int]] = frozenset,
+        spare_bytes: int = 0,
     ) -> None:
         assert sees_ops or (program is not None and not program.needs_ops)
         self.sees_ops = sees_ops
@@ -111,6 +113,7 @@ class StepExecutor:
         self.on_backward: Callable[[], None] | None = None
         self.swapped_bytes = self.stayed_bytes = 0
         self.took_data = False
+        self._grants_room, self._spare_bytes = program is None and spare_bytes > 0, spare_bytes
         self._lease: StepLiveness | None = StepLiveness()
         self._unread = weakref.ref(self._lease)
         self._device = device
@@ -443,6 +446,8 @@ class StepExecutor:
             return False
         if value.block is not None:
             return True
+        if self._grants_room and self._may_stay(value, storage):
+            return False
         decision = place = None
         if self.program is not None and not self.deviation:
             decision = self.program.decisions.get(value.index)
@@ -460,6 +465,17 @@ class StepExecutor:
             else:
                 self.stayed_bytes += value.num_bytes
         return has_left
+
+    def _may_stay(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
+        """Whether a saved value is one of those for which there is room."""
+        if value.storage is not None and not value.is_ours:  # it stayed already
+            return True
+        if value.num_bytes > self._spare_bytes:
+            return False
+        self._spare_bytes -= value.num_bytes
+        self.stayed_bytes += value.num_bytes
+        self._table.own(value, storage)
+        return True
 
     def _leave_to_replay(self, value: LiveValue, tensor: Tensor) -> bool:
         """Let a value be recomputed; False where it cannot be, or where that it can was not seen yet and is not now."""

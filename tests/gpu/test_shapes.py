@@ -1,0 +1,65 @@
+"""Steps whose shapes change are recorded, derived and planned on a GPU, too: exact, and within the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_offload import MemoryPlugin
+from tests.engine.test_shapes import JOBS, Batch
+from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean, take_races
+
+pytestmark = [*CUDA_MARKS, TOLERANT]
+
+NUM_STEPS = 14
+MIB = 1 << 20
+
+
+def _train(name: str, memory: MemoryPlugin | None) -> tuple[list[Tensor], list[int], list[tuple[str, int]]]:
+    """Gradients of all steps, their peaks, and what each did, with the bytes that stayed on the device."""
+    clean()
+    build, make, largest = JOBS[name]
+    rng = random.Random(2)
+    torch.manual_seed(3)
+    model = build().to(DEVICE)
+    batches: list[Batch] = [largest, *(make(rng, step) for step in range(NUM_STEPS - 1))]
+    found, peaks, shown = [], [], []
+    for given in batches:
+        batch = {key: tensor.to(DEVICE) for key, tensor in given.items()}
+        model.zero_grad()
+        torch.manual_seed(4)
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        with memory.step(**batch) if memory is not None else contextlib.nullcontext():
+            out = model(**batch)
+            loss: Tensor = out if isinstance(out, Tensor) else out.loss
+            loss.backward()  # type: ignore[no-untyped-call]
+        peaks.append(torch.cuda.max_memory_allocated(DEVICE))
+        if memory is not None:
+            report = memory.report()
+            shown.append((report.phase, report.kept_bytes))
+        found += [parameter.grad.clone().cpu() for parameter in model.parameters() if parameter.grad is not None]
+        del batch, out, loss
+    return found, peaks, shown
+
+
+@pytest.mark.parametrize("height", [0.7, 0.4])
+@pytest.mark.parametrize("name", ["t5", "images"])
+def test_changing_shapes_are_exact_and_within_the_budget(name: str, height: float) -> None:
+    """What a larger recording left of the budget stays in smaller ones; from the fourth shape on steps are planned."""
+    expected, plain_peaks, _ = _train(name, None)
+    with MemoryPlugin(budget="1GiB", policy="all-swap") as memory:
+        _, (floor, *_), _ = _train(name, memory)
+    budget = int(floor + height * (max(plain_peaks) - floor)) + MIB
+    with MemoryPlugin(budget=budget) as memory:
+        found, peaks, shown = _train(name, memory)
+    assert not take_races()
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert max(peaks) <= budget
+    assert shown[0] == ("recording", 0)
+    assert any(phase == "recording" and kept for phase, kept in shown[1:]), "all was swapped out"
+    assert [phase for phase, _ in shown].count("planned") >= NUM_STEPS // 2
