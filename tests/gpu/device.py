@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from lightning_offload import MemoryPlugin
 
 DEVICE = torch.device(os.environ.get("LIGHTNING_OFFLOAD_TEST_DEVICE", "cuda"))
 """The device under test."""
@@ -68,3 +71,19 @@ def clean() -> None:
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+
+
+def peak_of_step(model: nn.Module, batch: Mapping[str, Tensor], memory: MemoryPlugin | None) -> int:
+    """Run forward and backward, as a step of the plugin if there is one; the most bytes allocated meanwhile.
+
+    Args:
+        model: Gives its loss, or has one in what it gives.
+        batch: Its arguments, on the device.
+        memory: The plugin; None for plain PyTorch.
+    """
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    with memory.step(**batch) if memory is not None else contextlib.nullcontext():
+        out = model(**batch)
+        loss: Tensor = out if isinstance(out, Tensor) else out.loss
+        loss.backward()  # type: ignore[no-untyped-call]
+    return torch.cuda.max_memory_allocated(DEVICE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lightning_offload import MemoryPlugin
 from tests.engine.test_shapes import JOBS, Batch
-from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean, take_races
+from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean, peak_of_step, take_races
 
 pytestmark = [*CUDA_MARKS, TOLERANT]
 
@@ -32,17 +31,12 @@ def _train(name: str, memory: MemoryPlugin | None) -> tuple[list[Tensor], list[i
         batch = {key: tensor.to(DEVICE) for key, tensor in given.items()}
         model.zero_grad()
         torch.manual_seed(4)
-        torch.cuda.reset_peak_memory_stats(DEVICE)
-        with memory.step(**batch) if memory is not None else contextlib.nullcontext():
-            out = model(**batch)
-            loss: Tensor = out if isinstance(out, Tensor) else out.loss
-            loss.backward()  # type: ignore[no-untyped-call]
-        peaks.append(torch.cuda.max_memory_allocated(DEVICE))
+        peaks.append(peak_of_step(model, batch, memory))
         if memory is not None:
             report = memory.report()
             shown.append((report.phase, report.kept_bytes))
         found += [parameter.grad.clone().cpu() for parameter in model.parameters() if parameter.grad is not None]
-        del batch, out, loss
+        del batch
     return found, peaks, shown
 
 

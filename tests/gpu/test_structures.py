@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_offload import MemoryPlugin
 from tests.engine.test_structures import JOBS
-from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean, take_races
+from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean, peak_of_step, take_races
 
 pytestmark = [*CUDA_MARKS, TOLERANT]
 
@@ -31,12 +29,7 @@ def _train(
     found, peaks, phases = [], [], []
     for _ in range(NUM_STEPS):
         batch = {key: tensor.to(DEVICE) for key, tensor in make().items()}
-        torch.cuda.reset_peak_memory_stats(DEVICE)
-        with memory.step(**batch) if memory is not None else contextlib.nullcontext():
-            out = model(**batch)
-            loss: Tensor = out if isinstance(out, Tensor) else out.loss
-            loss.backward()  # type: ignore[no-untyped-call]
-        peaks.append(torch.cuda.max_memory_allocated(DEVICE))
+        peaks.append(peak_of_step(model, batch, memory))
         if memory is not None:
             phases.append(memory.report().phase)
             if forgets:
@@ -44,7 +37,7 @@ def _train(
         found += [parameter.grad.clone().cpu() for parameter in model.parameters() if parameter.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        del batch, out, loss
+        del batch
     return found, peaks, phases
 
 
