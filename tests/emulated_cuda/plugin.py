@@ -16,6 +16,7 @@ _NUM_SHOWN = 5
 
 _MEANINGLESS = {
     "test_cudnn_benchmark": "there is no cuDNN",
+    "sparse-": "there are no sparse tensors",
     "test_cuda_graph_captured_in_a_step": "there are no graphs",
 }
 """Part of a test's id, and why it cannot mean anything here."""

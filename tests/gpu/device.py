@@ -20,6 +20,9 @@ IS_CUDA = DEVICE.type == "cuda"
 IS_EMULATED = os.environ.get("EMULATED_CUDA") == "1"
 """Whether CUDA is the emulated device: tests/emulated_cuda/README.md."""
 
+IS_LATE = IS_EMULATED and os.environ.get("EMULATED_CUDA_MODE") == "lazy"
+"""Whether nothing that was asked of the device is done before the host waits for it."""
+
 IS_FAST = IS_CUDA and not IS_EMULATED
 """Whether large models train in seconds."""
 

@@ -13,7 +13,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.stream_lanes import StreamMover
 from tests.engine.harness import differences
 from tests.fuzz.running import random_planner
-from tests.gpu.device import CUDA_MARKS, IS_CUDA, IS_EMULATED, MARKS, TOLERANT, take_races
+from tests.gpu.device import CUDA_MARKS, IS_CUDA, IS_EMULATED, IS_LATE, MARKS, TOLERANT, take_races
 from tests.gpu.probing import Plain, Trained, check_same, plain_of, train
 from tests.gpu.streams import Lane, poisoned, slowed, without_waiting
 from tests.zoo.case import Case
@@ -69,7 +69,7 @@ class TestOnAnyDevice:
                 trained = train(case, MemoryPlugin(budget=None, policy=policy), plain=plain)
         check_same(case, plain, trained)
         assert counts["device"] > 0
-        assert counts["host"] > 0
+        assert counts["host"] > 0 or IS_LATE, "host memory was given back, and no copy was to come"
 
 
 class TestOnCuda:

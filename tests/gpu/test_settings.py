@@ -27,7 +27,7 @@ def check(case: Case, setting: str, *, wrap: Wrap = Wrap.WHOLE, around: Around =
     plain = train_plainly(case, around=around)
     if setting.startswith("h="):
         budget_bytes = levels_of(case, wrap).budget(float(setting.removeprefix("h=")))
-        trained = train_within(case, budget_bytes, plain=plain, wrap=wrap, around=around, is_firm=False)
+        trained = train_within(case, budget_bytes, plain=plain, wrap=wrap, around=around)
     else:
         memory = MemoryPlugin(budget=None, policy=setting)
         trained = train(case, memory, plain=plain, wrap=wrap, around=around)
