@@ -14,7 +14,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from tests.engine.harness import Outcome, Wrap, differences, run
 from tests.engine.probing import NUM_RETRIES, Levels
-from tests.gpu.device import DEVICE, NOT_DETERMINISTIC, deterministic
+from tests.gpu.device import DEVICE, NOT_DETERMINISTIC, clean, deterministic
 from tests.zoo.case import Case
 
 _NUM_PROBING_STEPS = 4
@@ -114,13 +114,14 @@ def train_within(
     floor was probed under, and close to the floor of a small model what blocks of the allocator take counts, which is
     measured. `test_memory` holds budgets to their word.
     """
-    for _ in range(2 * NUM_RETRIES):
+    for _ in range(NUM_RETRIES):
         try:
             return train(case, MemoryPlugin(budget=f"{budget_bytes}B"), plain=plain, wrap=wrap, around=around)
         except BudgetInfeasibleError as error:
             if error.floor_bytes <= budget_bytes:
                 raise
             budget_bytes = error.floor_bytes
+        clean()  # of the training that ended, which would count beside the next one
     raise AssertionError(f"{case.name} found no feasible budget, the last was {budget_bytes}")
 
 
