@@ -24,7 +24,7 @@ from lightning_offload.accelerators import is_capturing
 from lightning_offload.graph.memory_plan import AT_PACK
 from lightning_offload.runtime.alignment import PackCursor
 from lightning_offload.runtime.executor import StepExecutor, next_node
-from lightning_offload.runtime.hooks import NotSeen, bypass_mode
+from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.values import Handle, LiveValue
 from lightning_offload.tensors.op_facts import as_saved
@@ -97,6 +97,7 @@ class AlignedExecutor(StepExecutor):
 
     # ---- packs
 
+    @out_of_compilers_sight
     @override
     def pack(self, tensor: Tensor) -> Handle:
         bypass_mode.depth += 1

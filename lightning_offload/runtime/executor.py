@@ -38,7 +38,7 @@ from torch import Tensor
 from lightning_offload.accelerators import is_capturing, kind_of
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
-from lightning_offload.runtime.hooks import NotSeen, bypass_mode, past_own_mode
+from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight, past_own_mode
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import OpStep, Program, ProgramCursor
@@ -353,6 +353,7 @@ class StepExecutor:
 
     # ---- saved tensors
 
+    @out_of_compilers_sight
     def pack(self, tensor: Tensor) -> Handle:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
         bypass_mode.depth += 1
@@ -496,6 +497,7 @@ class StepExecutor:
             if value is not None:
                 self._materializer.release(value)
 
+    @out_of_compilers_sight
     def unpack(self, handle: Handle) -> Tensor:
         """Give a saved tensor back.
 
@@ -693,6 +695,7 @@ class KeepingExecutor:
         """Whether the step is closed and autograd has dropped all that it saved."""
         return self._unread() is None and (self._rest is None or self._rest.is_spent)
 
+    @out_of_compilers_sight
     def pack(self, tensor: Tensor) -> _Packed | Handle:
         """Take a tensor that autograd saves; never held itself, cf. :mod:`~lightning_offload.runtime.values`."""
         if self._rest is not None:
@@ -713,6 +716,7 @@ class KeepingExecutor:
                     return self._rest.pack(tensor)
         return tensor, tensor._version, self._lease
 
+    @out_of_compilers_sight
     def unpack(self, packed: _Packed | Handle) -> Tensor:
         """Give a saved tensor back.
 

@@ -38,7 +38,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,35 @@ class _BypassMode(threading.local):
 
 bypass_mode = _BypassMode()
 """Entered around everything that the runtime does with tensors."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def out_of_compilers_sight(function: _Function) -> _Function:
+    """Have ``torch.compile`` look neither into a function nor into what that calls, from whatever code it is reached.
+
+    Between the graphs of a compiled function its compiler looks at every Python function that is called, also by
+    autograd and by torch's modes. What torch puts around a mode's method against that takes longer than a mode that
+    does nothing; a mark on the code says the same.
+    """
+    return _marked(function, is_recursive=True)
+
+
+def _out_of_compilers_sight_alone(function: _Function) -> _Function:
+    """The same for a function alone: what that calls of the program's own is compiled as it is without us."""
+    return _marked(function, is_recursive=False)
+
+
+def _marked(function: _Function, *, is_recursive: bool) -> _Function:
+    eval_frame = torch._C._dynamo.eval_frame
+    strategy, action = getattr(eval_frame, "_FrameExecStrategy", None), getattr(eval_frame, "_FrameAction", None)
+    if strategy is None or action is None:
+        disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+        return cast("_Function", disable(function, recursive=is_recursive))
+    below = action.SKIP if is_recursive else action.DEFAULT
+    eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, below))
+    return function
 
 
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -119,22 +148,7 @@ def _see_op(
     return self._dispatch(func, args, kwargs or {})
 
 
-def _out_of_compilers_sight(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``torch.compile`` look neither into a function nor into what that calls, from whatever code it is reached.
-
-    What torch puts around a mode's method to that end takes longer than a mode that does nothing; a mark on the code
-    says the same.
-    """
-    eval_frame = torch._C._dynamo.eval_frame
-    strategy, action = getattr(eval_frame, "_FrameExecStrategy", None), getattr(eval_frame, "_FrameAction", None)
-    if strategy is None or action is None:
-        disabled: Callable[..., Any] = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
-        return disabled
-    eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
-    return function
-
-
-StepMode.__torch_dispatch__ = _out_of_compilers_sight(_see_op)  # type: ignore[method-assign]
+StepMode.__torch_dispatch__ = out_of_compilers_sight(_see_op)  # type: ignore[method-assign, assignment]
 
 
 def past_own_mode() -> contextlib.AbstractContextManager[None]:
@@ -148,6 +162,7 @@ def past_own_mode() -> contextlib.AbstractContextManager[None]:
     return NotSeen()  # as it is around all of these: nothing, in less time than a context of Python's own
 
 
+@out_of_compilers_sight
 def _leave(_: Any) -> None:
     """A hook before a node: it runs without our mode, which is there twice where user code in backward is seen."""
     while isinstance(_get_current_dispatch_mode(), StepMode):
@@ -162,6 +177,7 @@ def _mode_off_where_it_matters(roots: Any) -> Iterator[None]:
     if isinstance(mode, StepMode):
         made = mode.made
 
+        @out_of_compilers_sight
         def tell(gradients: Any, _: Any) -> None:
             if made is not None:
                 made([gradient for gradient in gradients if gradient is not None])
@@ -208,11 +224,32 @@ _watchers: list[Around] = []
 _original_run_backward = torch.autograd.graph._engine_run_backward
 
 
+class _Surroundings:
+    """All that is around one backward."""
+
+    __slots__ = ("_roots", "_stack")
+
+    @out_of_compilers_sight
+    def __init__(self, roots: Any) -> None:
+        self._roots = roots
+        self._stack = contextlib.ExitStack()
+
+    @out_of_compilers_sight
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for around in list(_watchers):
+                stack.enter_context(around())
+            stack.enter_context(_mode_off_where_it_matters(self._roots))
+            self._stack = stack.pop_all()
+
+    @out_of_compilers_sight
+    def __exit__(self, *exc: Any) -> bool | None:
+        return self._stack.__exit__(*exc)
+
+
+@_out_of_compilers_sight_alone
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    with contextlib.ExitStack() as stack:
-        for around in list(_watchers):
-            stack.enter_context(around())
-        stack.enter_context(_mode_off_where_it_matters(args[0]))
+    with _Surroundings(args[0]):
         return _original_run_backward(*args, **kwargs)
 
 

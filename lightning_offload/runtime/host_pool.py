@@ -21,6 +21,7 @@ from collections import deque
 
 from typing_extensions import override
 
+from lightning_offload.runtime.hooks import out_of_compilers_sight
 from lightning_offload.runtime.lanes import Block, Copy
 from lightning_offload.runtime.pinning import NotPinned, Pinning
 from lightning_offload.runtime.ranges import Ranges
@@ -76,6 +77,7 @@ class Slab:
         """Its size."""
         return self.ranges.num_bytes
 
+    @out_of_compilers_sight
     def __del__(self) -> None:
         # The mapping goes after this; __init__ may have failed before there was one.
         if not hasattr(self, "_memory"):
@@ -116,6 +118,7 @@ class HostBlock(Block):
         """Whether its memory is page-locked."""
         return self._slab.is_pinned
 
+    @out_of_compilers_sight
     def __del__(self) -> None:
         self._returned.append((self._slab, self.address - self._slab.address, self._size, self.busy))
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_offload.runtime.environment import Environment
+from lightning_offload.runtime.hooks import out_of_compilers_sight
 from lightning_offload.runtime.lanes import Block, Copy
 from lightning_offload.tensors.geometry import Geometry, plain_set_version
 from lightning_offload.tensors.observer import StepObserver
@@ -227,6 +228,7 @@ class Call:
         self.is_flat = is_flat
         self.results: dict[int, weakref.ref[LiveValue]] = {}
 
+    @out_of_compilers_sight
     def __del__(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             for value in self.inputs:
@@ -270,6 +272,7 @@ class Handle:
         self.version_alias: Tensor = tensor
         self.is_out = False
 
+    @out_of_compilers_sight
     def __del__(self) -> None:
         if self.observer is not None:
             self.observer.on_release(self.index)
@@ -428,6 +431,7 @@ class ValueTable:
 def _forgetter(entries: _Entries) -> Callable[[Any], None]:
     """A callback that takes a storage that died out of the table; holds no table, takes no lock."""
 
+    @out_of_compilers_sight
     def forget(origin: _Origin) -> None:
         entry = entries.get(origin.key)
         if not isinstance(entry, weakref.ref) and entry is not None and entry.origin is origin:

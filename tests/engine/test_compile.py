@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -112,3 +113,51 @@ def test_compiled_step_under_one_plugin_after_a_plain_one() -> None:
                 model(batch).sum().backward()
     assert counts.num_graphs == num_graphs
     assert counts.num_runs == 5
+
+
+def _runs_eagerly_in_part(x: Tensor, weight: Tensor) -> Tensor:
+    hidden = x @ weight
+    try:
+        torch._dynamo.graph_break()  # within `try`: the compiler leaves the whole frame to Python
+        hidden = hidden.sin()
+        hidden = hidden * hidden.exp()
+    finally:
+        torch._dynamo.graph_break()
+    return hidden.sum()
+
+
+def _runs_backward(x: Tensor, weight: Tensor) -> Tensor:
+    hidden = (x @ weight).sin()
+    loss = (hidden * hidden.exp()).sum()
+    torch._dynamo.graph_break()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("policy", ["keep-all", "all-swap", "all-recompute"])
+@pytest.mark.parametrize("function", [_runs_eagerly_in_part, _runs_backward])
+def test_the_runtime_is_not_compiled(function: Callable[[Tensor, Tensor], Tensor], policy: str) -> None:
+    """What autograd calls between the graphs of a compiled function is not looked at: as many graphs, the same bits."""
+
+    def train(memory: MemoryPlugin | None) -> tuple[list[Tensor], Counts]:
+        torch._dynamo.reset()
+        counts = Counts()
+        compiled = torch.compile(function, backend=counts.backend("aot_eager"))
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(8, 8))
+        gradients = []
+        for _ in range(5):
+            with memory.step() if memory is not None else contextlib.nullcontext():
+                loss = compiled(torch.randn(8, 8) * 1, weight)
+                if function is not _runs_backward:
+                    loss.backward()
+            assert weight.grad is not None
+            gradients.append(weight.grad)
+            weight.grad = None
+        return gradients, counts
+
+    expected, plain = train(None)
+    with MemoryPlugin(device="cpu", policy=policy) as memory:
+        actual, planned = train(memory)
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+    assert planned.num_graphs == plain.num_graphs
