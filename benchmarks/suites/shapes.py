@@ -49,6 +49,7 @@ _GPT2_PLANNING_GOAL = 0.010
 _RESNET_PLANNING_GOAL = 0.030
 _HEIGHTS = (0.5, 0.2)
 _NUM_STEPS = 300
+_NUM_DROPPING = 120  # steps in which blocks are left out
 _NUM_ALONE = 8  # lengths that are trained by themselves
 _NUM_STEADY = 7  # steps each, under the final plan
 _NUM_NEW = 9  # shapes that are planned
@@ -116,7 +117,8 @@ def run(options: Options, progress: Progress) -> Measurements:
         run, found = _changing(case, make, lengths, alone, height, advance)
         rows += found
         runs.append(run)
-    kept = [[rng.random() >= _DROPPED for _ in range(layers)] for _ in range(num_steps)]
+    num_dropping = min(num_steps, _NUM_DROPPING)
+    kept = [[rng.random() >= _DROPPED for _ in range(layers)] for _ in range(num_dropping)]
     for height in _HEIGHTS:
         case = f"GPT-2, blocks left out at random, h = {height}"
         progress.update(task, description=case)
@@ -138,7 +140,13 @@ def run(options: Options, progress: Progress) -> Measurements:
         advance()
     gc.collect()
     config = {
-        "gpt2": {"num_layers": layers, "width": width, "batch_size": 2 if quick else 4, "num_steps": num_steps},
+        "gpt2": {
+            "num_layers": layers,
+            "width": width,
+            "batch_size": 2 if quick else 4,
+            "num_steps": num_steps,
+            "num_dropping": num_dropping,
+        },
         "alone": {"lengths": alone},
         "runs": runs,
     }
