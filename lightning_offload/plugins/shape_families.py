@@ -331,7 +331,9 @@ class ShapeFamily:
         larger = [
             (sample.bare_bytes, sample.graph)
             for sample in self.samples.values()
-            if sample.bare_bytes is not None and all(map(operator.ge, sample.sizes, sizes))
+            if sample.bare_bytes is not None
+            and all(map(operator.ge, sample.sizes, sizes))
+            and not sample.graph.has_collectives  # DDP lays its buckets out anew: later steps have other ops
         ]
         if not larger:
             return None
