@@ -16,16 +16,16 @@ Shortfall: a heuristic, so no optimality is claimed; every plan reports its gap 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.arrays import Codes
-from lightning_offload.planning.kernels import kernels_for
+from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.policies import PUBLISHED
-from lightning_offload.planning.policies.fitting import first_that_fits
 from lightning_offload.planning.relaxation import MAX_ITEMS
 from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.search import Choice, Order, Search, families, improve, roundings
@@ -37,6 +37,8 @@ _MAX_ROWS = 600_000_000  # that local search simulates, in all: some seconds' wo
 _MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _OPTIMAL = 1 + 1e-9  # of the lower bound: no policy can be faster
+_MAX_PREFIXES = 32  # of each policy's order, before those around the best one
+_T = TypeVar("_T")
 
 
 def auto(request: PlanRequest) -> MemoryPlan:
@@ -90,7 +92,7 @@ def _plan(request: PlanRequest, best: Choice | None, rival: MemoryPlan | None) -
 
 def _best_policy(search: Search) -> MemoryPlan | None:
     """The fastest plan of a published policy; their choices are tried with schedules of our own as well."""
-    request = search.request
+    request = search.request.trying(_MAX_PREFIXES)
     plans = []
     for policy in PUBLISHED.values():
         if search.is_out_of_time or search.is_within(_OPTIMAL):
@@ -120,6 +122,28 @@ def shortest_prefix(search: Search, order: Order, codes: Codes | None = None) ->
         return choice if choice.is_feasible else None
 
     return first_that_fits(0, len(order), prefix, lambda: search.is_over)
+
+
+def first_that_fits(
+    low: int, high: int, try_: Callable[[int], _T | None], is_over: Callable[[], bool] = lambda: False
+) -> _T | None:
+    """What the shortest prefix gives that fits, by bisection; longer ones need not, since replays take memory too.
+
+    Args:
+        low: The least length.
+        high: The greatest, which is tried first.
+        try_: Gives what a prefix of a length comes to; None where it does not fit.
+        is_over: Whether to stop, with the best so far.
+    """
+    best = try_(high)
+    while low < high and not is_over():
+        middle = (low + high) // 2
+        found = try_(middle)
+        if found is not None:
+            best, high = found, middle
+        else:
+            low = middle + 1
+    return best
 
 
 def _filled(search: Search, codes: Codes, rest: Order) -> Choice | None:
@@ -157,6 +181,6 @@ def _rounds(*, is_timed: bool) -> Iterator[tuple[float, int]]:
 
 
 def _max_rows(num_rows: int) -> int:
-    if not kernels_for(num_rows).is_compiled:
+    if not is_compilable():
         return _MAX_PLAIN_ROWS
     return _MAX_ROWS if num_rows <= _MANY_ROWS else _MAX_ROWS // 4  # where all else takes long, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 
@@ -30,6 +31,7 @@ class PlanRequest:
         seed: Of what such a policy does at random.
         is_provisional: Whether the plan is soon made again, with better figures, so that little effort is enough.
         is_hasty: Whether not even the lower bound is worth its time.
+        max_prefixes: How many prefixes of its order a published policy tries at a time; None for what the step allows.
     """
 
     problem: Problem
@@ -39,6 +41,13 @@ class PlanRequest:
     seed: int = 0
     is_provisional: bool = False
     is_hasty: bool = False
+    max_prefixes: int | None = None
+
+    def trying(self, max_prefixes: int) -> PlanRequest:
+        """The same request for policies that try so many prefixes at a time; what was found of the step is shared."""
+        copied = copy.copy(self)
+        object.__setattr__(copied, "max_prefixes", max_prefixes)
+        return copied
 
     @functools.cached_property
     def plain(self) -> Timeline:

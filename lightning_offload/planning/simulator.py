@@ -313,6 +313,7 @@ class Simulator:
         no_memo: npt.NDArray[np.bool_] | None = None,
         *,
         overlap: bool = True,
+        schedule: Schedule | None = None,
         max_seconds: float = float("inf"),
     ) -> Outcome:
         """Peak, duration and whether the tiers hold it, as :meth:`timeline` would say, without the rest of it.
@@ -321,10 +322,12 @@ class Simulator:
             codes: By candidate: 0 keep, 1 swap, 2 recompute.
             no_memo: By candidate: whether it is not kept when it is replayed on the way to another; all are by default.
             overlap: Whether copies may overlap compute.
+            schedule: When to release and to prefetch; by default chosen for the limit.
             max_seconds: Where replays alone make the step longer than this, the simulation is given up, and the
                 outcome is that of a step that never ends: chains without memo are long to simulate.
         """
-        made = self._simulate(codes, no_memo, None if overlap else ON_DEMAND, max_seconds)
+        is_given = schedule is not None or not overlap
+        made = self._simulate(codes, no_memo, schedule or ON_DEMAND if is_given else None, max_seconds)
         if made is None:
             return NEVER
         overflow = made.stored.overflow_bytes if made.stored is not None else 0

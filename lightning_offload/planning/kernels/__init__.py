@@ -87,6 +87,12 @@ def kernels_for(num_rows: int) -> Kernels:
 
 
 @functools.cache
+def is_compilable() -> bool:
+    """Whether simulations are compiled once there is enough work; what a search may spend follows from that alone."""
+    return _WISH != "0" and importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
 def compiled() -> Kernels | None:
     """The compiled form; None where numba is not installed, or does not work."""
     if importlib.util.find_spec("numba") is None:

@@ -1,7 +1,7 @@
 """The published systems as policies: pure functions of one signature, ``policy(request) -> MemoryPlan``.
 
-Each is in a module that cites its paper and says where it departs. Some do as much as the budget asks for, others
-ignore how much it would allow; all fail where they do not fit. :mod:`~.planner` plans by name.
+Each is in a module that cites its paper and says where it departs. Each is fitted to a budget in the best way that
+its paper allows (:mod:`~.fitting`); all fail where they do not fit. :mod:`~.planner` plans by name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies.accudnn import accudnn
 from lightning_offload.planning.policies.capuchin import capuchin
+from lightning_offload.planning.policies.checkmate import checkmate
 from lightning_offload.planning.policies.checkpoint import checkpoint, checkpoint_sqrt
 from lightning_offload.planning.policies.cpu_offload import cpu_offload
+from lightning_offload.planning.policies.dtr import dtr
 from lightning_offload.planning.policies.layrub import layrub
 from lightning_offload.planning.policies.layup import layup
+from lightning_offload.planning.policies.pofo import pofo
 from lightning_offload.planning.policies.save_on_cpu import save_on_cpu
 from lightning_offload.planning.policies.superneurons import superneurons
 from lightning_offload.planning.policies.swap_out_in import swap_out_in
@@ -39,6 +42,9 @@ PUBLISHED: dict[str, Policy] = {
     "cpu-offload": cpu_offload,
     "accudnn": accudnn,
     "capuchin": capuchin,
+    "checkmate": checkmate,
+    "dtr": dtr,
+    "pofo": pofo,
 }
 """Those of others."""
 

@@ -11,8 +11,8 @@ late.
 
 Departures. Tensors are saved storages. The paper finds triggers from feedback over several steps; here the simulator
 places each by its need and the lanes' load. Once no copy can be hidden any more, one that has free time of its own is
-priced at its copy back, since it delays others by that. The number of tensors is the smallest prefix of the order that
-fits when simulated, where the paper counts bytes. Without a budget nothing is done. On a host of limited size what
+priced at its copy back, since it delays others by that. The number of tensors is that prefix of the order
+that is fastest when simulated within the budget, where the paper counts bytes. Without a budget nothing is done. On a host of limited size what
 there is no room for is recomputed if it can be, else it stays. Copies to a disk are priced at the link's rates.
 """
 
@@ -22,15 +22,14 @@ import heapq
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.links import in_rates, out_rates
-from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
+from lightning_offload.planning.policies.fitting import Fitting, Ordered, fit_host
 from lightning_offload.planning.policies.layers import Layer, Layers, layers_of
 from lightning_offload.planning.request import PlanRequest
 
 
 def capuchin(request: PlanRequest) -> MemoryPlan:
     """Swap by free time, then take the cheaper action by bytes."""
-    choice = shortest_prefix(request, "capuchin", eviction_order(request))
-    return plan_of(request, "capuchin", choice.timeline, choice.actions)
+    return Fitting(request, "capuchin").prefixes(eviction_order(request)).plan()
 
 
 def eviction_order(request: PlanRequest) -> Ordered:

@@ -7,13 +7,14 @@ the layer after it in backward needs, then waits for its own.
 
 Departures. A layer is an op that makes something, an input a saved storage; saved outputs and statistics are
 offloaded too, since autograd would hold them. A storage that backward needs before the layer could end stays, and so
-does one that a host of limited size has no room for, later layers first. Nothing is recomputed.
+does one that a host of limited size has no room for, later layers first. Under a budget as many layers are offloaded,
+from the first on, as is fastest within it; the paper offloads all. Nothing is recomputed.
 """
 
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan, swap
+from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host, swap
 from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.policies.schedules import one_ahead, releases
 from lightning_offload.planning.request import PlanRequest
@@ -22,6 +23,11 @@ from lightning_offload.planning.request import PlanRequest
 def cpu_offload(request: PlanRequest) -> MemoryPlan:
     """Offload every layer, wait at its end, and look one layer ahead in backward."""
     layers = layers_of(request.problem)
-    release = releases(layers, fit_host(request, layers.swappable()), {})
-    actions = swap(release)
-    return scheduled_plan(request, "cpu-offload", actions, one_ahead(layers, release, actions))
+    storages = fit_host(request, layers.swappable())
+
+    def first(num: int) -> Tried:
+        release = releases(layers, storages[:num], {})
+        actions = swap(release)
+        return Tried(actions=actions, schedule=one_ahead(layers, release, actions))
+
+    return Fitting(request, "cpu-offload").up_to(len(storages), first).plan()

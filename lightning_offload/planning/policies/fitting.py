@@ -1,33 +1,189 @@
-"""Makes a plan of a policy's choice, or says by how much it does not fit.
+"""Fits a policy to a budget: the fastest of the choices that its paper allows, or by how much none fits.
 
-A policy with a discipline of its own gets the copies at the times it asks for, and does not fit where that does
-not. For the others the simulator chooses within the budget, and where that is too tight every copy is waited for.
+Most policies take more and more actions in an order of their own while memory is short. The shortest prefix of such an
+order that fits is rarely the fastest: it leaves no room to prefetch. So every prefix is simulated within the budget,
+and the fastest counts (:class:`Fitting`). Where none fits so, every copy is waited for, and again the fastest counts.
+A policy with a discipline of its own gets its copies at the times that it asks for.
+
+Shortfall: of steps that take long to simulate only some prefixes are tried, evenly spaced and then those around the
+best one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.request import PlanRequest, build_plan, describe
-from lightning_offload.planning.simulator import Actions, Schedule, Timeline, simulate
+from lightning_offload.planning.simulator import Actions, Schedule, Timeline
 from lightning_offload.planning.tiers import HostRoom, must_fit_host
 
 Ordered = Sequence[tuple[int, Action]]
 """Actions in the order in which a policy takes them while memory is short."""
 
-_MAX_TIGHT_TRIALS = 64
-_T = TypeVar("_T")
+_MAX_ROWS = 40_000_000  # that one order's prefixes may take to simulate, in all: some seconds' worth
+_MAX_PLAIN_ROWS = 4_000_000  # the same where the simulation cannot be compiled
+_MIN_PREFIXES = 48
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SimulatedActions:
-    """Actions and the step under them."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A choice that a policy allows.
 
-    actions: dict[int, Action]
-    timeline: Timeline
+    Attributes:
+        actions: By storage; others are kept.
+        no_memo: Recomputed storages that are not memoised.
+        schedule: When copies are made; None where the simulator chooses.
+    """
+
+    actions: Actions
+    no_memo: frozenset[int] = frozenset()
+    schedule: Schedule | None = None
+
+
+class Fitting:
+    """Tries what a policy allows and remembers the fastest that fits.
+
+    Args:
+        request: The step and its budget.
+        policy: Whose choices they are.
+    """
+
+    def __init__(self, request: PlanRequest, policy: str) -> None:
+        self._request = request
+        self._policy = policy
+        self._scans: list[tuple[int, Callable[[int], Tried]]] = []
+
+    def one(self, tried: Tried) -> Fitting:
+        """Allow a choice; itself, for the next one."""
+        return self.scan(0, lambda _: tried)
+
+    def prefixes(
+        self, order: Ordered, always: Actions | None = None, no_memo: frozenset[int] = frozenset()
+    ) -> Fitting:
+        """Allow each prefix of an order.
+
+        Args:
+            order: Actions, the first to be taken first.
+            always: Actions that are taken whatever the budget.
+            no_memo: Recomputed storages that are not memoised.
+        """
+        base = dict(always or {})
+        return self.scan(len(order), lambda num: Tried(actions=base | dict(order[:num]), no_memo=no_memo))
+
+    def scan(self, longest: int, make: Callable[[int], Tried]) -> Fitting:
+        """Allow what a function makes of each number from 0 to the longest prefix's."""
+        self._scans.append((longest, make))
+        return self
+
+    def up_to(self, longest: int, make: Callable[[int], Tried]) -> Fitting:
+        """Allow what a function makes of the longest prefix and, where there is a budget, of each shorter one."""
+        return self.scan(longest, make) if self._request.budget_bytes is not None else self.one(make(longest))
+
+    def found(self) -> tuple[Tried, Timeline]:
+        """The fastest choice that fits, and the step under it.
+
+        Raises:
+            BudgetInfeasibleError: None fits even where each copy is waited for; names the smallest peak of all.
+        """
+        overlapped = _Best(self._request, overlap=True)
+        for longest, make in self._scans:
+            overlapped.scan(longest, make)
+        if overlapped.tried is None:
+            waited = _Best(self._request, overlap=False)
+            for longest, make in self._scans:
+                waited.scan(longest, make)
+            if waited.tried is None:
+                smallest = min((overlapped.smallest, waited.smallest), key=lambda t: t.peak_bytes if t else math.inf)
+                assert smallest is not None
+                raise too_small(self._request, self._policy, smallest)
+            return waited.tried, waited.timeline(waited.tried)
+        return overlapped.tried, overlapped.timeline(overlapped.tried)
+
+    def plan(self) -> MemoryPlan:
+        """The plan of the fastest choice.
+
+        Raises:
+            BudgetInfeasibleError: None fits.
+        """
+        tried, timeline = self.found()
+        return build_plan(self._request, self._policy, tried.actions, timeline, tried.no_memo)
+
+
+class _Best:
+    """The fastest of some choices that fits.
+
+    Attributes:
+        tried: That choice; None before there is one.
+        seconds: Its duration.
+    """
+
+    def __init__(self, request: PlanRequest, *, overlap: bool) -> None:
+        self._request = request
+        self._overlap = overlap
+        self.tried: Tried | None = None
+        self.seconds = math.inf
+        self._lowest: tuple[int, Tried] | None = None
+
+    @property
+    def smallest(self) -> Timeline | None:
+        """The step with the smallest peak."""
+        return None if self._lowest is None else self.timeline(self._lowest[1])
+
+    def timeline(self, tried: Tried) -> Timeline:
+        """The step under a choice."""
+        request = self._request
+        codes, flags = request.problem.codes(tried.actions), request.problem.flags(tried.no_memo)
+        return request.simulator.timeline(codes, flags, overlap=self._overlap, schedule=tried.schedule)
+
+    def scan(self, longest: int, make: Callable[[int], Tried]) -> None:
+        """Try numbers from 0 to a longest one: all of them, or some, and then those around the fastest."""
+        most = num_tried(self._request)
+        seconds = {num: self._try(make(num)) for num in spaced(0, longest, most)}
+        while True:
+            best = min(seconds, key=lambda num: (seconds[num], num))
+            tried = sorted(seconds)
+            place = tried.index(best)
+            low, high = tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)]
+            between = [num for num in spaced(low, high, most) if num not in seconds]
+            if not between or seconds[best] == math.inf:
+                return
+            seconds.update((num, self._try(make(num))) for num in between)
+
+    def _try(self, tried: Tried) -> float:
+        """Seconds of a step, infinite where it does not fit."""
+        request = self._request
+        codes, flags = request.problem.codes(tried.actions), request.problem.flags(tried.no_memo)
+        outcome = request.simulator.run(codes, flags, overlap=self._overlap, schedule=tried.schedule)
+        if self._lowest is None or outcome.peak_bytes < self._lowest[0]:
+            self._lowest = outcome.peak_bytes, tried
+        if request.budget_bytes is not None and outcome.peak_bytes > request.budget_bytes:
+            return math.inf
+        if self.tried is None or outcome.step_seconds < self.seconds:
+            self.tried, self.seconds = tried, outcome.step_seconds
+        return outcome.step_seconds
+
+
+def num_tried(request: PlanRequest) -> int:
+    """How many prefixes of an order are tried, before those around the best one."""
+    if request.max_prefixes is not None:
+        return request.max_prefixes
+    rows = _MAX_ROWS if is_compilable() else _MAX_PLAIN_ROWS
+    return max(_MIN_PREFIXES, rows // max(1, request.problem.num_rows))
+
+
+def spaced(low: int, high: int, most: int) -> list[int]:
+    """Numbers from a low one to a high one, both included, at most as many as is said, evenly spaced.
+
+    >>> spaced(0, 4, 10), spaced(0, 100, 3)
+    ([0, 1, 2, 3, 4], [0, 50, 100])
+    """
+    if high - low < most:
+        return list(range(low, high + 1))
+    return sorted({low + round(i * (high - low) / (most - 1)) for i in range(most)})
 
 
 def fits(request: PlanRequest, timeline: Timeline) -> bool:
@@ -62,94 +218,7 @@ def fixed_plan(
     Raises:
         BudgetInfeasibleError: It does not fit even where each copy is waited for.
     """
-    return plan_of(request, policy, _simulate(request, actions, no_memo), actions, no_memo)
-
-
-def scheduled_plan(request: PlanRequest, policy: str, actions: dict[int, Action], schedule: Schedule) -> MemoryPlan:
-    """The plan of a choice with a discipline of its own.
-
-    Raises:
-        BudgetInfeasibleError: It does not fit so.
-    """
-    return plan_of(request, policy, simulate(request.problem, actions, request.device, schedule=schedule), actions)
-
-
-def shortest_prefix(
-    request: PlanRequest,
-    policy: str,
-    order: Ordered,
-    always: Actions | None = None,
-    no_memo: frozenset[int] = frozenset(),
-) -> SimulatedActions:
-    """Take actions in a policy's order until the step fits.
-
-    Args:
-        request: The step and its budget.
-        policy: Whose order it is.
-        order: Actions, the first to be taken first.
-        always: Actions that are taken whatever the budget.
-        no_memo: Recomputed storages that are not memoised.
-
-    Raises:
-        BudgetInfeasibleError: No prefix fits.
-    """
-    base = dict(always or {})
-
-    def taken(num: int) -> SimulatedActions | None:
-        actions = base | dict(order[:num])
-        timeline = _simulate(request, actions, no_memo)
-        return SimulatedActions(actions, timeline) if fits(request, timeline) else None
-
-    return taken(0) or first_that_fits(1, len(order), taken) or _some_prefix(request, policy, order, base, no_memo)
-
-
-def first_that_fits(
-    low: int, high: int, try_: Callable[[int], _T | None], is_over: Callable[[], bool] = lambda: False
-) -> _T | None:
-    """What the shortest prefix gives that fits, by bisection; longer ones need not, since replays take memory too.
-
-    Args:
-        low: The least length.
-        high: The greatest, which is tried first.
-        try_: Gives what a prefix of a length comes to; None where it does not fit.
-        is_over: Whether to stop, with the best so far.
-    """
-    best = try_(high)
-    while low < high and not is_over():
-        middle = (low + high) // 2
-        found = try_(middle)
-        if found is not None:
-            best, high = found, middle
-        else:
-            low = middle + 1
-    return best
-
-
-def _some_prefix(
-    request: PlanRequest, policy: str, order: Ordered, base: Actions, no_memo: frozenset[int]
-) -> SimulatedActions:
-    """Replays take memory too, so that a shorter prefix may fit where the whole order does not."""
-    step = max(1, len(order) // _MAX_TIGHT_TRIALS)
-    smallest: Timeline | None = None
-    for num in range(len(order), -1, -step):
-        actions = {**base, **dict(order[:num])}
-        timeline = simulate(request.problem, actions, request.device, no_memo=no_memo, overlap=False)
-        if fits(request, timeline):
-            return SimulatedActions(actions, timeline)
-        if smallest is None or timeline.peak_bytes < smallest.peak_bytes:
-            smallest = timeline
-    assert smallest is not None
-    raise too_small(request, policy, smallest)
-
-
-def _simulate(request: PlanRequest, actions: Actions, no_memo: frozenset[int]) -> Timeline:
-    """Within the budget where that can be, waiting for each copy where it cannot."""
-    limit = request.budget_bytes
-    timeline = simulate(request.problem, actions, request.device, limit_bytes=limit, no_memo=no_memo)
-    if not fits(request, timeline):
-        tight = simulate(request.problem, actions, request.device, no_memo=no_memo, overlap=False)
-        timeline = min(timeline, tight, key=lambda t: t.peak_bytes)
-    return timeline
+    return Fitting(request, policy).one(Tried(actions=actions, no_memo=no_memo)).plan()
 
 
 def fit_host(request: PlanRequest, storages: Iterable[int], recomputed: Iterable[int] = ()) -> list[int]:

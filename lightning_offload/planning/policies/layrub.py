@@ -11,12 +11,13 @@ saves its result, which the next layer saves anyway. Between layers: buffers are
 are reused" is that a copy out may take one layer longer than the last one that reads the storage, which the layer
 after that waits for. The copy begins when the storage is saved, before its references are gone. A storage that
 backward needs before that stays, and so does one that a host of limited size has no room for, later layers first.
+Under a budget as many layers, from the first on, are moved out as is fastest within it; the paper moves all.
 """
 
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan, swap
+from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host, swap
 from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.policies.schedules import one_ahead, releases
 from lightning_offload.planning.request import PlanRequest
@@ -25,6 +26,11 @@ from lightning_offload.planning.request import PlanRequest
 def layrub(request: PlanRequest) -> MemoryPlan:
     """Move out all that forward is done with, and bring it back a layer ahead."""
     layers = layers_of(request.problem)
-    release = releases(layers, fit_host(request, layers.swappable()), {}, num_later=1)
-    actions = swap(release)
-    return scheduled_plan(request, "layrub", actions, one_ahead(layers, release, actions))
+    storages = fit_host(request, layers.swappable())
+
+    def first(num: int) -> Tried:
+        release = releases(layers, storages[:num], {}, num_later=1)
+        actions = swap(release)
+        return Tried(actions=actions, schedule=one_ahead(layers, release, actions))
+
+    return Fitting(request, "layrub").up_to(len(storages), first).plan()

@@ -9,13 +9,14 @@ Departures. Fused attention, products of two activations and recurrent layers co
 so do sums and concatenations: recomputed, a residual network's sums would chain back to its input. What cannot be
 replayed is transferred, what cannot be transferred is replayed if it can be, and what a host of limited size has no
 room for (later layers first) stays. cuDNN's workspaces are cuDNN's. A copy out is waited for one layer after the last
-that reads the storage, and a copy back is issued a layer ahead, as in Layrub by the same group.
+that reads the storage, and a copy back is issued a layer ahead, as in Layrub by the same group. Under a budget as many
+layers, from the first on, are treated so as is fastest within it; the paper treats all.
 """
 
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.policies.fitting import fit_host, scheduled_plan
+from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host
 from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
 from lightning_offload.planning.policies.layers import Layer, layers_of
 from lightning_offload.planning.policies.schedules import one_ahead, releases
@@ -27,12 +28,19 @@ _TRANSFERRED = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
 def layup(request: PlanRequest) -> MemoryPlan:
     """Transfer what is dear to compute, recompute the rest."""
     layers = layers_of(request.problem)
-    recompute: list[int] = [s for s, layer in layers.by_storage.items() if _is_recomputed(layer)]
-    actions: dict[int, Action] = dict.fromkeys(recompute, "recompute")
-    transfer = [s for s in layers.swappable() if s not in actions]
-    release = releases(layers, fit_host(request, transfer, recompute), actions, num_later=1)
-    actions |= dict.fromkeys(release, "swap")
-    return scheduled_plan(request, "layup", actions, one_ahead(layers, release, actions))
+    again = [s for s, layer in layers.by_storage.items() if _is_recomputed(layer)]
+    transferable = fit_host(request, (s for s in layers.swappable() if s not in set(again)), again)
+    chosen = set(again) | set(transferable)
+    storages = [s for s in layers.by_storage if s in chosen]
+
+    def first(num: int) -> Tried:
+        treated = set(storages[:num])
+        actions: dict[int, Action] = {s: "recompute" for s in again if s in treated}
+        release = releases(layers, [s for s in transferable if s in treated], actions, num_later=1)
+        actions |= dict.fromkeys(release, "swap")
+        return Tried(actions=actions, schedule=one_ahead(layers, release, actions))
+
+    return Fitting(request, "layup").up_to(len(storages), first).plan()
 
 
 def _is_recomputed(layer: Layer) -> bool:

@@ -85,18 +85,29 @@ def by_block(problem: Problem) -> list[int] | None:
     return [number[block_of[op.module]] if op.module in block_of else OUTSIDE for op in graph.ops]
 
 
-def grouped(segment_of_op: Sequence[int]) -> list[int]:
-    """As many successive segments joined as make the square root of their number."""
-    num = max(segment_of_op) + 1
-    size = math.ceil(num / round(math.sqrt(num)))
+def sqrt_size(num: int) -> int:
+    """How many of a number of segments to join for the square root of that number."""
+    return math.ceil(num / round(math.sqrt(num)))
+
+
+def grouped(segment_of_op: Sequence[int], size: int) -> list[int]:
+    """So many successive segments joined."""
     return [segment if segment == OUTSIDE else segment // size for segment in segment_of_op]
 
 
-def equal_parts(layers: Layers) -> list[int]:
-    """As many parts as the square root of the number of layers, cut where the fewest bytes cross, near equal counts."""
+def num_layers(layers: Layers) -> int:
+    """How many layers there are to cut between."""
+    return sum(layer.producer >= 0 for layer in layers.by_storage.values())
+
+
+def equal_parts(layers: Layers, num_parts: int | None = None) -> list[int]:
+    """So many parts, by default the square root of the number of layers, of near equal counts.
+
+    Cut where the fewest bytes cross.
+    """
     graph = layers.problem.graph
     producers = [layer.producer for layer in layers.by_storage.values() if layer.producer >= 0]
-    num_parts = round(math.sqrt(len(producers)))
+    num_parts = round(math.sqrt(len(producers))) if num_parts is None else num_parts
     crossing = _crossing_bytes(layers.problem)
     cuts: list[int] = []
     for part in range(1, num_parts):

@@ -11,15 +11,16 @@ Departures. Liveness is what autograd does. A layer's output is a saved storage,
 since the saved storages before it (:mod:`~.layers`): where a network saves the activation function of a convolution
 instead of the convolution's own result, that one is the checkpoint. A fork is a result with several readers. Fused
 attention, products of activations and recurrent layers are checkpoints as well. Layers that cannot be replayed stay.
-The cache is decided before the step: as a step reads the outputs of convolutions in order, the least recently used
-ones are the first of them, so the shortest prefix that fits is evicted and the rest is never transferred. With a host
-of limited size what there is no room for is not evicted. Workspaces and algorithms of convolutions are cuDNN's.
+The cache is decided before the step: as a step reads outputs in order, the least recently used ones are the first of
+them, so a prefix is evicted and the rest is never transferred. Which, is what is fastest within the budget: of the
+outputs of convolutions, as in the paper, or of all checkpoints, since a transformer has no convolutions; with what is
+cheap recomputed or, under a budget, kept. With a host of limited size what there is no room for is not evicted. Workspaces and algorithms of convolutions are cuDNN's.
 """
 
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
+from lightning_offload.planning.policies.fitting import Fitting, Ordered, fit_host
 from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
 from lightning_offload.planning.policies.layers import Layer, Layers, layers_of
 from lightning_offload.planning.request import PlanRequest
@@ -28,15 +29,18 @@ _CHECKPOINTS = COMPUTE_BOUND | {Kind.SOFTMAX, Kind.JOIN, Kind.CONCAT}
 
 
 def superneurons(request: PlanRequest) -> MemoryPlan:
-    """Recompute what is cheap, and evict as many outputs of convolutions as the budget asks for."""
-    layers = layers_of(request.problem)
+    """Recompute what is cheap, and evict as many checkpoints as the budget asks for."""
+    layers, fitting = layers_of(request.problem), Fitting(request, "superneurons")
     recompute, no_memo = cost_aware(layers)
     actions: dict[int, Action] = dict.fromkeys(recompute, "recompute")
-    outputs = [s for s in layers.swappable() if layers.by_storage[s].kind is Kind.CONV]
+    outputs = [s for s in layers.swappable() if is_checkpoint(layers.by_storage[s])]
     outputs.sort(key=lambda s: layers.by_storage[s].last_used)
-    order: Ordered = [(s, "swap") for s in fit_host(request, outputs, recompute)]
-    choice = shortest_prefix(request, "superneurons", order, actions, no_memo)
-    return plan_of(request, "superneurons", choice.timeline, choice.actions, no_memo)
+    for evicted in (outputs, [s for s in outputs if layers.by_storage[s].kind is Kind.CONV]):
+        order: Ordered = [(s, "swap") for s in fit_host(request, evicted, recompute)]
+        fitting.prefixes(order, actions, no_memo)
+        if request.budget_bytes is not None:
+            fitting.prefixes(order)
+    return fitting.plan()
 
 
 def is_checkpoint(layer: Layer) -> bool:

@@ -7,8 +7,8 @@ those that live longest are swapped. A swap-in is triggered as late as its copy 
 sequence-to-sequence model with additive attention, the sum of all keys and one query is never kept: the gradient of
 each decoder step computes it again, so memory grows with the length of the source instead of its square.
 
-Departures. There is no static graph to rewrite: the threshold is what the budget leaves, found by simulation, and the
-simulator places the triggers. PyTorch saves the ``tanh`` of such a sum, not the sum; so that is recomputed. It is
+Departures. There is no static graph to rewrite: the threshold is what the budget leaves, the one whose step
+is fastest when simulated within the budget, and the simulator places the triggers. PyTorch saves the ``tanh`` of such a sum, not the sum; so that is recomputed. It is
 recognised as a sum in which one operand is spread over another that several such sums share (the keys). PyTorch does
 not save the keys unless some op needs them, in which case their projection is replayed too. The attention
 rule applies without a budget as well. On a host of limited size what there is no room for stays.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.policies.fitting import Ordered, fit_host, plan_of, shortest_prefix
+from lightning_offload.planning.policies.fitting import Fitting, Ordered, fit_host
 from lightning_offload.planning.policies.kinds import Kind, kind_of
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.problem import Problem
@@ -32,8 +32,7 @@ def swap_out_in(request: PlanRequest) -> MemoryPlan:
     sums: dict[int, Action] = dict.fromkeys(attention_sums(layers), "recompute")
     maps = fit_host(request, (s for s in layers.swappable() if s not in sums), sums)
     order: Ordered = [(s, "swap") for s in maps]
-    choice = shortest_prefix(request, "swap-out-in", order, sums)
-    return plan_of(request, "swap-out-in", choice.timeline, choice.actions)
+    return Fitting(request, "swap-out-in").prefixes(order, sums).plan()
 
 
 def attention_sums(layers: Layers) -> list[int]:

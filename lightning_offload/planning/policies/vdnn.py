@@ -11,50 +11,52 @@ The copy begins at the first save instead of the last consumer, which is the sam
 of a layer's backward is made at the first op that reads the data; it is never later than in the paper's next layer.
 ``vdnn-all`` covers fully connected layers too, which the paper leaves alone for their small inputs, since in other
 networks they are most of the step. Convolution algorithms belong to cuDNN here, so the dynamic variant chooses
-among: no offload, convolutions, all. A storage that backward needs before the layer could end stays, and so does one
+among: no offload, convolutions, all, and, which the paper leaves out, as many of either from the first layer on as is
+fastest within the budget. A storage that backward needs before the layer could end stays, and so does one
 that a host of limited size has no room for, later layers first.
 """
 
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies.fitting import SimulatedActions, fit_host, fits, plan_of, swap
+from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host, swap
 from lightning_offload.planning.policies.kinds import Kind
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.policies.schedules import nearest_ahead, releases
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import simulate
 
 
 def vdnn_all(request: PlanRequest) -> MemoryPlan:
     """Offload the input of every layer."""
-    choice = _offload(request, layers_of(request.problem), None)
-    return plan_of(request, "vdnn-all", choice.timeline, choice.actions)
+    layers = layers_of(request.problem)
+    return Fitting(request, "vdnn-all").one(_offload(layers, _read_by(request, layers, None))).plan()
 
 
 def vdnn_conv(request: PlanRequest) -> MemoryPlan:
     """Offload the inputs of convolutions."""
-    choice = _offload(request, layers_of(request.problem), Kind.CONV)
-    return plan_of(request, "vdnn-conv", choice.timeline, choice.actions)
+    layers = layers_of(request.problem)
+    return Fitting(request, "vdnn-conv").one(_offload(layers, _read_by(request, layers, Kind.CONV))).plan()
 
 
 def vdnn_dyn(request: PlanRequest) -> MemoryPlan:
-    """Take the fastest that fits of: no offload, convolutions, all."""
-    layers = layers_of(request.problem)
-    choices = [SimulatedActions({}, request.plain), *(_offload(request, layers, only) for only in (Kind.CONV, None))]
-    choices.sort(key=lambda choice: choice.timeline.step_seconds)
-    smallest = min(choices, key=lambda choice: choice.timeline.peak_bytes)
-    choice = next((choice for choice in choices if fits(request, choice.timeline)), smallest)
-    return plan_of(request, "vdnn-dyn", choice.timeline, choice.actions)
+    """Take the fastest that fits of: no offload, convolutions, all, and what lies between."""
+    layers, fitting = layers_of(request.problem), Fitting(request, "vdnn-dyn")
+    for only in (Kind.CONV, None):
+        read = _read_by(request, layers, only)
+        fitting.scan(len(read), lambda num, read=read: _offload(layers, read[:num]))  # type: ignore[misc]
+    return fitting.plan()
 
 
-def _offload(request: PlanRequest, layers: Layers, only: Kind | None) -> SimulatedActions:
-    """Offload what layers of a kind read, or what any layer reads."""
+def _read_by(request: PlanRequest, layers: Layers, only: Kind | None) -> list[int]:
+    """What layers of a kind read, or what any layer reads, as far as the host has room."""
     read = [
         s for s in layers.swappable()
         if (kinds := layers.reader_kinds(layers.by_storage[s])) and (only is None or only in kinds)
     ]  # fmt: skip
-    release = releases(layers, fit_host(request, read), {})
+    return fit_host(request, read)
+
+
+def _offload(layers: Layers, storages: list[int]) -> Tried:
+    release = releases(layers, storages, {})
     actions = swap(release)
-    schedule = nearest_ahead(layers, release, actions, stop=Kind.CONV)
-    return SimulatedActions(actions, simulate(request.problem, actions, request.device, schedule=schedule))
+    return Tried(actions=actions, schedule=nearest_ahead(layers, release, actions, stop=Kind.CONV))

@@ -62,7 +62,7 @@ MAX_ITEMS = 3000
 _MAX_MEMORY_TICKS = 160
 _MAX_CLOCK_TICKS = 160
 _MAX_ROUNDS = 4
-_DEFAULT_SECONDS = 20.0
+_MAX_THIN_TICKS = 24
 _CLEAR = 1e-6  # fractions below it are the solver's tolerance
 _ROUNDING = 1e-9
 _TOLERANCE = 1e-4  # share of the largest excess by which a solution may exceed the budget at other ticks
@@ -76,7 +76,8 @@ class Relaxation:
         seconds: Lower bound on the step time.
         swap: By storage: the fraction that is swapped; those with none are left out.
         recompute: The same for recomputed ones.
-        method: How it was found: "plain" where everything fits, "linear program", or "knapsack".
+        method: How it was found: "plain" where everything fits, "linear program", "thin linear program" for large
+            steps, or "knapsack".
     """
 
     seconds: float
@@ -99,39 +100,38 @@ def relax(
         problem: The step.
         device: Where it runs.
         budget_bytes: Peak of live device bytes allowed, None for no limit.
-        seconds: Time to spend, beyond which the cheaper bound is taken; by default plenty.
+        seconds: Time to spend, beyond which the cheaper bound is taken. By default effort is limited by the size of
+            the program alone, so that the result does not depend on the machine.
         no_recompute: Storages that may not be recomputed; with any, the result bounds only plans that do not.
     """
-    deadline = time.perf_counter() + (_DEFAULT_SECONDS if seconds is None else seconds)
+    deadline = None if seconds is None else time.perf_counter() + seconds
     plain = simulate(problem, {}, device)
     if budget_bytes is None or plain.peak_bytes <= budget_bytes:
         return Relaxation(seconds=plain.step_seconds, swap={}, recompute={}, method="plain")
     case = Case.of(problem, device, plain, budget_bytes, no_recompute)
     bound, swap, recompute = knapsack(problem, device, case.items, plain, budget_bytes)
     cheap = Relaxation(seconds=bound, swap=swap, recompute=recompute, method="knapsack")
-    if len(case.items) > MAX_ITEMS:
-        return cheap
-    found = _solve(case, deadline)
+    found = _solve(case, deadline, is_thin=len(case.items) > MAX_ITEMS)
     if found is None or found.seconds < cheap.seconds * (1 - _ROUNDING):
         return cheap
     return dataclasses.replace(found, seconds=max(found.seconds, cheap.seconds))
 
 
-def _solve(case: Case, deadline: float) -> Relaxation | None:
+def _solve(case: Case, deadline: float | None, *, is_thin: bool) -> Relaxation | None:
     """Solve, adding ticks where the solution exceeds the budget, until there are none."""
-    ticks = _memory_ticks(case)
-    clock = _clock_ticks(case)
+    ticks = _memory_ticks(case, _MAX_THIN_TICKS if is_thin else _MAX_MEMORY_TICKS)
+    clock = _clock_ticks(case, _MAX_THIN_TICKS if is_thin else _MAX_CLOCK_TICKS)
     best: Relaxation | None = None
-    for _ in range(_MAX_ROUNDS):
-        model = Model(case, sorted({*ticks, *clock}))
-        solution = model.solve(deadline - time.perf_counter())
+    for _ in range(1 if is_thin else _MAX_ROUNDS):
+        model = Model(case, sorted({*ticks, *clock}), is_thin=is_thin)
+        solution = model.solve(None if deadline is None else deadline - time.perf_counter())
         if solution is None:
             return best
         found = Relaxation(
             seconds=model.seconds(solution.value),
             swap=_fractions(case, solution.x[model.swap]),
             recompute=_fractions(case, solution.x[model.recompute]),
-            method="linear program",
+            method="thin linear program" if is_thin else "linear program",
         )
         best = found if best is None or found.seconds > best.seconds else best
         more = set(_exceeded(case, model.absence(solution.x))) - set(ticks)
@@ -149,7 +149,7 @@ def _fractions(case: Case, x: Floats) -> dict[int, float]:
     }
 
 
-def _memory_ticks(case: Case) -> set[int]:
+def _memory_ticks(case: Case, most: int) -> set[int]:
     """Ticks with the largest excess between any two changes of what can be absent, thinned out to a number."""
     edges = {e for item in case.items for e in (item.candidate.death, item.until)} | {0, len(case.excess)}
     borders = sorted(edges)
@@ -158,18 +158,18 @@ def _memory_ticks(case: Case) -> set[int]:
         if begin < end:
             peaks.append(begin + int(np.argmax(case.excess[begin:end])))
     peaks = [t for t in peaks if case.excess[t] > 0]
-    if len(peaks) > _MAX_MEMORY_TICKS:
-        groups = np.array_split(np.array(peaks), _MAX_MEMORY_TICKS)
+    if len(peaks) > most:
+        groups = np.array_split(np.array(peaks), most)
         peaks = [int(group[np.argmax(case.excess[group])]) for group in groups]
     return set(peaks)
 
 
-def _clock_ticks(case: Case) -> set[int]:
+def _clock_ticks(case: Case, most: int) -> set[int]:
     """Ticks that part the step into equal times, where copies are counted."""
     ticks = np.unique([t for item in case.items for t in (item.candidate.pack_tick, item.candidate.death, item.until)])
     ticks = ticks[ticks < len(case.excess)]
-    if len(ticks) > _MAX_CLOCK_TICKS:
-        wanted = np.linspace(case.starts[0], case.starts[-1], _MAX_CLOCK_TICKS)
+    if len(ticks) > most:
+        wanted = np.linspace(case.starts[0], case.starts[-1], most)
         ticks = ticks[np.unique(np.searchsorted(case.starts[ticks], wanted).clip(0, len(ticks) - 1))]
     return {int(t) for t in ticks}
 

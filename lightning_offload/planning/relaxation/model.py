@@ -16,7 +16,7 @@ fraction ``z``, the row ``(b - c) z <= replays + stalls`` holds for every plan, 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class Model:
         case: What is relaxed.
         grid: Ticks, in order.
         integral: Whether each storage takes one action as a whole, for :meth:`solve_integral`.
+        is_thin: Whether to leave out the rows that tie storages to one another, of which large steps have too many:
+            what a replay reads, ops that replays share, overheads of replays, and buffers of copies under way.
 
     Attributes:
         program: Variables and rows.
@@ -47,9 +49,13 @@ class Model:
             column of the fraction that is on the device from there on.
     """
 
-    def __init__(self, case: Case, grid: Sequence[int], *, integral: bool = False) -> None:
+    def __init__(
+        self, case: Case, grid: Sequence[int], *, integral: bool = False, is_thin: bool = False
+    ) -> None:
         self.program = LinearProgram()
         self._case = case
+        self._is_thin = is_thin
+        self.early: list[list[tuple[int, int]]]
         self._per_byte = _UNITS / max(1, sum(item.candidate.num_bytes for item in case.items))
         self._per_second = _UNITS / (case.plain.step_seconds or 1.0)
         self._sizes = [item.candidate.num_bytes * self._per_byte for item in case.items]
@@ -68,8 +74,8 @@ class Model:
         """Seconds of a step by the program's objective; a plan that replays for longer than it allows takes longer."""
         return self._case.plain.step_seconds + min(max(0.0, value), self._most) / self._per_second
 
-    def solve(self, seconds: float) -> Solution | None:
-        """Solve the program within a time, None where that fails."""
+    def solve(self, seconds: float | None) -> Solution | None:
+        """Solve the program, within a time if one is given; None where that fails."""
         return self.program.solve(seconds)
 
     def absence(self, x: Floats) -> Floats:
@@ -94,6 +100,11 @@ class Model:
         swaps = [float(item.candidate.can_swap) for item in items]
         self.swap = program.variables(swaps, cost=2 * self._overhead, integral=integral)
         self.recompute = program.variables([float(can) for can in can_recompute], integral=integral)
+        if self._is_thin:
+            for i in range(len(items)):
+                program.at_most(self._gone(i), 1.0)
+            self.early = [[] for _ in items]
+            return
         again = [float(can and item.is_read) for can, item in zip(can_recompute, items, strict=True)]
         self._again = program.variables(again)  # by item: how often it is replayed twice
         for i in range(len(items)):
@@ -148,6 +159,9 @@ class Model:
         for i in read:
             for op in items[i].ops:
                 users.setdefault(op, []).append(i)
+        if self._is_thin:
+            self._make_thin_replays(read, users)
+            return
         own = self._own_replays()
         total: Terms = [(self._clock.replays[-1], -1.0)]
         before: Events = []
@@ -173,6 +187,24 @@ class Model:
             here, end = self._clock.replays[g], self._clock.replays[-1]
             program.at_most([(done[g], 1.0), (here, -1.0)], 0.0)
             program.at_most([(late[g], 1.0), (here, 1.0), (end, -1.0)], 0.0)
+
+    def _make_thin_replays(self, read: Sequence[int], users: Mapping[int, Sequence[int]]) -> None:
+        """Replays take the time of those ops that are behind no other item."""
+        program, items, ops, clock = self.program, self._case.items, self._case.problem.graph.ops, self._clock
+        total: Terms = [(clock.replays[-1], -1.0)]
+        before: Events = []
+        after: Events = []
+        for i in read:
+            seconds = sum(ops[op].seconds for op in items[i].ops if len(users[op]) == 1) * self._per_second
+            terms = [(self.recompute[i], seconds)]
+            total += terms
+            before.append((items[i].read_at + 1, terms))
+            after.append((items[i].earliest, terms))
+        program.at_most(total, 0.0)
+        done, late = clock.sums(before, 2 * self._most), clock.sums_from(after, 2 * self._most)
+        for g in range(len(clock)):
+            program.at_most([(done[g], 1.0), (clock.replays[g], -1.0)], 0.0)
+            program.at_most([(late[g], 1.0), (clock.replays[g], 1.0), (clock.replays[-1], -1.0)], 0.0)
 
     def _make_shared(self, several: Sequence[int], own: Columns) -> int:
         """How often an op runs that is behind several items."""
@@ -214,7 +246,7 @@ class Model:
         early: list[Terms] = [[(r, 1.0), (d, -1.0)] for r, d in zip(returned, due, strict=True)]
         copies = Copies(
             program, self._case, clock, swap=self.swap, sizes=self._sizes, most=_ALL_BYTES,
-            scale=self._per_second / self._per_byte, early=early,
+            scale=self._per_second / self._per_byte, early=early, has_buffers=not self._is_thin,
         )  # fmt: skip
         for g, tick in enumerate(clock.grid):
             excess = int(self._case.excess[tick])
@@ -244,6 +276,7 @@ class Copies:
         most: The most that bytes may add up to, in these units.
         scale: The program's unit of time over that of bytes: what turns seconds per byte into its own.
         early: By place in the grid: bytes that are back before their read, since replays need them.
+        has_buffers: Whether to write rows for copies under way.
 
     Attributes:
         outgoing: By place in the grid: bytes that are dead and not yet copied out.
@@ -261,6 +294,7 @@ class Copies:
         most: float,
         scale: float,
         early: Sequence[Terms],
+        has_buffers: bool,
     ) -> None:
         self._program = program
         self._case = case
@@ -273,7 +307,8 @@ class Copies:
         self.outgoing = program.variables([most] * len(clock))
         self.incoming = program.variables([most] * len(clock))
         self._make_lanes(self._make_tiers())
-        self._make_buffers()
+        if has_buffers:
+            self._make_buffers()
 
     def _make_tiers(self) -> Columns | None:
         """By item: the fraction that goes to disk, None where nothing does; what goes to the host fits there."""

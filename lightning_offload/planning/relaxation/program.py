@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_MIN_STEPS = 10_000
+_MAX_WORK = 3e10  # steps of the simplex method times columns and coefficients: about half a minute
+
 _log = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
@@ -71,14 +74,15 @@ class LinearProgram:
         """Fix a variable."""
         self._lower[column] = self._upper[column] = value
 
-    def solve(self, seconds: float) -> Solution | None:
+    def solve(self, seconds: float | None) -> Solution | None:
         """Solve with HiGHS.
 
         Args:
-            seconds: Time limit.
+            seconds: Time limit; None to limit the number of steps by the size of the program, so that what is found
+                does not depend on the machine.
 
         Returns:
-            None where it found no optimum in time.
+            None where it found no optimum within the limit.
         """
         from scipy.optimize import linprog
 
@@ -86,7 +90,11 @@ class LinearProgram:
         rows, limits = self._rows.matrix(num)
         equal, values = self._equal.matrix(num)
         cost, lower, upper = np.array(self._cost), np.array(self._lower), np.array(self._upper)
-        options = {"time_limit": max(seconds, 1e-3), "presolve": True}
+        options: dict[str, Any] = {"presolve": True}
+        if seconds is not None:
+            options["time_limit"] = max(seconds, 1e-3)
+        else:
+            options["maxiter"] = max(_MIN_STEPS, int(_MAX_WORK / (num + self._rows.num_nonzeros)))
         bounds = np.column_stack((lower, upper))
         try:
             found = linprog(cost, rows, limits, equal, values, bounds=bounds, method="highs", options=options)
@@ -144,6 +152,11 @@ class _Rows:
             self._coefficients.append(coefficient)
         self._begin.append(len(self._index))
         self._limits.append(limit)
+
+    @property
+    def num_nonzeros(self) -> int:
+        """Coefficients so far."""
+        return len(self._index)
 
     def matrix(self, num_columns: int) -> tuple[Any, Any]:
         from scipy.sparse import csr_array
