@@ -30,8 +30,8 @@ from lightning_offload.planning.relaxation import MAX_ITEMS
 from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.search import Choice, Order, Search, families, improve, roundings
 
-_CLOSE = 1.01  # to the lower bound, in multiples of it
-_ROUNDS = ((1.001, 4), (_CLOSE, 16), (_CLOSE, 64))  # of local search: gaps to the bound, and trials for each candidate
+_CLOSE = 1.01  # to the lower bound, in multiples of it: more relaxations are not rounded
+_ROUNDS = ((1.001, 4), (1.002, 12), (1.005, 24), (_CLOSE, 48))  # of local search: gaps, and trials for each candidate
 _MIN_TRIALS = 320
 _MAX_ROWS = 600_000_000  # that local search simulates, in all: some seconds' worth
 _MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
