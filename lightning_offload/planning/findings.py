@@ -4,8 +4,8 @@ The predictions are made by the planner itself, of a step that is changed accord
 (:mod:`~.logits`), or with an optimizer that goes through its parameters one by one where its ops are in the step. What
 a smaller batch needs a graph does not say; who can record one at another size gives its floor.
 
-Shortfalls: a step is forward and backward, and an optimizer's update is in it only where it runs within; what an
-accumulating loss cannot be told from here (a scale, a softcap) is not predicted.
+Shortfalls: a step is forward and backward, and an optimizer's update is in it only where it runs within; of what would
+lower the floor only what is set by the op at its peak is looked for.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def _chunked_loss(request: PlanRequest, budget_bytes: int | None, tell: Callable
     return Remedy(
         kind="chunked-loss",
         advice=(
-            f"{lower.logits.name} set the floor: compute the loss with lightning_offload.chunked_linear_cross_entropy("
-            f"..., num_chunks={lower.num_chunks}), or another chunked or fused linear cross-entropy"
+            f"{lower.logits.name}: compute the loss by lightning_offload.chunked_linear_cross_entropy(..., "
+            f"num_chunks={lower.num_chunks}), or by another chunked or fused linear cross-entropy"
         ),
         floor_bytes=timeline.peak_bytes,
         gain_bytes=request.floor.peak_bytes - timeline.peak_bytes,
