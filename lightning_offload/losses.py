@@ -1,7 +1,7 @@
 """Cross-entropy of a linear layer, over chunks of rows: the logits of all rows never exist at once.
 
 For a language model the logits set the smallest feasible budget: ``rows x vocabulary``, and as much again for the
-logarithms of the probabilities and for either gradient. A chunk of rows needs a share of one of them, and once its
+logarithms of the probabilities and for either gradient. A chunk of rows needs a share of two of them, and once its
 gradients of the hidden states and of the weight are there nothing of it is needed any more. So forward computes the
 gradients too, as Liger Kernel does (Hsu et al., 2024), and as many products of matrices are computed as without chunks.
 What backward needs are two tensors: as large as the hidden states and as the weight.
@@ -194,22 +194,21 @@ class _Chunked(torch.autograd.Function):
         step = max(1, -(-num_rows // how.num_chunks))
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
-            loss, of_logits = _chunk(
-                hidden[begin:end], weight, bias, rows.chunk(begin, end), class_weight, how, any(needs)
-            )
+            part = hidden[begin:end]
+            loss, of_logits, factor = _chunk(part, weight, bias, rows.chunk(begin, end), class_weight, how, any(needs))
             total += loss
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-            elif needs[2]:
-                of_bias = of_logits.sum(0)
-            of_logits = of_logits.to(hidden.dtype)
+            if needs[2]:
+                of_bias = _plus_product(of_bias, of_logits, factor.to(of_logits.dtype), total_dtype)
             if of_hidden is not None:
-                of_hidden[begin:end] = of_logits @ weight
+                of_hidden[begin:end] = (of_logits @ weight).mul_(factor.unsqueeze(-1))
             if needs[1]:
-                of_weight = _plus_product(of_weight, of_logits, hidden[begin:end], total_dtype)
+                scaled = (part * factor.unsqueeze(-1)).to(part.dtype)
+                of_weight = _plus_product(of_weight, of_logits, scaled, total_dtype)
             del of_logits
         if of_weight is None and needs[1]:
             of_weight = torch.zeros_like(weight, dtype=total_dtype)
+        if of_bias is None and needs[2] and bias is not None:
+            of_bias = torch.zeros_like(bias, dtype=total_dtype)
         count = rows.weight.sum() if how.is_mean else None
         ctx.save_for_backward(of_hidden, of_weight, of_bias, count)
         loss = total / count if count is not None else total
@@ -235,44 +234,48 @@ def _chunk(
     class_weight: Tensor | None,
     how: _How,
     needs_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses of a chunk of rows, and its gradient with regard to their logits, if that is needed.
 
-    There is one tensor as large as the logits, and their cast: it holds logits, probabilities and gradient in turn.
+    Passes over the logits are what a chunk costs beside its products: there are two, and the gradient takes the place of
+    the logits. What a row counts is no pass: it is left to what the gradient is multiplied with.
+
+    Returns:
+        The loss, the gradient, and by row a factor that the gradient lacks.
     """
-    work = F.linear(hidden, weight, bias).to(rows.counts.dtype)
-    num_classes = work.shape[-1]
+    logits = F.linear(hidden, weight, bias)
+    scores = torch.log_softmax(logits, -1, dtype=rows.counts.dtype)
+    of_target = scores.gather(-1, rows.target.unsqueeze(-1)).squeeze(-1)
+    losses = -of_target * rows.weight
+    num_classes = scores.shape[-1]
     spread = how.smoothing / num_classes
-    work.sub_(work.amax(-1, keepdim=True))
-    losses = -work.gather(-1, rows.target.unsqueeze(-1)).squeeze(-1)
-    all_weights = num_classes if class_weight is None else class_weight.sum()
-    smooth: Tensor | None = None
     if how.smoothing:
-        smooth = -work.sum(-1) if class_weight is None else -(work @ class_weight)
-    sums = work.exp_().sum(-1)
-    losses = (losses + sums.log()) * rows.weight
-    if smooth is not None:
-        losses = (1 - how.smoothing) * losses + spread * (smooth + all_weights * sums.log())
+        smooth = scores.sum(-1) if class_weight is None else scores @ class_weight
+        losses = (1 - how.smoothing) * losses - spread * smooth
     loss = losses.masked_fill(rows.counts == 0, 0).sum()
     if not needs_gradient:
-        return loss, work
-    of_target = (1 - how.smoothing) * rows.weight
-    gradient = work.mul_(((of_target + spread * rows.counts * all_weights) / sums).unsqueeze(-1))
-    if how.smoothing:
-        even = torch.ones_like(gradient[0]) if class_weight is None else class_weight
-        gradient.addr_(rows.counts, even, alpha=-spread)
-    each = torch.arange(len(gradient), device=gradient.device)
-    gradient[each, rows.target] -= of_target
-    return loss, gradient
+        return loss, logits, rows.weight
+    each = torch.arange(len(logits), device=logits.device)
+    if not how.smoothing:
+        torch.exp(scores, out=logits)
+        logits[each, rows.target] = of_target.expm1().to(logits.dtype)
+        return loss, logits, rows.weight
+    shares = (1 - how.smoothing) * rows.weight
+    all_weights = num_classes if class_weight is None else class_weight.sum()
+    scores.exp_().mul_((shares + spread * rows.counts * all_weights).unsqueeze(-1))
+    even = torch.ones_like(scores[0]) if class_weight is None else class_weight
+    scores.addr_(rows.counts, even, alpha=-spread)
+    scores[each, rows.target] -= shares
+    return loss, logits.copy_(scores), rows.counts
 
 
-def _plus_product(total: Tensor | None, of_logits: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add a chunk's share to the gradient of the weight, in place where there is one."""
+def _plus_product(total: Tensor | None, of_logits: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add a chunk's share to the gradient of weight or bias, in place where there is one."""
     if total is None:
-        return (of_logits.mT @ hidden).to(dtype)
-    if hidden.dtype == dtype:
-        return total.addmm_(of_logits.mT, hidden)
-    return total.add_(of_logits.mT @ hidden)
+        return (of_logits.mT @ other).to(dtype)
+    if other.dim() == 2 and other.dtype == dtype:
+        return total.addmm_(of_logits.mT, other)
+    return total.add_(of_logits.mT @ other)
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:

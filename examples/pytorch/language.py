@@ -13,10 +13,17 @@ import argparse
 
 import torch
 from rich import print
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_offload
 from examples.models import language
+
+
+def plain_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The same loss with all logits at once."""
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def main() -> None:
@@ -40,8 +47,7 @@ def main() -> None:
                 if args.chunks:
                     loss = language.chunked_loss(model, tokens, num_chunks=args.chunks)
                 else:
-                    logits = model(input_ids=tokens).logits[:, :-1]
-                    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                    loss = plain_loss(model, tokens)
                 loss.backward()
             optimizer.step()
             print(f"step {step}: loss {loss.item():.4f}")

@@ -4,7 +4,7 @@ What a linear layer over a vocabulary makes, the logarithms of the probabilities
 as the rows times the vocabulary. They are recognised by structure: a product of matrices with a parameter, whose result
 goes, perhaps cast or copied, into ``_log_softmax``, which ``nll_loss`` reads, and into nothing else of its size (a
 distillation, a softcap): what :func:`~lightning_offload.losses.chunked_linear_cross_entropy` can do instead. The step in
-chunks has none of them. Its loss takes a share of one of them, and beside it what that function accumulates: the
+chunks has none of them. Its loss takes a share of two of them, and beside it what that function accumulates: the
 gradients of the hidden states and, in float32, of the weight.
 
 Shortfalls: a graph has no types, so whether logits are in half precision is told from sizes; a loss of other ops, fused
@@ -42,8 +42,8 @@ class Logits:
         module: Which module makes them.
         num_bytes: Their size.
         storages: All of that size: the logits, the logarithms of the probabilities, gradients, casts and copies.
-        cut_bytes: What all rows at once would take of these in their place: one tensor, and a wider one for half
-            precision.
+        cut_bytes: What all rows at once would take of these in their place: the logits and the logarithms of the
+            probabilities; for half precision two in float32, as on a CPU, where CUDA needs one.
         first_tick: When they are made.
         product_tick: When the first of the products is made that give the gradients of hidden states and weight.
         last_tick: When the last of these is read.
@@ -222,7 +222,7 @@ def _logits(graph: StepGraph, product: Op, parameter: int, between: list[int], *
         module=product.module,
         num_bytes=num_bytes,
         storages=frozenset(storages),
-        cut_bytes=3 * num_bytes if is_half else num_bytes,
+        cut_bytes=(5 if is_half else 2) * num_bytes,
         first_tick=product.tick,
         product_tick=product_tick or last_tick + 1,
         last_tick=last_tick,

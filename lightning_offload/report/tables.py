@@ -177,7 +177,9 @@ def live_table(finding: FloorFinding, num: int) -> Table:
         num: How many are listed at most.
     """
     shown = [each for each in finding.live if each.num_bytes > _NEGLIGIBLE * finding.floor_bytes][:num]
-    table = _table(f"The {len(shown)} largest storages there of {len(finding.live):,}", "module", "made by", ">size", "in")
+    table = _table(
+        f"The {len(shown)} largest storages there of {len(finding.live):,}", "module", "made by", ">size", "in"
+    )
     for each in shown:
         op = each.op.removeprefix("aten.").removesuffix(".default")
         _add(table, each.module or "-", op or "-", format_bytes(each.num_bytes), each.phase or "-")

@@ -72,8 +72,9 @@ def test_explain_what_sets_the_floor(capsys: pytest.CaptureFixture[str], written
     assert set(floor) == {"floor_bytes", "op", "persistent_bytes", "live", "other_bytes", "remedies"}
     assert (floor["floor_bytes"], floor["op"]) == (written["floor_bytes"], written["floor_op"])
     assert floor["persistent_bytes"] == written["persistent_bytes"]
-    assert sum(each["num_bytes"] for each in floor["live"]) + floor["persistent_bytes"] + floor["other_bytes"] == (
-        written["floor_bytes"]
+    assert (
+        sum(each["num_bytes"] for each in floor["live"]) + floor["persistent_bytes"] + floor["other_bytes"]
+        == (written["floor_bytes"])
     )
     assert set(floor["live"][0]) == {"storage", "num_bytes", "op", "module", "phase"}
     out = output_of(capsys, "explain", "plan.json")

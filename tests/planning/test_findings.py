@@ -45,8 +45,8 @@ def test_logits() -> None:
     assert [remedy.kind for remedy in found.remedies] == ["chunked-loss", "smaller-batch"]
     chunked, smaller = found.remedies
     (logits,) = find_logits(graph)
-    assert chunked.num_chunks == 32
-    assert chunked.floor_bytes == floor_of(in_chunks(graph, logits, 32))
+    assert chunked.num_chunks == 64
+    assert chunked.floor_bytes == floor_of(in_chunks(graph, logits, 64))
     assert chunked.gain_bytes == found.floor_bytes - chunked.floor_bytes
     assert chunked.advice.startswith("the logits of `head`: compute the loss by lightning_offload.chunked_linear_")
     assert (chunked.overhead, smaller.floor_bytes, smaller.gain_bytes) == (None, None, None)
@@ -58,7 +58,7 @@ def test_overhead_within_a_budget() -> None:
     (logits,) = find_logits(graph)
     budget = floor_of(graph)
     (remedy, _) = explain_floor(graph, DEVICE, budget_bytes=budget).remedies
-    made = plan(in_chunks(graph, logits, 32), DEVICE, budget)
+    made = plan(in_chunks(graph, logits, 64), DEVICE, budget)
     assert remedy.overhead == made.predicted_step_seconds / made.plain_step_seconds - 1 == 0.0
     assert explain_floor(graph, DEVICE, budget_bytes=1).remedies[0].overhead is None
     assert explain_floor(graph, None, budget_bytes=budget).remedies[0].overhead is None
@@ -91,7 +91,10 @@ def test_half_the_batch() -> None:
     assert remedy.gain_bytes == found.floor_bytes - floor_of(chain(500, 400)) > 0
     assert remedy.advice.startswith("halve the batch, or the size of the micro-batches")
     tiny = chain(1)
-    assert [each.kind for each in explain_floor(head(), smaller_batch=tiny).remedies] == ["smaller-batch", "chunked-loss"]
+    assert [each.kind for each in explain_floor(head(), smaller_batch=tiny).remedies] == [
+        "smaller-batch",
+        "chunked-loss",
+    ]
 
 
 @settings(max_examples=100, deadline=None)
@@ -118,4 +121,4 @@ def test_what_takes_long_is_told() -> None:
     """Planning in chunks is announced."""
     told: list[str] = []
     explain_floor(head(), DEVICE, budget_bytes=floor_of(head()), tell=told.append)
-    assert told == ["planning the step with 32 chunks"]
+    assert told == ["planning the step with 64 chunks"]

