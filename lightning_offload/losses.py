@@ -237,8 +237,8 @@ def _chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses of a chunk of rows, and its gradient with regard to their logits, if that is needed.
 
-    Passes over the logits are what a chunk costs beside its products: there are two, and the gradient takes the place of
-    the logits. What a row counts is no pass: it is left to what the gradient is multiplied with.
+    Passes over the logits are what a chunk costs beside its products: there are two, and the gradient takes the place
+    of the logits. What a row counts is no pass: it is left to what the gradient is multiplied with.
 
     Returns:
         The loss, the gradient, and by row a factor that the gradient lacks.

@@ -62,7 +62,7 @@ def batch(
 
 
 def plain(given: Batch, num_chunks: int = 1, **how: Any) -> Tensor:
-    """torch's own, which keeps all logits."""
+    """What torch does, which keeps all logits."""
     logits = F.linear(given.hidden, given.weight, given.bias)
     return F.cross_entropy(logits.flatten(0, -2), given.targets.flatten(), weight=given.class_weight, **how)
 

@@ -3,8 +3,8 @@
 What a linear layer over a vocabulary makes, the logarithms of the probabilities, and the gradients of both are as large
 as the rows times the vocabulary. They are recognised by structure: a product of matrices with a parameter, whose result
 goes, perhaps cast or copied, into ``_log_softmax``, which ``nll_loss`` reads, and into nothing else of its size (a
-distillation, a softcap): what :func:`~lightning_offload.losses.chunked_linear_cross_entropy` can do instead. The step in
-chunks has none of them. Its loss takes a share of two of them, and beside it what that function accumulates: the
+distillation, a softcap): what :func:`~lightning_offload.losses.chunked_linear_cross_entropy` can do instead. The step
+in chunks has none of them. Its loss takes a share of two of them, and beside it what that function accumulates: the
 gradients of the hidden states and, in float32, of the weight.
 
 Shortfalls: a graph has no types, so whether logits are in half precision is told from sizes; a loss of other ops, fused

@@ -92,16 +92,16 @@ def test_explain_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(chunked) == {
         "kind", "advice", "floor_bytes", "gain_bytes", "floor_op", "overhead", "num_chunks",
     }  # fmt: skip
-    assert (chunked["kind"], chunked["num_chunks"]) == ("chunked-loss", 16)
+    assert (chunked["kind"], chunked["num_chunks"]) == ("chunked-loss", 32)
     assert "the logits of `head`" in chunked["advice"]
     assert 2 * chunked["floor_bytes"] < made["floor_bytes"]
     assert 0 <= chunked["overhead"] < made["overhead"]
     assert json_of(capsys, "explain", "plan.json")["floor"]["remedies"][0]["overhead"] is None
     out = output_of(capsys, "explain", "plan.json", "--device", "k40c")
     assert "the plan's own is" in out
-    assert "num_chunks=16" in out
+    assert "num_chunks=32" in out
     below = ["plan", *model, "--device", "k40c", "--budget", f"{plain['floor_bytes'] - 1}B"]
-    assert "the logits of `head` set it: lightning_offload.chunked_linear_cross_entropy with 16 chunks" in (
+    assert "the logits of `head` set it: lightning_offload.chunked_linear_cross_entropy with 32 chunks" in (
         refused(capsys, *below, code=3)
     )
 
