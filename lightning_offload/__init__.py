@@ -1,7 +1,7 @@
 """Train unmodified PyTorch models within a memory budget, bit for bit.
 
 The public names, in ``__all__``. Importing this package imports neither torch nor Lightning and does not
-touch CUDA: the classes are imported when they are first used. The strategies register with
+touch CUDA: classes and functions are imported when they are first used. The strategies register with
 ``lightning.pytorch`` and ``pytorch_lightning`` when those are imported, before or after this package. The adapters are
 its modules ``accelerate``, ``fabric`` and ``transformers``.
 """
@@ -29,6 +29,7 @@ from lightning_offload.errors import (
 
 if TYPE_CHECKING:
     from lightning_offload.callbacks import EfficientBatchSizeFinder, OffloadMonitor
+    from lightning_offload.losses import chunked_linear_cross_entropy
     from lightning_offload.plugins.memory import MemoryPlugin
     from lightning_offload.strategies import DDPOffloadStrategy, OffloadStrategy
 
@@ -51,6 +52,7 @@ __all__ = [
     "TuningError",
     "UnsupportedError",
     "__version__",
+    "chunked_linear_cross_entropy",
 ]
 
 _ADAPTERS = ("accelerate", "fabric", "transformers")  # modules named after the libraries that they need
@@ -60,6 +62,7 @@ _LAZY_MODULES = {
     "MemoryPlugin": "lightning_offload.plugins.memory",
     "OffloadMonitor": "lightning_offload.callbacks",
     "OffloadStrategy": "lightning_offload.strategies",
+    "chunked_linear_cross_entropy": "lightning_offload.losses",
 }
 
 

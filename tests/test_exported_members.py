@@ -26,6 +26,7 @@ EXPORTED = [
     "TuningError",
     "UnsupportedError",
     "__version__",
+    "chunked_linear_cross_entropy",
 ]
 
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_offload import chunked_linear_cross_entropy
 
 _ATTENTION = ("eager", "sdpa")
 
@@ -65,3 +68,19 @@ def _checked(attention: str) -> str:
     if attention not in _ATTENTION:
         raise ValueError(f"unknown attention {attention!r}; choose one of {', '.join(_ATTENTION)}")
     return attention
+
+
+def chunked_loss(model: Any, tokens: Tensor, num_chunks: int = 8) -> Tensor:
+    """The loss of a GPT-2 with each token scored against the next one, without the logits of all tokens at once.
+
+    Args:
+        model: What :func:`gpt2` makes.
+        tokens: Of shape (samples, length).
+        num_chunks: Into how many parts the rows of the logits are cut.
+    """
+    return chunked_linear_cross_entropy(
+        model.transformer(input_ids=tokens).last_hidden_state,
+        model.lm_head.weight,
+        F.pad(tokens[:, 1:], (0, 1), value=-100),  # the last token of a sample has no next one
+        num_chunks=num_chunks,
+    )

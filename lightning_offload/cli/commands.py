@@ -232,7 +232,10 @@ def _explain(
     dtype: DtypeOption = "float32",
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a plan does: totals from its file alone, names and sizes where its step is at hand."""
+    """Say what a plan does: totals from its file alone, names and sizes where its step is at hand.
+
+    With its step, also what sets the smallest feasible budget and what would lower it, predicted.
+    """
     from lightning_offload.cli.explain import explain
     from lightning_offload.cli.setting import PlanOptions
     from lightning_offload.errors import UnsupportedError
@@ -247,7 +250,7 @@ def _explain(
             target=model, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, device=device,
             dtype=dtype,
         )  # fmt: skip
-    explain(plan, graph, options, as_json=as_json)
+    explain(plan, graph, options, device_name=device, dtype=dtype, as_json=as_json)
 
 
 def _devices(as_json: JsonOption = False) -> None:

@@ -1,6 +1,8 @@
 """``explain``: what a plan does, from its file alone, and with names and sizes where its step is at hand.
 
 The step is that of ``--graph``, of the file that ``plan`` writes beside the plan, or of a model that is captured again.
+With a step it is also said what sets the smallest feasible budget, and what would lower it; how long a step takes then
+is predicted for a device that is named.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from typing import Any
 
 from lightning_offload.cli.output import console, note, progress, say, write_json
 from lightning_offload.cli.plan import NUM_SHOWN
-from lightning_offload.cli.setting import PlanOptions, check_options
+from lightning_offload.cli.setting import Checked, PlanOptions, check_options, find_device
 from lightning_offload.errors import PlanError
+from lightning_offload.graph.catalog import check_dtype
+from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.findings import FloorFinding, explain_floor
 from lightning_offload.report.plan_view import (
     bytes_by_action,
     costliest,
@@ -23,16 +28,35 @@ from lightning_offload.report.plan_view import (
     stored_in,
     verdict,
 )
-from lightning_offload.report.tables import action_rows, modules_table, prediction_rows, storages_table, two_columns
+from lightning_offload.report.tables import (
+    action_rows,
+    floor_rows,
+    live_table,
+    modules_table,
+    prediction_rows,
+    remedies_table,
+    storages_table,
+    two_columns,
+)
 
 
-def explain(path: Path, graph_path: Path | None, options: PlanOptions | None, *, as_json: bool) -> None:
+def explain(
+    path: Path,
+    graph_path: Path | None,
+    options: PlanOptions | None,
+    *,
+    device_name: str | None = None,
+    dtype: str = "float32",
+    as_json: bool,
+) -> None:
     """Print what a plan does.
 
     Args:
         path: The plan.
         graph_path: Its step; None to look beside the plan.
         options: The model to capture its step of; None for none.
+        device_name: The device that the plan is for, where no model is given; None to predict no times.
+        dtype: What is computed in, which that device's rates depend on.
         as_json: Whether to print JSON in place of tables.
 
     Raises:
@@ -40,13 +64,20 @@ def explain(path: Path, graph_path: Path | None, options: PlanOptions | None, *,
         OffloadError: An option is wrong.
     """
     plan = MemoryPlan.from_json(_read(path, "plan"))
-    graph = _graph_of(plan, path, graph_path, options)
+    checked = check_options(options) if options is not None else None
+    graph = _graph_of(plan, path, graph_path, checked)
+    finding: FloorFinding | None = None
     if graph is not None:
         plan.check(graph)
+        if checked is not None:
+            device: DeviceSpec | None = checked.device
+        else:
+            device = find_device(device_name, check_dtype(dtype)) if device_name is not None else None
+        finding = _finding(plan, graph, device, checked)
     if as_json:
-        write_json(_payload(plan, graph))
+        write_json(_payload(plan, graph, finding))
     else:
-        _print(path, plan, graph)
+        _print(path, plan, graph, finding)
 
 
 def beside(path: Path) -> Path:
@@ -54,13 +85,26 @@ def beside(path: Path) -> Path:
     return path.with_suffix(".graph.json")
 
 
-def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, options: PlanOptions | None) -> StepGraph | None:
+def _finding(
+    plan: MemoryPlan, graph: StepGraph, device: DeviceSpec | None, checked: Checked | None
+) -> FloorFinding | None:
+    """What sets the floor; with a model, half its batch is tried too."""
+    if not graph.ops:
+        return None
+    smaller: StepGraph | None = None
+    with progress("looking for what sets the smallest feasible budget") as tell:
+        if checked is not None and checked.options.batch_size > 1:
+            tell(f"capturing a step of {checked.options.target} at half the batch")
+            smaller = checked.workload.capture(checked.options.batch_size // 2, checked.device).graph
+        return explain_floor(graph, device, budget_bytes=plan.budget_bytes, smaller_batch=smaller, tell=tell)
+
+
+def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, checked: Checked | None) -> StepGraph | None:
     if graph_path is not None:
         return StepGraph.from_json(_read(graph_path, "graph"))
-    if options is not None:
-        checked = check_options(options)
-        with progress(f"capturing a step of {options.target}"):
-            return checked.workload.capture(options.batch_size, checked.device).graph
+    if checked is not None:
+        with progress(f"capturing a step of {checked.options.target}"):
+            return checked.workload.capture(checked.options.batch_size, checked.device).graph
     if not beside(path).is_file():
         return None
     graph = StepGraph.from_json(_read(beside(path), "graph"))
@@ -92,8 +136,9 @@ def _counts(plan: MemoryPlan) -> dict[str, int]:
     }
 
 
-def _payload(plan: MemoryPlan, graph: StepGraph | None) -> dict[str, Any]:
+def _payload(plan: MemoryPlan, graph: StepGraph | None, finding: FloorFinding | None) -> dict[str, Any]:
     payload = predictions(plan) | _counts(plan)
+    payload["floor"] = dataclasses.asdict(finding) if finding is not None else None
     if graph is None:
         return payload | {"storages": None, "modules": None}
     saved = stored_in(graph, plan)
@@ -103,7 +148,7 @@ def _payload(plan: MemoryPlan, graph: StepGraph | None) -> dict[str, Any]:
     return payload | {"storages": storages, "modules": modules}
 
 
-def _print(path: Path, plan: MemoryPlan, graph: StepGraph | None) -> None:
+def _print(path: Path, plan: MemoryPlan, graph: StepGraph | None, finding: FloorFinding | None) -> None:
     counts = _counts(plan)
     say(f"{path}, made by policy {plan.policy!r}: {verdict(plan)}", style="bold")
     rows = prediction_rows(plan)
@@ -125,3 +170,9 @@ def _print(path: Path, plan: MemoryPlan, graph: StepGraph | None) -> None:
     if saved:
         console().print(storages_table(saved, NUM_SHOWN))
     console().print(modules_table(saved))
+    if finding is not None:
+        say("\nWhat sets the smallest feasible budget", style="bold")
+        console().print(two_columns(floor_rows(finding, plan)))
+        if finding.live:
+            console().print(live_table(finding, NUM_SHOWN))
+        console().print(remedies_table(finding, plan))

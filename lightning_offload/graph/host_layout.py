@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,11 @@ ALIGNMENT = 4096
 """Bytes; direct access to a disk needs it, and memory comes in such pages."""
 
 
-def stored_bytes(num_bytes: int) -> int:
-    """What a storage of this size takes on a tier."""
+_Size = TypeVar("_Size", int, npt.NDArray[np.int64])
+
+
+def stored_bytes(num_bytes: _Size) -> _Size:
+    """What a storage of this size takes on a tier, or each of an array of storages."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -163,9 +163,9 @@ class StepGraph:
         It is the same of :meth:`allocated`.
         """
         hasher = _hash_of_ops(self).copy()
-        for save in self.saves:
-            storage = self.storages[self.values[save.value].storage]
-            hasher.update(f"{save.value}|{self.taken_bytes(storage.num_bytes)}\n".encode())
+        values, storages, block = self.values, self.storages, self.block_bytes
+        saved = [(save.value, storages[values[save.value].storage].num_bytes) for save in self.saves]
+        hasher.update("".join([f"{v}|{-(-num_bytes // block) * block}\n" for v, num_bytes in saved]).encode())
         digest: str = hasher.hexdigest()[:32]
         return digest
 

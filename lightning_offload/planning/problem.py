@@ -94,6 +94,7 @@ class Problem:
         self.stays = LiveRanges(graph)
         self.views: dict[type, object] = {}
         self._sources: dict[int, Source | None] = {}
+        self._walks: dict[int, Walk | None] = {}
         self.last_value = last_values(graph)
         self.written_until = _overwritten_at(graph)
         saves = _saves_by_storage(graph)
@@ -126,20 +127,20 @@ class Problem:
         made = copy.copy(self)
         made.graph = graph = graph.allocated()
         made.views, made._sources = {}, {}
-        for name in ("lists", "plain_seconds", "stored"):
+        for name in ("lists", "plain_seconds"):
             made.__dict__.pop(name, None)
         sizes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
-        made.candidates = {
-            s: dataclasses.replace(c, num_bytes=max(1, int(sizes[s]))) for s, c in self.candidates.items()
-        }
+        made.candidates = {s: _resized(c, max(1, int(sizes[s]))) for s, c in self.candidates.items()}
         made.base = made._base(sizes, workspace_bytes)
         made.seconds = made._by_tick(op_seconds)
         made.op_seconds = op_seconds
         storage = self.arrays.storage
+        saved_bytes = sizes[self.saved_storages]
+        made.__dict__["stored"] = dataclasses.replace(self.stored, num_bytes=stored_bytes(saved_bytes))
         made.__dict__["arrays"] = self.arrays._replace(
             seconds=made.seconds,
             base=made.base,
-            size=sizes[saved_storages(self)],
+            size=saved_bytes,
             made_bytes=np.where(self._is_persistent[storage], 0, sizes[storage]),
             op_seconds=op_seconds,
             op_workspace=workspace_bytes,
@@ -223,8 +224,22 @@ class Problem:
     def source(self, candidate: Candidate) -> Source | None:
         """What a replay of a candidate reads and costs by itself; None where there can be no such replay."""
         if candidate.storage not in self._sources:
-            self._sources[candidate.storage] = find_source(self, candidate)
+            self._sources[candidate.storage] = self._source(candidate)
         return self._sources[candidate.storage]
+
+    def _source(self, candidate: Candidate) -> Source | None:
+        if candidate.storage not in self._walks:  # which are the same at all sizes
+            self._walks[candidate.storage] = find_walk(self, candidate)
+        walk = self._walks[candidate.storage]
+        if walk is None:
+            return None
+        return Source(seconds=sum(self.op_seconds[list(walk.ops)].tolist()), saved=walk.saved)
+
+    @functools.cached_property
+    def saved_storages(self) -> list[int]:
+        """The storages that have numbers, by number."""
+        others = (s for s, v in self.last_value.items() if self.is_saved_for_good(v) and not self.is_given(v))
+        return [*self.candidates, *(s for s in others if s not in self.candidates)]
 
     def _may_leave(self, storage: int, group: list[Save]) -> bool:
         if self.graph.storages[storage].is_persistent or any(save.must_keep for save in group):
@@ -306,6 +321,21 @@ class Problem:
         return base
 
 
+def _resized(candidate: Candidate, num_bytes: int) -> Candidate:
+    """A candidate of another size, in a tenth of the time that `dataclasses.replace` takes."""
+    return Candidate(
+        storage=candidate.storage,
+        value=candidate.value,
+        num_bytes=num_bytes,
+        death=candidate.death,
+        pack_tick=candidate.pack_tick,
+        release=candidate.release,
+        can_swap=candidate.can_swap,
+        can_recompute=candidate.can_recompute,
+        module=candidate.module,
+    )
+
+
 def min_bytes(graph: StepGraph) -> int:
     """Smallest size worth a decision: 64 KiB, less in a step so small that this would be most of it."""
     saved = {graph.values[save.value].storage for save in graph.saves}
@@ -364,27 +394,39 @@ class Source:
     saved: tuple[int, ...]
 
 
-def find_source(problem: Problem, candidate: Candidate) -> Source | None:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """The way back from a value to what it is made of.
+
+    Attributes:
+        ops: Those that make it from saved values and from those that are always there.
+        saved: The saved values that they read.
+    """
+
+    ops: tuple[int, ...]
+    saved: tuple[int, ...]
+
+
+def find_walk(problem: Problem, candidate: Candidate) -> Walk | None:
     """Walk back from a candidate to the saved values around it; None where that is too far, or impossible."""
     if not candidate.can_recompute:
         return None
     values, ops = problem.graph.values, problem.graph.ops
-    seconds, saved = 0.0, dict[int, None]()
-    stack, seen = [candidate.value], set[int]()
+    saved = dict[int, None]()
+    stack, seen = [candidate.value], dict[int, None]()
     while stack:
         producer = values[stack.pop()].producer
         if producer in seen or producer < 0:
             continue
-        seen.add(producer)
+        seen[producer] = None
         if len(seen) > MAX_REPLAYED_OPS:
             return None
-        seconds += float(problem.op_seconds[producer])
         for v in ops[producer].inputs:
             if problem.is_saved_for_good(v):
                 saved[v] = None
             elif not problem.is_given(v):
                 stack.append(v)
-    return Source(seconds=seconds, saved=tuple(saved))
+    return Walk(ops=tuple(seen), saved=tuple(saved))
 
 
 def replay_cost(problem: Problem, candidate: Candidate, chain_bytes: Mapping[int, float]) -> tuple[float, float]:
@@ -420,7 +462,7 @@ def anchors(problem: Problem, limit_bytes: float) -> set[int]:
 def step_arrays(problem: Problem) -> StepArrays:
     """Lay a problem out as columns."""
     graph, candidates = problem.graph, list(problem.candidates.values())
-    saved = saved_storages(problem)
+    saved = problem.saved_storages
     number = {storage: i for i, storage in enumerate(saved)}
     op_at = np.zeros(graph.num_ticks + 3, dtype=bool)
     op_at[problem.op_ticks] = True
@@ -472,18 +514,12 @@ def step_arrays(problem: Problem) -> StepArrays:
 
 def stored_arrays(problem: Problem) -> StoredArrays:
     """What saved storages take on their tiers."""
-    saved = saved_storages(problem)
+    saved = problem.saved_storages
     return StoredArrays(
-        num_bytes=_column(stored_bytes(problem.graph.storages[s].num_bytes) for s in saved),
+        num_bytes=stored_bytes(_column(problem.graph.storages[s].num_bytes for s in saved)),
         begin=_column(problem.stays.begin[s] for s in saved),
         dropped=_column(problem.stays.dropped[s] for s in saved),
     )
-
-
-def saved_storages(problem: Problem) -> list[int]:
-    """The storages that have numbers, by number."""
-    others = (s for s, v in problem.last_value.items() if problem.is_saved_for_good(v) and not problem.is_given(v))
-    return [*problem.candidates, *(s for s in others if s not in problem.candidates)]
 
 
 def as_lists(columns: StepArrays) -> StepArrays:

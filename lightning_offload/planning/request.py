@@ -13,6 +13,7 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import AT_PACK, Action, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.floor import Floor, find_floor
+from lightning_offload.planning.logits import chunked_floor
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import Relaxation, relax
 from lightning_offload.planning.simulator import Actions, Simulator, Timeline, simulate
@@ -120,10 +121,22 @@ class PlanRequest:
             f"budget {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) is infeasible{under}: the smallest "
             f"feasible budget is {format_bytes(floor_bytes)} ({floor_bytes} bytes), set by {op}; "
             + ", ".join(fixes[:-1])
-            + f"{',' if len(fixes) > 2 else ''} or {fixes[-1]}",
+            + f"{',' if len(fixes) > 2 else ''} or {fixes[-1]}"
+            + (self._chunks if not policy else ""),
             budget_bytes=self.budget_bytes,
             floor_bytes=floor_bytes,
             op=op,
+        )
+
+    @functools.cached_property
+    def _chunks(self) -> str:
+        """What a loss in chunks would make of the floor; nothing where logits do not set it."""
+        lower = chunked_floor(self.problem, self.device, self.lowest)
+        if lower is None:
+            return ""
+        return (
+            f"; {lower.logits.name} set it: lightning_offload.chunked_linear_cross_entropy with {lower.num_chunks} "
+            f"chunks is predicted to need {format_bytes(lower.floor.timeline.peak_bytes)}"
         )
 
 

@@ -43,7 +43,7 @@ from lightning_offload.planning.kernels.buffers import (
 )
 from lightning_offload.planning.kernels.prefetches import BLOCK
 from lightning_offload.planning.links import in_rates, out_rates
-from lightning_offload.planning.problem import Bytes, Problem, saved_storages
+from lightning_offload.planning.problem import Bytes, Problem
 from lightning_offload.planning.tiers import TierChoice, choose_tiers
 
 NO_LIMIT = 1 << 62
@@ -154,7 +154,7 @@ def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = froz
     found = find_needs(problem, problem.codes(actions), problem.flags(no_memo), PLAIN)
     assert found is not None
     needs = found[1]
-    saved = saved_storages(problem)
+    saved = problem.saved_storages
     ticks = problem.lists.wanted_tick
     replayed = [k for k, num_calls in enumerate(needs.num_calls) if num_calls]
     return Residency(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.findings import FloorFinding
 from lightning_offload.report.bar_plots import measured_rows
 from lightning_offload.report.page_parts import heading, lead
 from lightning_offload.report.plan_view import (
@@ -25,13 +26,15 @@ from lightning_offload.report.rows import module_rows
 from lightning_offload.report.scale import format_share, or_dash, shorten
 from lightning_offload.units import format_bytes, format_seconds
 
+_NEGLIGIBLE = 0.005  # share of a floor
+
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
 __all__ = [
-    "action_rows", "comparison_table", "modules_table", "prediction_rows", "render_text", "size", "storages_table",
-    "two_columns",
+    "action_rows", "comparison_table", "floor_rows", "live_table", "modules_table", "prediction_rows",
+    "remedies_table", "render_text", "size", "storages_table", "two_columns",
 ]  # fmt: skip
 
 
@@ -144,6 +147,59 @@ def modules_table(stored: Sequence[Stored]) -> Table:
         _add(table, shorten(row.label, 48), *(format_bytes(each) if each else "" for each in row.num_bytes.values()))
     table.add_section()
     _add(table, "all", *(format_bytes(each) for each in bytes_by_action(stored).values()), style="bold")
+    return table
+
+
+def floor_rows(finding: FloorFinding, plan: MemoryPlan) -> list[tuple[str, str]]:
+    """What sets a step's floor, and of what it consists.
+
+    Args:
+        finding: The floor.
+        plan: A plan for the step, which may have been made within limits of its own.
+    """
+    rows = [
+        ("set by", finding.op),
+        ("smallest feasible budget", size(finding.floor_bytes)),
+        ("there before the step", size(finding.persistent_bytes)),
+        ("made in the step", size(sum(each.num_bytes for each in finding.live))),
+        ("workspaces and the rest", size(finding.other_bytes)),
+    ]
+    if plan.floor_bytes != finding.floor_bytes:
+        rows.append(("under the plan's limits", f"{size(plan.floor_bytes)}, of what it keeps, its host and its state"))
+    return rows
+
+
+def live_table(finding: FloorFinding, num: int) -> Table:
+    """What the step made and is on the device when memory is at the floor's peak, if it matters there.
+
+    Args:
+        finding: The floor.
+        num: How many are listed at most.
+    """
+    shown = [each for each in finding.live if each.num_bytes > _NEGLIGIBLE * finding.floor_bytes][:num]
+    table = _table(
+        f"The {len(shown)} largest storages there of {len(finding.live):,}", "module", "made by", ">size", "in"
+    )
+    for each in shown:
+        op = each.op.removeprefix("aten.").removesuffix(".default")
+        _add(table, each.module or "-", op or "-", format_bytes(each.num_bytes), each.phase or "-")
+    return table
+
+
+def remedies_table(finding: FloorFinding, plan: MemoryPlan) -> Table:
+    """What would lower a floor, with what is predicted of it.
+
+    Args:
+        finding: The floor.
+        plan: A plan for the step, with the overhead that a remedy's is compared with.
+    """
+    table = _table("What would lower it, predicted", "what", ">to", ">by", "then set by", ">overhead")
+    for each in finding.remedies:
+        to, by = or_dash(each.floor_bytes, "bytes"), or_dash(each.gain_bytes, "bytes")
+        _add(table, each.advice, to, by, each.floor_op or "-", format_share(each.overhead))
+    if any(each.overhead is not None for each in finding.remedies):
+        table.caption = f"overhead within the plan's budget; the plan's own is {format_share(overhead(plan))}"
+        table.caption_justify = "left"
     return table
 
 

@@ -42,6 +42,15 @@ def test_training_script(module: str) -> None:
     assert "phase='planned'" in output
 
 
+def test_language_model() -> None:
+    """The loss in chunks learns within a budget that it has no plan for with all logits at once."""
+    output = run("examples.pytorch.language", "--steps", "6")
+    losses = [float(value) for value in re.findall(r"loss ([0-9.]+)", output)]
+    assert losses[-1] < losses[0] - 0.5
+    figures = {name: int(value) for name, value in re.findall(r"(\w+_bytes)=(\d+)", output)}
+    assert figures["measured_peak_bytes"] <= figures["budget_bytes"] == 160 * 2**20
+
+
 def test_cli_from_a_file() -> None:
     """LightningCLI trains from the configuration file, and prints the plan."""
     output = run("examples.lightning.cli", "fit", "--config", CONFIG, "--trainer.max_epochs=1")

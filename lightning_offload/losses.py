@@ -1,0 +1,286 @@
+"""Cross-entropy of a linear layer, over chunks of rows: the logits of all rows never exist at once.
+
+For a language model the logits set the smallest feasible budget: ``rows x vocabulary``, and as much again for the
+logarithms of the probabilities and for either gradient. A chunk of rows needs a share of two of them, and once its
+gradients of the hidden states and of the weight are there nothing of it is needed any more. So forward computes the
+gradients too, as Liger Kernel does (Hsu et al., 2024), and as many products of matrices are computed as without chunks.
+What backward needs are two tensors: as large as the hidden states and as the weight.
+
+Gradients are accumulated without the factor of backward (the loss's own gradient, over the number of targets for a
+mean), in float32 where inputs are narrower, and get it in backward: half precision's range suffices whatever a
+``GradScaler`` multiplies the loss by.
+
+Everything is an ordinary op of PyTorch, so that a step with it is recorded, planned and replayed like any other. torch
+2.13 has ``torch.nn.functional.linear_cross_entropy``, whose chunks are one custom op: FakeTensors do not show what it
+allocates within, its gradients stay on the device unseen by saved-tensor hooks, and it has no label smoothing.
+
+Shortfalls: gradients are computed in forward even if backward never comes (not under ``torch.no_grad``); no second
+derivatives; targets are class indices; ``torch.func`` transforms are not supported; ``torch.compile`` unrolls the
+chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_offload.errors import UnsupportedError
+
+__all__ = ["chunked_linear_cross_entropy"]
+
+_REDUCTIONS = ("mean", "sum")
+
+
+def chunked_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    num_chunks: int = 8,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of ``F.linear(hidden, weight, bias)``, of which no more than one chunk of rows exists at once.
+
+    The same as ``F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, -2), targets.flatten(), ...)``, autocast
+    included, up to the order of sums: those over rows, of the loss and of the gradients of the weight and of the bias.
+
+    Args:
+        hidden: What the linear layer reads, of shape (..., features).
+        weight: Of the linear layer, (classes, features), which may be tied to an embedding.
+        targets: The class of each row, of shape (...), in int64. A language model's next tokens are
+            ``F.pad(tokens[:, 1:], (0, 1), value=-100)``.
+        bias: Of the linear layer, (classes,).
+        class_weight: How much each class counts, (classes,); gets no gradient.
+        num_chunks: Into how many parts rows are cut; never more than there are rows.
+        ignore_index: The target of rows that do not count.
+        reduction: "mean" over the rows that count, by their classes' weights, or "sum".
+        label_smoothing: Share of each target that is spread over all classes, in [0, 1].
+
+    Returns:
+        The loss, in the type that ``F.cross_entropy`` gives.
+
+    Raises:
+        UnsupportedError: An argument is not supported; says what is allowed.
+    """
+    _check(hidden, weight, targets, class_weight, num_chunks, reduction, label_smoothing)
+    kind = hidden.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast &= hidden.dtype != torch.float64
+    how = _How(
+        num_chunks=num_chunks,
+        ignore_index=ignore_index,
+        is_mean=reduction == "mean",
+        smoothing=float(label_smoothing),
+        dtype=torch.get_autocast_dtype(kind) if autocast else None,
+        has_gradients=torch.is_grad_enabled(),
+    )
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    with torch.autocast(kind, enabled=False) if autocast else contextlib.nullcontext():
+        apply: Any = _Chunked.apply
+        loss: Tensor = apply(rows, weight, bias, targets.reshape(-1), class_weight, how)
+    return loss
+
+
+class _How(NamedTuple):
+    """How a loss is computed.
+
+    Attributes:
+        num_chunks: Into how many parts rows are cut.
+        ignore_index: The target of rows that do not count.
+        is_mean: Whether the loss is a mean.
+        smoothing: Label smoothing.
+        dtype: What autocast multiplies matrices in; None without it.
+        has_gradients: Whether there may be a backward.
+    """
+
+    num_chunks: int
+    ignore_index: int
+    is_mean: bool
+    smoothing: float
+    dtype: torch.dtype | None
+    has_gradients: bool
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    num_chunks: int,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise UnsupportedError(
+            f"hidden of shape {tuple(hidden.shape)} and weight of shape {tuple(weight.shape)} do not match: "
+            "give (..., features) and (classes, features)"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise UnsupportedError(
+            f"targets of shape {tuple(targets.shape)} do not match hidden of shape {tuple(hidden.shape)}: "
+            f"give one for each row, {tuple(hidden.shape[:-1])}"
+        )
+    if targets.dtype != torch.int64:
+        raise UnsupportedError(f"targets are {targets.dtype}: give class indices in torch.int64, not probabilities")
+    if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
+        raise UnsupportedError(f"num_chunks={num_chunks!r} is no positive int: 1 is the loss without chunks")
+    if reduction not in _REDUCTIONS:
+        raise UnsupportedError(f"reduction={reduction!r} is not supported: choose one of 'mean', 'sum'")
+    if not 0 <= label_smoothing <= 1:
+        raise UnsupportedError(f"label_smoothing={label_smoothing!r} is outside of [0, 1]")
+    if class_weight is not None and class_weight.requires_grad:
+        raise UnsupportedError("class_weight requires a gradient and gets none: give class_weight.detach()")
+
+
+class _Rows(NamedTuple):
+    """The targets of all rows, or of a chunk of them.
+
+    Attributes:
+        target: The class; 0 where there is none.
+        counts: 1 for rows that count, 0 for others.
+        weight: The weight of the class; 0 for rows that do not count.
+    """
+
+    target: Tensor
+    counts: Tensor
+    weight: Tensor
+
+    def chunk(self, begin: int, end: int) -> _Rows:
+        return _Rows(*(column[begin:end] for column in self))
+
+
+def _rows_of(targets: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> _Rows:
+    is_ignored = targets == ignore_index
+    target = targets.masked_fill(is_ignored, 0)
+    counts = torch.ones_like(targets, dtype=dtype).masked_fill_(is_ignored, 0)
+    weight = counts if class_weight is None else class_weight[target].masked_fill(is_ignored, 0)
+    return _Rows(target, counts, weight)
+
+
+class _Chunked(torch.autograd.Function):
+    """The loss of all rows, and the gradients that backward only has to scale."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        class_weight: Tensor | None,
+        how: _How,
+    ) -> Tensor:
+        needs = [is_needed and how.has_gradients for is_needed in ctx.needs_input_grad[:3]]
+        ctx.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, weight, bias)]
+        if how.dtype is not None:
+            hidden, weight = hidden.to(how.dtype), weight.to(how.dtype)
+            bias = bias.to(how.dtype) if bias is not None else None
+        total_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        class_weight = class_weight.to(total_dtype) if class_weight is not None else None
+        rows = _rows_of(targets, class_weight, how.ignore_index, total_dtype)
+        of_hidden = torch.empty_like(hidden) if needs[0] else None
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
+        total = torch.zeros((), dtype=total_dtype, device=hidden.device)
+        num_rows = hidden.shape[0]
+        step = max(1, -(-num_rows // how.num_chunks))
+        for begin in range(0, num_rows, step):
+            end = min(begin + step, num_rows)
+            part = hidden[begin:end]
+            loss, of_logits, factor = _chunk(part, weight, bias, rows.chunk(begin, end), class_weight, how, any(needs))
+            total += loss
+            if needs[2]:
+                of_bias = _plus_product(of_bias, of_logits, factor.to(of_logits.dtype), total_dtype)
+            if of_hidden is not None:
+                of_hidden[begin:end] = (of_logits @ weight).mul_(factor.unsqueeze(-1))
+            if needs[1]:
+                scaled = (part * factor.unsqueeze(-1)).to(part.dtype)
+                of_weight = _plus_product(of_weight, of_logits, scaled, total_dtype)
+            del of_logits
+        if of_weight is None and needs[1]:
+            of_weight = torch.zeros_like(weight, dtype=total_dtype)
+        if of_bias is None and needs[2] and bias is not None:
+            of_bias = torch.zeros_like(bias, dtype=total_dtype)
+        count = rows.weight.sum() if how.is_mean else None
+        ctx.save_for_backward(of_hidden, of_weight, of_bias, count)
+        loss = total / count if count is not None else total
+        return loss if how.dtype is not None else loss.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # which is what create_graph means here
+            raise UnsupportedError(
+                "chunked_linear_cross_entropy has no second derivative: call backward without create_graph, or use "
+                "F.cross_entropy(F.linear(...))"
+            )
+        *gradients, count = ctx.saved_tensors
+        factor = of_loss if count is None else torch.where(count == 0, 0, of_loss / count)
+        return (*(_scaled(g, factor, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None)
+
+
+def _chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: _Rows,
+    class_weight: Tensor | None,
+    how: _How,
+    needs_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses of a chunk of rows, and its gradient with regard to their logits, if that is needed.
+
+    Passes over the logits are what a chunk costs beside its products: there are two, and the gradient takes the place
+    of the logits. What a row counts is no pass: it is left to what the gradient is multiplied with.
+
+    Returns:
+        The loss, the gradient, and by row a factor that the gradient lacks.
+    """
+    logits = F.linear(hidden, weight, bias)
+    scores = torch.log_softmax(logits, -1, dtype=rows.counts.dtype)
+    of_target = scores.gather(-1, rows.target.unsqueeze(-1)).squeeze(-1)
+    losses = -of_target * rows.weight
+    num_classes = scores.shape[-1]
+    spread = how.smoothing / num_classes
+    if how.smoothing:
+        smooth = scores.sum(-1) if class_weight is None else scores @ class_weight
+        losses = (1 - how.smoothing) * losses - spread * smooth
+    loss = losses.masked_fill(rows.counts == 0, 0).sum()
+    if not needs_gradient:
+        return loss, logits, rows.weight
+    each = torch.arange(len(logits), device=logits.device)
+    if not how.smoothing:
+        torch.exp(scores, out=logits)
+        logits[each, rows.target] = of_target.expm1().to(logits.dtype)
+        return loss, logits, rows.weight
+    shares = (1 - how.smoothing) * rows.weight
+    all_weights = num_classes if class_weight is None else class_weight.sum()
+    scores.exp_().mul_((shares + spread * rows.counts * all_weights).unsqueeze(-1))
+    even = torch.ones_like(scores[0]) if class_weight is None else class_weight
+    scores.addr_(rows.counts, even, alpha=-spread)
+    scores[each, rows.target] -= shares
+    return loss, logits.copy_(scores), rows.counts
+
+
+def _plus_product(total: Tensor | None, of_logits: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add a chunk's share to the gradient of weight or bias, in place where there is one."""
+    if total is None:
+        return (of_logits.mT @ other).to(dtype)
+    if other.dim() == 2 and other.dtype == dtype:
+        return total.addmm_(of_logits.mT, other)
+    return total.add_(of_logits.mT @ other)
+
+
+def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """A gradient times a factor, in float32 if not wider: the factor may be beyond half precision's range."""
+    if gradient is None:
+        return None
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.mul(gradient.to(wide), factor.to(wide), out=torch.empty_like(gradient, dtype=dtype))
