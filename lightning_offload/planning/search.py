@@ -24,12 +24,12 @@ Improves a choice by small changes: simulated annealing.
 
 A change for the worse is accepted with a probability that falls with the harm and with the temperature, which falls
 geometrically from a ten-thousandth of the plain step's duration to a two-hundred-thousandth; cf. Kirkpatrick, Gelatt
-and Vecchi, "Optimization by simulated annealing" (Science 220, 1983). Starting so cool keeps most of a good start: from
-a thousandth the same number of trials ends higher (ResNet-152 on an A100 at a fifth of the height: 7.2% added, not
-6.7%). Changes are one storage's action, or two storages' at once. What leaves the device makes room for what stays, so
-mostly two storages exchange their actions: of the same size, wherever they are, since that fits again, or neighbours in
-the step. That a recomputed storage stays for its later reads, or is made again for each, counts as two actions: where room is short it decides whether anything can be
-recomputed at all.
+and Vecchi, "Optimization by simulated annealing" (Science 220, 1983). Starting so cool keeps most of a good start:
+from a thousandth the same number of trials ends higher (ResNet-152 on an A100 at a fifth of the height: 7.2% added,
+not 6.7%). Changes are one storage's action, or two storages' at once. What leaves the device makes room for what
+stays, so mostly two storages exchange their actions: of the same size, wherever they are, since that fits again, or
+neighbours in the step. That a recomputed storage stays for its later reads, or is made again for each, counts as two
+actions: where room is short it decides whether anything can be recomputed at all.
 
 The cost is the step's duration; for a choice that does not fit it is raised by a penalty in proportion to the excess,
 so that the search may pass through such choices on its way to better ones. Where storages are large, few changes

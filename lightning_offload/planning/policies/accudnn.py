@@ -2,8 +2,8 @@
 
 Guo et al., "AccUDNN: A GPU Memory Efficient Accelerator for Training Ultra-deep Deep Neural Networks", arXiv
 1901.06773. Profiled layer times, saved bytes and link rates predict the step under a set of swaps, in which each
-direction is one serial lane. Storages of the longest reuse distance are swapped, as many as are fastest within the budget;
-then swaps are given up or exchanged for others while compute waits less.
+direction is one serial lane. Storages of the longest reuse distance are swapped, as many as are fastest within the
+budget; then swaps are given up or exchanged for others while compute waits less.
 
 Departures. The published text gives the approach but no equations that were at hand, so this is a reconstruction:
 the performance model is this package's simulator, and repairs go on until none helps. The paper's layers are saved

@@ -11,9 +11,10 @@ late.
 
 Departures. Tensors are saved storages. The paper finds triggers from feedback over several steps; here the simulator
 places each by its need and the lanes' load. Once no copy can be hidden any more, one that has free time of its own is
-priced at its copy back, since it delays others by that. The number of tensors is that prefix of the order
-that is fastest when simulated within the budget, where the paper counts bytes. Without a budget nothing is done. On a host of limited size what
-there is no room for is recomputed if it can be, else it stays. Copies to a disk are priced at the link's rates.
+priced at its copy back, since it delays others by that. The number of tensors is that prefix of the order that is
+fastest when simulated within the budget, where the paper counts bytes. Without a budget nothing is done. On a host of
+limited size what there is no room for is recomputed if it can be, else it stays. Copies to a disk are priced at the
+link's rates.
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ class _Run:
     def done(self) -> Tried:
         """The choice that the run comes to."""
         plain, reads = self._request.plain.memory, self._reads()
-        first_backward = int(self._request.problem.unpack_ticks[0]) if len(self._request.problem.unpacks) else len(plain)
+        first_backward = (
+            int(self._request.problem.unpack_ticks[0]) if len(self._request.problem.unpacks) else len(plain)
+        )
         over = np.flatnonzero(plain > self._limit)
         for tick in sorted({*over.tolist(), *(t for t in reads if t >= first_backward)}):
             for i in reads.get(tick, ()):
@@ -112,7 +114,9 @@ class _Run:
                 self._is_away[k] = False
                 self._group_cost[self._find(k)] -= self._cost[k]
                 self._group[k] = k if self._find(k) != k else self._group[k]
-                stack += [self._number[s] for s in self._layers.by_storage[self._storages[k]].sources if s in self._number]
+                stack += [
+                    self._number[s] for s in self._layers.by_storage[self._storages[k]].sources if s in self._number
+                ]
 
     def _make_room(self, tick: int, plain_bytes: float) -> None:
         lives = (self._death <= tick) & (tick < self._release)

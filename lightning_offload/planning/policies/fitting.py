@@ -61,9 +61,7 @@ class Fitting:
         """Allow a choice; itself, for the next one."""
         return self.scan(0, lambda _: tried)
 
-    def prefixes(
-        self, order: Ordered, always: Actions | None = None, no_memo: frozenset[int] = frozenset()
-    ) -> Fitting:
+    def prefixes(self, order: Ordered, always: Actions | None = None, no_memo: frozenset[int] = frozenset()) -> Fitting:
         """Allow each prefix of an order.
 
         Args:

@@ -7,14 +7,15 @@ from the checkpoint before them. Checkpoints are convolutions, fully connected l
 concatenations. A segment between checkpoints is recomputed once and kept if it fits into the largest memory that any
 one layer needs (speed-centric), else anew for each layer (memory-centric).
 
-Departures. Liveness is what autograd does. A layer's output is a saved storage, of the kind of the heaviest op
-since the saved storages before it (:mod:`~.layers`): where a network saves the activation function of a convolution
-instead of the convolution's own result, that one is the checkpoint. A fork is a result with several readers. Fused
-attention, products of activations and recurrent layers are checkpoints as well. Layers that cannot be replayed stay.
-The cache is decided before the step: as a step reads outputs in order, the least recently used ones are the first of
-them, so a prefix is evicted and the rest is never transferred. Which, is what is fastest within the budget: of the
-outputs of convolutions, as in the paper, or of all checkpoints, since a transformer has no convolutions; with what is
-cheap recomputed or, under a budget, kept. With a host of limited size what there is no room for is not evicted. Workspaces and algorithms of convolutions are cuDNN's.
+Departures. Liveness is what autograd does. A layer's output is a saved storage, of the kind of the heaviest op since
+the saved storages before it (:mod:`~.layers`): where a network saves the activation function of a convolution instead
+of the convolution's own result, that one is the checkpoint. A fork is a result with several readers. Fused attention,
+products of activations and recurrent layers are checkpoints as well. Layers that cannot be replayed stay. The cache
+is decided before the step: as a step reads outputs in order, the least recently used ones are the first of them, so a
+prefix is evicted and the rest is never transferred. Which, is what is fastest within the budget: of the outputs of
+convolutions, as in the paper, or of all checkpoints, since a transformer has no convolutions; with what is cheap
+recomputed or, under a budget, kept. With a host of limited size what there is no room for is not evicted. Workspaces
+and algorithms of convolutions are cuDNN's.
 """
 
 from __future__ import annotations

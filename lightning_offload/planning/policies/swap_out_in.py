@@ -7,11 +7,12 @@ those that live longest are swapped. A swap-in is triggered as late as its copy 
 sequence-to-sequence model with additive attention, the sum of all keys and one query is never kept: the gradient of
 each decoder step computes it again, so memory grows with the length of the source instead of its square.
 
-Departures. There is no static graph to rewrite: the threshold is what the budget leaves, the one whose step
-is fastest when simulated within the budget, and the simulator places the triggers. PyTorch saves the ``tanh`` of such a sum, not the sum; so that is recomputed. It is
-recognised as a sum in which one operand is spread over another that several such sums share (the keys). PyTorch does
-not save the keys unless some op needs them, in which case their projection is replayed too. The attention
-rule applies without a budget as well. On a host of limited size what there is no room for stays.
+Departures. There is no static graph to rewrite: the threshold is what the budget leaves, the one whose step is
+fastest when simulated within the budget, and the simulator places the triggers. PyTorch saves the ``tanh`` of such a
+sum, not the sum; so that is recomputed. It is recognised as a sum in which one operand is spread over another that
+several such sums share (the keys). PyTorch does not save the keys unless some op needs them, in which case their
+projection is replayed too. The attention rule applies without a budget as well. On a host of limited size what there
+is no room for stays.
 """
 
 from __future__ import annotations

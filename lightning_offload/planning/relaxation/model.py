@@ -49,9 +49,7 @@ class Model:
             column of the fraction that is on the device from there on.
     """
 
-    def __init__(
-        self, case: Case, grid: Sequence[int], *, integral: bool = False, is_thin: bool = False
-    ) -> None:
+    def __init__(self, case: Case, grid: Sequence[int], *, integral: bool = False, is_thin: bool = False) -> None:
         self.program = LinearProgram()
         self._case = case
         self._is_thin = is_thin

@@ -1,4 +1,4 @@
-"""The shortest prefix of a policy's order that fits."""
+"""A policy is fitted to a budget in the best way that its order allows: the fastest of all prefixes that fit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.planning.policies.fitting import fits, fixed_plan, shortest_prefix
+from lightning_offload.planning.policies.fitting import Fitting, Tried, fits, fixed_plan, spaced
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.simulator import ON_DEMAND, simulate
 from tests.graph.building import DEVICE, chain
 
 NET = chain(*[100] * 12)
@@ -22,34 +22,73 @@ def _setting(budget: int | None) -> PlanRequest:
 ORDER: list[tuple[int, Action]] = [(s, "swap") for s in range(1, 13)]
 
 
-def test_no_shorter_prefix_fits() -> None:
-    """One action less exceeds the budget, whichever way its copies are scheduled."""
+def test_no_other_prefix_is_faster() -> None:
+    """Every prefix within the budget, simulated by itself, takes at least as long."""
     plain = _setting(None).plain.peak_bytes
     for budget in range(plain - 600, plain, 100):
         request = _setting(budget)
-        choice = shortest_prefix(request, "test", ORDER)
-        assert fits(request, choice.timeline)
-        shorter = dict(ORDER[: len(choice.actions) - 1])
-        assert simulate(request.problem, shorter, DEVICE, overlap=False).peak_bytes > budget
+        tried, timeline = Fitting(request, "test").prefixes(ORDER).found()
+        assert fits(request, timeline)
+        assert tried.actions == dict(ORDER[: len(tried.actions)])
+        all_prefixes = [
+            simulate(request.problem, dict(ORDER[:num]), DEVICE, limit_bytes=budget) for num in range(len(ORDER) + 1)
+        ]
+        assert timeline.step_seconds == min(t.step_seconds for t in all_prefixes if fits(request, t))
+
+
+def test_some_prefixes_and_then_those_around_the_best_one() -> None:
+    """Of a long order some prefixes are tried, then those beside the fastest, so that no neighbour of it is faster."""
+    plain = _setting(None).plain.peak_bytes
+    request = _setting(plain - 300).trying(4)
+    tried, timeline = Fitting(request, "test").prefixes(ORDER).found()
+    for num in (len(tried.actions) - 1, len(tried.actions) + 1):
+        if num <= len(ORDER):
+            other = simulate(request.problem, dict(ORDER[:num]), DEVICE, limit_bytes=request.budget_bytes)
+            assert not fits(request, other) or other.step_seconds >= timeline.step_seconds
+
+
+def test_spaced() -> None:
+    """Both ends are there, and no more numbers than asked for."""
+    for high in range(1, 40):
+        for most in range(2, 12):
+            found = spaced(0, high, most)
+            assert (found[0], found[-1]) == (0, high)
+            assert len(found) == min(most, high + 1)
 
 
 def test_what_is_always_done_is_done() -> None:
     """Also where nothing more is needed."""
     always: dict[int, Action] = {3: "recompute"}
-    assert shortest_prefix(_setting(None), "test", ORDER, always).actions == always
+    assert Fitting(_setting(None), "test").prefixes(ORDER, always).found()[0].actions == always
 
 
-def test_a_shorter_prefix_is_found_where_the_whole_order_takes_more() -> None:
+def test_an_order_may_take_more_as_a_whole_than_in_part() -> None:
     """Recomputing everything replays the whole chain at once; the error's floor is that of the best prefix."""
     order: list[tuple[int, Action]] = [(s, "recompute") for s in (6, 3, 9, *(s for s in range(1, 13) if s % 3))]
     with pytest.raises(BudgetInfeasibleError) as caught:
-        shortest_prefix(_setting(1), "test", order)
+        Fitting(_setting(1), "test").prefixes(order).plan()
     floor = caught.value.floor_bytes
     whole = simulate(Problem(NET), dict(order), DEVICE, overlap=False).peak_bytes
     assert floor <= whole
-    assert fits(_setting(floor), shortest_prefix(_setting(floor), "test", order).timeline)
+    assert Fitting(_setting(floor), "test").prefixes(order).plan().predicted_peak_bytes <= floor
     with pytest.raises(BudgetInfeasibleError):
-        shortest_prefix(_setting(floor - 1), "test", order)
+        Fitting(_setting(floor - 1), "test").prefixes(order).plan()
+
+
+def test_a_discipline_of_its_own_is_kept() -> None:
+    """A choice with a schedule is simulated under it and nothing else, and does not fit where that does not."""
+    actions = dict(ORDER)
+    waited = simulate(Problem(NET), actions, DEVICE, schedule=ON_DEMAND)
+    found = Fitting(_setting(None), "test").one(Tried(actions=actions, schedule=ON_DEMAND)).plan()
+    assert found.predicted_step_seconds == waited.step_seconds
+    with pytest.raises(BudgetInfeasibleError, match=str(waited.peak_bytes)):
+        Fitting(_setting(waited.peak_bytes - 1), "test").one(Tried(actions=actions, schedule=ON_DEMAND)).plan()
+
+
+def test_without_a_budget_a_policy_does_all_that_its_paper_does() -> None:
+    """What is fitted to a budget by its length is as long as it can be where there is none."""
+    found, _ = Fitting(_setting(None), "test").up_to(5, lambda num: Tried(actions=dict(ORDER[:num]))).found()
+    assert found.actions == dict(ORDER[:5])
 
 
 def test_fixed_plan_waits_for_each_copy_where_it_must() -> None:
