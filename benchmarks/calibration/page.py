@@ -1,0 +1,3 @@
+"""Stub."""
+DOCUMENT = "calibration.md"
+def page(result): return ""
