@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.calibration.fitting import DTYPES
-from benchmarks.calibration.public import Public, card_of, is_held
+from benchmarks.calibration.public import DTYPES, Public, card_of, is_held
 from benchmarks.calibration.recording import Step
 from lightning_offload.graph.catalog import spec_of
 from lightning_offload.graph.device_spec import DeviceSpec

@@ -1,7 +1,8 @@
 """Fits the shares of `lightning_offload.graph.calibration` to public step times, robustly and on a logarithmic scale.
 
 What is fitted: a share for each kind of work and kind of arithmetic, a factor for each generation of cards and kind of
-arithmetic that was measured, two shares of the memory bandwidth and the launch cost. Few rows speak for each of them,
+arithmetic that was measured, two shares of the memory bandwidth with a factor for each generation, and the launch
+cost. Few rows speak for each of them,
 so each is drawn towards a prior: factors to 1, all else to `PRIORS`. The residual of a row is log(predicted / public),
 its loss soft-L1, which rows that are off by more than `_ROBUST` count less in than they would in squares.
 """
@@ -16,17 +17,15 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
-from benchmarks.calibration.public import Public, card_of
+from benchmarks.calibration.public import DTYPES, Public, card_of
 from benchmarks.calibration.recording import Step
 from lightning_offload.graph import calibration
 from lightning_offload.graph.calibration import Arithmetic, Shares
-from lightning_offload.graph.catalog import DType, arithmetic_of
+from lightning_offload.graph.catalog import arithmetic_of
 from lightning_offload.graph.work_kinds import WorkKind
 
 Floats = npt.NDArray[np.float64]
-
-DTYPES: dict[str, DType] = {"float32": "float32", "tf32": "tf32", "amp": "float16"}
-"""The catalogue's type, by precision."""
+Ints = npt.NDArray[np.int64]
 
 _KINDS = (WorkKind.CONVOLUTION, WorkKind.DEPTHWISE, WorkKind.MATMUL, WorkKind.ATTENTION)
 _CORES: tuple[Arithmetic, ...] = ("float32", "tf32", "half")
@@ -56,6 +55,7 @@ class Fit:
     Attributes:
         shares: By kind of arithmetic; see `calibration.SHARES`.
         factors: By generation and kind of arithmetic.
+        bandwidth_factors: By generation.
         launch_seconds: What any op takes beside its work.
         reduction_bandwidth: Share of the memory bandwidth.
         elementwise_bandwidth: The same, for all other kinds.
@@ -63,6 +63,7 @@ class Fit:
 
     shares: dict[Arithmetic, Shares]
     factors: dict[tuple[str, Arithmetic], float]
+    bandwidth_factors: dict[str, float]
     launch_seconds: float
     reduction_bandwidth: float
     elementwise_bandwidth: float
@@ -71,6 +72,7 @@ class Fit:
 COMMITTED = Fit(
     shares=calibration.SHARES,
     factors=calibration.FACTORS,
+    bandwidth_factors=calibration.BANDWIDTH_FACTORS,
     launch_seconds=calibration.LAUNCH_SECONDS,
     reduction_bandwidth=calibration.REDUCTION_BANDWIDTH,
     elementwise_bandwidth=calibration.ELEMENTWISE_BANDWIDTH,
@@ -82,33 +84,40 @@ class _Problem:
     """Predicts rows from a vector of logarithms: shares by cores and kind, factors, two bandwidths, launch cost."""
 
     def __init__(self, rows: Sequence[Public], steps: Sequence[Step]) -> None:
-        cores = [arithmetic_of(card_of(row), DTYPES[row.precision]) for row in rows]
-        self.factors = sorted({(card_of(row).generation, core) for row, core in zip(rows, cores, strict=True)})
-        self._rows = [
-            _arrays(row, step, _CORES.index(core), self.factors.index((card_of(row).generation, core)))
-            for row, core, step in zip(rows, cores, steps, strict=True)
+        keys = [(card_of(row).generation, arithmetic_of(card_of(row), DTYPES[row.precision])) for row in rows]
+        self.factors = sorted(set(keys))
+        self.generations = sorted({generation for generation, _ in keys})
+        self._rows = [_arrays(row, step) for row, step in zip(rows, steps, strict=True)]
+        self._places = [
+            (_CORES.index(core), self.factors.index((generation, core)), self.generations.index(generation))
+            for generation, core in keys
         ]
         self._log_public = np.log([row.seconds for row in rows])
-        priors = [math.log(PRIORS[kind]) for _ in _CORES for kind in _KINDS] + [0.0] * len(self.factors)
-        bandwidths = [math.log(PRIORS[WorkKind.REDUCTION]), math.log(PRIORS[WorkKind.ELEMENTWISE])]
-        self.prior = np.array([*priors, *bandwidths, math.log(PRIOR_LAUNCH_SECONDS)])
-        num_shares = len(_CORES) * len(_KINDS)
-        self._width = np.array([_WIDE] * num_shares + [_NARROW] * (len(self.factors) + 3))
+        shares = [math.log(PRIORS[kind]) for _ in _CORES for kind in _KINDS]
+        factors = [0.0] * (len(self.factors) + len(self.generations))
+        memory = [math.log(PRIORS[WorkKind.REDUCTION]), math.log(PRIORS[WorkKind.ELEMENTWISE])]
+        self.prior = np.array([*shares, *factors, *memory, math.log(PRIOR_LAUNCH_SECONDS)])
+        self._width = np.array([_WIDE] * len(shares) + [_NARROW] * (len(factors) + 3))
 
-    def log_predicted(self, x: Floats) -> Floats:
-        shares = x[: len(_CORES) * len(_KINDS)].reshape(len(_CORES), len(_KINDS))
-        factors = x[shares.size : shares.size + len(self.factors)]
-        reduction, elementwise, launch = np.exp(x[-3:])
-        found = []
-        for flops_seconds, memory_seconds, counts, kinds, is_reduction, core, factor in self._rows:
-            efficiencies = np.append(np.exp(shares[core] + factors[factor]), 1.0)[kinds]
-            bandwidths = np.where(is_reduction, reduction, elementwise)
-            seconds = launch + np.maximum(flops_seconds / efficiencies, memory_seconds / bandwidths)
-            found.append(math.log(float(counts @ seconds)))
-        return np.array(found)
+    def split(self, x: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+        """Shares, factors, factors of bandwidth, and the last three numbers, no longer logarithms."""
+        ends = np.cumsum([len(_CORES) * len(_KINDS), len(self.factors), len(self.generations)])
+        shares, factors, bandwidths, rest = np.split(np.exp(x), ends)
+        return shares.reshape(len(_CORES), len(_KINDS)), factors, bandwidths, rest
 
     def residuals(self, x: Floats) -> Floats:
-        return self.log_predicted(x) - self._log_public
+        """Logarithms of predicted over public, by row."""
+        shares, factors, bandwidths, (reduction, elementwise, launch) = self.split(x)
+        found = []
+        for (flops_seconds, memory_seconds, counts, kinds, is_reduction), places in zip(
+            self._rows, self._places, strict=True
+        ):
+            core, factor, generation = places
+            efficiencies = np.append(shares[core] * factors[factor], 1.0)[kinds]
+            bandwidth = bandwidths[generation] * np.where(is_reduction, reduction, elementwise)
+            seconds = launch + np.maximum(flops_seconds / efficiencies, memory_seconds / bandwidth)
+            found.append(math.log(float(counts @ seconds)))
+        return np.array(found) - self._log_public
 
     def losses(self, x: Floats) -> Floats:
         """Square roots of what is minimized: soft-L1 of the rows' residuals, squares of the distance to the prior."""
@@ -117,8 +126,8 @@ class _Problem:
         return np.concatenate([robust, (x - self.prior) / self._width])
 
 
-def _arrays(row: Public, step: Step, core: int, factor: int) -> tuple[Floats, Floats, Floats, Floats, Floats, int, int]:
-    """Seconds of each work at the peaks, how often it is done, its kind, and where its parameters stand."""
+def _arrays(row: Public, step: Step) -> tuple[Floats, Floats, Floats, Ints, Ints]:
+    """Seconds of each work at the peaks, how often it is done, the place of its kind, and whether it is a reduction."""
     card = card_of(row)
     peak = getattr(card, DTYPES[row.precision]) or card.float32
     places = {kind: place for place, kind in enumerate(_KINDS)} | {WorkKind.RECURRENT: _KINDS.index(WorkKind.MATMUL)}
@@ -127,9 +136,7 @@ def _arrays(row: Public, step: Step, core: int, factor: int) -> tuple[Floats, Fl
         np.array([work.num_bytes / card.memory_bytes_per_second for work, _ in step]),
         np.array([float(count) for _, count in step]),
         np.array([places.get(work.kind, len(_KINDS)) for work, _ in step]),
-        np.array([work.kind is WorkKind.REDUCTION for work, _ in step]),
-        core,
-        factor,
+        np.array([int(work.kind is WorkKind.REDUCTION) for work, _ in step]),
     )
 
 
@@ -137,14 +144,16 @@ def fit(rows: Sequence[Public], steps: Sequence[Step]) -> Fit:
     """Fit to rows and their steps."""
     problem = _Problem(rows, steps)
     x = optimize.least_squares(problem.losses, problem.prior, method="trf", xtol=1e-10, ftol=1e-10).x
-    shares = np.exp(x[: len(_CORES) * len(_KINDS)]).reshape(len(_CORES), len(_KINDS))
-    factors = np.exp(x[shares.size : shares.size + len(problem.factors)])
+    shares, factors, bandwidths, (reduction, elementwise, launch) = problem.split(x)
     return Fit(
         shares={core: _shares(line) for core, line in zip(_CORES, shares, strict=True)},
         factors={key: _rounded(factor) for key, factor in zip(problem.factors, factors, strict=True)},
-        launch_seconds=_rounded(math.exp(x[-1])),
-        reduction_bandwidth=_rounded(math.exp(x[-3])),
-        elementwise_bandwidth=_rounded(math.exp(x[-2])),
+        bandwidth_factors={
+            generation: _rounded(factor) for generation, factor in zip(problem.generations, bandwidths, strict=True)
+        },
+        launch_seconds=_rounded(launch),
+        reduction_bandwidth=_rounded(reduction),
+        elementwise_bandwidth=_rounded(elementwise),
     )
 
 

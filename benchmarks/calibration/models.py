@@ -339,7 +339,7 @@ def _bert(hidden: int, layers: int, heads: int) -> nn.Module:
     """BERT that answers questions, as it is fine-tuned on SQuAD."""
     from transformers import BertConfig, BertForQuestionAnswering
 
-    config: Any = BertConfig(
+    config: Any = BertConfig(  # type: ignore[call-arg]
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * hidden,
         attn_implementation="eager",
     )  # fmt: skip
@@ -350,7 +350,7 @@ def _gpt2() -> nn.Module:
     """GPT-2 with nanoGPT's settings of then: attention of products, no dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config: Any = GPT2Config(
+    config: Any = GPT2Config(  # type: ignore[call-arg]
         attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, attn_implementation="eager"
     )
     return GPT2LMHeadModel(config)

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_offload.graph.cards import Card
-from lightning_offload.graph.catalog import find_card
+from lightning_offload.graph.catalog import DType, find_card
 
 Precision = Literal["float32", "tf32", "amp"]
 Optimizer = Literal["none", "sgd", "adam"]
+Casting = Literal["autocast", "model"]
+Layout = Literal["nchw", "nhwc"]
+
+DTYPES: dict[Precision, DType] = {"float32": "float32", "tf32": "tf32", "amp": "float16"}
+"""The catalogue's type, by precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class Public:
         seconds: What the step took.
         optimizer: Whose update the figure includes.
         source: Key of `SOURCES`.
+        casting: Under AMP, whether autocast casts op by op, or all of the model is in half precision (Apex' O2).
+        layout: Of images; tensor cores convolve nhwc, and cuDNN transposes to it and back.
         figure: The figure as it stands there.
         note: How it is unlike what is predicted, if it is.
     """
@@ -44,6 +51,8 @@ class Public:
     source: str
     figure: str
     note: str = ""
+    casting: Casting = "autocast"
+    layout: Layout = "nchw"
 
     @property
     def name(self) -> str:
@@ -53,32 +62,33 @@ class Public:
     @property
     def step(self) -> str:
         """Name of what is recorded, which several cards share."""
-        return f"{self.model} b{self.batch_size} {'amp' if self.precision == 'amp' else 'float32'}"
+        types = {"autocast": "amp", "model": "half"}[self.casting] if self.precision == "amp" else "float32"
+        return f"{self.model} b{self.batch_size} {types}"
 
 
 SOURCES = {
     "cnn-benchmarks": (
-        "github.com/jcjohnson/cnn-benchmarks, README: Torch 7, CUDA 8.0 RC, cuDNN 5.0.05, NCHW; total of forward and "
-        "backward"
+        "github.com/jcjohnson/cnn-benchmarks, README: Torch 7, CUDA 8.0 RC, cuDNN 5.0.05, NCHW; total of forward "
+        "and backward"
     ),
     "convnet-benchmarks": (
         "github.com/soumith/convnet-benchmarks, README: Torch 7, cuDNN R4, NCHW; total of forward and backward"
     ),
     "DeepLearningExamples": (
-        "github.com/NVIDIA/DeepLearningExamples, PyTorch: README of ConvNets/resnet50v1.5 (container 21.03; batches of "
-        "ConvNets/configs.yml; AMP channels-last) and of LanguageModeling/BERT (container 21.11; SQuAD, 384 tokens)"
+        "github.com/NVIDIA/DeepLearningExamples, PyTorch: README of ConvNets/resnet50v1.5 (container 21.03; batches "
+        "of ConvNets/configs.yml; AMP channels-last) and of LanguageModeling/BERT (container 21.11; SQuAD, 384 tokens)"
     ),
     "Lambda": (
-        "github.com/lambdal/deeplearning-benchmark, pytorch/pytorch-train-throughput-fp16.csv and -fp32.csv, batches of "
-        "pytorch-train-bs-*.csv: DeepLearningExamples in container 22.09; fp32 is TF32 from Ampere on"
+        "github.com/lambdal/deeplearning-benchmark, pytorch/pytorch-train-throughput-fp16.csv and -fp32.csv, batches "
+        "of pytorch-train-bs-*.csv: DeepLearningExamples in container 22.09; fp32 is TF32 from Ampere on"
     ),
     "timm": (
-        "github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv: PyTorch "
-        "1.12, CUDA 11.3, AMP, channels-last, SGD"
+        "github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv: "
+        "PyTorch 1.12, CUDA 11.3, AMP, channels-last, SGD"
     ),
     "llm-foundry": (
-        "github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md: bf16 AMP, FlashAttention, FSDP over the 8 "
-        "GPUs of a node; step of one micro-batch from tokens per second and GPU"
+        "github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md: bf16 AMP, FlashAttention, FSDP over "
+        "the 8 GPUs of a node; step of one micro-batch from tokens per second and GPU"
     ),
     "nanoGPT": "github.com/karpathy/nanoGPT, README of 2022-12-30 and the defaults of its scripts at that commit",
 }
@@ -174,6 +184,7 @@ def _deep_learning_examples() -> Iterator[Public]:
         yield Public(
             model=model, batch_size=batch_size, precision=precision, card=card, seconds=batch_size / rate,
             optimizer="adam" if "bert" in model else "sgd", source="DeepLearningExamples", figure=f"{rate:g}/s",
+            casting="model" if "bert" in model else "autocast", layout="nhwc" if precision == "amp" else "nchw",
         )  # fmt: skip
 
 
@@ -197,7 +208,7 @@ def _lambda() -> Iterator[Public]:
                 yield Public(
                     model=model, batch_size=batch_size, precision=precision, card=card, seconds=batch_size / rate,
                     optimizer="adam" if "bert" in model else "sgd", source="Lambda", figure=f"{rate:g}/s",
-                    note=note if card == "h100" else "",
+                    note=note if card == "h100" else "", casting="model" if "bert" in model else "autocast",
                 )  # fmt: skip
 
 
@@ -224,7 +235,7 @@ def _timm() -> Iterator[Public]:
     for model, (batch_size, figure) in figures.items():
         yield Public(
             model=model, batch_size=batch_size, precision="amp", card="3090", seconds=figure / 1e3, optimizer="sgd",
-            source="timm", figure=f"{figure:.1f} ms",
+            source="timm", figure=f"{figure:.1f} ms", layout="nhwc",
         )  # fmt: skip
 
 
@@ -241,7 +252,7 @@ def _llm_foundry() -> Iterator[Public]:
     for model, card, batch_size, rate in figures:
         yield Public(
             model=model, batch_size=batch_size, precision="amp", card=card, seconds=batch_size * 2048 / rate,
-            optimizer="none", source="llm-foundry", figure=f"{rate:,} tokens/s a GPU",
+            optimizer="none", source="llm-foundry", figure=f"{rate:,} tokens/s a GPU", casting="model",
             note="8 GPUs: gathering shards and the optimizer's eighth are not modelled",
         )  # fmt: skip
 

@@ -21,8 +21,11 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from benchmarks.calibration.models import MODELS
-from benchmarks.calibration.public import Optimizer, Public
+from benchmarks.calibration.public import DTYPES, Optimizer, Public, card_of
+from examples.models.registry import default_dtype
 from lightning_offload.capture.roofline import Work
+from lightning_offload.graph.calibration import Arithmetic
+from lightning_offload.graph.catalog import arithmetic_of
 from lightning_offload.graph.work_kinds import WorkKind
 from lightning_offload.plugins.fake import record_fake
 
@@ -30,7 +33,8 @@ STORED = Path(__file__).with_name("works.json")
 
 _OPTIMIZER_BYTES: dict[Optimizer, int] = {"none": 0, "sgd": 44, "adam": 28}
 """Bytes read and written for each parameter: the eleven passes of float32 that PyTorch's momentum SGD with weight decay
-makes with foreach; the seven of a fused Adam (parameter, gradient and two moments read, all but the gradient written)."""
+makes with foreach; the seven of a fused Adam (parameter, gradient and two moments read, all but the gradient written).
+"""
 
 Step = tuple[tuple[Work, int], ...]
 """Each work with how often a step does it."""
@@ -60,11 +64,13 @@ class _AsOnCuda(TorchFunctionMode):
 
 def record(row: Public) -> tuple[Step, int]:
     """Record what a row's step does, without its optimizer; returns it with the number of parameters."""
-    example, is_amp, sizes = MODELS[row.model], row.precision == "amp", {}
+    example, is_amp, sizes = MODELS[row.model], row.precision == "amp" and row.casting == "autocast", {}
+    dtype = torch.bfloat16 if row.precision == "amp" and row.casting == "model" else torch.float32
 
     def build() -> tuple[nn.Module, Callable[[], None]]:
-        model = example.build().train()
-        inputs = example.inputs(row.batch_size, torch.float32)
+        with default_dtype(dtype):
+            model = example.build().train()
+        inputs = example.inputs(row.batch_size, dtype)
         sizes["parameters"] = sum(parameter.numel() for parameter in model.parameters())
 
         def step() -> None:
@@ -89,6 +95,16 @@ def with_optimizer(step: Step, num_parameters: int, optimizer: Optimizer) -> Ste
     return (*step, (Work(0.0, num_bytes), 1)) if num_bytes else step
 
 
+def with_transposes(step: Step, cores: Arithmetic) -> Step:
+    """The step with what cuDNN does around each convolution of nchw tensors on tensor cores: to nhwc and back."""
+    if cores == "float32":
+        return step
+    moved = [
+        (Work(0.0, 2 * work.num_bytes), count) for work, count in step if work.kind is WorkKind.CONVOLUTION
+    ]  # fmt: skip
+    return (*step, *moved)
+
+
 def steps(rows: tuple[Public, ...], *, advance: Callable[[str], None] = lambda name: None, fresh: bool = False) -> None:
     """Record all steps that are not stored, or all of them, and store them."""
     stored = {} if fresh else _load()
@@ -103,9 +119,14 @@ def steps(rows: tuple[Public, ...], *, advance: Callable[[str], None] = lambda n
 
 
 def stored_steps(rows: tuple[Public, ...]) -> list[Step]:
-    """The stored step of each row, with its optimizer."""
+    """The stored step of each row, with its optimizer and with what its layout costs."""
     stored = {name: _decoded(data) for name, data in _load().items()}
-    return [with_optimizer(*stored[row.step], row.optimizer) for row in rows]
+    found = []
+    for row in rows:
+        step = with_optimizer(*stored[row.step], row.optimizer)
+        cores = arithmetic_of(card_of(row), DTYPES[row.precision])
+        found.append(with_transposes(step, cores) if row.layout == "nchw" else step)
+    return found
 
 
 def _load() -> dict[str, Any]:

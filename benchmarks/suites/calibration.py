@@ -56,11 +56,18 @@ def _summary(found: Sequence[Checked]) -> Iterator[Row]:
     ):
         errors, peak_errors = [c.error for c in chosen], [c.peak_error for c in chosen]
         is_goal = case == "held out"
-        yield Row(case=case, metric="share_off_by_over_25_percent", value=1 - share_close(errors), goal=0.0 if is_goal else None)
+        yield Row(
+            case=case,
+            metric="share_off_by_over_25_percent",
+            value=1 - share_close(errors),
+            goal=0.0 if is_goal else None,
+        )
         yield Row(case=case, metric="median_error", value=median_error(errors))
         yield Row(case=case, metric="largest_error", value=max(map(abs, errors)))
         yield Row(case=case, metric="num_rows", value=float(len(chosen)))
-        yield Row(case=f"{case}, at the peaks", metric="share_off_by_over_25_percent", value=1 - share_close(peak_errors))
+        yield Row(
+            case=f"{case}, at the peaks", metric="share_off_by_over_25_percent", value=1 - share_close(peak_errors)
+        )
         yield Row(case=f"{case}, at the peaks", metric="median_error", value=median_error(peak_errors))
 
 
@@ -84,6 +91,7 @@ def _described(checked: Checked) -> dict[str, Any]:
 def _encoded(fit: fitting.Fit) -> dict[str, Any]:
     return {
         "shares": {core: asdict(shares) for core, shares in fit.shares.items()},
+        "bandwidth_factors": fit.bandwidth_factors,
         "factors": {f"{generation}, {core}": factor for (generation, core), factor in fit.factors.items()},
         "launch_seconds": fit.launch_seconds,
         "reduction_bandwidth": fit.reduction_bandwidth,

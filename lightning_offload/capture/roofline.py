@@ -114,29 +114,31 @@ def _convolution_backward(args: Any) -> float:
     gradient, x, weight, *_, mask = args
     is_transposed = args[7]
     places = math.prod((x if is_transposed else gradient).shape[2:])
-    return 2.0 * places * x.shape[0] * weight.numel() * (bool(mask[0]) + bool(mask[1]))
+    return float(2 * places * x.shape[0] * weight.numel() * (bool(mask[0]) + bool(mask[1])))
 
 
-def _attention(args: Any, products: int, query: Any, key: Any, value: Any, is_causal: bool) -> float:
-    """Products of queries and keys, half of them where the kernel need not look at what comes later."""
+def _attention(products: int, query: Any, key: Any, value: Any, *, is_causal: bool) -> float:
+    """Products over all pairs of a query and a key, half of them where the kernel need not look at what comes later."""
     *batch, length, width = query.shape
-    flops = products * math.prod(batch) * length * key.shape[-2] * (width + value.shape[-1])
-    return float(flops) / (2 if is_causal else 1)
+    pairs = float(math.prod(batch) * length * key.shape[-2]) / (2 if is_causal else 1)
+    return float(products * pairs * (width + value.shape[-1]))
 
 
 def _attention_forward(args: Any) -> float:
-    return _attention(args, 2, *args[:3], is_causal=len(args) > 4 and bool(args[4]))
+    query, key, value, *rest = args
+    return _attention(2, query, key, value, is_causal=len(rest) > 1 and bool(rest[1]))
 
 
 def _attention_backward(args: Any) -> float:
     """Five products where forward has two: the scores are made again (Dao et al., NeurIPS 2022)."""
-    return _attention(args, 5, *args[1:4], is_causal=len(args) > 7 and bool(args[7]))
+    _, query, key, value, *rest = args
+    return _attention(5, query, key, value, is_causal=bool(rest[3]))
 
 
 def _recurrent_forward(args: Any) -> float:
     """Every time step multiplies by both matrices of the layer."""
     steps_and_batch = math.prod(args[0].shape[:-1])
-    return 2.0 * steps_and_batch * (args[1].numel() + args[2].numel())
+    return float(2 * steps_and_batch * (args[1].numel() + args[2].numel()))
 
 
 _OWN_FLOPS: dict[str, Callable[[Any], float]] = {

@@ -46,7 +46,8 @@ class Card:
         float16: The same in float16, accumulated in float32 on tensor cores.
         bfloat16: The same in bfloat16.
         tf32: The same for float32 that tensor cores multiply as TF32; None where there is no TF32.
-        generation: Name of its architecture; cards of one generation share their calibration.
+        generation: Name of its architecture; cards of one generation share their calibration. GA102 has tensor cores
+            like Ada's, half as wide as those of the A100.
         link: To its host.
         source: Where arithmetic and bandwidth are from.
         memory_source: Where the memory is from.
@@ -168,21 +169,21 @@ CARDS = (
         memory_source=_TORCH,
     ),
     Card(
-        name="3090", title="GeForce RTX 3090", aliases=("rtx-3090",), generation="ampere",
+        name="3090", title="GeForce RTX 3090", aliases=("rtx-3090",), generation="ga102-ada",
         memory_bytes=int(23.68 * _GIB), memory_bytes_per_second=936e9,
         float32=35.6e12, float16=71e12, bfloat16=71e12, tf32=35.6e12, link=_PCIE4,
         source="NVIDIA, Ampere GA102 GPU Architecture whitepaper, 2021",
         memory_source=_TORCH,
     ),
     Card(
-        name="4090", title="GeForce RTX 4090", aliases=("rtx-4090",), generation="ada",
+        name="4090", title="GeForce RTX 4090", aliases=("rtx-4090",), generation="ga102-ada",
         memory_bytes=25_393_692_672, memory_bytes_per_second=1008e9,
         float32=82.6e12, float16=165.2e12, bfloat16=165.2e12, tf32=82.6e12, link=_PCIE4,
         source="NVIDIA, Ada GPU Architecture whitepaper, 2022",
         memory_source=_TORCH,
     ),
     Card(
-        name="l4", title="NVIDIA L4", generation="ada",
+        name="l4", title="NVIDIA L4", generation="ga102-ada",
         memory_bytes=int(22.03 * _GIB), memory_bytes_per_second=300e9,
         float32=30.3e12, float16=121e12, bfloat16=121e12, tf32=60e12, link=_PCIE4,
         source="NVIDIA, L4 Tensor Core GPU datasheet, 2023 (half of the figures with sparsity)",

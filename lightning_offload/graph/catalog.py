@@ -108,6 +108,7 @@ def spec_of(card: Card, dtype: DType) -> DeviceSpec:
     arithmetic = arithmetic_of(card, dtype)
     shares = calibration.SHARES[arithmetic]
     factor = calibration.FACTORS.get((card.generation, arithmetic), 1.0)
+    bandwidth = calibration.BANDWIDTH_FACTORS.get(card.generation, 1.0)
     return DeviceSpec(
         name=card.title,
         kind="cuda",
@@ -124,8 +125,8 @@ def spec_of(card: Card, dtype: DType) -> DeviceSpec:
         matmul_efficiency=factor * shares.matmul,
         attention_efficiency=factor * shares.attention,
         recurrent_efficiency=factor * shares.recurrent,
-        reduction_bandwidth=calibration.REDUCTION_BANDWIDTH,
-        elementwise_bandwidth=calibration.ELEMENTWISE_BANDWIDTH,
+        reduction_bandwidth=bandwidth * calibration.REDUCTION_BANDWIDTH,
+        elementwise_bandwidth=bandwidth * calibration.ELEMENTWISE_BANDWIDTH,
     )
 
 

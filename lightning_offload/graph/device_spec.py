@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph import codec
@@ -71,7 +72,8 @@ class DeviceSpec:
 
     def at_peak(self) -> DeviceSpec:
         """The device as its datasheet has it: its peaks reached by all ops, and launching them for nothing."""
-        return dataclasses.replace(self, launch_seconds=0.0, **dict.fromkeys(_SHARES, 1.0))
+        ones: dict[str, Any] = dict.fromkeys(_SHARES, 1.0)
+        return dataclasses.replace(self, launch_seconds=0.0, **ones)
 
     def work_seconds(self, kind: WorkKind, flops: float, num_bytes: float) -> float:
         """Modelled duration of an op: its launch, and its arithmetic or its memory traffic, whichever is longer.
