@@ -109,9 +109,9 @@ def accudnn_batch() -> Iterator[Figure]:
     yield Figure(
         system="AccUDNN", what="the same over PyTorch's largest", setting=setting, unit="ratio", claim=_BATCH_CLAIM,
         ours=chosen / plain, better="more", how="simulation",
-        note=f"over {plain}, which PyTorch fits without offloading; modelled kernels are as efficient on small batches, "
-        f"so what a larger batch gains on a real GPU is not in this: at {best} the throughput is best, at {chosen} it is "
-        f"{rates[chosen] / rates[plain]:.3f} of that at {plain}",
+        note=f"over {plain}, which PyTorch fits without offloading; modelled kernels are as efficient on small "
+        f"batches, so what a larger batch gains on a real GPU is not in this: at {best} the throughput is best, at "
+        f"{chosen} it is {rates[chosen] / rates[plain]:.3f} of that at {plain}",
     )  # fmt: skip
     yield from _eight_gpus(family, spec, chosen, tuple(cluster.WAYS))
     yield from _eight_gpus(family, spec, round(_BATCH_CLAIM * _CAFFE_BATCH), (cluster.CAFFE,))

@@ -12,8 +12,8 @@ _INFEASIBLE = "-"
 _PRICING = "PRICING"
 _CALIBRATED = (
     "An op takes what its arithmetic or its memory traffic takes, whichever is longer, at the shares of the peaks\n"
-    "that public measurements show, and a launch; [calibration.md](calibration.md) says how near that comes and what it\n"
-    "assumes."
+    "that public measurements show, and a launch; [calibration.md](calibration.md) says how near that comes and what\n"
+    "it assumes."
 )
 _AT_PEAKS = (
     "An op takes what its arithmetic or its memory traffic takes, whichever is longer, at the peaks of the datasheet:\n"
