@@ -6,9 +6,9 @@ costs the same everywhere. ``python -m benchmarks calibration`` fits the numbers
 them on the other half; docs/calibration.md has both, with sources and errors.
 
 Shortfalls: a generation without measurements (Blackwell; from Ampere on, float32 without TF32) has factors of 1;
-libraries got faster within the life of a generation, so a share is that of the measurements' time. Not measured, and left at the prior of the fit: fused
-attention outside of half precision, and depthwise convolutions, which memory limits. Recurrent layers are taken for
-matrix products.
+libraries got faster within the life of a generation, so a share is that of the measurements' time. Not measured, and
+left at the prior of the fit: fused attention outside of half precision, and depthwise convolutions, which memory
+limits. Recurrent layers are taken for matrix products.
 """
 
 from __future__ import annotations
