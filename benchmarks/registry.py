@@ -10,6 +10,7 @@ from rich.progress import Progress
 from benchmarks.results import Measurements, Options
 
 SUITES = {
+    "calibration": "benchmarks.suites.calibration",
     "gpu": "benchmarks.suites.gpu",
     "host": "benchmarks.suites.host",
     "links": "benchmarks.suites.links",

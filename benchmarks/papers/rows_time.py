@@ -1,7 +1,7 @@
-"""Figures about time: our plans on the papers' GPUs, whose ops are modelled by their roofline.
+"""Figures about time: our plans on the papers' GPUs, whose ops are modelled at the catalogue's shares of their peaks.
 
-A roofline has neither launch times nor kernels below peak, so compute is faster than it was for the papers, and
-copies are harder to hide.
+Those are shares of some years later, and do not fall for small kernels, so compute may be faster than it was for the
+papers, and copies harder to hide.
 """
 
 from __future__ import annotations
@@ -109,9 +109,9 @@ def accudnn_batch() -> Iterator[Figure]:
     yield Figure(
         system="AccUDNN", what="the same over PyTorch's largest", setting=setting, unit="ratio", claim=_BATCH_CLAIM,
         ours=chosen / plain, better="more", how="simulation",
-        note=f"over {plain}, which PyTorch fits without offloading; a roofline gives small batches no penalty, so what "
-        f"a larger batch gains on a real GPU is not in this: at {best} the throughput is best, at {chosen} it is "
-        f"{rates[chosen] / rates[plain]:.3f} of that at {plain}",
+        note=f"over {plain}, which PyTorch fits without offloading; modelled kernels are as efficient on small "
+        f"batches, so what a larger batch gains on a real GPU is not in this: at {best} the throughput is best, at "
+        f"{chosen} it is {rates[chosen] / rates[plain]:.3f} of that at {plain}",
     )  # fmt: skip
     yield from _eight_gpus(family, spec, chosen, tuple(cluster.WAYS))
     yield from _eight_gpus(family, spec, round(_BATCH_CLAIM * _CAFFE_BATCH), (cluster.CAFFE,))
@@ -131,7 +131,7 @@ def dtr() -> Iterator[Figure]:
     yield Figure(
         system="DTR", what="step time at batch 140 over batch 64", setting=f"ResNet-1202, {spec.name}", unit="ratio",
         claim=1.39 / 0.712, ours=slower, better="less", how="simulation",
-        note=f"{140 / 64:.2f} would be linear; a real GPU is not filled by so small a network, a roofline is",
+        note=f"{140 / 64:.2f} would be linear; a real GPU is not filled by so small a network, a modelled one is",
     )  # fmt: skip
 
 

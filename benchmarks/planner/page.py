@@ -9,6 +9,17 @@ from benchmarks.planner.cells import DEVICES, HEIGHTS, Cell
 
 DOCUMENT = "planning.md"
 _INFEASIBLE = "-"
+_PRICING = "PRICING"
+_CALIBRATED = (
+    "An op takes what its arithmetic or its memory traffic takes, whichever is longer, at the shares of the peaks\n"
+    "that public measurements show, and a launch; [calibration.md](calibration.md) says how near that comes and what\n"
+    "it assumes."
+)
+_AT_PEAKS = (
+    "An op takes what its arithmetic or its memory traffic takes, whichever is longer, at the peaks of the datasheet:\n"
+    "the cells below were planned before devices were calibrated ([calibration.md](calibration.md)), and against\n"
+    "public figures such times are too short by a factor that differs from model to model."
+)
 
 
 def page(result: dict[str, Any]) -> str:
@@ -16,7 +27,14 @@ def page(result: dict[str, Any]) -> str:
     found = [Cell(**cell) for cell in result["config"]["cells"]]
     environment = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    lines = [_INTRODUCTION, *_summary(result), "", f"Versions: {versions}. Commit: {environment['commit']}.", ""]
+    pricing = _CALIBRATED if result["config"].get("is_calibrated") else _AT_PEAKS
+    lines = [
+        _INTRODUCTION.replace(_PRICING, pricing),
+        *_summary(result),
+        "",
+        f"Versions: {versions}. Commit: {environment['commit']}.",
+        "",
+    ]
     for device, dtype in DEVICES:
         chosen = [cell for cell in found if (cell.device, cell.dtype) == (device, dtype)]
         if chosen:
@@ -79,10 +97,10 @@ _INTRODUCTION = """# Planning
 Written by `python -m benchmarks tables` from `benchmarks/results/`; do not edit. `python -m benchmarks planner` plans
 all of it again, on any computer.
 
-How: one training step of each model (`examples/models`) is recorded under FakeTensorMode and priced for a device by
-its datasheet: an op takes what its arithmetic or its memory traffic takes, whichever is longer. Budgets are floor +
-h x (plain peak - floor). All times are simulated, all on the same simulator, whose memory is exact; measured times
-are in [performance.md](performance.md).
+How: one training step of each model (`examples/models`) is recorded under FakeTensorMode and priced for a device.
+PRICING
+Budgets are floor + h x (plain peak - floor). All times are simulated, all on the same simulator, whose memory is
+exact; measured times are in [performance.md](performance.md).
 
 How plans are made: every saved storage that is large enough is kept, swapped or recomputed. Orders in which storages
 leave the device (families of prices), the fractions of a linear relaxation, made whole, and every published policy's

@@ -82,7 +82,7 @@ def run(options: Options, progress: Progress) -> Measurements:
         progress.advance(bar)
     return Measurements(
         rows=[*(row for figure in figures for row in figure.rows()), *map(error_row, failures)],
-        config={"figures": [encode(figure) for figure in figures]},
+        config={"figures": [encode(figure) for figure in figures], "is_calibrated": True},
         repeats=1,
         notes=failures,
     )
@@ -111,7 +111,8 @@ def page(result: dict[str, Any]) -> str:
     """Return the document that is made from a stored result."""
     environment = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    lines = [_INTRODUCTION, f"Versions: {versions}. Commit: {environment['commit']}.", ""]
+    pricing = _CALIBRATED if result["config"].get("is_calibrated") else _AT_PEAKS
+    lines = [_INTRODUCTION.replace("PRICING", pricing), f"Versions: {versions}. Commit: {environment['commit']}.", ""]
     by_system: dict[str, list[Figure]] = {}
     for figure in figures_of(result["config"]):
         by_system.setdefault(figure.system, []).append(figure)
@@ -137,6 +138,15 @@ def _markdown(figures: list[Figure]) -> Iterator[str]:
         yield f"| {' | '.join(figure.cells()[1:])} |"
 
 
+_CALIBRATED = (
+    "ops at the shares of its peaks that public measurements show ([calibration.md](calibration.md) says how near that "
+    "comes and what it assumes)"
+)
+_AT_PEAKS = (
+    "ops at the peaks of its datasheet (the figures below were derived before devices were calibrated, see "
+    "[calibration.md](calibration.md): such times are too short by a factor that differs from model to model)"
+)
+
 _INTRODUCTION = """# The papers' figures, without a GPU
 
 Written by `python -m benchmarks tables` from `benchmarks/results/`; do not edit. `python -m benchmarks papers` derives
@@ -144,7 +154,7 @@ the figures again, on any computer.
 
 How: *layers* counts on a network of layers by the paper's own rules and is exact. *Fake capture* records a training
 step of our model without running it and asks our planner for the smallest peak that it can promise; bytes are exact,
-gradients and momentum included, workspaces of kernels not. *Simulation* plans such a step for the paper's GPU, whose
-ops take what their roofline says; time added is against a step with all the memory it wants. GPUs have the memory that
-their drivers report, hosts have 100 GiB to swap to.
+gradients and momentum included, workspaces of kernels not. *Simulation* plans such a step for the paper's GPU, with
+PRICING; time added is against a step with all the memory it wants. GPUs have the memory that their drivers report,
+hosts have 100 GiB to swap to.
 """

@@ -48,7 +48,7 @@ def run(options: Options, progress: Progress) -> Measurements:
     ordered = [cell for pair in pairs for cell in found.get(pair, [])]
     return Measurements(
         rows=[*_summary(ordered), *(row for cell in ordered for row in _rows(cell)), *map(error_row, failures)],
-        config={"cells": [cell.encoded() for cell in ordered]},
+        config={"cells": [cell.encoded() for cell in ordered], "is_calibrated": True},
         repeats=1,
         notes=failures,
     )

@@ -1,20 +1,27 @@
-"""Models op times where nothing runs: the roofline of a device.
+"""Models op times where nothing runs: the roofline of a device, as far below its peaks as ops of a kind stay.
 
-An op takes as long as its arithmetic at the device's peak rate or its memory traffic at the peak bandwidth,
-whichever is longer (Williams et al., CACM 2009). Arithmetic is counted by torch's own flop counter, traffic is
-what is read plus what is written. Shortfall: launch latency, caches and efficiencies below peak do not count,
-so small ops come out too cheap and convolutions faster than any library runs them.
+An op takes as long as its arithmetic or its memory traffic, whichever is longer (Williams et al., CACM 2009), each at
+the share of the peak that a kind of work reaches on the device, and a launch (``DeviceSpec.work_seconds``). A device
+without such shares gives the plain roofline. Arithmetic is counted by torch's own flop counter, and here for the ops it
+does not know or counts wrongly; traffic is what is read plus what is written.
+
+Shortfalls: caches do not count; an op's efficiency does not depend on its size, its layout or its library; ops are
+those of a CPU where the step was recorded on one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.work_kinds import WorkKind
 from lightning_offload.tensors.op_facts import OpFacts, effects
 
 
@@ -25,14 +32,16 @@ class Work:
     Attributes:
         flops: Arithmetic operations.
         num_bytes: Bytes read and written.
+        kind: What limits it.
     """
 
     flops: float
     num_bytes: int
+    kind: WorkKind = WorkKind.ELEMENTWISE
 
     def seconds(self, device: DeviceSpec) -> float:
         """Modelled duration on a device."""
-        return max(self.flops / device.flops_per_second, self.num_bytes / device.memory_bytes_per_second)
+        return device.work_seconds(self.kind, self.flops, self.num_bytes)
 
 
 class WorkMeter:
@@ -57,11 +66,86 @@ def work_of(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Work:
     if not did.made:
         return Work(0.0, 0)
     num_bytes = sum(t.numel() * t.element_size() for t in (*did.read, *did.made))
-    return Work(_flops(facts.name, args, kwargs, out), num_bytes)
+    base = _base(facts.name)
+    return Work(_flops(facts.name, args, kwargs, out), num_bytes, _kind(base, args))
+
+
+_KINDS = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        (WorkKind.CONVOLUTION, r"conv(olution|_|\d)"),
+        (WorkKind.RECURRENT, r"rnn"),
+        (WorkKind.ATTENTION, r"attention"),
+        (WorkKind.MATMUL, r"(^|_|add)b?mm$|linear$|^(dot|mv|addmv)$"),
+        (WorkKind.REDUCTION, r"norm|softmax|pool|^(sum|mean|var|std|argmax|amax|logsumexp|prod|nll_loss)|cumsum"),
+    )
+)
+_DEPTHWISE_GROUPS = {"convolution": 8, "_convolution": 8, "convolution_overrideable": 8, "convolution_backward": 9}
+"""Positions of the number of groups; a transposed convolution's weights have the input's channels in front."""
+
+
+def _kind(base: str, args: Any) -> WorkKind:
+    kind = next((kind for kind, pattern in _KINDS if pattern.search(base)), WorkKind.ELEMENTWISE)
+    at = _DEPTHWISE_GROUPS.get(base)
+    if kind is WorkKind.CONVOLUTION and at is not None and len(args) > at:
+        x = args[1] if base == "convolution_backward" else args[0]
+        return WorkKind.DEPTHWISE if 1 < args[at] == x.shape[1] else kind
+    return kind
+
+
+def _base(name: str) -> str:
+    """The name of an op without its namespace and overload."""
+    parts = name.split(".")
+    return (parts[1] if len(parts) > 1 else parts[0]).rstrip("_")
 
 
 def _flops(name: str, args: Any, kwargs: Any, out: Any) -> float:
+    own = _OWN_FLOPS.get(_base(name))
+    if own is not None:
+        return own(args)
     namespace, base = name.split(".")[:2] if name.count(".") >= 2 else ("", "")
     packet = getattr(getattr(torch.ops, namespace), base, None) if namespace else None
     formula = flop_registry.get(packet)
     return float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+
+
+def _convolution_backward(args: Any) -> float:
+    """Each wanted gradient of inputs and weights takes as much as forward; torch's counter forgets the groups."""
+    gradient, x, weight, *_, mask = args
+    is_transposed = args[7]
+    places = math.prod((x if is_transposed else gradient).shape[2:])
+    return float(2 * places * x.shape[0] * weight.numel() * (bool(mask[0]) + bool(mask[1])))
+
+
+def _attention(products: int, query: Any, key: Any, value: Any, *, is_causal: bool) -> float:
+    """Products over all pairs of a query and a key, half of them where the kernel need not look at what comes later."""
+    *batch, length, width = query.shape
+    pairs = float(math.prod(batch) * length * key.shape[-2]) / (2 if is_causal else 1)
+    return float(products * pairs * (width + value.shape[-1]))
+
+
+def _attention_forward(args: Any) -> float:
+    query, key, value, *rest = args
+    return _attention(2, query, key, value, is_causal=len(rest) > 1 and bool(rest[1]))
+
+
+def _attention_backward(args: Any) -> float:
+    """Five products where forward has two: the scores are made again (Dao et al., NeurIPS 2022)."""
+    _, query, key, value, *rest = args
+    return _attention(5, query, key, value, is_causal=bool(rest[3]))
+
+
+def _recurrent_forward(args: Any) -> float:
+    """Every time step multiplies by both matrices of the layer."""
+    steps_and_batch = math.prod(args[0].shape[:-1])
+    return float(2 * steps_and_batch * (args[1].numel() + args[2].numel()))
+
+
+_OWN_FLOPS: dict[str, Callable[[Any], float]] = {
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "mkldnn_rnn_layer": _recurrent_forward,
+    "mkldnn_rnn_layer_backward": lambda args: 2 * _recurrent_forward(args),
+}
+"""By name: what torch's counter does not know, or counts wrongly."""

@@ -97,7 +97,8 @@ def _entry(card: Card) -> dict[str, Any]:
         "title": card.title,
         "memory_bytes": card.memory_bytes,
         "memory_bytes_per_second": card.memory_bytes_per_second,
-        "flops_per_second": {dtype: getattr(card, dtype) for dtype in ("float32", "float16", "bfloat16")},
+        "generation": card.generation,
+        "flops_per_second": {dtype: getattr(card, dtype) for dtype in ("float32", "float16", "bfloat16", "tf32")},
         "link": card.link.name,
         "d2h_bytes_per_second": spec.d2h_bytes_per_second,
         "h2d_bytes_per_second": spec.h2d_bytes_per_second,
@@ -124,7 +125,10 @@ def _print_catalog() -> None:
             f"{spec.h2d_bytes_per_second / 1e9:.1f} GB/s",
         )
     console().print(table)
-    say("Datasheet peaks without sparsity and TF32; links at the rates that copies reach. --json names the sources.")
+    say(
+        "Datasheet peaks without sparsity, float32 without TF32; links at the rates that copies reach. Plans take ops "
+        "at the shares of the peaks that public measurements show. --json names the sources."
+    )
 
 
 def _print_here(here: list[DeviceHere]) -> None:

@@ -1,8 +1,8 @@
 """``max-batch``: the largest batch that fits a budget, and the ones that train about as fast as any.
 
 Throughput is ``b / max(T(b), n * l)``: samples over the planned step, which cannot take less than the host needs to
-launch its ``n`` ops, ``l`` = 5 us each in eager PyTorch. Shortfall: kernels are modelled at the device's peak whatever
-their size, so small batches still look better than they are.
+launch its ``n`` ops, ``l`` = 5 us each in eager PyTorch. Shortfall: the share of its peak that a
+device is modelled to reach does not fall for small kernels, so small batches still look better than they are.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def check_options(options: PlanOptions) -> Checked:
     )
 
 
-def _workload(options: PlanOptions, dtype: str) -> Workload:
+def _workload(options: PlanOptions, dtype: catalog.DType) -> Workload:
     try:
         import torch
     except ImportError:
@@ -111,7 +111,7 @@ def _workload(options: PlanOptions, dtype: str) -> Workload:
     return Workload(
         target=find_target(options.target),
         inputs=inputs,
-        dtype=getattr(torch, dtype),
+        dtype=getattr(torch, catalog.stored_dtype(dtype)),
         input_dtype=input_dtype,
         optimizer=options.optimizer,
     )

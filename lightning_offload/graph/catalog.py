@@ -1,9 +1,16 @@
 """GPUs as devices to plan for, none of which need be there, by name; their figures are in ``cards``.
 
 ``device_spec("k40c")`` is a device like one that was measured: its links at rates that copies reach, not at those that
-a datasheet prints. Shortfalls: arithmetic and memory bandwidth are peaks, which no real op reaches, so modelled times
-are the shortest possible; a machine's links depend on its mainboard too. Where the GPU itself is at hand, measure it
-(``lightning-offload bench-links``).
+a datasheet prints, and ops at the shares of the peaks that public measurements show (``calibration``).
+``device_spec("k40c").at_peak()`` is the datasheet's, whose modelled times are the shortest possible.
+
+Copies and compute share the device's memory: a copy of some bytes takes as much of its bandwidth as they need, so
+compute that could use all of it loses the link's share of it, ``copy_interference``. Compute that is limited by
+arithmetic loses less; where copies go both ways at once each takes its own.
+
+Shortfalls: a copy starts at once, where a driver takes about 10 us, which counts as host cost of a swap
+(``overhead_seconds``) instead; a machine's links depend on its mainboard too. Where the GPU itself is at hand, measure
+it (``lightning-offload bench-links``).
 """
 
 from __future__ import annotations
@@ -13,10 +20,12 @@ import re
 from typing import Literal, get_args
 
 from lightning_offload.errors import UnsupportedError
+from lightning_offload.graph import calibration
+from lightning_offload.graph.calibration import Arithmetic
 from lightning_offload.graph.cards import CARDS, Card
 from lightning_offload.graph.device_spec import DeviceSpec
 
-DType = Literal["float32", "float16", "bfloat16"]
+DType = Literal["float32", "float16", "bfloat16", "tf32"]
 
 _OVERHEAD_SECONDS = 10e-6
 """Host cost of one swap or replay: a few kernel launches or driver calls of 2 to 5 us each."""
@@ -70,12 +79,18 @@ def check_dtype(dtype: str) -> DType:
     return name  # type: ignore[return-value]
 
 
+def stored_dtype(dtype: DType) -> str:
+    """The type that tensors have: TF32 is a way to multiply those in float32."""
+    return "float32" if dtype == "tf32" else dtype
+
+
 def device_spec(name: str, *, dtype: str = "float32") -> DeviceSpec:
     """A device of the catalogue, as planning takes it.
 
     Args:
         name: Name or alias, such as "k40c", "a100" or "RTX 3090".
-        dtype: What it computes in: "float32", "float16" or "bfloat16".
+        dtype: What it computes in: "float32", "float16", "bfloat16", or "tf32", which is float32 with products and
+            convolutions on tensor cores.
 
     Raises:
         UnsupportedError: No such device or type.
@@ -83,15 +98,41 @@ def device_spec(name: str, *, dtype: str = "float32") -> DeviceSpec:
     >>> device_spec("RTX 3090").name
     'GeForce RTX 3090'
     """
-    card, arithmetic = find_card(name), check_dtype(dtype)
+    return spec_of(find_card(name), check_dtype(dtype))
+
+
+def spec_of(card: Card, dtype: DType) -> DeviceSpec:
+    """A card as planning takes it."""
+    peak = float(getattr(card, dtype) or card.float32)
+    d2h, h2d = (share * card.link.bytes_per_second for share in (card.link.d2h_efficiency, card.link.h2d_efficiency))
+    arithmetic = arithmetic_of(card, dtype)
+    shares = calibration.SHARES[arithmetic]
+    factor = calibration.FACTORS.get((card.generation, arithmetic), 1.0)
+    bandwidth = calibration.BANDWIDTH_FACTORS.get(card.generation, 1.0)
     return DeviceSpec(
         name=card.title,
         kind="cuda",
         memory_bytes=card.memory_bytes,
-        d2h_bytes_per_second=card.link.d2h_efficiency * card.link.bytes_per_second,
-        h2d_bytes_per_second=card.link.h2d_efficiency * card.link.bytes_per_second,
-        copy_interference=0.0,
+        d2h_bytes_per_second=d2h,
+        h2d_bytes_per_second=h2d,
+        copy_interference=max(d2h, h2d) / card.memory_bytes_per_second,
         overhead_seconds=_OVERHEAD_SECONDS,
-        flops_per_second=getattr(card, arithmetic),
+        flops_per_second=peak,
         memory_bytes_per_second=card.memory_bytes_per_second,
+        launch_seconds=calibration.LAUNCH_SECONDS,
+        convolution_efficiency=factor * shares.convolution,
+        depthwise_efficiency=factor * shares.depthwise,
+        matmul_efficiency=factor * shares.matmul,
+        attention_efficiency=factor * shares.attention,
+        recurrent_efficiency=factor * shares.recurrent,
+        reduction_bandwidth=bandwidth * calibration.REDUCTION_BANDWIDTH,
+        elementwise_bandwidth=bandwidth * calibration.ELEMENTWISE_BANDWIDTH,
     )
+
+
+def arithmetic_of(card: Card, dtype: DType) -> Arithmetic:
+    """The cores that a card computes a type on."""
+    peak = getattr(card, dtype)
+    if dtype == "float32" or peak is None or (dtype != "tf32" and peak < 4 * card.float32 and card.tf32 is None):
+        return "float32"
+    return "tf32" if dtype == "tf32" else "half"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph import codec
+from lightning_offload.graph.work_kinds import WorkKind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,15 @@ class DeviceSpec:
         host_memory_bytes: The most that swapped storages may take of host memory; None for no limit, 0 for none.
         disk_write_bytes_per_second: Bandwidth of the disk tier; 0 where there is none.
         disk_read_bytes_per_second: The same for reading; positive exactly if writing is.
+        launch_seconds: What any op takes beside its work, for op times that are modelled.
+        convolution_efficiency: Share of ``flops_per_second`` that convolutions reach; above 1 where they need fewer
+            operations than are counted (Winograd). This and all shares below are for op times that are modelled.
+        depthwise_efficiency: The same for depthwise convolutions.
+        matmul_efficiency: The same for matrix products.
+        attention_efficiency: The same for fused attention.
+        recurrent_efficiency: The same for recurrent layers.
+        reduction_bandwidth: Share of ``memory_bytes_per_second`` that reductions and normalizations reach.
+        elementwise_bandwidth: The same for everything else.
     """
 
     name: str
@@ -40,11 +51,45 @@ class DeviceSpec:
     host_memory_bytes: int | None = dataclasses.field(default=None, metadata=codec.ADDED)
     disk_write_bytes_per_second: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
     disk_read_bytes_per_second: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
+    launch_seconds: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
+    convolution_efficiency: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
+    depthwise_efficiency: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
+    matmul_efficiency: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
+    attention_efficiency: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
+    recurrent_efficiency: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
+    reduction_bandwidth: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
+    elementwise_bandwidth: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
 
     @property
     def has_disk(self) -> bool:
         """Whether there is a disk tier."""
         return self.disk_write_bytes_per_second > 0 and self.disk_read_bytes_per_second > 0
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether modelled times are other than those of the peaks."""
+        return self != self.at_peak()
+
+    def at_peak(self) -> DeviceSpec:
+        """The device as its datasheet has it: its peaks reached by all ops, and launching them for nothing."""
+        ones: dict[str, Any] = dict.fromkeys(_SHARES, 1.0)
+        return dataclasses.replace(self, launch_seconds=0.0, **ones)
+
+    def work_seconds(self, kind: WorkKind, flops: float, num_bytes: float) -> float:
+        """Modelled duration of an op: its launch, and its arithmetic or its memory traffic, whichever is longer.
+
+        Args:
+            kind: What it does.
+            flops: Arithmetic operations.
+            num_bytes: Bytes of device memory read and written; an op with neither is no kernel and takes no time.
+        """
+        if not flops and not num_bytes:
+            return 0.0
+        efficiency = getattr(self, _EFFICIENCIES[kind]) if kind in _EFFICIENCIES else 1.0
+        bandwidth = self.reduction_bandwidth if kind is WorkKind.REDUCTION else self.elementwise_bandwidth
+        return self.launch_seconds + max(
+            flops / (efficiency * self.flops_per_second), num_bytes / (bandwidth * self.memory_bytes_per_second)
+        )
 
     def derated(self, fraction: float) -> DeviceSpec:
         """The device with all links and the disk at a fraction of their rates, to plan with a margin.
@@ -94,3 +139,17 @@ class DeviceSpec:
         disk = (self.disk_write_bytes_per_second, self.disk_read_bytes_per_second)
         if min(disk) < 0 or (min(disk) == 0) != (max(disk) == 0):
             raise PlanError(f"device_spec: disk bandwidths must both be positive, or both 0 for no disk, got {disk}")
+        if self.launch_seconds < 0 or min(getattr(self, share) for share in _SHARES) <= 0:
+            raise PlanError(f"device_spec: launch_seconds must be >= 0, efficiencies and bandwidths positive: {self}")
+
+
+_EFFICIENCIES = {
+    WorkKind.CONVOLUTION: "convolution_efficiency",
+    WorkKind.DEPTHWISE: "depthwise_efficiency",
+    WorkKind.MATMUL: "matmul_efficiency",
+    WorkKind.ATTENTION: "attention_efficiency",
+    WorkKind.RECURRENT: "recurrent_efficiency",
+}
+"""The fields of the kinds of work that arithmetic may limit."""
+
+_SHARES = (*_EFFICIENCIES.values(), "reduction_bandwidth", "elementwise_bandwidth")

@@ -35,7 +35,7 @@ class FakeStep:
     work: tuple[Work, ...]
 
     def on(self, device: DeviceSpec) -> StepGraph:
-        """The step on a device, each op priced by its ``flops_per_second`` and ``memory_bytes_per_second``."""
+        """The step on a device, each op priced by :meth:`DeviceSpec.work_seconds`."""
         ops = zip(self.graph.ops, self.work, strict=True)
         return dataclasses.replace(
             self.graph, ops=tuple(dataclasses.replace(op, seconds=work.seconds(device)) for op, work in ops)

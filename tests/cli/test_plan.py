@@ -145,6 +145,16 @@ def test_a_device_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["device"], found["device_bytes"]) == ("Tesla T4", device_spec("t4").memory_bytes)
 
 
+def test_tf32_is_float32_but_for_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model stays as it is; the device has other shares for it."""
+    plain, fast = (
+        json_of(capsys, "plan", *option("--device", "a100"), "--dtype", dtype, "--output", "")
+        for dtype in ("float32", "tf32")
+    )
+    assert (fast["dtype"], fast["plain_peak_bytes"]) == ("tf32", plain["plain_peak_bytes"])
+    assert fast["plain_step_seconds"] != plain["plain_step_seconds"]
+
+
 def test_more_than_the_device_has_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """A budget above the device's memory is planned for, with a note."""
     assert cli.run(["plan", *SMALL, "--budget", "64GiB", "--json"]) == 0

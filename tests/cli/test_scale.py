@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lightning_offload.cli.scale import parse_devices
 from lightning_offload.errors import UnsupportedError
+from lightning_offload.graph.catalog import device_spec
 from tests.cli.running import SMALL, json_of, option, output_of, refused, rows_of
 
 ROW_KEYS = {
@@ -62,9 +65,11 @@ def test_what_was_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["predicted_step_seconds"] == pytest.approx(less["predicted_step_seconds"])
 
 
-def test_a_step_takes_as_long_as_its_launches(capsys: pytest.CaptureFixture[str]) -> None:
-    """5 us for each op: more than a small net's roofline."""
-    found = json_of(capsys, *SCALE, "--devices", "1")
+def test_a_step_takes_as_long_as_its_launches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """5 us for each op: more than a small net's roofline at the peaks of its device."""
+    peak = tmp_path / "peak.json"
+    peak.write_text(device_spec("k40c").at_peak().to_json())
+    found = json_of(capsys, "scale", *option("--device", str(peak)), "--budget", "2500000B", "--devices", "1")
     assert found["step_seconds"] == pytest.approx(5e-6 * found["num_ops"])
     assert found["step_seconds"] > found["predicted_step_seconds"]
 

@@ -8,8 +8,18 @@ from typing import get_args
 import pytest
 
 from lightning_offload.errors import OffloadError, UnsupportedError
-from lightning_offload.graph import catalog
-from lightning_offload.graph.catalog import DType, cards, check_dtype, device_spec, find_card, names
+from lightning_offload.graph import calibration, catalog
+from lightning_offload.graph.calibration import Arithmetic
+from lightning_offload.graph.catalog import (
+    DType,
+    arithmetic_of,
+    cards,
+    check_dtype,
+    device_spec,
+    find_card,
+    names,
+    stored_dtype,
+)
 from lightning_offload.graph.device_spec import DeviceSpec
 
 EXPECTED = [
@@ -30,7 +40,12 @@ def test_each_entry_is_a_possible_device(name: str, dtype: str) -> None:
     spec = device_spec(name, dtype=dtype)
     spec.check()
     assert DeviceSpec.from_json(spec.to_json()) == spec
-    assert (spec.kind, spec.copy_interference, spec.has_disk) == ("cuda", 0.0, False)
+    assert (spec.kind, spec.has_disk, spec.is_calibrated) == ("cuda", False, True)
+    assert 0.005 < spec.copy_interference < 0.1
+    assert 0.2 < spec.convolution_efficiency < 1.5
+    assert 0.2 < spec.matmul_efficiency < 1.1
+    assert 0.3 < spec.reduction_bandwidth < spec.elementwise_bandwidth < 1.0
+    assert 1e-6 < spec.launch_seconds < 2e-5
     assert spec.memory_bytes is not None
     assert 8 << 30 < spec.memory_bytes < 200 << 30
     assert 1e12 < spec.flops_per_second < 1e16
@@ -61,6 +76,16 @@ def test_figures_that_the_papers_rest_on() -> None:
     assert round(spec.d2h_bytes_per_second / 1e9, 1) == 10.1
 
 
+def test_copies_take_their_share_of_the_memory() -> None:
+    """3.5% of its bandwidth on a K40c and 1.2% on an A100, by the faster direction where they differ."""
+    for name, share in (("k40c", 0.035), ("a100", 0.012)):
+        spec = device_spec(name)
+        assert spec.copy_interference == spec.d2h_bytes_per_second / spec.memory_bytes_per_second
+        assert spec.copy_interference == pytest.approx(share, abs=5e-4)
+    spec = device_spec("gh200")
+    assert spec.copy_interference == spec.h2d_bytes_per_second / spec.memory_bytes_per_second
+
+
 @pytest.mark.parametrize(
     ("written", "name"),
     [
@@ -84,10 +109,34 @@ def test_half_precision_where_there_is_any() -> None:
         ("v100", "float16", 7.9),
         ("a100", "bfloat16", 16.0),
     ):
-        found = device_spec(name, dtype=dtype)
-        plain = device_spec(name)
+        found = device_spec(name, dtype=dtype).at_peak()
+        plain = device_spec(name).at_peak()
         assert found.flops_per_second / plain.flops_per_second == pytest.approx(factor, abs=0.1)
         assert dataclasses.replace(found, flops_per_second=plain.flops_per_second) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "cores"),
+    [
+        ("k40c", "float16", "float32"), ("p100", "float16", "float32"), ("v100", "bfloat16", "float32"),
+        ("v100", "float16", "half"), ("3090", "bfloat16", "half"), ("a100", "float32", "float32"),
+        ("a100", "tf32", "tf32"), ("v100", "tf32", "float32"), ("t4", "float16", "half"),
+    ],
+)  # fmt: skip
+def test_shares_are_those_of_the_cores(name: str, dtype: DType, cores: Arithmetic) -> None:
+    """What a card has no tensor cores for is computed on the others, at their shares."""
+    card = find_card(name)
+    assert arithmetic_of(card, dtype) == cores
+    factor = calibration.FACTORS.get((card.generation, cores), 1.0)
+    assert device_spec(name, dtype=dtype).matmul_efficiency == factor * calibration.SHARES[cores].matmul
+
+
+def test_tf32_is_float32_in_memory() -> None:
+    """It has a rate of its own where there is any, and float32's elsewhere."""
+    assert stored_dtype("tf32") == "float32"
+    assert stored_dtype("bfloat16") == "bfloat16"
+    assert device_spec("a100", dtype="tf32").flops_per_second == 156e12
+    assert device_spec("k40c", dtype="tf32") == device_spec("k40c")
 
 
 def test_an_unknown_device() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph import DeviceSpec
+from lightning_offload.graph.work_kinds import WorkKind
 from tests.graph.building import DEVICE
 
 RATES = st.floats(min_value=1e-3, max_value=1e15)
@@ -19,8 +20,21 @@ LIMITS = st.none() | st.integers(0, 1 << 60)
 WITH_DISK = dataclasses.replace(
     DEVICE, host_memory_bytes=7, disk_write_bytes_per_second=30.0, disk_read_bytes_per_second=40.0
 )
-ADDED = {"host_memory_bytes", "disk_write_bytes_per_second", "disk_read_bytes_per_second"}
+TIERS = {"host_memory_bytes", "disk_write_bytes_per_second", "disk_read_bytes_per_second"}
 """Fields that files written before there were tiers do not have."""
+
+SHARES = {
+    "convolution_efficiency", "depthwise_efficiency", "matmul_efficiency", "attention_efficiency",
+    "recurrent_efficiency", "reduction_bandwidth", "elementwise_bandwidth",
+}  # fmt: skip
+ADDED = TIERS | SHARES | {"launch_seconds"}
+"""Fields that files written before devices were calibrated do not have."""
+
+CALIBRATED = dataclasses.replace(
+    DEVICE, flops_per_second=1e3, memory_bytes_per_second=1e2, launch_seconds=2.0, convolution_efficiency=0.5,
+    depthwise_efficiency=0.1, matmul_efficiency=0.25, attention_efficiency=0.2, recurrent_efficiency=2.0,
+    reduction_bandwidth=0.25, elementwise_bandwidth=0.5,
+)  # fmt: skip
 
 
 def _with_disk(device: DeviceSpec, limit: int | None, disk: tuple[float, float] | None) -> DeviceSpec:
@@ -80,6 +94,11 @@ def test_round_trip_is_exact(device: DeviceSpec) -> None:
         ("schema", 0),
         ("lightning_offload", "step_graph"),
         ("colour", "red"),
+        ("launch_seconds", -1e-6),
+        ("convolution_efficiency", 0.0),
+        ("matmul_efficiency", -1.0),
+        ("reduction_bandwidth", 0.0),
+        ("elementwise_bandwidth", None),
     ],
     ids=lambda item: str(item)[:24],
 )
@@ -115,7 +134,48 @@ def test_file_from_before_there_were_tiers_is_read() -> None:
         del data[field]
     device = DeviceSpec.from_json(json.dumps(data))
     assert device == DEVICE
-    assert (device.host_memory_bytes, device.has_disk) == (None, False)
+    assert (device.host_memory_bytes, device.has_disk, device.is_calibrated) == (None, False, False)
+
+
+def test_calibrated_device_survives_json() -> None:
+    """Its shares are among what a file says."""
+    assert DeviceSpec.from_json(CALIBRATED.to_json()) == CALIBRATED
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_arithmetic", "by_memory"),
+    [
+        (WorkKind.CONVOLUTION, 2, 2),
+        (WorkKind.DEPTHWISE, 10, 2),
+        (WorkKind.MATMUL, 4, 2),
+        (WorkKind.ATTENTION, 5, 2),
+        (WorkKind.RECURRENT, 0.5, 2),
+        (WorkKind.REDUCTION, 1, 4),
+        (WorkKind.ELEMENTWISE, 1, 2),
+    ],
+)
+def test_work_takes_a_launch_and_the_longer_of_arithmetic_and_traffic(
+    kind: WorkKind, by_arithmetic: float, by_memory: float
+) -> None:
+    """Each at the share of the peak that the kind of work reaches."""
+    assert CALIBRATED.work_seconds(kind, 1e6, 1) == 2 + 1e3 * by_arithmetic
+    assert CALIBRATED.work_seconds(kind, 1, 10**6) == 2 + 1e4 * by_memory
+
+
+@pytest.mark.parametrize("kind", WorkKind)
+def test_at_peak_is_the_roofline(kind: WorkKind) -> None:
+    """Without shares and launches an op takes what its arithmetic or its traffic takes at the peaks, to the bit."""
+    peak = CALIBRATED.at_peak()
+    assert CALIBRATED.is_calibrated
+    assert not peak.is_calibrated
+    assert peak == dataclasses.replace(DEVICE, flops_per_second=1e3, memory_bytes_per_second=1e2)
+    for flops, num_bytes in ((7e6, 3), (7.0, 10**9)):
+        assert peak.work_seconds(kind, flops, num_bytes) == max(flops / 1e3, num_bytes / 1e2)
+
+
+def test_no_work_takes_no_time() -> None:
+    """A view launches nothing."""
+    assert CALIBRATED.work_seconds(WorkKind.ELEMENTWISE, 0.0, 0) == 0
 
 
 def test_derated_scales_every_link() -> None:
