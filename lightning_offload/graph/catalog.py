@@ -94,4 +94,5 @@ def device_spec(name: str, *, dtype: str = "float32") -> DeviceSpec:
         overhead_seconds=_OVERHEAD_SECONDS,
         flops_per_second=getattr(card, arithmetic),
         memory_bytes_per_second=card.memory_bytes_per_second,
+        compute_capability=card.compute_capability,
     )

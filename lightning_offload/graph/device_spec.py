@@ -26,6 +26,8 @@ class DeviceSpec:
         host_memory_bytes: The most that swapped storages may take of host memory; None for no limit, 0 for none.
         disk_write_bytes_per_second: Bandwidth of the disk tier; 0 where there is none.
         disk_read_bytes_per_second: The same for reading; positive exactly if writing is.
+        compute_capability: What a GPU of NVIDIA can do, times ten (80 for 8.0), which its libraries choose kernels by; 0
+            where that is not known.
     """
 
     name: str
@@ -40,6 +42,7 @@ class DeviceSpec:
     host_memory_bytes: int | None = dataclasses.field(default=None, metadata=codec.ADDED)
     disk_write_bytes_per_second: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
     disk_read_bytes_per_second: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
+    compute_capability: int = dataclasses.field(default=0, metadata=codec.ADDED)
 
     @property
     def has_disk(self) -> bool:
