@@ -26,8 +26,7 @@ class DeviceSpec:
         host_memory_bytes: The most that swapped storages may take of host memory; None for no limit, 0 for none.
         disk_write_bytes_per_second: Bandwidth of the disk tier; 0 where there is none.
         disk_read_bytes_per_second: The same for reading; positive exactly if writing is.
-        compute_capability: What a GPU of NVIDIA can do, times ten (80 for 8.0), which its libraries choose kernels by; 0
-            where that is not known.
+        compute_capability: Of a GPU of NVIDIA, times ten (80 for 8.0): libraries choose kernels by it. 0 where unknown.
     """
 
     name: str

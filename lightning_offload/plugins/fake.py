@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,9 +17,10 @@ from typing_extensions import override
 
 from lightning_offload.accelerators import HOST, KINDS
 from lightning_offload.capture.cuda import recurrent
+from lightning_offload.capture.cuda.autocast import casting
 from lightning_offload.capture.cuda.choices import choosing
 from lightning_offload.capture.cuda.kernels import CudaKernels
-from lightning_offload.capture.cuda.programs import OnTheGpu
+from lightning_offload.capture.cuda.programs import on_the_gpu
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.roofline import Work, WorkMeter
 from lightning_offload.graph.device_spec import DeviceSpec
@@ -31,6 +33,8 @@ from lightning_offload.runtime.tiers import Tiers
 
 Step = Callable[[], None]
 
+_LOCK = threading.Lock()
+"""Held while torch's own functions are replaced: one recording for a GPU at a time."""
 _USUAL_CAPABILITY = 80
 """Taken where a GPU's own compute capability is not known: an A100's, from which on kernels differ little."""
 
@@ -93,7 +97,8 @@ def _kernels_of(device: DeviceSpec | None) -> Iterator[None]:
     if device is None or device.kind != "cuda":
         yield
         return
-    with OnTheGpu(), choosing(device.compute_capability or _USUAL_CAPABILITY), CudaKernels():
+    capability = device.compute_capability or _USUAL_CAPABILITY
+    with _LOCK, on_the_gpu(), casting(), choosing(capability), CudaKernels():
         yield
 
 

@@ -57,7 +57,7 @@ def kernel_for(
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     for kernel in order:
         if kernel is Kernel.CUDNN:
-            is_usable = torch.backends.cuda.cudnn_sdp_enabled() and _suits_cudnn(query, key, value, dropout)
+            is_usable = torch.backends.cuda.cudnn_sdp_enabled() and _suits_cudnn(query, key, value, mask, dropout)
         elif kernel is Kernel.FLASH:
             is_usable = (
                 torch.backends.cuda.flash_sdp_enabled()
@@ -85,7 +85,9 @@ def _are_dense(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -
     return True
 
 
-def _suits_cudnn(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+def _suits_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
+        return False
     widths = (query.shape[3], value.shape[3])
     if query.dtype not in _HALVES or max(widths) > 128 or any(width % 8 for width in widths):
         return False
@@ -151,39 +153,38 @@ def attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``scaled_dot_product_attention`` by the kernel that a GPU takes."""
-    kernel = kernel_for(
-        capability, query, key, value, attn_mask, dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
-    )
+    kernel = kernel_for(capability, query, key, value, attn_mask, dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
     keeps_sums = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    mask = _added(attn_mask, query.dtype)
+    out: Tensor
     if kernel is Kernel.MATH:
-        mask = _added(attn_mask, query.dtype, float("-inf"))
-        return _aten._scaled_dot_product_attention_math(
+        out = _aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
-    if kernel is Kernel.CUDNN:
-        mask = _added(attn_mask, query.dtype, float("-inf"))
-        return _aten._scaled_dot_product_cudnn_attention(
+    elif kernel is Kernel.CUDNN:
+        out = _aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, keeps_sums, dropout_p, is_causal, False, scale=scale
         )[0]
-    if kernel is Kernel.FLASH:
+    elif kernel is Kernel.FLASH:
         width = query.shape[3]
         scale = scale if scale is not None else width**-0.5
         padded = [_padded(tensor, -width % 8) for tensor in (query, key, value)]
         out = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
-        return out if out.shape[3] == width else out[..., :width]
-    mask = _added(attn_mask, query.dtype, float("-inf"))
-    if mask is not None:
-        mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale
-    )[0]
+        out = out if out.shape[3] == width else out[..., :width]
+    else:
+        if mask is not None:
+            mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
+        out = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale
+        )[0]
+    return out
 
 
-def _added(mask: Tensor | None, dtype: torch.dtype, excluded: float) -> Tensor | None:
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A mask as what is added to the scores."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.where(mask.logical_not(), excluded, torch.scalar_tensor(0.0, dtype=dtype))
+    return torch.where(mask.logical_not(), float("-inf"), torch.scalar_tensor(0.0, dtype=dtype))
 
 
 def _aligned(mask: Tensor) -> Tensor:

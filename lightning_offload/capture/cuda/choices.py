@@ -1,9 +1,9 @@
 """Functions that torch composes of others, composed as on CUDA.
 
-Each takes the place of torch's own for CPU tensors, in the threads and for the time of :func:`choosing`, wherever it
-is called from, C++ included. Sources, all in ``aten/src/ATen/native``: ``Dropout.cpp`` (a mask of one byte an element),
-``Normalization.cpp`` (which batch norms are cuDNN's), ``layer_norm.cpp`` (RMS norm is one kernel), ``RNN.cpp``, and those
-of :mod:`~.attention`.
+Each takes the place of torch's own for CPU tensors, in the thread and for the time of :func:`choosing`, wherever it is
+called from, C++ included. Sources, all in ``aten/src/ATen/native``: ``Dropout.cpp`` (a mask of one byte an element),
+``Normalization.cpp`` (which batch norms are cuDNN's), ``layer_norm.cpp`` (RMS norm is one kernel), ``RNN.cpp``, and
+those of :mod:`~.attention`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing_extensions import override
 
 from lightning_offload.capture.cuda import recurrent
 from lightning_offload.capture.cuda.attention import attend
+from lightning_offload.capture.cuda.overrides import overload_of, replacing
 
 _aten: Any = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _MOST_IMAGES = {True: 880801, False: 65535}
 _MOST_ELEMENTS = (1 << 31) - 1
-_LOCK = threading.Lock()
 
 
 class _Chooser(threading.local):
@@ -45,23 +45,19 @@ def choosing(capability: int) -> Iterator[None]:
         capability: The GPU's compute capability, times ten.
     """
     table: dict[str, Callable[..., Any]] = {
-        **_TABLE, "scaled_dot_product_attention": functools.partial(attend, capability)
-    }  # fmt: skip
-    with _LOCK:  # one registration at a time; other threads meet it, and go past it
-        library = torch.library.Library("aten", "IMPL")
+        **_TABLE,
+        "scaled_dot_product_attention": functools.partial(attend, capability),
+    }
+    with replacing("AutogradCPU", {name: _chosen(name, function) for name, function in table.items()}):
         try:
-            for name, function in table.items():
-                library.impl(name, _chosen(name, function), "AutogradCPU")
             _chooser.is_on = True
             yield
         finally:
             _chooser.is_on = False
-            library._destroy()
 
 
 def _chosen(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    packet, _, overload = name.partition(".")
-    plain = getattr(getattr(_aten, packet), overload or "default")
+    plain = overload_of(name)
 
     def choose(*args: Any, **kwargs: Any) -> Any:
         if not _chooser.is_on:
@@ -106,7 +102,7 @@ def _batch_norm(
 def _rms_norm(data: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
     if weight is not None and weight.dtype is not data.dtype:
         return NotImplemented
-    return _FusedRMSNorm.apply(data, list(shape), weight, eps)
+    return _FusedRMSNorm.apply(data, list(shape), weight, eps)  # type: ignore[no-untyped-call]
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -145,22 +141,14 @@ def _plain(mode: int) -> Callable[..., Any]:
     return _on_cudnn(functools.wraps(recurrent.plain)(functools.partial(recurrent.plain, mode)))
 
 
-def _packed(mode: int) -> Callable[..., Any]:
-    return _on_cudnn(functools.wraps(recurrent.packed_plain)(functools.partial(recurrent.packed_plain, mode)))
-
-
 _TABLE: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "batch_norm": _batch_norm,
     "rms_norm": _rms_norm,
     "lstm.input": _on_cudnn(recurrent.lstm),
-    "lstm.data": _on_cudnn(recurrent.packed_lstm),
     "gru.input": _plain(recurrent.GRU),
-    "gru.data": _packed(recurrent.GRU),
     "rnn_tanh.input": _plain(recurrent.TANH),
-    "rnn_tanh.data": _packed(recurrent.TANH),
     "rnn_relu.input": _plain(recurrent.RELU),
-    "rnn_relu.data": _packed(recurrent.RELU),
     "lstm_cell": recurrent.lstm_cell,
     "gru_cell": recurrent.gru_cell,
 }

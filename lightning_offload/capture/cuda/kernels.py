@@ -23,6 +23,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 class CudaKernels(TorchDispatchMode):
     """Answers for CUDA's kernels; to be entered inside of a fake mode, and outside of what records."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     @classmethod
     @override
     def is_infra_mode(cls) -> bool:
@@ -43,8 +46,8 @@ def _sums_of(data: Tensor) -> torch.dtype:
 
 def _layer_norm(data: Tensor, shape: Any, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows = [*data.shape[: data.dim() - len(shape)], *(1 for _ in shape)]
-    sums = (data.new_empty(rows, dtype=_sums_of(data)) for _ in range(2))
-    return torch.empty_like(data, memory_format=torch.contiguous_format), *sums
+    mean, scale = (data.new_empty(rows, dtype=_sums_of(data)) for _ in range(2))
+    return torch.empty_like(data, memory_format=torch.contiguous_format), mean, scale
 
 
 def _rms_norm(data: Tensor, shape: Any, *_rest: Any) -> tuple[Tensor, Tensor]:
@@ -65,8 +68,8 @@ def _batch_norm(
     data: Tensor, _weight: Any, _bias: Any, _mean: Any, _variance: Any, training: bool, *_rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     size = data.shape[1] if training else 0
-    sums = (data.new_empty(size, dtype=_sums_of(data)) for _ in range(2))
-    return torch.empty_like(data), *sums
+    mean, scale = (data.new_empty(size, dtype=_sums_of(data)) for _ in range(2))
+    return torch.empty_like(data), mean, scale
 
 
 def _cudnn_batch_norm(
@@ -112,9 +115,7 @@ def _gradients_alike(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _flash_attention(
-    query: Tensor, key: Tensor, _value: Tensor, *_rest: Any, **_named: Any
-) -> tuple[Any, ...]:
+def _flash_attention(query: Tensor, key: Tensor, _value: Tensor, *_rest: Any, **_named: Any) -> tuple[Any, ...]:
     batch, heads, length, _ = query.shape
     sums = query.new_empty(batch, heads, length, dtype=torch.float32)
     seed, unused = (query.new_empty(size, dtype=torch.uint64) for size in ((2,), ()))

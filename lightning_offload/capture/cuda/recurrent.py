@@ -1,6 +1,7 @@
 """Recurrent nets as cuDNN computes them: the call, its results, and what it keeps for backward.
 
-The calls are those of ``aten/src/ATen/native/RNN.cpp`` and ``aten/src/ATen/native/cudnn/RNN.cpp``. How large cuDNN's
+The calls are those of ``aten/src/ATen/native/RNN.cpp`` and ``aten/src/ATen/native/cudnn/RNN.cpp``, without packed
+sequences, which no fake tensors can make. How large cuDNN's
 *reserve* is its documentation does not tell. A measured one (736,000,000 bytes for an LSTM, 864,000,000 for a GRU, of
 four layers of width 320, in pytorch/pytorch#2895) is, for each step of each sequence, five times the width for each
 layer of an LSTM (its gates and its cell) and six times for one of a GRU, and the output of each layer but the last.
@@ -49,7 +50,6 @@ def is_acceptable(tensor: Tensor) -> bool:
 def _call(
     mode: int,
     data: Tensor,
-    batch_sizes: Sequence[int],
     hx: Tensor,
     cx: Tensor | None,
     weights: Sequence[Tensor],
@@ -65,37 +65,28 @@ def _call(
     stride = (4 if has_biases else 2) + (1 if projected else 0)
     out = _aten._cudnn_rnn(
         data, list(weights), stride, None, hx, cx, mode, hidden, projected, num_layers, batch_first, dropout, train,
-        bidirectional, list(batch_sizes), None,
+        bidirectional, [], None,
     )  # fmt: skip
     return out[0], out[1], out[2]
 
 
 def lstm(data: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::lstm.input`` on cuDNN."""
-    return _call(LSTM, data, (), hx[0], hx[1], params, *how)
-
-
-def packed_lstm(
-    data: Tensor, batch_sizes: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *how: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``aten::lstm.data`` on cuDNN."""
-    return _call(LSTM, data, batch_sizes.tolist(), hx[0], hx[1], params, *how, False)
+    return _call(LSTM, data, hx[0], hx[1], params, *how)
 
 
 def plain(mode: int, data: Tensor, hx: Tensor, params: Sequence[Tensor], *how: Any) -> tuple[Tensor, Tensor]:
     """``aten::gru.input``, ``rnn_tanh.input`` and ``rnn_relu.input`` on cuDNN."""
-    return _call(mode, data, (), hx, None, params, *how)[:2]
-
-
-def packed_plain(
-    mode: int, data: Tensor, batch_sizes: Tensor, hx: Tensor, params: Sequence[Tensor], *how: Any
-) -> tuple[Tensor, Tensor]:
-    """``aten::gru.data``, ``rnn_tanh.data`` and ``rnn_relu.data`` on cuDNN."""
-    return _call(mode, data, batch_sizes.tolist(), hx, None, params, *how, False)[:2]
+    return _call(mode, data, hx, None, params, *how)[:2]
 
 
 def lstm_cell(
-    data: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+    data: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``aten::lstm_cell`` by the kernel that fuses all but the products."""
     out = _aten._thnn_fused_lstm_cell(data.matmul(w_ih.t()), hx[0].matmul(w_hh.t()), hx[1], b_ih, b_hh)
@@ -128,19 +119,15 @@ def cudnn_rnn(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    batch_sizes: Sequence[int],
+    _batch_sizes: Sequence[int],
     _dropout_state: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """What ``aten::_cudnn_rnn`` makes: output, last states, reserve, and the weights as one block of memory."""
     directions = 2 if bidirectional else 1
     width = (projected or hidden) * directions
-    if batch_sizes:
-        steps, batch = len(batch_sizes), batch_sizes[0]
-        output = data.new_empty(data.shape[0], width)
-    else:
-        batch, steps = data.shape[:2] if batch_first else (data.shape[1], data.shape[0])
-        output = data.new_empty(steps, batch, width)
-        output = output.transpose(0, 1) if batch_first else output
+    batch, steps = data.shape[:2] if batch_first else (data.shape[1], data.shape[0])
+    output = data.new_empty(steps, batch, width)
+    output = output.transpose(0, 1) if batch_first else output
     shape = _Shape(steps, batch, num_layers, directions, hidden)
     kept = reserve_bytes(mode, shape, data.element_size(), has_dropout=dropout > 0) if train else 0
     if buffer is None:  # they lie in one block already, or are copied into one
@@ -178,7 +165,9 @@ def cudnn_rnn_backward(
     )
 
 
-def gru_cell_kernel(input_gates: Tensor, _hidden_gates: Tensor, hx: Tensor, *_biases: Tensor | None) -> tuple[Tensor, Tensor]:
+def gru_cell_kernel(
+    input_gates: Tensor, _hidden_gates: Tensor, hx: Tensor, *_biases: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """What ``aten::_thnn_fused_gru_cell`` makes."""
     return torch.empty_like(hx), input_gates.new_empty(hx.shape[0], 5 * hx.shape[1])
 
@@ -194,10 +183,11 @@ def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[
 def flatten(module: nn.Module) -> None:
     """Lay the weights of each recurrent layer out in one block, as ``flatten_parameters`` does on CUDA."""
     for part in module.modules():
-        if isinstance(part, nn.RNNBase) and is_acceptable(part._flat_weights[0]):
-            weights = part._flat_weights
-            block = torch.empty(sum(weight.numel() for weight in weights), dtype=weights[0].dtype)
+        weights = part._flat_weights if isinstance(part, nn.RNNBase) else []
+        tensors = [weight for weight in weights if weight is not None]
+        if tensors and is_acceptable(tensors[0]):
+            block = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
             start = 0
-            for weight in weights:
-                weight.data = block[start : start + weight.numel()].view(weight.shape)
-                start += weight.numel()
+            for tensor in tensors:
+                tensor.data = block[start : start + tensor.numel()].view(tensor.shape)
+                start += tensor.numel()
