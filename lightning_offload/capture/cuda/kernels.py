@@ -24,7 +24,7 @@ class CudaKernels(TorchDispatchMode):
     """Answers for CUDA's kernels; to be entered inside of a fake mode, and outside of what records."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     @override

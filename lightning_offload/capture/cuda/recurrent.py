@@ -23,7 +23,7 @@ RELU, TANH, LSTM, GRU = range(4)
 _WIDTHS_KEPT = {RELU: 1, TANH: 1, LSTM: 5, GRU: 6}
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """How large a recurrence is."""
 
     steps: int
@@ -33,7 +33,7 @@ class _Shape(NamedTuple):
     hidden: int
 
 
-def reserve_bytes(mode: int, shape: _Shape, element_size: int, *, has_dropout: bool) -> int:
+def reserve_bytes(mode: int, shape: Shape, element_size: int, *, has_dropout: bool) -> int:
     """What cuDNN keeps for backward."""
     per_layer = shape.steps * shape.batch * shape.hidden * shape.num_directions
     num_between = shape.num_layers - 1
@@ -128,7 +128,7 @@ def cudnn_rnn(
     batch, steps = data.shape[:2] if batch_first else (data.shape[1], data.shape[0])
     output = data.new_empty(steps, batch, width)
     output = output.transpose(0, 1) if batch_first else output
-    shape = _Shape(steps, batch, num_layers, directions, hidden)
+    shape = Shape(steps, batch, num_layers, directions, hidden)
     kept = reserve_bytes(mode, shape, data.element_size(), has_dropout=dropout > 0) if train else 0
     if buffer is None:  # they lie in one block already, or are copied into one
         is_flat = len({weight.untyped_storage()._cdata for weight in weights}) == 1
