@@ -19,8 +19,8 @@ LIMITS = st.none() | st.integers(0, 1 << 60)
 WITH_DISK = dataclasses.replace(
     DEVICE, host_memory_bytes=7, disk_write_bytes_per_second=30.0, disk_read_bytes_per_second=40.0
 )
-ADDED = {"host_memory_bytes", "disk_write_bytes_per_second", "disk_read_bytes_per_second"}
-"""Fields that files written before there were tiers do not have."""
+ADDED = {"host_memory_bytes", "disk_write_bytes_per_second", "disk_read_bytes_per_second", "compute_capability"}
+"""Fields that files written before there were tiers, or rules for kernels, do not have."""
 
 
 def _with_disk(device: DeviceSpec, limit: int | None, disk: tuple[float, float] | None) -> DeviceSpec:

@@ -1,12 +1,15 @@
 """Recurrent nets as cuDNN computes them: the call, its results, and what it keeps for backward.
 
 The calls are those of ``aten/src/ATen/native/RNN.cpp`` and ``aten/src/ATen/native/cudnn/RNN.cpp``, without packed
-sequences, which no fake tensors can make. How large cuDNN's
-*reserve* is its documentation does not tell. A measured one (736,000,000 bytes for an LSTM, 864,000,000 for a GRU, of
-four layers of width 320, in pytorch/pytorch#2895) is, for each step of each sequence, five times the width for each
-layer of an LSTM (its gates and its cell) and six times for one of a GRU, and the output of each layer but the last.
-We take that to hold for all versions; for a plain recurrence we assume once the width, and for dropout between layers
-one more bit an element.
+sequences, which no fake tensors can make.
+
+Note [cuDNN's reserve]: how large it is, cuDNN's documentation does not tell. In pytorch/pytorch#2895 one of 736,000,000
+bytes was printed for an LSTM and one of 864,000,000 for a GRU, of models whose numbers of parameters are those of four
+layers of width 320. For 25,000 steps of sequences both are, at each step, the output of each layer but the last, and
+for each layer five times the width for an LSTM (its gates and its cell) and six times for a GRU. We take that to hold
+for all versions and sizes, which is an inference from one configuration of 2017. For a plain recurrence we assume once
+the width, for dropout between layers one more bit an element. The state of dropout's random numbers, a few MiB that are
+kept from step to step, does not count.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Shape(NamedTuple):
 
 
 def reserve_bytes(mode: int, shape: Shape, element_size: int, *, has_dropout: bool) -> int:
-    """What cuDNN keeps for backward."""
+    """What cuDNN keeps for backward: Note [cuDNN's reserve]."""
     per_layer = shape.steps * shape.batch * shape.hidden * shape.num_directions
     num_between = shape.num_layers - 1
     kept = per_layer * (shape.num_layers * _WIDTHS_KEPT[mode] + num_between) * element_size
