@@ -92,7 +92,7 @@ def cells(
 ) -> Iterator[Cell]:
     """Plan one model on one device under several budgets."""
     spec = device_spec(device, dtype=dtype)
-    step = record_fake(MODELS[model].step(batch_size, getattr(torch, dtype)))
+    step = record_fake(MODELS[model].step(batch_size, getattr(torch, dtype)), spec)
     problem = Problem(step.on(spec))
     free = PlanRequest(problem, spec, None)
     floor_bytes, plain_bytes = free.floor.peak_bytes, free.plain.peak_bytes

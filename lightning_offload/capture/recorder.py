@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_offload.accelerators import kind_of
+from lightning_offload.accelerators import DeviceKind, kind_of
 from lightning_offload.capture.live import Counted, LiveBytes
 from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
@@ -116,6 +116,8 @@ class Recorder(LiveBytes):
         clock: Measures durations; by default the device's own.
         memory: Measures workspaces; by default the device's allocator's, where there is one.
         there: The storages that are there when the step begins, for the peaks that :class:`LiveBytes` counts.
+        kind: The kind of device that the step is recorded for, where its tensors only stand for those of another; by
+            default the device's own.
 
     Attributes:
         leaves: Weak references to the tensors with ``requires_grad`` that the step read and did not make.
@@ -133,13 +135,15 @@ class Recorder(LiveBytes):
         clock: OpClock | None = None,
         memory: OpMemory | None = None,
         there: Iterable[torch.UntypedStorage] = (),
+        kind: DeviceKind | None = None,
     ) -> None:
         super().__init__(device, there)
+        self._kind = kind or kind_of(self._device)
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.num_unpacks = 0
         self.saved_forms: list[SavedForm] = []
         self.open_sizes: set[int] = set()
-        self._is_on_cpu = self._device.type == "cpu"
+        self._is_on_cpu = self._kind.type == "cpu"
         self._price = price
         is_real = price is None
         self._clock = clock or (clock_for(self._device) if is_real else HostClock())
@@ -182,7 +186,7 @@ class Recorder(LiveBytes):
         if facts.may_make_any_size and facts.makes_any_size(args):
             self.open_sizes.update(size for tensor in made for size in tensor.shape[:1] if isinstance(size, int))
         device = self._device
-        is_replayable = facts.replayable if self._is_on_cpu else facts.may_replay(device.type, args)
+        is_replayable = facts.replayable if self._is_on_cpu else facts.may_replay(self._kind.type, args)
         inputs: list[int] = []
         for tensor, read_storage in zip(read, read_from, strict=True):
             if read_storage is not None and tensor.device == device:
@@ -402,7 +406,7 @@ class Recorder(LiveBytes):
             values=tuple(map(_value, self._value_storage, self._value_producer)),
             saves=saves,
             gradient_bytes=unseen,
-            block_bytes=kind_of(self._device).block_bytes,
+            block_bytes=self._kind.block_bytes,
         )
 
 

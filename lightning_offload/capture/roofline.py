@@ -135,6 +135,13 @@ def _attention_backward(args: Any) -> float:
     return _attention(5, query, key, value, is_causal=bool(rest[3]))
 
 
+def _cudnn_recurrent(args: Any) -> float:
+    """Every time step multiplies by all matrices of all layers."""
+    data, weights = args[0], args[1]
+    elements = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    return float(2 * data.shape[0] * data.shape[1] * elements)
+
+
 def _recurrent_forward(args: Any) -> float:
     """Every time step multiplies by both matrices of the layer."""
     steps_and_batch = math.prod(args[0].shape[:-1])
@@ -147,5 +154,7 @@ _OWN_FLOPS: dict[str, Callable[[Any], float]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "mkldnn_rnn_layer": _recurrent_forward,
     "mkldnn_rnn_layer_backward": lambda args: 2 * _recurrent_forward(args),
+    "_cudnn_rnn": _cudnn_recurrent,
+    "_cudnn_rnn_backward": lambda args: 2 * _cudnn_recurrent(args),
 }
 """By name: what torch's counter does not know, or counts wrongly."""

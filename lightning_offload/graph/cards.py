@@ -48,6 +48,7 @@ class Card:
         tf32: The same for float32 that tensor cores multiply as TF32; None where there is no TF32.
         generation: Name of its architecture; cards of one generation share their calibration. GA102 has tensor cores
             like Ada's, half as wide as those of the A100.
+        compute_capability: Of its architecture, times ten: developer.nvidia.com/cuda-gpus.
         link: To its host.
         source: Where arithmetic and bandwidth are from.
         memory_source: Where the memory is from.
@@ -63,6 +64,7 @@ class Card:
     bfloat16: float
     tf32: float | None = None
     generation: str
+    compute_capability: int
     link: Link
     source: str
     memory_source: str
@@ -115,119 +117,119 @@ CARDS = (
     Card(
         name="k40c", title="Tesla K40c", aliases=("k40", "k40m"), generation="kepler",
         memory_bytes=11520 * _MIB, memory_bytes_per_second=288e9,
-        float32=4.29e12, float16=4.29e12, bfloat16=4.29e12, link=_PCIE3_OLD,
+        float32=4.29e12, float16=4.29e12, bfloat16=4.29e12, compute_capability=35, link=_PCIE3_OLD,
         source="NVIDIA, Tesla K40 Active GPU Accelerator, board specification BD-06949 (745 MHz, no boost)",
         memory_source=_QUERY,
     ),
     Card(
         name="m40", title="Tesla M40 12GB", aliases=("m40-12gb",), generation="maxwell",
         memory_bytes=11520 * _MIB, memory_bytes_per_second=288e9,
-        float32=6.84e12, float16=6.84e12, bfloat16=6.84e12, link=_PCIE3_NEW,
+        float32=6.84e12, float16=6.84e12, bfloat16=6.84e12, compute_capability=52, link=_PCIE3_NEW,
         source="NVIDIA, Tesla M40 GPU Accelerator datasheet, 2015 (3072 cores at a boost of 1114 MHz)",
         memory_source=_ECC,
     ),
     Card(
         name="titan-x", title="NVIDIA TITAN X (Pascal)", aliases=("titan-x-pascal",), generation="pascal",
         memory_bytes=12189 * _MIB, memory_bytes_per_second=480e9,
-        float32=10.97e12, float16=10.97e12, bfloat16=10.97e12, link=_PCIE3_NEW,
+        float32=10.97e12, float16=10.97e12, bfloat16=10.97e12, compute_capability=61, link=_PCIE3_NEW,
         source="NVIDIA, TITAN X specifications, 2016 (3584 cores at a boost of 1531 MHz)",
         memory_source=_QUERY,
     ),
     Card(
         name="gtx-titan-x", title="GeForce GTX TITAN X (Maxwell)", aliases=("titan-x-maxwell",), generation="maxwell",
         memory_bytes=12207 * _MIB, memory_bytes_per_second=336.5e9,
-        float32=6.60e12, float16=6.60e12, bfloat16=6.60e12, link=_PCIE3_NEW,
+        float32=6.60e12, float16=6.60e12, bfloat16=6.60e12, compute_capability=52, link=_PCIE3_NEW,
         source="NVIDIA, GeForce GTX TITAN X specifications, 2015 (3072 cores at a boost of 1075 MHz)",
         memory_source=_QUERY,
     ),
     Card(
         name="p100", title="Tesla P100-PCIE-16GB", aliases=("p100-16gb", "p100-pcie"), generation="pascal",
         memory_bytes=16281 * _MIB, memory_bytes_per_second=732e9,
-        float32=9.3e12, float16=18.7e12, bfloat16=9.3e12, link=_PCIE3_NEW,
+        float32=9.3e12, float16=18.7e12, bfloat16=9.3e12, compute_capability=60, link=_PCIE3_NEW,
         source="NVIDIA, Tesla P100 PCIe GPU Accelerator datasheet, 2016",
         memory_source=_QUERY,
     ),
     Card(
         name="v100-16gb", title="Tesla V100-SXM2-16GB", aliases=("v100",), generation="volta",
         memory_bytes=16_945_512_448, memory_bytes_per_second=900e9,
-        float32=15.7e12, float16=125e12, bfloat16=15.7e12, link=_PCIE3_NEW,
+        float32=15.7e12, float16=125e12, bfloat16=15.7e12, compute_capability=70, link=_PCIE3_NEW,
         source="NVIDIA, V100 Tensor Core GPU datasheet, 2020 (SXM2)",
         memory_source=_QUERY,
     ),
     Card(
         name="v100-32gb", title="Tesla V100-SXM2-32GB", generation="volta",
         memory_bytes=34_089_730_048, memory_bytes_per_second=900e9,
-        float32=15.7e12, float16=125e12, bfloat16=15.7e12, link=_PCIE3_NEW,
+        float32=15.7e12, float16=125e12, bfloat16=15.7e12, compute_capability=70, link=_PCIE3_NEW,
         source="NVIDIA, V100 Tensor Core GPU datasheet, 2020 (SXM2)",
         memory_source=_QUERY,
     ),
     Card(
         name="t4", title="Tesla T4", generation="turing",
         memory_bytes=int(14.56 * _GIB), memory_bytes_per_second=320e9,
-        float32=8.1e12, float16=65e12, bfloat16=8.1e12, link=_PCIE3_NEW,
+        float32=8.1e12, float16=65e12, bfloat16=8.1e12, compute_capability=75, link=_PCIE3_NEW,
         source="NVIDIA, T4 Tensor Core GPU datasheet, 2019",
         memory_source=_TORCH,
     ),
     Card(
         name="3090", title="GeForce RTX 3090", aliases=("rtx-3090",), generation="ga102-ada",
         memory_bytes=int(23.68 * _GIB), memory_bytes_per_second=936e9,
-        float32=35.6e12, float16=71e12, bfloat16=71e12, tf32=35.6e12, link=_PCIE4,
+        float32=35.6e12, float16=71e12, bfloat16=71e12, tf32=35.6e12, compute_capability=86, link=_PCIE4,
         source="NVIDIA, Ampere GA102 GPU Architecture whitepaper, 2021",
         memory_source=_TORCH,
     ),
     Card(
         name="4090", title="GeForce RTX 4090", aliases=("rtx-4090",), generation="ga102-ada",
         memory_bytes=25_393_692_672, memory_bytes_per_second=1008e9,
-        float32=82.6e12, float16=165.2e12, bfloat16=165.2e12, tf32=82.6e12, link=_PCIE4,
+        float32=82.6e12, float16=165.2e12, bfloat16=165.2e12, tf32=82.6e12, compute_capability=89, link=_PCIE4,
         source="NVIDIA, Ada GPU Architecture whitepaper, 2022",
         memory_source=_TORCH,
     ),
     Card(
         name="l4", title="NVIDIA L4", generation="ga102-ada",
         memory_bytes=int(22.03 * _GIB), memory_bytes_per_second=300e9,
-        float32=30.3e12, float16=121e12, bfloat16=121e12, tf32=60e12, link=_PCIE4,
+        float32=30.3e12, float16=121e12, bfloat16=121e12, tf32=60e12, compute_capability=89, link=_PCIE4,
         source="NVIDIA, L4 Tensor Core GPU datasheet, 2023 (half of the figures with sparsity)",
         memory_source=_TORCH,
     ),
     Card(
         name="a100-40gb", title="NVIDIA A100-SXM4-40GB", generation="ampere",
         memory_bytes=int(39.49 * _GIB), memory_bytes_per_second=1555e9,
-        float32=19.5e12, float16=312e12, bfloat16=312e12, tf32=156e12, link=_PCIE4,
+        float32=19.5e12, float16=312e12, bfloat16=312e12, tf32=156e12, compute_capability=80, link=_PCIE4,
         source="NVIDIA, A100 Tensor Core GPU datasheet, 2021",
         memory_source=_TORCH,
     ),
     Card(
         name="a100-80gb", title="NVIDIA A100-SXM4-80GB", aliases=("a100",), generation="ampere",
         memory_bytes=int(79.25 * _GIB), memory_bytes_per_second=2039e9,
-        float32=19.5e12, float16=312e12, bfloat16=312e12, tf32=156e12, link=_PCIE4,
+        float32=19.5e12, float16=312e12, bfloat16=312e12, tf32=156e12, compute_capability=80, link=_PCIE4,
         source="NVIDIA, A100 Tensor Core GPU datasheet, 2021",
         memory_source=_TORCH,
     ),
     Card(
         name="h100", title="NVIDIA H100 SXM 80GB", aliases=("h100-80gb", "h100-sxm"), generation="hopper",
         memory_bytes=int(79.18 * _GIB), memory_bytes_per_second=3350e9,
-        float32=67e12, float16=989e12, bfloat16=989e12, tf32=494.5e12, link=_PCIE5,
+        float32=67e12, float16=989e12, bfloat16=989e12, tf32=494.5e12, compute_capability=90, link=_PCIE5,
         source="NVIDIA, H100 Tensor Core GPU datasheet, 2023 (half of the figures with sparsity)",
         memory_source=_TORCH,
     ),
     Card(
         name="h200", title="NVIDIA H200 SXM", aliases=("h200-141gb", "h200-sxm"), generation="hopper",
         memory_bytes=int(139.8 * _GIB), memory_bytes_per_second=4800e9,
-        float32=67e12, float16=989e12, bfloat16=989e12, tf32=494.5e12, link=_PCIE5,
+        float32=67e12, float16=989e12, bfloat16=989e12, tf32=494.5e12, compute_capability=90, link=_PCIE5,
         source="NVIDIA, H200 Tensor Core GPU datasheet, 2024 (half of the figures with sparsity)",
         memory_source=_TORCH,
     ),
     Card(
         name="gh200", title="NVIDIA GH200 96GB", aliases=("gh200-96gb",), generation="hopper",
         memory_bytes=int(94.5 * _GIB), memory_bytes_per_second=4000e9,
-        float32=67e12, float16=990e12, bfloat16=990e12, tf32=494.5e12, link=_C2C,
+        float32=67e12, float16=990e12, bfloat16=990e12, tf32=494.5e12, compute_capability=90, link=_C2C,
         source="NVIDIA, GH200 Grace Hopper Superchip datasheet, 2023 (half of the figures with sparsity)",
         memory_source=_TORCH,
     ),
     Card(
         name="b200", title="NVIDIA B200 180GB", aliases=("b200-180gb",), generation="blackwell",
         memory_bytes=int(178.35 * _GIB), memory_bytes_per_second=7700e9,
-        float32=75e12, float16=2250e12, bfloat16=2250e12, tf32=1125e12, link=_PCIE5,
+        float32=75e12, float16=2250e12, bfloat16=2250e12, tf32=1125e12, compute_capability=100, link=_PCIE5,
         source="NVIDIA, Blackwell datasheet, HGX B200, 2024 (half of the figures with sparsity)",
         memory_source=_TORCH,
     ),

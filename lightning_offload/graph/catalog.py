@@ -127,6 +127,7 @@ def spec_of(card: Card, dtype: DType) -> DeviceSpec:
         recurrent_efficiency=factor * shares.recurrent,
         reduction_bandwidth=bandwidth * calibration.REDUCTION_BANDWIDTH,
         elementwise_bandwidth=bandwidth * calibration.ELEMENTWISE_BANDWIDTH,
+        compute_capability=card.compute_capability,
     )
 
 

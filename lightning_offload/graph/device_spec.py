@@ -37,6 +37,7 @@ class DeviceSpec:
         recurrent_efficiency: The same for recurrent layers.
         reduction_bandwidth: Share of ``memory_bytes_per_second`` that reductions and normalizations reach.
         elementwise_bandwidth: The same for everything else.
+        compute_capability: Of a GPU of NVIDIA, times ten (80 for 8.0): libraries choose kernels by it. 0 where unknown.
     """
 
     name: str
@@ -59,6 +60,7 @@ class DeviceSpec:
     recurrent_efficiency: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
     reduction_bandwidth: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
     elementwise_bandwidth: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
+    compute_capability: int = dataclasses.field(default=0, metadata=codec.ADDED)
 
     @property
     def has_disk(self) -> bool:

@@ -1,14 +1,26 @@
-"""Records a step that does not run: FakeTensors in, the same graph out, for any device, without its memory."""
+"""Records a step that does not run: FakeTensors in, the same graph out, for any device, without its memory.
+
+The tensors are a CPU's. For a GPU the step calls CUDA's kernels on them (:mod:`~lightning_offload.capture.cuda`), and
+sizes and replays are judged as on CUDA: the graph is that of the step there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
+from lightning_offload.accelerators import HOST, KINDS
+from lightning_offload.capture.cuda import recurrent
+from lightning_offload.capture.cuda.autocast import casting
+from lightning_offload.capture.cuda.choices import choosing
+from lightning_offload.capture.cuda.kernels import CudaKernels
+from lightning_offload.capture.cuda.programs import on_the_gpu
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.roofline import Work, WorkMeter
 from lightning_offload.graph.device_spec import DeviceSpec
@@ -20,6 +32,11 @@ from lightning_offload.runtime.lanes import FakeLanes
 from lightning_offload.runtime.tiers import Tiers
 
 Step = Callable[[], None]
+
+_LOCK = threading.Lock()
+"""Held while torch's own functions are replaced: one recording for a GPU at a time."""
+_USUAL_CAPABILITY = 80
+"""Taken where a GPU's own compute capability is not known: an A100's, from which on kernels differ little."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,23 +61,24 @@ class FakeStep:
 
 def record_fake_step(build: Callable[[], tuple[torch.nn.Module, Step]], device: DeviceSpec) -> StepGraph:
     """Record one forward and backward under FakeTensorMode, for one device; cf. :func:`record_fake`."""
-    return record_fake(build).on(device)
+    return record_fake(build, device).on(device)
 
 
-def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]]) -> FakeStep:
+def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]], device: DeviceSpec | None = None) -> FakeStep:
     """Record one forward and backward under FakeTensorMode.
 
     Args:
         build: Makes the model and its step (forward and backward on tensors it makes itself); called under
             FakeTensorMode, so it costs no memory whatever the sizes.
-
-    Returns:
-        The step, on fake CPU tensors: CUDA runs other kernels for some ops (dropout, attention).
+        device: Whose kernels the step calls; a CPU's by default. Times are not its: cf. :meth:`FakeStep.on`.
     """
     meter = WorkMeter()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    kind = HOST if device is None else KINDS.get(device.kind, HOST)
+    with FakeTensorMode(allow_non_fake_inputs=True), _kernels_of(device):
         module, step = build()
-        recorder = Recorder(torch.device("cpu"), module, meter)
+        if kind is not HOST:
+            recurrent.flatten(module)
+        recorder = Recorder(torch.device("cpu"), module, meter, kind=kind)
         executor = StepExecutor(
             device=torch.device("cpu"),
             tiers=Tiers(FakeLanes(), _FakePool()),
@@ -71,6 +89,17 @@ def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]]) -> FakeStep:
         with executing(executor):
             step()
         return FakeStep(recorder.finish(), tuple(meter.work))
+
+
+@contextlib.contextmanager
+def _kernels_of(device: DeviceSpec | None) -> Iterator[None]:
+    """Inside, what runs on fake CPU tensors runs as on a device."""
+    if device is None or device.kind != "cuda":
+        yield
+        return
+    capability = device.compute_capability or _USUAL_CAPABILITY
+    with _LOCK, on_the_gpu(), casting(), choosing(capability), CudaKernels():
+        yield
 
 
 class _FakePool(HostPool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightning_offload.graph.catalog import device_spec
 from tests.capture.recording import record
 from tests.cli import models
 
-K40 = device_spec("k40c")
+HERE = dataclasses.replace(device_spec("k40c"), kind="cpu")
 
 
 def captured(
@@ -31,7 +32,7 @@ def captured(
         input_dtype=None,
         optimizer=optimizer,
     )
-    return workload.capture(batch, K40)
+    return workload.capture(batch, HERE)
 
 
 def test_a_factory_gives_the_step_that_training_has() -> None:
@@ -155,4 +156,4 @@ def test_a_model_that_cannot_be_copied() -> None:
         inputs=parse_inputs(["2"]), dtype=torch.float32, input_dtype=None, optimizer="none",
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match="could not be copied: TypeError: cannot copy; name a function"):
-        workload.capture(1, K40)
+        workload.capture(1, HERE)

@@ -20,14 +20,19 @@ LIMITS = st.none() | st.integers(0, 1 << 60)
 WITH_DISK = dataclasses.replace(
     DEVICE, host_memory_bytes=7, disk_write_bytes_per_second=30.0, disk_read_bytes_per_second=40.0
 )
-TIERS = {"host_memory_bytes", "disk_write_bytes_per_second", "disk_read_bytes_per_second"}
-"""Fields that files written before there were tiers do not have."""
+LATER = {
+    "host_memory_bytes",
+    "disk_write_bytes_per_second",
+    "disk_read_bytes_per_second",
+    "compute_capability",
+}
+"""Fields that files written before there were tiers, or rules for kernels, do not have."""
 
 SHARES = {
     "convolution_efficiency", "depthwise_efficiency", "matmul_efficiency", "attention_efficiency",
     "recurrent_efficiency", "reduction_bandwidth", "elementwise_bandwidth",
 }  # fmt: skip
-ADDED = TIERS | SHARES | {"launch_seconds"}
+ADDED = LATER | SHARES | {"launch_seconds"}
 """Fields that files written before devices were calibrated do not have."""
 
 CALIBRATED = dataclasses.replace(

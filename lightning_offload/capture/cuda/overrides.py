@@ -1,0 +1,36 @@
+"""Puts Python functions in the place of torch's own kernels, for a while and for all threads.
+
+What takes a kernel's place asks itself whether its thread is meant, and does what the kernel does if not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def overload_of(name: str) -> Any:
+    """The overload of aten's by its name: ``sum.dim_IntList``, or ``dropout`` for the one without a name."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an overload of aten's has a kernel of its own for a dispatch key."""
+    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    return found
+
+
+@contextlib.contextmanager
+def replacing(key: str, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, aten's overloads of these names run these functions, under a dispatch key that has no kernel for them."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, function in functions.items():
+            library.impl(name, function, key)
+        yield
+    finally:
+        library._destroy()

@@ -1,0 +1,99 @@
+"""Lets programs that name the GPU themselves run on fake CPU tensors, as if those lay on it.
+
+Shortfalls: asked where it is (``tensor.is_cuda``, ``tensor.device``), a tensor names the CPU. What needs a GPU whatever
+the tensors (a generator of random numbers there, a stream, ``torch.cuda.current_device``) fails as without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+_CPU = torch.device("cpu")
+
+
+class _There(threading.local):
+    """Whether a thread's programs are on the GPU."""
+
+    is_on = False
+
+
+_there = _There()
+
+
+class _Devices(TorchFunctionMode):
+    """Takes "cuda" for the device that all tensors are on."""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to:
+            args = tuple(_CPU if _names_cuda(item) else item for item in args)
+        if kwargs and _names_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **(kwargs or {}))
+
+
+def _names_cuda(item: Any) -> bool:
+    if isinstance(item, torch.device):
+        return item.type == "cuda"
+    return isinstance(item, str) and item.partition(":")[0] == "cuda"
+
+
+def _module_to(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if _there.is_on and (any(map(_names_cuda, args)) or _names_cuda(kwargs.get("device"))):
+        args = tuple(item for item in args if not _names_cuda(item))
+        kwargs = {name: item for name, item in kwargs.items() if name != "device"}
+        kwargs.pop("non_blocking", None)
+        if not args and not kwargs:
+            return module
+    return plain(module, *args, **kwargs)
+
+
+def _module_cuda(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module if _there.is_on else plain(module, *args, **kwargs)
+
+
+def _autocast_begins(plain: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+    if _there.is_on and device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+    plain(self, device_type, dtype, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_the_gpu() -> Iterator[None]:
+    """Inside, this thread's programs may name the GPU for the device of fake CPU tensors; so may ``torch.autocast``.
+
+    Not for two threads at once, nor for one within itself.
+    """
+    autocast: Any = torch.amp.autocast_mode.autocast
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, function in (
+            (nn.Module, "to", _module_to), (nn.Module, "cuda", _module_cuda), (autocast, "__init__", _autocast_begins),
+        ):  # fmt: skip
+            plain = getattr(owner, attribute)
+            setattr(owner, attribute, _taking_the_place_of(plain, function))
+            stack.callback(setattr, owner, attribute, plain)
+        stack.enter_context(_Devices())
+        _there.is_on = True
+        stack.callback(setattr, _there, "is_on", False)
+        yield
+
+
+def _taking_the_place_of(plain: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(plain, self, *args, **kwargs)
+
+    return call

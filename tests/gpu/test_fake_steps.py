@@ -1,0 +1,116 @@
+"""A step that was recorded for a GPU without one is the step that runs there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_offload.capture.recorder import Recorder
+from lightning_offload.graph.catalog import device_spec
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.fake import Step, record_fake
+from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.hooks import executing
+from lightning_offload.runtime.tiers import Tiers
+from tests.gpu.device import CUDA_MARKS, DEVICE, IS_EMULATED, TOLERANT
+from tests.plugins.test_fake_cuda import Attention
+from tests.runtime.inline import inline_lanes
+
+pytestmark = [
+    *CUDA_MARKS,
+    TOLERANT,
+    pytest.mark.skipif(IS_EMULATED, reason="the emulated device runs a CPU's kernels"),
+]
+
+
+class First(nn.Module):
+    """The output of a recurrent layer without its states."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, data: Tensor) -> Tensor:
+        """Leave the states out."""
+        out: Tensor = self.layer(data)[0]
+        return out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """A model, its batch, and their type."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+CASES = (
+    Case("dropout", lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)), (32, 64)),
+    Case("batch norm", lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (4, 3, 16, 16)),
+    Case("layer norm, half", lambda: nn.LayerNorm(64), (32, 64), torch.bfloat16),
+    Case("RMS norm", lambda: nn.RMSNorm(64), (32, 64)),
+    Case("attention", lambda: Attention(16, is_causal=True), (2, 30, 64)),
+    Case("attention, half", lambda: Attention(64, is_causal=True), (2, 30, 256), torch.bfloat16),
+    Case("attention with dropout, half", lambda: Attention(64, dropout_p=0.1), (2, 30, 256), torch.bfloat16),
+    Case("LSTM", lambda: First(nn.LSTM(64, 64, 2)), (20, 8, 64)),
+    Case("GRU of both directions", lambda: First(nn.GRU(64, 64, 2, bidirectional=True)), (20, 8, 64)),
+    Case("RNN", lambda: First(nn.RNN(64, 64)), (20, 8, 64)),
+    Case("LSTM cell", lambda: First(nn.LSTMCell(64, 64)), (8, 64)),
+    Case("GRU cell", lambda: nn.GRUCell(64, 64), (8, 64)),
+)
+
+
+def build_on(device: torch.device, case: Case) -> tuple[nn.Module, Step]:
+    """The model there, and its step."""
+    with device:
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(case.dtype)
+        try:
+            model = case.make()
+        finally:
+            torch.set_default_dtype(previous)
+        batch = torch.zeros(case.shape, dtype=case.dtype)
+    return model, lambda: model(batch).sum().backward()
+
+
+def recorded(case: Case) -> StepGraph:
+    """The step as it runs on the GPU, not its first one; all that it saves stays there."""
+    model, step = build_on(DEVICE, case)
+    step()
+    model.zero_grad()
+    recorder = Recorder(DEVICE, model)
+    executor = StepExecutor(
+        device=DEVICE,
+        tiers=Tiers(inline_lanes()),
+        program=None,
+        observer=recorder,
+        verifier=None,
+        spare_bytes=1 << 40,
+    )
+    with executing(executor):
+        step()
+    return recorder.finish()
+
+
+def saved(graph: StepGraph) -> list[int]:
+    """Bytes of what it saved."""
+    return [graph.storages[graph.values[save.value].storage].num_bytes for save in graph.saves]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fake_step_is_that_of_the_gpu(case: Case) -> None:
+    """The ops of its forward, and what they save, to the byte."""
+    major, minor = torch.cuda.get_device_capability(DEVICE)
+    spec = dataclasses.replace(device_spec("a100"), compute_capability=10 * major + minor)
+    fake = record_fake(lambda: build_on(torch.device("cpu"), case), spec).graph
+    there = recorded(case)
+    names = [[op.name for op in graph.ops if op.phase == "forward"] for graph in (fake, there)]
+    assert names[0] == names[1]
+    assert saved(fake) == saved(there)
+    assert fake.block_bytes == there.block_bytes

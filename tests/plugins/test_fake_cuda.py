@@ -1,0 +1,283 @@
+"""A step that is recorded for a GPU is the GPU's: its kernels, and what they save."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_offload.graph.catalog import device_spec
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.planner import plan
+from lightning_offload.plugins.fake import Step, record_fake, record_fake_step
+
+A100 = device_spec("a100")
+Forward = Callable[[Any], Tensor]
+
+
+def recorded(
+    make: Callable[[], nn.Module],
+    *shape: int,
+    forward: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | None = "a100",
+) -> StepGraph:
+    """The step of a model on a batch of zeros."""
+
+    def build() -> tuple[nn.Module, Step]:
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            model = make()
+        finally:
+            torch.set_default_dtype(previous)
+        batch = torch.zeros(*shape, dtype=dtype)
+        run = forward or (lambda module, data: module(data))
+        return model, lambda: run(model, batch).sum().backward()
+
+    return record_fake(build, None if device is None else device_spec(device)).graph
+
+
+def names(graph: StepGraph, phase: str = "forward") -> list[str]:
+    """What its ops are called, without views."""
+    return [op.name.split(".")[1] for op in graph.ops if op.phase == phase and op.outputs]
+
+
+def saved(graph: StepGraph) -> list[int]:
+    """Bytes of what it saved."""
+    return [graph.storages[graph.values[save.value].storage].num_bytes for save in graph.saves]
+
+
+def first(model: nn.Module, data: Tensor) -> Tensor:
+    """The output of a recurrent layer without its states."""
+    out: Tensor = model(data)[0]
+    return out
+
+
+# ---- kernels
+
+
+def test_dropout_masks_take_one_byte_an_element() -> None:
+    """On a CPU they are as large as what is dropped."""
+    make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))  # noqa: E731
+    assert saved(recorded(make, 4, 8)) == [128, 32]
+    assert saved(recorded(make, 4, 8, device=None)) == [128, 128]
+    assert names(recorded(make, 4, 8))[:2] == ["addmm", "native_dropout"]
+    assert names(recorded(make, 4, 8), "backward")[0] == "native_dropout_backward"
+
+
+def test_sizes_are_handed_out_in_blocks_of_the_allocator() -> None:
+    """A GPU's are 512 bytes; tensors' own sizes stay in the graph."""
+    graph = recorded(lambda: nn.Linear(8, 8), 4, 8)
+    assert graph.block_bytes == 512
+    assert {storage.num_bytes % 512 for storage in graph.allocated().storages} == {0}
+    assert recorded(lambda: nn.Linear(8, 8), 4, 8, device=None).block_bytes == 1
+
+
+def test_replays_are_those_that_are_exact_on_cuda() -> None:
+    """A transposed convolution is summed in any order there."""
+    make = lambda: nn.ConvTranspose1d(3, 3, 3)  # noqa: E731
+    (there,) = (op for op in recorded(make, 2, 3, 8).ops if op.name == "aten.convolution.default")
+    (here,) = (op for op in recorded(make, 2, 3, 8, device=None).ops if op.name == "aten.convolution.default")
+    assert here.replayable
+    assert not there.replayable
+
+
+def test_batch_norm_is_cudnns_where_cudnn_takes_it() -> None:
+    """It saves the same, and a reserve of no bytes; two dimensions and bfloat16 are not cuDNN's."""
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))  # noqa: E731
+    graph = recorded(make, 2, 3, 8, 8)
+    assert "cudnn_batch_norm" in names(graph)
+    assert saved(graph)[2:] == [2304, 32, 32, 32, 32, 32, 0]
+    assert "native_batch_norm" in names(recorded(lambda: nn.BatchNorm1d(8), 4, 8))
+    half = recorded(make, 2, 3, 8, 8, dtype=torch.bfloat16)
+    assert "native_batch_norm" in names(half)
+    assert saved(half)[2:] == [1152, 16, 16, 16, 32, 32]  # statistics of the batch in float32
+
+
+def test_layer_norm_keeps_sums_in_float32() -> None:
+    """Mean and scale of each row, whatever the type."""
+    graph = recorded(lambda: nn.LayerNorm(8), 4, 8, dtype=torch.bfloat16)
+    (norm,) = (op for op in graph.ops if op.name == "aten.native_layer_norm.default")
+    assert [graph.storages[graph.values[value].storage].num_bytes for value in norm.outputs] == [64, 16, 16]
+
+
+def test_rms_norm_is_one_kernel() -> None:
+    """It saves its input, its weight and a number for each row."""
+    graph = recorded(lambda: nn.RMSNorm(8), 4, 8)
+    assert names(graph)[0] == "_fused_rms_norm"
+    assert "_fused_rms_norm_backward" in names(graph, "backward")
+    assert saved(graph) == [128, 32, 16]
+
+
+@pytest.mark.parametrize(
+    ("make", "reserve"),
+    [
+        (lambda: nn.LSTM(8, 8, 2), (2 * 5 + 1) * 64 * 4),
+        (lambda: nn.GRU(8, 8, 2), (2 * 6 + 1) * 64 * 4),
+        (lambda: nn.RNN(8, 8), 64 * 4),
+        (lambda: nn.LSTM(8, 8, 2, dropout=0.5), (2 * 5 + 1) * 64 * 4 + 8),
+        (lambda: nn.LSTM(8, 8, batch_first=True, bidirectional=True), 5 * 128 * 4),
+    ],
+)
+def test_recurrent_layers_are_cudnns(make: Callable[[], nn.Module], reserve: int) -> None:
+    """One op, which saves cuDNN's reserve; weights and their gradients lie in one block each."""
+    graph = recorded(make, 4, 2, 8, forward=first)
+    assert [name for name in names(graph) if name not in ("zeros", "sum", "ones_like")] == ["_cudnn_rnn"]
+    assert names(graph, "backward") == ["_cudnn_rnn_backward"]
+    assert reserve in saved(graph)
+    weights = sum(parameter.numel() * 4 for parameter in make().parameters())
+    assert max(storage.num_bytes for storage in graph.storages) == max(weights, reserve)
+    assert sum(storage.num_bytes for storage in graph.storages if storage.is_persistent) == weights + 256
+
+
+def test_recurrent_layers_have_arithmetic() -> None:
+    """A product and a sum for each element of the matrices at each step, and twice that in backward."""
+
+    def build() -> tuple[nn.Module, Step]:
+        model = nn.LSTM(8, 8)
+        return model, lambda: model(torch.zeros(4, 2, 8))[0].sum().backward()
+
+    step = record_fake(build, A100)
+    flops = {op.name: work.flops for op, work in zip(step.graph.ops, step.work, strict=True) if work.flops}
+    forward = 2.0 * 8 * 512
+    assert flops == {"aten._cudnn_rnn.default": forward, "aten._cudnn_rnn_backward.default": 2 * forward}
+
+
+def test_cells_are_fused() -> None:
+    """All but the products is one kernel."""
+    lstm = recorded(lambda: nn.LSTMCell(8, 8), 2, 8, forward=first)
+    gru = recorded(lambda: nn.GRUCell(8, 8), 2, 8)
+    assert "_thnn_fused_lstm_cell" in names(lstm)
+    assert "_thnn_fused_gru_cell" in names(gru)
+    assert "_thnn_fused_gru_cell_backward" in names(gru, "backward")
+
+
+# ---- attention
+
+
+class Attention(nn.Module):
+    """One layer of attention with four heads."""
+
+    def __init__(self, width: int, **how: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4 * width, 12 * width)
+        self.width, self.how = width, how
+
+    def forward(self, data: Tensor) -> Tensor:
+        """Attend within each sequence."""
+        batch, length, _ = data.shape
+        heads = self.linear(data).view(batch, length, 3, 4, self.width).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(heads[0], heads[1], heads[2], **self.how)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kernel", "kept"),
+    [
+        ("a100", torch.float32, "_scaled_dot_product_efficient_attention", [2 * 4 * 32 * 4]),  # rows of 30 as of 32
+        ("a100", torch.bfloat16, "_scaled_dot_product_flash_attention", [2 * 4 * 30 * 4, 16, 8]),
+        ("h100", torch.bfloat16, "_scaled_dot_product_cudnn_attention", [2 * 4 * 30 * 4, 8, 8]),
+        ("t4", torch.float16, "_scaled_dot_product_efficient_attention", [2 * 4 * 32 * 4]),
+    ],
+)
+def test_attention_is_one_kernel_that_saves_sums(device: str, dtype: torch.dtype, kernel: str, kept: list[int]) -> None:
+    """Its output, the sum of each row, and a seed: on the host for the memory-efficient kernel."""
+    graph = recorded(lambda: Attention(16, is_causal=True), 2, 30, 64, dtype=dtype, device=device)
+    assert kernel in names(graph)
+    assert f"{kernel}_backward" in names(graph, "backward")
+    size = torch.empty((), dtype=dtype).element_size()
+    qkv, out = 2 * 30 * 192 * size, 2 * 30 * 64 * size
+    here = [num_bytes for num_bytes in saved(graph)[1:] if num_bytes]
+    assert sorted(here) == sorted([qkv, qkv, qkv, out, *kept])
+
+
+def test_widths_are_padded_for_flash_attention() -> None:
+    """To multiples of eight, and cut off again."""
+    graph = recorded(lambda: Attention(12), 2, 30, 48, dtype=torch.bfloat16)
+    assert names(graph).count("constant_pad_nd") == 3
+
+
+def test_dropout_within_attention_op_by_op_is_cudas_too() -> None:
+    """It is composed in C++, where float64 has no kernel of its own."""
+    graph = recorded(lambda: Attention(16, dropout_p=0.1), 2, 30, 64, dtype=torch.float64)
+    assert "native_dropout" in names(graph)
+    assert "bernoulli_" not in names(graph)
+
+
+# ---- programs
+
+
+def on_the_gpu() -> tuple[nn.Module, Step]:
+    """A model that is moved to a GPU, and its batch that is made there."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda().to("cuda:0")
+    with torch.device("cuda"):
+        batch = torch.zeros(4, 8)
+    bias = torch.ones(8, device="cuda").to("cuda", torch.float32).cuda()
+    return model, lambda: model(batch + bias).sum().backward()
+
+
+def test_programs_may_name_the_gpu() -> None:
+    """And the same ones are told so where nothing replaces it."""
+    assert saved(record_fake(on_the_gpu, A100).graph) == [128, 32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_is_cudas(dtype: torch.dtype) -> None:
+    """Products in the smaller type; norms, losses and a softmax in float32."""
+    seen: list[torch.dtype] = []
+
+    def build() -> tuple[nn.Module, Step]:
+        linear, norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def step() -> None:
+            with torch.autocast("cuda", dtype=dtype):
+                product = linear(torch.zeros(4, 8))
+                normed = norm(product)
+                share = product.softmax(-1)
+                loss = F.cross_entropy(linear(normed), torch.zeros(4, dtype=torch.int64)) + share.sum()
+            seen.extend(tensor.dtype for tensor in (product, normed, share, loss))
+            loss.backward()
+
+        return nn.ModuleList([linear, norm]), step
+
+    record_fake(build, A100)
+    assert seen == [dtype, torch.float32, torch.float32, torch.float32]
+
+
+def test_nothing_is_left_behind() -> None:
+    """After a recording torch's own functions run, also after one that failed."""
+    plain = nn.Module.cuda, nn.Module.to, torch.autocast.__init__
+
+    def fails() -> tuple[nn.Module, Step]:
+        raise ValueError("no model")
+
+    with pytest.raises(ValueError, match="no model"):
+        record_fake(fails, A100)
+    assert (nn.Module.cuda, nn.Module.to, torch.autocast.__init__) == plain
+    out = F.dropout(torch.ones(3, requires_grad=True))
+    assert type(out.grad_fn).__name__ == "MulBackward0"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.ones(2, 2, dtype=torch.bfloat16).softmax(-1).dtype is torch.bfloat16
+
+
+# ---- plans
+
+
+def test_masks_of_a_byte_make_the_plain_peak_smaller() -> None:
+    """Where dropout dominates; the step is planned within half of it."""
+
+    def build() -> tuple[nn.Module, Step]:
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Dropout(0.5))]
+        model = nn.Sequential(*layers)
+        return model, lambda: model(torch.zeros(4096, 64)).sum().backward()
+
+    there = record_fake_step(build, A100)
+    here = record_fake_step(build, dataclasses.replace(A100, kind="cpu"))
+    plain = plan(there, A100, None).predicted_peak_bytes
+    assert plain < 0.7 * plan(here, A100, None).predicted_peak_bytes
+    assert plan(there, A100, plain // 2 + there.persistent_bytes).predicted_peak_bytes < plain
