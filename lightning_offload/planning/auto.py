@@ -36,8 +36,9 @@ _MIN_TRIALS = 320
 _MAX_ROWS = 600_000_000  # that local search simulates, in all: some seconds' worth
 _MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
-_OPTIMAL = 1 + 1e-9  # of the lower bound: no policy can be faster
-_MAX_PREFIXES = 32  # of each policy's order, before those around the best one
+_OPTIMAL = 1 + 1e-9  # of the lower bound
+_MAX_PREFIXES = 16  # of each policy's order, before those around the best one
+_NOT_FOR_MANY = frozenset({"checkmate", "dtr"})  # policies that take longer than all else on large steps
 _T = TypeVar("_T")
 
 
@@ -94,9 +95,12 @@ def _best_policy(search: Search) -> MemoryPlan | None:
     """The fastest plan of a published policy; their choices are tried with schedules of our own as well."""
     request = search.request.trying(_MAX_PREFIXES)
     plans = []
-    for policy in PUBLISHED.values():
-        if search.is_out_of_time or search.is_within(_OPTIMAL):
+    is_large = request.problem.num_rows > _MANY_ROWS
+    for name, policy in PUBLISHED.items():
+        if search.is_over:
             break
+        if is_large and name in _NOT_FOR_MANY:
+            continue
         try:
             plan = policy(request)
         except BudgetInfeasibleError:

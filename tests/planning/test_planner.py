@@ -28,7 +28,7 @@ NET = chain(*(100 + 10 * i for i in range(6)))
 NAMES = (
     "auto", "keep-all", "all-swap", "all-recompute", "save-on-cpu", "checkpoint", "checkpoint-sqrt",
     "vdnn-all", "vdnn-conv", "vdnn-dyn", "superneurons", "swap-out-in", "layrub", "layup", "cpu-offload",
-    "accudnn", "capuchin",
+    "accudnn", "capuchin", "checkmate", "dtr", "pofo",
 )  # fmt: skip
 
 

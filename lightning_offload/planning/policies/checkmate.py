@@ -8,13 +8,15 @@ what is kept, and computes again exactly what is then missing.
 Departures. The program is this package's relaxation (:mod:`~lightning_offload.planning.relaxation`) with nothing
 swapped, which has one choice for each saved storage in place of one for each op and stage. The paper rounds at one
 half, or at random; here every threshold is tried, that is every prefix of the storages by the fraction that is
-recomputed, for several margins, and the fastest step that fits counts. Without a budget nothing is recomputed.
+recomputed, for several margins, and the fastest step that fits counts; where none does, the largest are recomputed
+first. Without a budget nothing is recomputed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies.fitting import Fitting, Ordered, Tried
 from lightning_offload.planning.relaxation import relax
@@ -30,7 +32,10 @@ def checkmate(request: PlanRequest) -> MemoryPlan:
         margins = _MARGINS[: request.max_prefixes and 1]
         for margin in margins:
             fitting.prefixes(by_fraction(request, margin))
-    return fitting.plan()
+    try:
+        return fitting.plan()
+    except BudgetInfeasibleError:  # the smallest budget of all must not depend on the one that is given
+        return Fitting(request, "checkmate").prefixes(_largest_first(request)).plan()
 
 
 def by_fraction(request: PlanRequest, margin: float) -> Ordered:
@@ -47,6 +52,10 @@ def by_fraction(request: PlanRequest, margin: float) -> Ordered:
     )
     budget = request.budget_bytes - int(margin * (request.budget_bytes - floor_bytes))
     fractions = relax(problem, nowhere, budget, seconds=request.seconds).recompute
-    again = [c for c in problem.candidates.values() if problem.source(c) is not None]
-    again.sort(key=lambda c: (-fractions.get(c.storage, 0.0), -c.num_bytes, c.storage))
+    return sorted(_largest_first(request), key=lambda pair: -fractions.get(pair[0], 0.0))
+
+
+def _largest_first(request: PlanRequest) -> Ordered:
+    again = [c for c in request.problem.candidates.values() if request.problem.source(c) is not None]
+    again.sort(key=lambda c: (-c.num_bytes, c.storage))
     return [(c.storage, "recompute") for c in again]

@@ -9,8 +9,8 @@ paper's ``h_DTR^eq``.
 Departures. The run is made ahead of the step, on its recorded times, with everything that DTR could have measured; so
 the heuristic costs no time of the step. Tensors are saved storages. What is evicted again after it was made again is
 made anew for each reader (not memoised). Only what the program has let go of is evicted. The paper's run keeps to the
-budget itself; replays of chains take more than it counts, so budgets below the given one are tried too, and the
-fastest step that fits counts. Nothing is swapped.
+budget itself; replays of chains take more than it counts, so it is run for many budgets, whatever the given one, and
+the fastest step that fits counts. Nothing is swapped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_offload.planning.policies.fitting import Fitting, Tried, num_trie
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.request import PlanRequest
 
-_MAX_BUDGETS = 64
+_MAX_BUDGETS = 96
 _SOON = 1e-9  # seconds: the least time since an access that counts
 
 
@@ -31,8 +31,8 @@ def dtr(request: PlanRequest) -> MemoryPlan:
     """Evict at the moment when memory runs out, the cheapest by DTR's heuristic first."""
     fitting = Fitting(request, "dtr").one(Tried(actions={}))
     if request.budget_bytes is not None and request.plain.peak_bytes > request.budget_bytes:
-        low, high = request.floor.peak_bytes, request.budget_bytes
-        num = max(1, min(_MAX_BUDGETS, num_tried(request)) - 1)
+        low, high = request.floor.peak_bytes, request.plain.peak_bytes
+        num = max(1, min(_MAX_BUDGETS, num_tried(request) // 2))
         fitting.scan(num, lambda i: run(request, layers_of(request.problem), high - (high - low) * i // num))
     return fitting.plan()
 

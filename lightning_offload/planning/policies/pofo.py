@@ -71,7 +71,7 @@ def pofo(request: PlanRequest) -> MemoryPlan:
     if request.budget_bytes is not None and request.plain.peak_bytes > request.budget_bytes:
         found = blocks_of(request)
         total = sum(block.saved_bytes for block in found)
-        budgets = spaced(0, _SLOTS, min(_MAX_BUDGETS, num_tried(request)))
+        budgets = spaced(0, _SLOTS + len(found), min(_MAX_BUDGETS, num_tried(request)))  # bytes are rounded up to slots
         for price in _PRICES:
             chosen = [choose(found, total * slot // _SLOTS, price) for slot in budgets]
             distinct = list({tuple(sorted(actions.items())): actions for actions in chosen if actions}.values())
