@@ -75,7 +75,7 @@ def test_recorded_models_are_predicted_to_the_byte(name: str, sizes: tuple[int, 
 # The roofline is a maximum, of which the parts have different slopes: no line is exact on both sides of a bend. The
 # two small models have matrices that mostly read their weights at sizes 2 to 8, and hardly do at 64.
 TOLERANCES = {
-    "resnet50": {"a100": 0.001, "h200": 0.015},
+    "resnet50": {"a100": 0.001, "h200": 0.02},
     "gpt2-sdpa": {"a100": 0.001, "h200": 0.001},
     "vgg16-bn": {"a100": 0.01, "h200": 0.005},
     "lstm": {"a100": 0.02, "h200": 0.001},

@@ -7,55 +7,45 @@ what is kept, and computes again exactly what is then missing.
 
 Departures. The program is this package's relaxation (:mod:`~lightning_offload.planning.relaxation`) with nothing
 swapped, which has one choice for each saved storage in place of one for each op and stage. The paper rounds at one
-half, or at random; here every threshold is tried, that is every prefix of the storages by the fraction that is
-recomputed, for several margins, and the fastest step that fits counts; where none does, the largest are recomputed
-first. Without a budget nothing is recomputed.
+half, or at random, for margins below the budget; here every threshold is tried, that is every prefix of the storages
+by the fraction that is recomputed, for programs of several budgets whatever the given one, and the fastest step that
+fits counts. Without a budget nothing is recomputed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies.fitting import Fitting, Ordered, Tried
 from lightning_offload.planning.relaxation import relax
 from lightning_offload.planning.request import PlanRequest
 
-_MARGINS = (0.0, 0.1, 0.3)  # shares of what lies between the floor and the budget
+_HEIGHTS = (0.05, 0.15, 0.3, 0.45, 0.6, 0.8)  # of budgets, between the floor and the plain peak
 
 
 def checkmate(request: PlanRequest) -> MemoryPlan:
     """Round the relaxed program at the threshold that is fastest."""
     fitting = Fitting(request, "checkmate").one(Tried(actions={}))
     if request.budget_bytes is not None and request.plain.peak_bytes > request.budget_bytes:
-        margins = _MARGINS[: request.max_prefixes and 1]
-        for margin in margins:
-            fitting.prefixes(by_fraction(request, margin))
-    try:
-        return fitting.plan()
-    except BudgetInfeasibleError:  # the smallest budget of all must not depend on the one that is given
-        return Fitting(request, "checkmate").prefixes(_largest_first(request)).plan()
+        low, high = request.floor.peak_bytes, request.plain.peak_bytes
+        budgets = [int(low + height * (high - low)) for height in _HEIGHTS]
+        for budget in budgets if request.max_prefixes is None else [request.budget_bytes]:
+            fitting.prefixes(by_fraction(request, budget))
+    return fitting.plan()
 
 
-def by_fraction(request: PlanRequest, margin: float) -> Ordered:
-    """What can be recomputed, by the fraction of it that a relaxed plan recomputes within less than the budget.
+def by_fraction(request: PlanRequest, budget_bytes: int) -> Ordered:
+    """What can be recomputed, by the fraction of it that a relaxed plan recomputes within a budget.
 
     Args:
-        request: The step, the device and the budget.
-        margin: By which share of what lies between the floor and the budget to plan for less.
+        request: The step and the device.
+        budget_bytes: That budget.
     """
-    assert request.budget_bytes is not None
-    problem, floor_bytes = request.problem, min(request.floor.peak_bytes, request.budget_bytes)
     nowhere = dataclasses.replace(
         request.device, host_memory_bytes=0, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0
     )
-    budget = request.budget_bytes - int(margin * (request.budget_bytes - floor_bytes))
-    fractions = relax(problem, nowhere, budget, seconds=request.seconds).recompute
-    return sorted(_largest_first(request), key=lambda pair: -fractions.get(pair[0], 0.0))
-
-
-def _largest_first(request: PlanRequest) -> Ordered:
+    fractions = relax(request.problem, nowhere, budget_bytes, seconds=request.seconds).recompute
     again = [c for c in request.problem.candidates.values() if request.problem.source(c) is not None]
-    again.sort(key=lambda c: (-c.num_bytes, c.storage))
+    again.sort(key=lambda c: (-fractions.get(c.storage, 0.0), -c.num_bytes, c.storage))
     return [(c.storage, "recompute") for c in again]

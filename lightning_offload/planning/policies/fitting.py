@@ -62,7 +62,7 @@ class Fitting:
         return self.scan(0, lambda _: tried)
 
     def prefixes(self, order: Ordered, always: Actions | None = None, no_memo: frozenset[int] = frozenset()) -> Fitting:
-        """Allow each prefix of an order.
+        """Allow each prefix of an order; none of it where there is no budget.
 
         Args:
             order: Actions, the first to be taken first.
@@ -70,7 +70,8 @@ class Fitting:
             no_memo: Recomputed storages that are not memoised.
         """
         base = dict(always or {})
-        return self.scan(len(order), lambda num: Tried(actions=base | dict(order[:num]), no_memo=no_memo))
+        longest = len(order) if self._request.budget_bytes is not None else 0
+        return self.scan(longest, lambda num: Tried(actions=base | dict(order[:num]), no_memo=no_memo))
 
     def scan(self, longest: int, make: Callable[[int], Tried]) -> Fitting:
         """Allow what a function makes of each number from 0 to the longest prefix's."""

@@ -81,7 +81,7 @@ def test_checkmate_orders_by_what_the_relaxation_recomputes() -> None:
     """The cheap results come first, and everything that can be recomputed is in the order."""
     graph = mixed()
     peak = plan(graph, FAST, None).plain_peak_bytes
-    order = by_fraction(PlanRequest(Problem(graph), FAST, peak - 150), 0.0)
+    order = by_fraction(PlanRequest(Problem(graph), FAST, None), peak - 150)
     assert {storage for storage, _ in order[:2]} == {4, 7}
     assert {action for _, action in order} == {"recompute"}
     assert len(order) == 10

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.policies.layers import Layers
-from lightning_offload.planning.policies.segments import OUTSIDE, blocks, by_block, equal_parts, grouped
+from lightning_offload.planning.policies.segments import OUTSIDE, blocks, by_block, equal_parts, grouped, sqrt_size
 from lightning_offload.planning.problem import Problem
 from tests.graph.building import DEVICE
 from tests.planning.policies.nets import Net, actions_of, conv_bn_relu, conv_relu
@@ -75,7 +75,7 @@ def test_by_block_numbers_ops() -> None:
 @pytest.mark.parametrize(("num", "segments"), [(2, 1), (3, 2), (4, 2), (9, 3), (12, 3), (16, 4), (48, 7)])
 def test_grouped_makes_the_square_root(num: int, segments: int) -> None:
     """Successive segments are joined to about the square root of their number; ops outside stay outside."""
-    found = grouped([OUTSIDE, *range(num)])
+    found = grouped([OUTSIDE, *range(num)], sqrt_size(num))
     assert found[0] == OUTSIDE
     assert found[1:] == sorted(found[1:])
     assert len(set(found[1:])) == segments

@@ -22,8 +22,8 @@ def test_without_pressure_nothing_is_transferred() -> None:
     assert all(decision.memo for decision in found.decisions)
 
 
-def test_eviction_takes_the_least_recently_used_convolutions_and_no_more_than_needed() -> None:
-    """As the budget falls, results of convolutions leave in the order of forward, one by one."""
+def test_eviction_takes_the_least_recently_used_convolutions_first() -> None:
+    """As the budget falls, results of convolutions leave in the order of forward, where that is the fastest."""
     graph, evicted = conv_bn_relu(depth=6), []
     free = plan(graph, DEVICE, None, policy="superneurons").predicted_peak_bytes
     with pytest.raises(BudgetInfeasibleError) as caught:
@@ -32,9 +32,11 @@ def test_eviction_takes_the_least_recently_used_convolutions_and_no_more_than_ne
         evicted.append(tuple(actions_of(plan(graph, DEVICE, budget, policy="superneurons"))["swap"]))
     outputs = (1, 3, 5, 7, 9, 11)
     assert all(found == outputs[: len(found)] for found in evicted)
-    assert [len(found) for found in evicted] == sorted((len(found) for found in evicted), reverse=True)
-    assert len(set(evicted)) >= 4
-    assert actions_of(plan(graph, DEVICE, free, policy="superneurons"))["swap"] == []
+    assert len(evicted[0]) >= len(evicted[-1])
+    assert len(set(evicted)) >= 3
+    recomputing = plan(graph, DEVICE, None, policy="superneurons")
+    assert actions_of(recomputing)["swap"] == []
+    assert plan(graph, DEVICE, free, policy="superneurons").predicted_step_seconds <= recomputing.predicted_step_seconds
 
 
 def _branches() -> tuple[Net, dict[str, int]]:
@@ -63,14 +65,31 @@ def test_checkpoints_and_segments() -> None:
     assert segments(layers) == [[named[name] for name in part] for part in parts]
 
 
-def test_only_convolutions_are_evicted() -> None:
-    """Under any pressure joins, forks and softmax stay."""
+def test_only_checkpoints_are_evicted() -> None:
+    """Under any pressure what is cheap is recomputed or stays; joins, forks and softmax may leave as convolutions do."""
     net, named = _branches()
     graph = net.finish()
     with pytest.raises(BudgetInfeasibleError) as caught:
         plan(graph, DEVICE, 1, policy="superneurons")
-    found = plan(graph, DEVICE, caught.value.floor_bytes, policy="superneurons")
-    assert actions_of(found)["swap"] in ([], [named["conv"]])
+    found = actions_of(plan(graph, DEVICE, caught.value.floor_bytes, policy="superneurons"))
+    checkpoints = {named[name] for name in ("conv", "fork", "join", "drop", "softmax")}
+    assert set(found["swap"]) <= checkpoints
+    assert not set(found["recompute"]) & checkpoints
+
+
+def test_a_transformer_has_something_to_evict() -> None:
+    """Without a convolution the results of products and joins are what leaves."""
+    net = Net()
+    x = net.given(10)
+    for i in range(6):
+        x = net.layer("addmm", x, module=f"h.{i}.fc")
+        x = net.layer("gelu", x, module=f"h.{i}.act", save="output")
+    graph = net.finish()
+    plain = plan(graph, DEVICE, None).plain_peak_bytes
+    with pytest.raises(BudgetInfeasibleError) as caught:
+        plan(graph, DEVICE, 1, policy="superneurons")
+    assert caught.value.floor_bytes < plain
+    assert actions_of(plan(graph, DEVICE, caught.value.floor_bytes, policy="superneurons"))["swap"]
 
 
 @pytest.mark.parametrize(("largest", "is_speed_centric"), [(390, True), (389, False)])

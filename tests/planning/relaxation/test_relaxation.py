@@ -6,13 +6,20 @@ import dataclasses
 
 import pytest
 import scipy.optimize
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_offload.graph import DeviceSpec
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.planning import relaxation
+from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import relax
+from lightning_offload.planning.relaxation.facts import Case
+from lightning_offload.planning.relaxation.knapsack import knapsack
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Schedule, simulate
-from tests.graph.building import DEVICE, GraphBuilder, chain
+from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 
 FAST = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e6, h2d_bytes_per_second=1e6)
 SLOW = dataclasses.replace(DEVICE, d2h_bytes_per_second=10.0, h2d_bytes_per_second=10.0)
@@ -127,12 +134,38 @@ def test_a_failing_solver_leaves_the_cheaper_bound(
     assert "no luck" in caplog.text
 
 
-def test_large_steps_take_the_cheaper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above a number of candidates there is no program."""
-    monkeypatch.setattr(relaxation, "MAX_ITEMS", 2)
-    assert relax(Problem(chain(20, 30, 40)), SLOW, 180).method == "knapsack"
-    monkeypatch.setattr(relaxation, "MAX_ITEMS", 3)
-    assert relax(Problem(chain(20, 30, 40)), SLOW, 180).method == "linear program"
+def test_large_steps_have_a_thin_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a number of candidates rows are left out: the bound is lower than that of all, not below the cheap one."""
+    graph = chain(*[20, 30, 40] * 6)
+    budget = 340
+    whole = relax(Problem(graph), SLOW, budget)
+    assert whole.method == "linear program"
+    case = Case.of(Problem(graph), SLOW, simulate(Problem(graph), {}, SLOW), budget)
+    cheap, _, _ = knapsack(Problem(graph), SLOW, case.items, case.plain, budget)
+    monkeypatch.setattr(relaxation, "MAX_ITEMS", len(case.items) - 1)
+    thin = relax(Problem(graph), SLOW, budget)
+    assert thin.method == "thin linear program"
+    assert cheap * (1 - 1e-9) <= thin.seconds <= whole.seconds * (1 + 1e-9)
+    assert thin.seconds > 1.02 * cheap
+
+
+@settings(max_examples=30)
+@given(graph=step_graphs(), device=tiered_devices(), height=st.floats(0, 0.9))
+def test_the_thin_program_is_a_bound(graph: StepGraph, device: DeviceSpec, height: float) -> None:
+    """No plan is below it, whoever plans and whatever the tiers."""
+    problem = Problem(graph)
+    request = PlanRequest(problem, device, None)
+    low, high = request.floor.peak_bytes, request.plain.peak_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relaxation, "MAX_ITEMS", 0)
+        for name in ("auto", "all-swap", "capuchin"):
+            try:
+                made = plan(graph, device, int(low + height * (high - low)), policy=name)
+            except BudgetInfeasibleError:
+                continue
+            thin = relax(problem, device, made.predicted_peak_bytes).seconds
+            assert thin <= made.predicted_step_seconds * (1 + 1e-9), name
+            assert made.bound_seconds <= made.predicted_step_seconds * (1 + 1e-9), name
 
 
 def test_a_budget_below_all_plans_has_a_bound_nevertheless() -> None:
