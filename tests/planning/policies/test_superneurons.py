@@ -66,7 +66,7 @@ def test_checkpoints_and_segments() -> None:
 
 
 def test_only_checkpoints_are_evicted() -> None:
-    """Under any pressure what is cheap is recomputed or stays; joins, forks and softmax may leave as convolutions do."""
+    """Under any pressure what is cheap is recomputed or stays; joins, forks and softmax may leave like convolutions."""
     net, named = _branches()
     graph = net.finish()
     with pytest.raises(BudgetInfeasibleError) as caught:
