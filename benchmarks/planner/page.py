@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from benchmarks.planner.cells import DEVICES, HEIGHTS, Cell
+from benchmarks.planner.cells import BEATEN, DEVICES, HEIGHTS, Cell
 
 DOCUMENT = "planning.md"
 _INFEASIBLE = "-"
+_NUM_CLOSEST = 12
 _PRICING = "PRICING"
 _CALIBRATED = (
     "An op takes what its arithmetic or its memory traffic takes, whichever is longer, at the shares of the peaks\n"
@@ -30,11 +31,14 @@ def page(result: dict[str, Any]) -> str:
     pricing = _CALIBRATED if result["config"].get("is_calibrated") else _AT_PEAKS
     lines = [
         _INTRODUCTION.replace(_PRICING, pricing),
+        _headline(found),
+        "",
         *_summary(result),
         "",
         f"Versions: {versions}. Commit: {environment['commit']}.",
         "",
     ]
+    lines += ["## Where others come closest", "", *_closest(found), ""]
     for device, dtype in DEVICES:
         chosen = [cell for cell in found if (cell.device, cell.dtype) == (device, dtype)]
         if chosen:
@@ -44,6 +48,31 @@ def page(result: dict[str, Any]) -> str:
     if errors:
         lines += ["## Not planned", "", *(f"- {case}: {result['notes'].get(case, '')}" for case in errors), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _headline(found: list[Cell]) -> str:
+    worst = max(found, key=lambda cell: cell.over_bound)
+    lost = [cell for cell in found if (cell.over_best_policy or 0.0) > BEATEN]
+    return (
+        f"**{len(found)} cells: at most {100 * (worst.over_bound - 1):.1f}% above what no plan of this runtime can go "
+        f"below** ({worst.name}); {len(lost)} lost to a published policy by more than {100 * (BEATEN - 1):.1f}%."
+    )
+
+
+def _closest(found: list[Cell]) -> list[str]:
+    """The cells in which a published policy is nearest to auto, among those where auto adds anything."""
+    rivalled = [c for c in found if c.over_best_policy is not None and c.policy_seconds["auto"] > c.plain_seconds]
+    rivalled.sort(key=lambda c: (-(c.over_best_policy or 0.0), c.name))
+    lines = ["| cell | auto | bound | best published | auto over best |", "| --- | --- | --- | --- | --- |"]
+    for cell in rivalled[:_NUM_CLOSEST]:
+        best = cell.best_policy
+        assert best is not None
+        seconds = cell.policy_seconds
+        lines.append(
+            f"| {cell.name} | {_percent(seconds['auto'], cell)} | {_percent(cell.bound_seconds, cell)} "
+            f"| {_percent(seconds[best], cell)} {best} | {cell.over_best_policy:.4f} |"
+        )
+    return lines
 
 
 def _summary(result: dict[str, Any]) -> list[str]:
@@ -104,9 +133,11 @@ exact; measured times are in [performance.md](performance.md).
 
 How plans are made: every saved storage that is large enough is kept, swapped or recomputed. Orders in which storages
 leave the device (families of prices), the fractions of a linear relaxation, made whole, and every published policy's
-choice give starting points; simulated annealing improves the best of them, each trial simulated in full. So
-no published policy can win a cell, and each plan says how far above a proven lower bound it is
-(`planning/relaxation` holds the proof and says where the bound is loose).
+choice give starting points; simulated annealing improves the best of them, each trial simulated in full. Each plan
+says how far above a proven lower bound it is: what no plan of this runtime goes below, whoever makes it
+(`planning/relaxation` holds the proof and says where the bound is loose; another runtime might do better). Policies
+are fitted to each budget by all prefixes of their orders
+([how](decisions/0027-fair-rivals.md)); auto starts from some of those, so by construction it is hardly ever beaten.
 
 In the tables: the step's added time in percent of the plain step, **auto** / lower bound / best published policy.
 """
