@@ -137,6 +137,7 @@ def test_lightning_and_the_commands_say_what_to_do(device: torch.device, capsys:
 
 NAMED = {
     "accelerators.py": "the table",
+    "capture/cuda/programs.py": "programs that name CUDA are recorded on fake CPU tensors",
     "capture/placement.py": "a CPU has no index",
     "capture/recorder.py": "which ops are exact again is known for CPUs and for CUDA: tensors/op_facts.py",
     "capture/spec_cache.py": "a CPU's rates depend on its threads, others' on a driver",
@@ -144,6 +145,7 @@ NAMED = {
     "graph/catalog.py": "data",
     "planning/links.py": "data: the kind that a spec has",
     "planning/planner.py": "data: the kind that a spec has",
+    "plugins/fake.py": "which kernels a step calls is known for CUDA: capture/cuda",
     "plugins/devices.py": "inputs on an accelerator come before those on a CPU",
     "plugins/replanning.py": "data: the kind that a spec has",
     "runtime/environment.py": "flags of torch's backends",

@@ -146,7 +146,7 @@ def profile_step(
     ops = problem.graph.ops
     gradients = [
         (g.num_bytes, ratio * ends[ops[g.ready_op].tick] if g.ready_op >= 0 else timeline.step_seconds)
-        for g in gradients_of(problem.graph)
+        for g in gradients_of(problem.requested)
     ]
     copies = (*timeline.of("d2h"), *timeline.of("h2d"))
     return StepProfile(

@@ -126,7 +126,7 @@ def explain_floor(
     remedies.append(_smaller_batch(request, smaller_batch))
     remedies.sort(key=lambda remedy: -(remedy.gain_bytes or 0))
     live = _live(request)
-    persistent_bytes = request.problem.graph.persistent_bytes
+    persistent_bytes = request.problem.requested.persistent_bytes
     floor_bytes = request.floor.peak_bytes
     return FloorFinding(
         floor_bytes=floor_bytes,

@@ -79,6 +79,7 @@ class Problem:
 
     Attributes:
         graph: The step, with storages as large as what the device's allocator hands out for them.
+        requested: The step, with storages as large as what was asked for.
         candidates: By storage.
         unpacks: All unpacks of the step, in order.
         unpack_ticks: Their ticks.
@@ -90,6 +91,7 @@ class Problem:
     """
 
     def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset(), smallest: int | None = None) -> None:
+        self.requested = graph
         self.graph = graph = graph.allocated()
         self.stays = LiveRanges(graph)
         self.views: dict[type, object] = {}
@@ -125,6 +127,7 @@ class Problem:
             One with the same candidates, however small they are.
         """
         made = copy.copy(self)
+        made.requested = graph
         made.graph = graph = graph.allocated()
         made.views, made._sources = {}, {}
         for name in ("lists", "plain_seconds"):
