@@ -310,11 +310,12 @@ def test_a_copy_that_appears_late_counts_for_all_shapes() -> None:
     assert family.beside_bytes >= 3 * sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("policy", ["all-swap", "all-recompute", "checkpoint"])
-def test_named_policies_plan_new_shapes(policy: str) -> None:
-    """As they plan recorded ones."""
+@pytest.mark.parametrize(("policy", "height"), [("all-swap", None), ("all-recompute", None), ("checkpoint", 0.6)])
+def test_named_policies_plan_new_shapes(policy: str, height: float | None) -> None:
+    """As they plan recorded ones; checkpointing where a budget asks for it."""
     plain = Trained("gpt2", num_steps=12)
-    with MemoryPlugin(budget="64GiB", policy=policy) as memory:
+    budget = "64GiB" if height is None else _budget("gpt2", height)
+    with MemoryPlugin(budget=budget, policy=policy) as memory:
         trained = Trained("gpt2", memory, num_steps=12)
         report = memory.report()
     assert _same(plain, trained)
