@@ -84,6 +84,10 @@ def test_all_recompute_keeps_what_cannot_be_replayed() -> None:
     assert [decision.storage for decision in found.decisions] == [2]
 
 
+DEPEND_ON_TIMES = {"checkmate", "dtr", "pofo"}
+"""Policies whose choices do: they name a budget that works whatever was measured, and may meet a smaller one."""
+
+
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "auto"])
 def test_fixed_policy_below_its_own_floor_is_infeasible(policy: str) -> None:
     """The error names the smallest budget that this policy can meet, which then works, and says what to do."""
@@ -92,8 +96,9 @@ def test_fixed_policy_below_its_own_floor_is_infeasible(policy: str) -> None:
     floor = caught.value.floor_bytes
     assert policy in str(caught.value)
     assert plan(NET, DEVICE, floor, policy=policy).predicted_peak_bytes <= floor
-    with pytest.raises(BudgetInfeasibleError):
-        plan(NET, DEVICE, floor - 1, policy=policy)
+    if policy not in DEPEND_ON_TIMES:
+        with pytest.raises(BudgetInfeasibleError):
+            plan(NET, DEVICE, floor - 1, policy=policy)
     assert plan(NET, DEVICE, floor).predicted_peak_bytes <= floor
 
 

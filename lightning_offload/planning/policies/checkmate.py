@@ -9,7 +9,7 @@ Departures. The program is this package's relaxation (:mod:`~lightning_offload.p
 swapped, which has one choice for each saved storage in place of one for each op and stage. The paper rounds at one
 half, or at random, for margins below the budget; here every threshold is tried, that is every prefix of the storages
 by the fraction that is recomputed, for programs of several budgets whatever the given one, and the fastest step that
-fits counts. Without a budget nothing is recomputed.
+fits counts; where none does, the largest storages are recomputed first. Without a budget nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies.fitting import Fitting, Ordered, Tried
+from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import relax
 from lightning_offload.planning.request import PlanRequest
 
@@ -32,6 +33,7 @@ def checkmate(request: PlanRequest) -> MemoryPlan:
         budgets = [int(low + height * (high - low)) for height in _HEIGHTS]
         for budget in budgets if request.max_prefixes is None else [request.budget_bytes]:
             fitting.prefixes(by_fraction(request, budget))
+        fitting.resort_to(largest_first(request.problem))
     return fitting.plan()
 
 
@@ -46,6 +48,11 @@ def by_fraction(request: PlanRequest, budget_bytes: int) -> Ordered:
         request.device, host_memory_bytes=0, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0
     )
     fractions = relax(request.problem, nowhere, budget_bytes, seconds=request.seconds).recompute
-    again = [c for c in request.problem.candidates.values() if request.problem.source(c) is not None]
-    again.sort(key=lambda c: (-fractions.get(c.storage, 0.0), -c.num_bytes, c.storage))
+    return sorted(largest_first(request.problem), key=lambda pair: -fractions.get(pair[0], 0.0))
+
+
+def largest_first(problem: Problem) -> Ordered:
+    """What can be recomputed, the largest storages first."""
+    again = [c for c in problem.candidates.values() if problem.source(c) is not None]
+    again.sort(key=lambda c: (-c.num_bytes, c.storage))
     return [(c.storage, "recompute") for c in again]

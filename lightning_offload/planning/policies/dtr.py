@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.planning.policies.checkmate import largest_first
 from lightning_offload.planning.policies.fitting import Fitting, Tried, num_tried
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.request import PlanRequest
@@ -34,6 +35,7 @@ def dtr(request: PlanRequest) -> MemoryPlan:
         low, high = request.floor.peak_bytes, request.plain.peak_bytes
         num = max(1, min(_MAX_BUDGETS, num_tried(request) // 2))
         fitting.scan(num, lambda i: run(request, layers_of(request.problem), high - (high - low) * i // num))
+        fitting.resort_to(largest_first(request.problem))
     return fitting.plan()
 
 

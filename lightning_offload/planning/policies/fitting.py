@@ -44,6 +44,9 @@ class Tried:
     schedule: Schedule | None = None
 
 
+_Scan = tuple[int, Callable[[int], Tried]]
+
+
 class Fitting:
     """Tries what a policy allows and remembers the fastest that fits.
 
@@ -55,7 +58,8 @@ class Fitting:
     def __init__(self, request: PlanRequest, policy: str) -> None:
         self._request = request
         self._policy = policy
-        self._scans: list[tuple[int, Callable[[int], Tried]]] = []
+        self._scans: list[_Scan] = []
+        self._resort: list[_Scan] = []
 
     def one(self, tried: Tried) -> Fitting:
         """Allow a choice; itself, for the next one."""
@@ -82,25 +86,31 @@ class Fitting:
         """Allow what a function makes of the longest prefix and, where there is a budget, of each shorter one."""
         return self.scan(longest, make) if self._request.budget_bytes is not None else self.one(make(longest))
 
+    def resort_to(self, order: Ordered) -> Fitting:
+        """Allow each prefix of an order where nothing else fits; the smallest peak of these is what an error names.
+
+        For choices that depend on durations, which differ from one recording to the next: what is named must work then.
+        """
+        self._resort.append((len(order), lambda num: Tried(actions=dict(order[:num]))))
+        return self
+
     def found(self) -> tuple[Tried, Timeline]:
         """The fastest choice that fits, and the step under it.
 
         Raises:
-            BudgetInfeasibleError: None fits even where each copy is waited for; names the smallest peak of all.
+            BudgetInfeasibleError: None fits even where each copy is waited for; names the smallest peak.
         """
-        overlapped = _Best(self._request, overlap=True)
-        for longest, make in self._scans:
-            overlapped.scan(longest, make)
-        if overlapped.tried is None:
-            waited = _Best(self._request, overlap=False)
-            for longest, make in self._scans:
-                waited.scan(longest, make)
-            if waited.tried is None:
-                smallest = min((overlapped.smallest, waited.smallest), key=lambda t: t.peak_bytes if t else math.inf)
-                assert smallest is not None
-                raise too_small(self._request, self._policy, smallest)
-            return waited.tried, waited.timeline(waited.tried)
-        return overlapped.tried, overlapped.timeline(overlapped.tried)
+        smallest: list[Timeline] = []
+        for scans in filter(None, (self._scans, self._resort)):
+            smallest.clear()
+            for overlap in (True, False):
+                best = _Best(self._request, overlap=overlap)
+                for longest, make in scans:
+                    best.scan(longest, make)
+                if best.tried is not None:
+                    return best.tried, best.timeline(best.tried)
+                smallest += [best.smallest] if best.smallest is not None else []
+        raise too_small(self._request, self._policy, min(smallest, key=lambda timeline: timeline.peak_bytes))
 
     def plan(self) -> MemoryPlan:
         """The plan of the fastest choice.

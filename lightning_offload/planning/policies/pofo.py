@@ -77,6 +77,8 @@ def pofo(request: PlanRequest) -> MemoryPlan:
             distinct = list({tuple(sorted(actions.items())): actions for actions in chosen if actions}.values())
             for actions in distinct:
                 fitting.one(Tried(actions=_fit_host(request, actions)))
+        offloaded = fit_host(request, layers_of(request.problem).swappable())
+        fitting.resort_to([(s, "swap") for s in offloaded])
     return fitting.plan()
 
 
