@@ -69,7 +69,8 @@ class TestOnAnyDevice:
                 trained = train(case, MemoryPlugin(budget=None, policy=policy), plain=plain)
         check_same(case, plain, trained)
         assert counts["device"] > 0
-        assert counts["host"] > 0 or IS_LATE, "host memory was given back, and no copy was to come"
+        is_sure = policy == "all-swap" and not IS_LATE  # dice may hold on to all host memory of a small model
+        assert counts["host"] > 0 or not is_sure, "host memory was given back, and no copy was to come"
 
 
 class TestOnCuda:
