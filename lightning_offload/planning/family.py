@@ -21,6 +21,7 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.auto import auto, shortest_prefix
+from lightning_offload.planning.kernels import expect
 from lightning_offload.planning.planner import sparing_the_mode
 from lightning_offload.planning.problem import Problem, min_bytes, replay_cost
 from lightning_offload.planning.request import PlanRequest, build_plan
@@ -30,6 +31,7 @@ from lightning_offload.planning.step_model import Figures, StepModel
 
 _T = TypeVar("_T")
 _NUM_REMEMBERED = 2
+_NUM_EXPECTED = 1000  # simulations of sizes to come: some fifty, each by bisections of several orders
 _SMALLER = 4  # times smaller than where a choice is worth it: at other sizes it may be
 
 
@@ -52,6 +54,7 @@ class FamilyPlanner:
         self._best: dict[int, Family | None] = {}
         self._best_quiet: dict[int, int | None] = {}
         self._thorough: OrderedDict[_Leaving, None] = OrderedDict()
+        expect(_NUM_EXPECTED * self._problem.num_rows)
 
     def keeping(self, keep: frozenset[int]) -> FamilyPlanner:
         """What plans the same steps with these storages kept."""

@@ -16,7 +16,7 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.hook_points import hooks_before_ops
 from lightning_offload.graph.host_layout import plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, Decision, MemoryPlan
-from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.graph.step_graph import StepGraph, by_structure
 from lightning_offload.planning.auto import auto
 from lightning_offload.planning.policies import PUBLISHED, Policy
 from lightning_offload.planning.policies.fixed import all_recompute, all_swap, keep_all
@@ -295,16 +295,27 @@ def _at_hooks(problem: Problem, made: MemoryPlan, device: DeviceSpec, earlier: b
         device: Where it runs.
         earlier: Whether releases move to an op before theirs, and compute waits for copies; to a later one otherwise.
     """
-    hooks = hooks_before_ops(problem.graph)
-    num_ops = len(hooks)
-    moved = [num_ops] * (num_ops + 1)
-    for index in range(num_ops) if earlier else reversed(range(num_ops)):
-        neighbour = (moved[index - 1] if index else AT_PACK) if earlier else moved[index + 1]
-        moved[index] = index if hooks[index] is not None else neighbour
+    moved = _hooks_near_ops(problem.graph)[not earlier]
     decisions = [
-        dataclasses.replace(d, release_op=moved[d.release_op]) if d.release_op != AT_PACK else d for d in made.decisions
+        d
+        if d.release_op == AT_PACK or moved[d.release_op] == d.release_op
+        else dataclasses.replace(d, release_op=moved[d.release_op])
+        for d in made.decisions
     ]
     return _simulated(problem, made, decisions, device)
+
+
+@by_structure
+def _hooks_near_ops(graph: StepGraph) -> tuple[list[int], list[int]]:
+    """By op: the op before which the last pack or unpack comes that is not after it, and the first not before it."""
+    hooks = hooks_before_ops(graph)
+    num_ops = len(hooks)
+    before, after = [num_ops] * (num_ops + 1), [num_ops] * (num_ops + 1)
+    for index in range(num_ops):
+        before[index] = index if hooks[index] is not None else (before[index - 1] if index else AT_PACK)
+    for index in reversed(range(num_ops)):
+        after[index] = index if hooks[index] is not None else after[index + 1]
+    return before, after
 
 
 def _simulated(problem: Problem, made: MemoryPlan, decisions: list[Decision], device: DeviceSpec) -> MemoryPlan:

@@ -177,20 +177,17 @@ def decisions_of(
 ) -> tuple[Decision, ...]:
     """A simulated choice as a plan's decisions."""
     turn = {s: i for i, s in enumerate(timeline.prefetch)}  # copies back at one unpack go in the plan's order
+    ordered = sorted(actions.items(), key=lambda item: (turn.get(item[0], -1), item[0]))
+    ticks = np.fromiter((timeline.release_tick.get(s, -1) for s, _ in ordered), dtype=np.int64, count=len(ordered))
+    release_ops = np.where(ticks < 0, AT_PACK, np.searchsorted(problem.op_ticks, ticks)).tolist()
     return tuple(
         Decision(
             storage=s,
             action=action,
             tier=timeline.tiers.get(s, "host"),
-            release_op=_release_op(problem, timeline.release_tick.get(s, -1)),
+            release_op=release_op,
             prefetch_unpack=timeline.prefetch.get(s, -1),
             memo=s not in no_memo,
         )
-        for s, action in sorted(actions.items(), key=lambda item: (turn.get(item[0], -1), item[0]))
+        for (s, action), release_op in zip(ordered, release_ops, strict=True)
     )
-
-
-def _release_op(problem: Problem, tick: int) -> int:
-    if tick < 0:
-        return AT_PACK
-    return int(np.searchsorted(problem.op_ticks, tick))

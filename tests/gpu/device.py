@@ -23,6 +23,9 @@ IS_EMULATED = os.environ.get("EMULATED_CUDA") == "1"
 IS_LATE = IS_EMULATED and os.environ.get("EMULATED_CUDA_MODE") == "lazy"
 """Whether nothing that was asked of the device is done before the host waits for it."""
 
+ARE_COPIES_FIRST = IS_LATE and os.environ.get("EMULATED_CUDA_POLICY") == "copies_first"
+"""Whether copies are done before all else that could be done, so that who does not wait for them sees the same bits."""
+
 IS_FAST = IS_CUDA and not IS_EMULATED
 """Whether large models train in seconds."""
 

@@ -86,6 +86,15 @@ def kernels_for(num_rows: int) -> Kernels:
     return found if found is not None and (_work.num_rows > COLD_ROWS or _is_cached(found)) else PLAIN
 
 
+def expect(num_rows: int) -> None:
+    """Count work ahead that is known to come, so that the compiled form is not loaded in the midst of it.
+
+    Args:
+        num_rows: Ticks, ops and storages that simulations will go through.
+    """
+    _work.num_rows += num_rows
+
+
 @functools.cache
 def is_compilable() -> bool:
     """Whether simulations are compiled once there is enough work; what a search may spend follows from that alone."""
