@@ -17,6 +17,7 @@ A runtime may take an offset as a hint: a step can differ from the one that was 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar, get_args
 
@@ -68,9 +69,15 @@ class LiveRanges:
         values = self._graph.values
         ends = self.dropped.copy()
         until = {v: 0 for s in recomputed if (v := self._last.get(s)) in self._saved}  # by value that replays make
-        last = max((values[v].producer for v in until), default=-1)
+        ops = [-values[v].producer for v in until]  # to be looked at, negated: a heap gives the last op first
+        heapq.heapify(ops)
+        seen: int | None = None
         # A value reads what was made before it, so whoever reads it comes first.
-        for i in range(last, -1, -1):
+        while ops:
+            i = -heapq.heappop(ops)
+            if i == seen or i < 0:
+                continue
+            seen = i
             made = [v for v in self._graph.ops[i].outputs if v in until]
             end = max((ends[values[v].storage] if v in self._saved else until[v] for v in made), default=0)
             for v in self._graph.ops[i].inputs if end else ():
@@ -80,6 +87,8 @@ class LiveRanges:
                 if v in self._saved:
                     ends[storage] = max(ends[storage], end)
                 else:
+                    if v not in until:
+                        heapq.heappush(ops, -values[v].producer)
                     until[v] = max(until.get(v, 0), end)
         return ends
 

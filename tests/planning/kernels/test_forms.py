@@ -37,6 +37,14 @@ def test_small_work_does_not_wait_for_a_compiler(tmp_path: object) -> None:
 
 
 @needs_numba
+def test_work_to_come_counts(tmp_path: object) -> None:
+    """Who expects much work has the compiled form before it begins, unless plain loops are wished for."""
+    expecting = SCRIPT.replace("forms =", "kernels.expect(10**9)\nforms =")
+    assert forms(tmp_path, "", expecting) == ["True", "True", "True", "True"]
+    assert forms(tmp_path, "0", expecting) == ["False", "False", "False", "False"]
+
+
+@needs_numba
 def test_wish_for_compiled_loops_is_kept(tmp_path: object) -> None:
     """From the first simulation on."""
     assert forms(tmp_path, "1") == ["True", "True", "True", "True"]
