@@ -2,15 +2,18 @@
 
 KIND is "run", where the plugin is given the step as a function and may repeat it, or "step", where the loop does
 that itself. Plain training comes first; then the same training under a budget, in the middle of which the process
-is capped to a little less than the plan needs. What happened goes to standard output as one line of JSON. On a
+is capped to a little less than the last step took, again after each step until one runs out: plans may change
+between steps. What happened goes to standard output as one line of JSON. On a
 CPU, which has no such cap, a module pretends: enough to try this script.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +29,7 @@ from tests.gpu.large import DeepMlp
 _NUM_STEPS = 12
 _CAPPED_STEP = 6
 _CAP = 0.96
-"""Of the peak under the plan; the plugin plans for 0.9 of it after running out."""
+"""Of the peak of the step before; the plugin plans for 0.9 of it after running out."""
 _BUDGET = 0.7
 _MAX_TRIES = 4
 
@@ -41,14 +44,20 @@ class _Run:
     losses: list[str] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     is_intact: bool = True
+    num_run_out: int = 0
+    peak_bytes: int = 0
 
     def batch(self, index: int) -> Tensor:
         rows, width, _ = _sizes(self.device)
         return torch.randn(rows, width, generator=torch.Generator().manual_seed(index)).to(self.device)
 
     def forward_backward(self, batch: Tensor) -> Tensor:
-        loss: Tensor = self.model(batch).square().mean()
-        loss.backward()
+        try:
+            loss: Tensor = self.model(batch).square().mean()
+            loss.backward()
+        except torch.OutOfMemoryError:
+            self.num_run_out += 1
+            raise
         return loss.detach()
 
     def update(self, loss: Tensor) -> None:
@@ -71,8 +80,8 @@ def main(kind: str, device: torch.device) -> dict[str, Any]:
     plain_peak = 0
     for index in range(_NUM_STEPS):
         batch = plain.batch(index)
-        loss, peak = _measured(plain, batch)
-        plain_peak = max(plain_peak, peak)
+        loss = _metered(plain, functools.partial(plain.forward_backward, batch))
+        plain_peak = max(plain_peak, plain.peak_bytes)
         plain.update(loss)
     expected, expected_state = plain.losses, plain.state()
     del plain, batch, loss
@@ -81,14 +90,16 @@ def main(kind: str, device: torch.device) -> dict[str, Any]:
     budget = f"{int(_BUDGET * plain_peak)}B" if device.type == "cuda" else None
     with MemoryPlugin(budget, policy="auto" if device.type == "cuda" else "all-swap", module=found.model) as memory:
         for index in range(_NUM_STEPS):
-            if index == _CAPPED_STEP:
-                _cap(device, memory, found)
-            found.update(_step(kind, memory, found, found.batch(index)))
+            if index >= _CAPPED_STEP and not found.num_run_out:
+                _cap(device, found)
+            batch = found.batch(index)
+            found.update(_metered(found, functools.partial(_step, kind, memory, found, batch)))
         report = memory.report()
     return {
         "is_same": found.losses == expected and found.state() == expected_state,
         "is_intact": found.is_intact,
         "messages": found.messages,
+        "num_run_out": found.num_run_out,
         "predicted_peak_bytes": report.predicted_peak_bytes,
         "phase": report.phase,
     }
@@ -108,24 +119,24 @@ def _new(device: torch.device) -> _Run:
     return _Run(device=device, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 
 
-def _measured(run: _Run, batch: Tensor) -> tuple[Tensor, int]:
+def _metered(run: _Run, step: Callable[[], Tensor]) -> Tensor:
+    """A step's loss; what it had allocated at most is kept, on a GPU."""
     if run.device.type != "cuda":
-        return run.forward_backward(batch), 0
+        return step()
     with CudaMeter(run.device) as meter:
-        loss = run.forward_backward(batch)
-    return loss, meter.peak.allocated_bytes
+        loss = step()
+    run.peak_bytes = meter.peak.allocated_bytes
+    return loss
 
 
-def _cap(device: torch.device, memory: MemoryPlugin, run: _Run) -> None:
-    """From here on there is a little less memory than the plan needs."""
+def _cap(device: torch.device, run: _Run) -> None:
+    """From here on there is a little less memory than the last step took."""
     if device.type != "cuda":
         _pretend(run.model)
         return
-    needed = memory.report().measured_peak_bytes
-    assert needed is not None
     free_memory(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(_CAP * needed / total, device)
+    torch.cuda.set_per_process_memory_fraction(_CAP * run.peak_bytes / total, device)
 
 
 def _pretend(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from tests.gpu.device import DEVICE, IS_CUDA, MARKS, TOLERANT
 
 pytestmark = [*MARKS, TOLERANT]
 
+UNDER_A_PLAN = ("measuring", "planned")  # a plan that was corrected late is measured once more
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -35,8 +36,9 @@ def train(kind: str) -> dict[str, Any]:
 def test_a_step_given_as_a_function_is_repeated() -> None:
     """The run goes on as if nothing had happened, bit for bit, under a plan."""
     found = train("run")
+    assert found["num_run_out"], "the cap was not met: the test tests nothing"
     assert found["is_same"], found
-    assert found["phase"] == "planned"
+    assert found["phase"] in UNDER_A_PLAN, found
 
 
 def test_a_loop_can_repeat_the_step_itself() -> None:
@@ -49,4 +51,4 @@ def test_a_loop_can_repeat_the_step_itself() -> None:
         assert not IS_CUDA or "predicted peak" in message
     assert found["is_intact"]
     assert found["is_same"], found
-    assert found["phase"] == "planned"
+    assert found["phase"] in UNDER_A_PLAN, found
