@@ -257,10 +257,7 @@ def _off_ops(problem: Problem, made: MemoryPlan) -> MemoryPlan:
 
     Such a storage stays where it is until then, so its release is put off to the hook.
     """
-    hooks = hooks_before_ops(problem.graph)
-    following = [len(hooks)] * (len(hooks) + 1)
-    for index in reversed(range(len(hooks))):
-        following[index] = index if hooks[index] is not None else following[index + 1]
+    _, following = _hooks_near_ops(problem.graph)
     decisions = (
         d if d.release_op == AT_PACK else dataclasses.replace(d, release_op=following[d.release_op])
         for d in made.decisions
@@ -270,7 +267,8 @@ def _off_ops(problem: Problem, made: MemoryPlan) -> MemoryPlan:
 
 def _after_their_ops(problem: Problem, made: MemoryPlan, device: DeviceSpec) -> MemoryPlan:
     """A plan with what is released at its pack released once the op that saves it is done, at the next hook."""
-    graph, hooks = problem.graph, hooks_before_ops(problem.graph)
+    graph = problem.graph
+    _, following = _hooks_near_ops(graph)
     first_pack: dict[int, int] = {}
     for save in graph.saves:
         first_pack.setdefault(graph.values[save.value].storage, save.pack_tick)
@@ -279,9 +277,8 @@ def _after_their_ops(problem: Problem, made: MemoryPlan, device: DeviceSpec) -> 
     def moved(decision: Decision) -> Decision:
         if decision.action != "swap" or decision.release_op != AT_PACK:
             return decision
-        after = bisect_right(ticks, first_pack[decision.storage]) + 1
-        following = next((index for index in range(after, len(hooks)) if hooks[index] is not None), len(hooks))
-        return dataclasses.replace(decision, release_op=following)
+        after = min(bisect_right(ticks, first_pack[decision.storage]) + 1, len(ticks))
+        return dataclasses.replace(decision, release_op=following[after])
 
     return _simulated(problem, made, list(map(moved, made.decisions)), device)
 

@@ -3,8 +3,8 @@
 KIND is "run", where the plugin is given the step as a function and may repeat it, or "step", where the loop does
 that itself. Plain training comes first; then the same training under a budget, in the middle of which the process
 is capped to a little less than the last step took, again after each step until one runs out: plans may change
-between steps. What happened goes to standard output as one line of JSON. On a
-CPU, which has no such cap, a module pretends: enough to try this script.
+between steps. What happened goes to standard output as one line of JSON. On a CPU, which has no such cap, a module
+pretends: enough to try this script.
 """
 
 from __future__ import annotations

@@ -87,12 +87,12 @@ def kernels_for(num_rows: int) -> Kernels:
 
 
 def expect(num_rows: int) -> None:
-    """Count work ahead that is known to come, so that the compiled form is not loaded in the midst of it.
+    """Choose as if so much work had been done: it is to come, and the compiled form is not to be loaded in its midst.
 
     Args:
-        num_rows: Ticks, ops and storages that simulations will go through.
+        num_rows: Ticks, ops and storages that simulations will go through; the most that anybody expects counts.
     """
-    _work.num_rows += num_rows
+    _work.num_rows = max(_work.num_rows, num_rows)
 
 
 @functools.cache
