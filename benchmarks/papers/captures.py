@@ -21,6 +21,30 @@ from lightning_offload.plugins.fake import record_fake_step
 GIB = 1 << 30
 HOST_BYTES = 100 * GIB
 """What may be swapped to: the papers' machines are not always described, so all have the same host."""
+CONTEXT_BYTES = GIB // 2
+"""Assumed of a process on a GPU beside its tensors: the driver's context and the libraries' loaded kernels."""
+WORKSPACE_BYTES = GIB // 2
+"""Assumed of the kernels that run at the peak; together with the context it is what a default budget leaves free."""
+FRAGMENTATION = 0.05
+"""Assumed share of an allocator's memory that lies between blocks."""
+
+
+def room_bytes(spec: DeviceSpec) -> int:
+    """Return what tensors may take on a GPU: its memory without context, workspaces and what lies between blocks.
+
+    The papers' figures were of whole processes on real cards, so ours have to leave that much, plain PyTorch's too.
+    """
+    return int((memory_bytes(spec) - CONTEXT_BYTES - WORKSPACE_BYTES) * (1 - FRAGMENTATION))
+
+
+def process_bytes(tensor_bytes: int) -> int:
+    """Return what a process takes of a GPU whose tensors take so much."""
+    return round(tensor_bytes / (1 - FRAGMENTATION)) + CONTEXT_BYTES + WORKSPACE_BYTES
+
+
+def tensor_bytes(process_bytes: int) -> int:
+    """Return what the tensors may take of a process that takes so much: the inverse of :func:`process_bytes`."""
+    return max(0, int((process_bytes - CONTEXT_BYTES - WORKSPACE_BYTES) * (1 - FRAGMENTATION)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

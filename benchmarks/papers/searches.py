@@ -120,7 +120,7 @@ def overhead(made: MemoryPlan) -> float:
 
 def at_least(made: MemoryPlan) -> str:
     """Say what the lower bound on the step time leaves to any plan."""
-    return f"no plan can add less than {100 * (made.bound_seconds / made.plain_step_seconds - 1):.1f}%"
+    return f"no plan of this runtime adds less than {100 * (made.bound_seconds / made.plain_step_seconds - 1):.1f}%"
 
 
 def planned(graph: StepGraph, spec: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:

@@ -57,6 +57,16 @@ def test_largest_batch_fits_and_the_next_does_not(family: Family) -> None:
     assert searches.largest_plain_batch(family, budget) < found
 
 
+@pytest.mark.parametrize("name", ["k40c", "p100", "3090"])
+def test_tensors_and_the_process_around_them(name: str) -> None:
+    """What tensors may take of a GPU is what makes a process that fills it, and a gibibyte less at least."""
+    spec = captures.device(name)
+    room = captures.room_bytes(spec)
+    assert captures.process_bytes(room) == pytest.approx(captures.memory_bytes(spec), rel=1e-6)
+    assert room < captures.memory_bytes(spec) - captures.GIB
+    assert captures.tensor_bytes(captures.GIB // 2) == 0
+
+
 def test_steps_that_differ_are_refused() -> None:
     """Two batch sizes whose steps are not alike cannot be interpolated."""
     odd = Example(
