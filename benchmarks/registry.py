@@ -16,6 +16,7 @@ SUITES = {
     "links": "benchmarks.suites.links",
     "overhead": "benchmarks.suites.overhead",
     "papers": "benchmarks.suites.papers",
+    "peers": "benchmarks.suites.peers",
     "planner": "benchmarks.suites.planner",
     "shapes": "benchmarks.suites.shapes",
     "tuner": "benchmarks.suites.tuner",

@@ -98,6 +98,44 @@ def gpt2(device: torch.device, *, quick: bool) -> Workload:
     )
 
 
+def transformer(name: str, device: torch.device, *, quick: bool) -> Workload:
+    """Return a language model of six layers of width 512, randomly initialised, on random tokens.
+
+    Args:
+        name: "gpt2" or "bert", with their dropout, or "llama", with grouped queries and without dropout.
+        device: Where it runs.
+        quick: Whether a tiny one will do.
+    """
+    layers, width, heads, vocabulary, length, batch_size = (
+        (2, 64, 2, 500, 32, 2) if quick else (6, 512, 8, 8192, 256, 8)
+    )
+    torch.manual_seed(0)
+    model = _transformer(name, layers, width, heads, vocabulary, length).train().to(device)
+    tokens = torch.randint(0, vocabulary, (batch_size, length), device=device)
+    return Workload(
+        model=model,
+        batch=(tokens,),
+        loss=_language_model_loss,
+        config={
+            "batch_size": batch_size, "length": length, "num_layers": layers, "width": width, "vocabulary": vocabulary,
+        },
+    )  # fmt: skip
+
+
+def _transformer(name: str, layers: int, width: int, heads: int, vocabulary: int, length: int) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"vocab_size": vocabulary, "max_position_embeddings": length}
+    if name == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(use_cache=False, bos_token_id=0, eos_token_id=0, **sizes))
+    if name == "bert":
+        return BertForMaskedLM(BertConfig(intermediate_size=4 * width, **sizes))
+    return LlamaForCausalLM(
+        LlamaConfig(intermediate_size=8 * width // 3, num_key_value_heads=heads // 2, use_cache=False, **sizes)
+    )
+
+
 def _language_model_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     (tokens,) = batch
     logits = model(input_ids=tokens).logits

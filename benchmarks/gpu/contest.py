@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.checkpoints import BlockCheckpoints
 from benchmarks.gpu.memory import Peak, free_memory, measure_peak
-from benchmarks.gpu.models import BlockCheckpoints, blocks_of, workload
+from benchmarks.gpu.models import blocks_of, workload
 from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_rounds
 from benchmarks.results import Measurements, Row, error_row
 from benchmarks.workloads import Workload

@@ -6,15 +6,12 @@ on a data-centre GPU, and such that what its activations take is several times t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.workloads import Workload
 from tests.zoo.models.plain_conv import VGG
@@ -71,40 +68,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, VGG):
         return list(model.features)
     return list(max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=len))
-
-
-@dataclass(slots=True)
-class BlockCheckpoints:
-    """PyTorch's own checkpointing around each block of a model, in force while it is on.
-
-    Attributes:
-        blocks: The blocks, whose `forward` is replaced.
-        is_on: Whether they are checkpointed now.
-    """
-
-    blocks: Sequence[nn.Module]
-    is_on: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        for block in self.blocks:
-            block.forward = self._switched(block.forward)
-
-    def _switched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.is_on:
-                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            return forward(*args, **kwargs)
-
-        return run
-
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """Checkpoint the blocks."""
-        self.is_on = True
-        try:
-            yield
-        finally:
-            self.is_on = False
 
 
 def _build(name: str, size: int, *, quick: bool) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu.models import BlockCheckpoints, blocks_of, workload
+from benchmarks.checkpoints import BlockCheckpoints
+from benchmarks.gpu.models import blocks_of, workload
 from tests.zoo.models.plain_conv import VGG
 
 CPU, META = torch.device("cpu"), torch.device("meta")

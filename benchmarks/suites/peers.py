@@ -1,0 +1,216 @@
+"""What the same memory costs by PyTorch's own means: checkpointing per block, and selective checkpointing.
+
+One model of each kind trains on one batch in one process. First the true peak of each peer is counted, by a tracker of
+live storages that asks nobody. Then a budget is sought under which our own steps peak at no more than that, by the
+same tracker. In the end all take turns, the plain step among them: `overhead` is the median of a contender's step times
+over those of the plain step of the same round, less one; `overhead_over_peer` is ours over the peer's.
+
+`prediction_error` is how far the step time that the report predicts, as it stood before the timing began, is from the
+measured median: 0.1 for a tenth, on whichever side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from benchmarks import environment, workloads
+from benchmarks.checkpoints import BlockCheckpoints
+from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_rounds
+from benchmarks.results import Measurements, Options, Row
+from benchmarks.workloads import Workload
+from examples.demo.tracker import peak_tracker
+from lightning_offload import MemoryPlugin
+
+TITLE = "PyTorch's own checkpointing at the same peak"
+
+_GOAL = 0.5  # of the peer's overhead
+_PREDICTED_GOAL = 0.1
+_CLOSE_SHARE = 0.005  # of the peer's peak: nearer than this a budget is not sought
+_MAX_BUDGETS = 6
+_MAX_PLANNING_STEPS = 16
+_NUM_WARMUP_STEPS = 2
+
+Make = Callable[[torch.device, bool], Workload]
+_Context = Callable[[], AbstractContextManager[object]]
+
+
+def _resnet(device: torch.device, quick: bool) -> Workload:
+    return workloads.demo_resnet(device, quick=quick)
+
+
+def _transformer(name: str, device: torch.device, quick: bool) -> Workload:
+    return workloads.transformer(name, device, quick=quick)
+
+
+MODELS: dict[str, Make] = {
+    "ResNet-50": _resnet,
+    "GPT-2": functools.partial(_transformer, "gpt2"),
+    "BERT": functools.partial(_transformer, "bert"),
+    "Llama-like": functools.partial(_transformer, "llama"),
+}
+PEERS = {"checkpoint per block": "on", "selective checkpointing": "selective"}
+"""By what rows call them, the method of :class:`BlockCheckpoints`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ours:
+    """Our steps at a peer's peak.
+
+    Attributes:
+        memory: The plugin, whose plan is final.
+        budget_bytes: Its budget.
+        peak_bytes: True peak of a step.
+    """
+
+    memory: MemoryPlugin
+    budget_bytes: int
+    peak_bytes: int
+
+
+def run(options: Options, progress: Progress) -> Measurements:
+    """Measure all models; see the module's description."""
+    device = environment.device()
+    task = progress.add_task("peers", total=len(MODELS))
+    rows: list[Row] = []
+    spread: dict[str, dict[str, list[float]]] = {}
+    config: dict[str, Any] = {}
+    for title, make in MODELS.items():
+        progress.update(task, description=title)
+        gc.collect()
+        trained = make(device, options.quick)
+        config[title] = trained.config
+        found, quartiles_by_case = _model(title, trained, options)
+        rows += found
+        spread |= quartiles_by_case
+        progress.advance(task)
+    return Measurements(rows=rows, config=config, repeats=options.num_pairs, spread=spread)
+
+
+def _model(
+    title: str, trained: Workload, options: Options
+) -> tuple[list[Row], dict[str, dict[str, list[float]]]]:  # fmt: skip
+    """Rows of a model, and the quartiles of its step times."""
+    checkpoints = BlockCheckpoints(blocks_of(trained.model))
+    contexts: dict[str, _Context] = {name: getattr(checkpoints, how) for name, how in PEERS.items()}
+    steps: dict[str, Callable[[], None]] = {"plain": trained.step}
+    with contextlib.ExitStack() as stack:
+        plain_peak = _peak_bytes(trained, contextlib.nullcontext)
+        peaks = {name: _peak_bytes(trained, context) for name, context in contexts.items()}
+        ours: dict[str, _Ours] = {}
+        for name, context in contexts.items():
+            ours[name] = _at_peak(trained, peaks[name], stack)
+            steps[name] = functools.partial(trained.step, context)
+            steps[_name_of_ours(name)] = functools.partial(trained.step, _context_of(ours[name].memory, trained))
+        times = _time(steps, options.num_pairs)
+        predicted = {name: found.memory.report().predicted_step_seconds for name, found in ours.items()}
+    rows = [Row(case=f"{title}, plain", metric="peak_bytes", value=float(plain_peak))]
+    for name, found in ours.items():
+        rows += _rows(title, name, times, peaks[name], found, predicted[name])
+    spread = {f"{title}, {name}": {"step_seconds": quartiles(seconds)} for name, seconds in times.items()}
+    return rows, spread
+
+
+def _name_of_ours(peer: str) -> str:
+    return f"ours at the peak of {peer}"
+
+
+def _rows(
+    title: str, peer: str, times: dict[str, list[float]], peak_bytes: int, ours: _Ours, predicted: float | None
+) -> Iterator[Row]:
+    overheads = {}
+    for name, num_bytes in ((peer, peak_bytes), (_name_of_ours(peer), ours.peak_bytes)):
+        case = f"{title}, {name}"
+        ratio = ratio_of(PairedTimes(plain_seconds=tuple(times["plain"]), other_seconds=tuple(times[name])))
+        overheads[name] = ratio.median - 1
+        yield Row(case=case, metric="overhead", value=ratio.median - 1)
+        yield Row(case=case, metric="overhead_low", value=ratio.low - 1)
+        yield Row(case=case, metric="overhead_high", value=ratio.high - 1)
+        yield Row(case=case, metric="peak_bytes", value=float(num_bytes))
+    case = f"{title}, {_name_of_ours(peer)}"
+    measured = quartiles(times[_name_of_ours(peer)])[1]
+    yield Row(
+        case=case, metric="overhead_over_peer", value=overheads[_name_of_ours(peer)] / overheads[peer], goal=_GOAL
+    )
+    yield Row(case=case, metric="budget_bytes", value=float(ours.budget_bytes))
+    yield Row(case=case, metric="step_seconds", value=measured)
+    if predicted is not None:
+        yield Row(case=case, metric="predicted_step_seconds", value=predicted)
+        yield Row(case=case, metric="prediction_error", value=abs(predicted / measured - 1), goal=_PREDICTED_GOAL)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that one would put under checkpointing: residual blocks, or layers."""
+    stages = getattr(model, "stages", None)
+    if isinstance(stages, nn.Sequential):
+        return [block for stage in stages for block in stage.children()]
+    return list(max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=lambda part: len(part)))
+
+
+def _at_peak(trained: Workload, peak_bytes: int, stack: contextlib.ExitStack) -> _Ours:
+    """Find the budget under which our steps peak at no more than that, and leave its plugin to the stack."""
+    budget_bytes, best = peak_bytes, None
+    held = contextlib.ExitStack()
+    for _ in range(_MAX_BUDGETS):
+        with contextlib.ExitStack() as trial:
+            memory = trial.enter_context(MemoryPlugin(f"{budget_bytes}B", module=trained.model))
+            _plan(trained, memory)
+            found = _Ours(
+                memory=memory, budget_bytes=budget_bytes, peak_bytes=_peak_bytes(trained, _context_of(memory, trained))
+            )
+            spare_bytes = peak_bytes - found.peak_bytes
+            if spare_bytes >= 0 and (best is None or found.peak_bytes > best.peak_bytes):
+                held.close()
+                best, held = found, trial.pop_all()
+        if 0 <= spare_bytes <= _CLOSE_SHARE * peak_bytes:
+            break
+        budget_bytes += spare_bytes
+    if best is None:
+        raise RuntimeError(f"no budget was found under which steps peak at {peak_bytes} bytes or less")
+    stack.enter_context(held)
+    return best
+
+
+def _context_of(memory: MemoryPlugin, trained: Workload) -> _Context:
+    return functools.partial(memory.step, *trained.batch)
+
+
+def _plan(trained: Workload, memory: MemoryPlugin) -> None:
+    """Run steps until the plan is final."""
+    for _ in range(_MAX_PLANNING_STEPS):
+        trained.step(_context_of(memory, trained))
+        if memory.report().phase == "planned":
+            return
+    phase = memory.report().phase
+    raise RuntimeError(f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{phase}'; is LIGHTNING_OFFLOAD=0 set?")
+
+
+def _time(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, list[float]]:
+    """Time all in turns, once they are warm."""
+
+    def fail(name: str, error: Exception) -> None:
+        raise error
+
+    for step in steps.values():
+        for _ in range(_NUM_WARMUP_STEPS):
+            step()
+    return time_rounds(steps, num_rounds=num_rounds, on_error=fail)
+
+
+def _peak_bytes(trained: Workload, context: _Context) -> int:
+    """Count the live bytes of one step, slowly."""
+    trained.step(context)  # what is made once is there
+    trained.model.zero_grad(set_to_none=True)
+    with peak_tracker(trained.batch[0].device) as tracker:
+        tracker.add([*trained.model.parameters(), *trained.model.buffers(), *trained.batch])
+        trained.step(context)
+    return tracker.peak_bytes
