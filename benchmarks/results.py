@@ -28,7 +28,7 @@ class Options:
         quick: Tiny models and few repeats, to try the harness; the figures mean nothing and are never stored.
         num_pairs: Pairs of steps per comparison.
         device: Where to measure; None for the GPU if there is one.
-        minutes: When a suite of many cases must have ended.
+        minutes: When a suite that can go on later must have ended; None for its usual limit.
         cases: Which cases of such a suite to run, by name or pattern; all without any.
         fresh: Whether cases that were measured before are measured again.
         folder: Where the result is stored; None for the usual place.
@@ -37,7 +37,7 @@ class Options:
     quick: bool = False
     num_pairs: int = 30
     device: str | None = None
-    minutes: float = 9.0
+    minutes: float | None = None
     cases: tuple[str, ...] = ()
     fresh: bool = False
     folder: Path | None = None

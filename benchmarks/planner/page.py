@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from benchmarks.planner.cells import BEATEN, DEVICES, HEIGHTS, Cell
+from benchmarks.planner.cells import BEATEN, DEVICES, HEIGHTS, MODEL_NAMES, Cell
 
 DOCUMENT = "planning.md"
 _INFEASIBLE = "-"
@@ -42,7 +42,7 @@ def page(result: dict[str, Any]) -> str:
     pricing = _CALIBRATED if is_now else _AT_PEAKS
     lines = [
         _INTRODUCTION.replace(_PRICING, pricing).replace(_FITTING, _ALL if is_now else _SHORTEST),
-        _headline(found),
+        _headline(found, result["config"]),
         "",
         *_summary(result),
         "",
@@ -61,10 +61,13 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _headline(found: list[Cell]) -> str:
+def _headline(found: list[Cell], config: dict[str, Any]) -> str:
     worst = max(found, key=lambda cell: cell.over_bound)
     lost = [cell for cell in found if (cell.over_best_policy or 0.0) > BEATEN]
+    num_left = config.get("num_left", 0)
     return (
+        f"{num_left} of {len(MODEL_NAMES) * len(DEVICES)} models on devices are not planned yet. " * bool(num_left)
+    ) + (
         f"**{len(found)} cells: at most {100 * (worst.over_bound - 1):.1f}% above what no plan of this runtime can go "
         f"below** ({worst.name}); {len(lost)} lost to a published policy by more than {100 * (BEATEN - 1):.1f}%."
     )

@@ -1,14 +1,22 @@
 """The planner against its bound and against every policy: 8 models, 5 devices, 2 types, 5 budgets, on one simulator.
 
-No device is needed. `--quick` plans one small cell. Cells are planned in as many processes as there are cores.
+No device is needed. `--quick` plans one small cell. Cells are planned in as many processes as there are cores, which
+takes some hours; after `--minutes M` no further model is begun, and the next call goes on from there. It begins anew
+with `--fresh`, or where what makes plans has changed since.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+import math
 import os
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,42 +24,87 @@ from rich.progress import Progress
 
 from benchmarks.planner.cells import BEATEN, DEVICES, HEIGHTS, MODEL_NAMES, Cell, cells
 from benchmarks.planner.page import DOCUMENT, page
-from benchmarks.results import Measurements, Options, Row, error_row
+from benchmarks.results import RESULTS_FOLDER, Measurements, Options, Row, error_row, result_path
 
 __all__ = ["DOCUMENT", "TITLE", "page", "run"]
 
 TITLE = "Planner"
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _CLOSE, _NEAR, _TIGHT = 1.01, 1.03, 1.05
 _LOW = 0.2  # height from which on plans should be close to the bound
 _Pair = tuple[str, str, str, tuple[float, ...], int | None]
 
 
 def run(options: Options, progress: Progress) -> Measurements:
-    """Plan all cells; a model that cannot be recorded gives an error row, and the others go on."""
+    """Plan all cells, or go on where the last run stopped; a model that cannot be recorded gives an error row."""
     pairs: list[_Pair] = [(model, *device, HEIGHTS, None) for model in MODEL_NAMES for device in DEVICES]
     if options.quick:
         pairs = [("resnet50", "k40c", "float32", (0.5,), 2)]
-    bar = progress.add_task("planner", total=len(pairs))
-    found: dict[_Pair, list[Cell]] = {}
+    code = code_digest()
+    path = result_path("planner", "cpu", options.folder or RESULTS_FOLDER)
+    found = {} if options.fresh or options.quick else _stored(path, code, pairs)
     failures: dict[str, str] = {}
-    with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_cells, pair): pair for pair in pairs}
-        for future in as_completed(futures):
-            model, device, dtype, *_ = futures[future]
-            progress.update(bar, description=f"{model}, {device} {dtype}")
-            error = future.exception()
-            if error is None:
-                found[futures[future]] = future.result()
-            else:
-                failures[f"{model}, {device} {dtype}"] = f"{type(error).__name__}: {error}"
-            progress.advance(bar)
+    bar = progress.add_task("planner", total=len(pairs), completed=len(found))
+    todo = iter([pair for pair in pairs if pair not in found])
+    deadline = time.monotonic() + 60 * (math.inf if options.minutes is None else options.minutes)
+    num_workers = min(len(pairs), os.cpu_count() or 1)
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(_cells, pair): pair for pair in itertools.islice(todo, num_workers)}
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                pair = running.pop(future)
+                model, device, dtype, *_ = pair
+                progress.update(bar, description=f"{model}, {device} {dtype}")
+                error = future.exception()
+                if error is None:
+                    found[pair] = future.result()
+                else:
+                    failures[f"{model}, {device} {dtype}"] = f"{type(error).__name__}: {error}"
+                progress.advance(bar)
+                following = next(todo, None) if time.monotonic() < deadline else None
+                if following is not None:
+                    running[pool.submit(_cells, following)] = following
     ordered = [cell for pair in pairs for cell in found.get(pair, [])]
     return Measurements(
         rows=[*_summary(ordered), *(row for cell in ordered for row in _rows(cell)), *map(error_row, failures)],
-        config={"cells": [cell.encoded() for cell in ordered], "is_calibrated": True},
+        config={
+            "cells": [cell.encoded() for cell in ordered],
+            "is_calibrated": True,
+            "code": code,
+            "num_left": len(pairs) - len(found) - len(failures),
+        },
         repeats=1,
         notes=failures,
     )
+
+
+def code_digest() -> str:
+    """What tells whether cells were planned by this very code: then they are what they would be now."""
+    digest = hashlib.sha256()
+    for folder in (
+        "lightning_offload/graph",
+        "lightning_offload/planning",
+        "lightning_offload/capture",
+        "examples/models",
+    ):
+        for path in sorted((_CHECKOUT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _stored(path: Path, code: str, pairs: Sequence[_Pair]) -> dict[_Pair, list[Cell]]:
+    """What an earlier run has planned whole, if it was by the same code."""
+    if not path.exists():
+        return {}
+    config = json.loads(path.read_text(encoding="utf-8"))["config"]
+    if config.get("code") != code:
+        return {}
+    by_pair: dict[tuple[str, str, str], list[Cell]] = {}
+    for data in config["cells"]:
+        cell = Cell(**data)
+        by_pair.setdefault((cell.model, cell.device, cell.dtype), []).append(cell)
+    return {pair: by_pair[pair[:3]] for pair in pairs if len(by_pair.get(pair[:3], ())) == len(pair[3])}
 
 
 def _cells(pair: _Pair) -> list[Cell]:

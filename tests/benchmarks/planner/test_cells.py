@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from benchmarks.planner.cells import BEATEN, Cell, cells
+import pytest
+from rich.progress import Progress
+
+from benchmarks.planner.cells import BEATEN, DEVICES, HEIGHTS, Cell, cells
 from benchmarks.planner.page import page
+from benchmarks.results import Measurements, Options, result_path, write_result
 from benchmarks.suites import planner
 
 
@@ -65,3 +71,35 @@ def test_a_real_cell() -> None:
     assert {"all-swap", "save-on-cpu"} <= found.policy_seconds.keys()
     assert found.over_best_policy is not None
     assert found.over_best_policy <= BEATEN
+
+
+def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored is not planned again, unless what makes plans has changed, or all is asked for anew."""
+    planned: list[str] = []
+
+    def plan_one(pair: tuple[str, str, str, tuple[float, ...], int | None]) -> list[Cell]:
+        planned.append(f"{pair[0]} {pair[1]} {pair[2]}")
+        return [dataclasses.replace(cell(h, auto=12.0), model=pair[0], device=pair[1], dtype=pair[2]) for h in pair[3]]
+
+    def run(minutes: float | None, *, fresh: bool = False) -> Measurements:
+        planned.clear()
+        found = planner.run(Options(folder=tmp_path, minutes=minutes, fresh=fresh), Progress(disable=True))
+        write_result(result_path("planner", "cpu", tmp_path), "planner", "cpu", found, {})
+        return found
+
+    monkeypatch.setattr(planner, "_cells", plan_one)
+    monkeypatch.setattr(planner, "ProcessPoolExecutor", lambda num_workers, **_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(planner, "MODEL_NAMES", ("a", "b"))
+    monkeypatch.setattr(planner.os, "cpu_count", lambda: 1)
+    first = run(0.0)
+    assert planned == ["a k40c float32"]
+    assert first.config["num_left"] == 2 * len(DEVICES) - 1
+    assert run(None).config["num_left"] == 0
+    assert len(planned) == len(set(planned)) == 2 * len(DEVICES) - 1
+    assert len(run(None).config["cells"]) == 2 * len(DEVICES) * len(HEIGHTS)
+    assert planned == []
+    run(None, fresh=True)
+    assert len(planned) == 2 * len(DEVICES)
+    monkeypatch.setattr(planner, "code_digest", lambda: "other")
+    run(0.0)
+    assert planned == ["a k40c float32"]
