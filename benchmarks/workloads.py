@@ -107,7 +107,7 @@ def transformer(name: str, device: torch.device, *, quick: bool) -> Workload:
         quick: Whether a tiny one will do.
     """
     layers, width, heads, vocabulary, length, batch_size = (
-        (2, 64, 2, 500, 32, 2) if quick else (6, 512, 8, 8192, 256, 8)
+        (2, 64, 2, 500, 32, 2) if quick else (6, 512, 8, 8192, 256, 2)
     )
     torch.manual_seed(0)
     model = _transformer(name, layers, width, heads, vocabulary, length).train().to(device)

@@ -35,8 +35,8 @@ TITLE = "PyTorch's own checkpointing at the same peak"
 
 _GOAL = 0.5  # of the peer's overhead
 _PREDICTED_GOAL = 0.1
-_CLOSE_SHARE = 0.005  # of the peer's peak: nearer than this a budget is not sought
-_MAX_BUDGETS = 6
+_CLOSE_SHARE = 0.01  # of the peer's peak: nearer than this a budget is not sought
+_MAX_BUDGETS = 4
 _MAX_PLANNING_STEPS = 16
 _NUM_WARMUP_STEPS = 2
 
