@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,18 @@ def write_result(path: Path, suite: str, device: str, measurements: Measurements
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def draw_stored(suite: str, draw: Callable[[dict[str, Any]], Path]) -> int:
+    """Draw the picture of a suite's stored result; returns an exit status.
+
+    Args:
+        suite: Which; what it measured on a CPU is drawn.
+        draw: Draws the picture of a result's config and returns where it is.
+    """
+    path = result_path(suite, "cpu")
+    if not path.exists():
+        print(f"error: there is no {path}: run `python -m benchmarks {suite}` first", file=sys.stderr)
+        return 2
+    print(f"wrote {draw(json.loads(path.read_text(encoding='utf-8'))['config'])}")
+    return 0

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.calibration.checking import CLOSE
-from benchmarks.results import result_path
+from benchmarks.results import draw_stored
 from lightning_offload.errors import UnsupportedError
 
-__all__ = ["PICTURE", "draw", "main"]
+__all__ = ["PICTURE", "draw"]
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "calibration.png"
 
@@ -64,15 +63,5 @@ def draw(checked: list[dict[str, Any]], path: Path = PICTURE) -> Path:
     return path
 
 
-def main() -> int:
-    """Draw the picture of the stored result; returns the exit status."""
-    path = result_path("calibration", "cpu")
-    if not path.exists():
-        print(f"error: there is no {path}: run `python -m benchmarks calibration` first", file=sys.stderr)
-        return 2
-    print(f"wrote {draw(json.loads(path.read_text(encoding='utf-8'))['config']['checked'])}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(draw_stored("calibration", lambda config: draw(config["checked"])))

@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import result_path
+from benchmarks.results import draw_stored
 from lightning_offload.errors import UnsupportedError
 
-__all__ = ["PICTURE", "draw", "main"]
+__all__ = ["PICTURE", "draw"]
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "shapes.png"
 
@@ -59,15 +58,5 @@ def draw(runs: list[dict[str, Any]], path: Path = PICTURE) -> Path:
     return path
 
 
-def main() -> int:
-    """Draw the picture of the stored result; returns the exit status."""
-    path = result_path("shapes", "cpu")
-    if not path.exists():
-        print(f"error: there is no {path}: run `python -m benchmarks shapes` first", file=sys.stderr)
-        return 2
-    print(f"wrote {draw(json.loads(path.read_text(encoding='utf-8'))['config']['runs'])}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(draw_stored("shapes", lambda config: draw(config["runs"])))
