@@ -224,11 +224,12 @@ class _Chunked(torch.autograd.Function):
             of_weight = torch.zeros_like(weight, dtype=total_dtype)
         if of_bias is None and needs[2] and bias is not None:
             of_bias = torch.zeros_like(bias, dtype=total_dtype)
+        loss, divisor = total, None
         if how.is_mean:
             count = rows.weight.sum()
             loss, divisor = total / count, count.masked_fill(rows.counts.sum() == 0, math.inf)
-        else:
-            loss, divisor = (total, None) if unit is None else (total * unit, unit.reciprocal())
+        elif unit is not None:
+            loss, divisor = total * unit, unit.reciprocal()
         ctx.save_for_backward(of_hidden, of_weight, of_bias, divisor)
         return loss if how.dtype is not None else loss.to(hidden.dtype)
 

@@ -1,8 +1,9 @@
 """Which kernel CUDA computes attention with, and what surrounds the call.
 
 The rules are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.h`` and
-``attention.cpp`` above it; nested tensors, ROCm and an order of the program's own are left out. cuDNN is taken to be 9.15.1 or newer, as in torch's builds for CUDA 13: from there on its
-kernel comes first on compute capabilities 9 and 10.
+``attention.cpp`` above it; nested tensors, ROCm and an order of the program's own are left out. cuDNN is taken to be
+9.15.1 or newer, as in torch's builds for CUDA 13: from there on its kernel comes first on compute capabilities 9 and
+10.
 """
 
 from __future__ import annotations

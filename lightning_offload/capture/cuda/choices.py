@@ -59,7 +59,7 @@ def choosing(capability: int) -> Iterator[None]:
 def _chosen(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     plain = overload_of(name)
 
-    def choose(*args: Any, **kwargs: Any) -> Any:
+    def choose(_keys: Any, *args: Any, **kwargs: Any) -> Any:
         if not _chooser.is_on:
             return plain._op_dk(_COMPOSITE, *args, **kwargs)
         made = function(*args, **kwargs)

@@ -63,6 +63,12 @@ def _call(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.is_autocast_enabled("cpu") and data.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype("cpu")
+        data, hx, cx = data.to(dtype), hx.to(dtype), cx.to(dtype) if cx is not None else None
+        weights = (
+            _cast_into_a_block(weights, dtype) if any(weight.dtype is not dtype for weight in weights) else weights
+        )
     hidden = (hx if cx is None else cx).shape[2]
     projected = hx.shape[2] if hx.shape[2] != hidden else 0
     stride = (4 if has_biases else 2) + (1 if projected else 0)
@@ -71,6 +77,13 @@ def _call(
         bidirectional, [], None,
     )  # fmt: skip
     return out[0], out[1], out[2]
+
+
+def _cast_into_a_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """What autocast makes of weights (``AutocastRNN.cpp``): casts that lie in one block, each with its gradient."""
+    block = weights[0].new_empty(sum(weight.numel() for weight in weights), dtype=dtype)
+    parts = block.split([weight.numel() for weight in weights])
+    return [part.view(weight.shape).detach().copy_(weight) for part, weight in zip(parts, weights, strict=True)]
 
 
 def lstm(data: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *how: Any) -> tuple[Tensor, Tensor, Tensor]:
