@@ -24,9 +24,8 @@ cores that do it (plain, TF32, half precision) and on the generation of the card
 **What every modelled time assumes.** Images channels-last where tensor cores convolve them: cuDNN transposes others,
 which the table adds and plans leave out. Eager PyTorch, kernel by kernel: no compiler fuses ops. Sizes that fill the
 device: shares do not fall for small ops, beyond the launch. Caches that hold nothing from one op to the next. A host
-that is always ahead, and data that is there. The libraries of the years in which the cards were measured. Plans also
-record what a CPU would run (its dropout masks are four times as large as CUDA's, or more); the table records what
-CUDA would.
+that is always ahead, and data that is there. The libraries of the years in which the cards were measured. The table's
+steps are recorded as those of plans are: with the kernels that torch 2.13 calls on CUDA, whatever the source had.
 
 **What copies cost.** A copy over the link takes as much of the device memory's bandwidth as its bytes need: compute
 that could use all of it loses link rate over memory bandwidth of the copy's duration (`copy_interference`: 3.5% on a
