@@ -120,6 +120,24 @@ def test_rms_norm_is_one_kernel() -> None:
     assert saved(graph) == [128, 32, 16]
 
 
+def test_rms_norm_of_channels_last_is_composed() -> None:
+    """The fused kernel is for rows that lie together."""
+    make = lambda: nn.RMSNorm((4, 4))  # noqa: E731
+    nhwc = lambda model, data: model(data.to(memory_format=torch.channels_last))  # noqa: E731
+    assert "_fused_rms_norm" in names(recorded(make, 2, 3, 4, 4))
+    assert "_fused_rms_norm" not in names(recorded(make, 2, 3, 4, 4, forward=nhwc))
+
+
+@pytest.mark.parametrize("softmax", [F.softmax, F.log_softmax])
+def test_a_softmax_of_float16_in_float32_takes_no_copy(softmax: Callable[..., Tensor]) -> None:
+    """One of bfloat16 does."""
+    run = lambda model, data: softmax(model(data), -1, dtype=torch.float32)  # noqa: E731
+    kernel = f"_{softmax.__name__}"
+    assert names(recorded(lambda: nn.Linear(8, 8), 4, 8, forward=run, dtype=torch.float16))[:2] == ["addmm", kernel]
+    bfloat16 = recorded(lambda: nn.Linear(8, 8), 4, 8, forward=run, dtype=torch.bfloat16)
+    assert names(bfloat16)[:3] == ["addmm", "_to_copy", kernel]
+
+
 @pytest.mark.parametrize(
     ("make", "reserve"),
     [

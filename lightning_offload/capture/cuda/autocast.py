@@ -1,8 +1,8 @@
 """Autocasts fake CPU tensors by CUDA's lists: what a CPU's leave out, above all functions that need float32.
 
-The lists are those of ``aten/src/ATen/autocast_mode.h``. Shortfalls: a CPU's own few more functions in float32
-(``avg_pool3d``, ``grid_sampler``, those of ``torch.fft``) stay so; a softmax in float16 takes a copy in float32 that
-CUDA's kernel goes without.
+The lists are those of ``aten/src/ATen/autocast_mode.h``. Shortfall: a CPU's own few more functions in float32
+(``avg_pool3d``, ``grid_sampler``, those of ``torch.fft``) stay so, and ``cross_entropy``, which takes a copy of float16
+that CUDA's kernel goes without.
 """
 
 from __future__ import annotations
