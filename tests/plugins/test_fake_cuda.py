@@ -237,10 +237,10 @@ def test_dropout_within_attention_op_by_op_is_cudas_too() -> None:
 
 def on_the_gpu() -> tuple[nn.Module, Step]:
     """A model that is moved to a GPU, and its batch that is made there."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda().to("cuda:0")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda().to("cuda:0").to(0)
     with torch.device("cuda"):
         batch = torch.zeros(4, 8)
-    bias = torch.ones(8, device="cuda").to("cuda", torch.float32).cuda()
+    bias = torch.ones(8, device="cuda").to("cuda", torch.float32).cuda() * torch.ones(8, device=0).to(0, torch.float32)
     return model, lambda: model(batch + bias).sum().backward()
 
 
