@@ -159,6 +159,14 @@ def test_recurrent_layers_are_cudnns(make: Callable[[], nn.Module], reserve: int
     assert sum(storage.num_bytes for storage in graph.storages if storage.is_persistent) == weights + 256
 
 
+@pytest.mark.parametrize(("dtype", "num_blocks"), [(torch.float16, 1), (torch.bfloat16, 2)])
+def test_weights_in_bfloat16_are_copied_into_a_block(dtype: torch.dtype, num_blocks: int) -> None:
+    """At each call; the others lie in one from the start. Backward's gradients are another block."""
+    graph = recorded(lambda: nn.LSTM(8, 8, 2), 4, 2, 8, forward=first, dtype=dtype)
+    weights = sum(parameter.numel() * 2 for parameter in nn.LSTM(8, 8, 2).parameters())
+    assert [s.num_bytes for s in graph.storages if not s.is_persistent].count(weights) == num_blocks
+
+
 def test_recurrent_layers_have_arithmetic() -> None:
     """A product and a sum for each element of the matrices at each step, and twice that in backward."""
 

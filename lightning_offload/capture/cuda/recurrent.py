@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 _aten: Any = torch.ops.aten
 RELU, TANH, LSTM, GRU = range(4)
@@ -197,11 +198,16 @@ def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[
 
 
 def flatten(module: nn.Module) -> None:
-    """Lay the weights of each recurrent layer out in one block, as ``flatten_parameters`` does on CUDA."""
+    """Lay the weights of each recurrent layer out in one block, as ``flatten_parameters`` does on CUDA.
+
+    It leaves those in bfloat16 where they are, of which each call of cuDNN's then makes a block.
+    """
     for part in module.modules():
         weights = part._flat_weights if isinstance(part, nn.RNNBase) else []
         tensors = [weight for weight in weights if weight is not None]
-        if tensors and is_acceptable(tensors[0]):
+        is_whole = tensors and len(tensors) == len(weights) == len({id(tensor) for tensor in tensors})
+        dtypes = {tensor.dtype for tensor in tensors}
+        if is_whole and len(dtypes) == 1 and dtypes <= cudnn.CUDNN_TENSOR_DTYPES and is_acceptable(tensors[0]):
             block = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
             start = 0
             for tensor in tensors:
