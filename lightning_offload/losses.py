@@ -8,7 +8,8 @@ What backward needs are two tensors: as large as the hidden states and as the we
 
 Gradients are accumulated without the factor of backward (the loss's own gradient, over the number of targets for a
 mean), in float32 where inputs are narrower, and get it in backward: half precision's range suffices whatever a
-``GradScaler`` multiplies the loss by.
+``GradScaler`` multiplies the loss by. For the same reason classes' weights count as shares of the largest until then,
+and what is summed over rows in float16 is lifted or lowered to what its range has room for.
 
 Everything is an ordinary op of PyTorch, so that a step with it is recorded, planned and replayed like any other. torch
 2.13 has ``torch.nn.functional.linear_cross_entropy``, whose chunks are one custom op: FakeTensors do not show what it
@@ -22,6 +23,7 @@ chunks.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,6 +35,9 @@ from lightning_offload.errors import UnsupportedError
 __all__ = ["chunked_linear_cross_entropy"]
 
 _REDUCTIONS = ("mean", "sum")
+_UNITS = (1e-30, 1e30)
+"""What weights of classes are divided by is within these, so that it has a reciprocal."""
+_MOST_IN_FLOAT16 = 2.0**15
 
 
 def chunked_linear_cross_entropy(
@@ -70,7 +75,7 @@ def chunked_linear_cross_entropy(
     Raises:
         UnsupportedError: An argument is not supported; says what is allowed.
     """
-    _check(hidden, weight, targets, class_weight, num_chunks, reduction, label_smoothing)
+    _check(hidden, weight, targets, bias, class_weight, num_chunks, reduction, label_smoothing)
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     autocast &= hidden.dtype != torch.float64
@@ -82,7 +87,7 @@ def chunked_linear_cross_entropy(
         dtype=torch.get_autocast_dtype(kind) if autocast else None,
         has_gradients=torch.is_grad_enabled(),
     )
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.reshape(targets.numel(), hidden.shape[-1])
     with torch.autocast(kind, enabled=False) if autocast else contextlib.nullcontext():
         apply: Any = _Chunked.apply
         loss: Tensor = apply(rows, weight, bias, targets.reshape(-1), class_weight, how)
@@ -113,6 +118,7 @@ def _check(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    bias: Tensor | None,
     class_weight: Tensor | None,
     num_chunks: int,
     reduction: str,
@@ -130,6 +136,12 @@ def _check(
         )
     if targets.dtype != torch.int64:
         raise UnsupportedError(f"targets are {targets.dtype}: give class indices in torch.int64, not probabilities")
+    for name, given in (("bias", bias), ("class_weight", class_weight)):
+        if given is not None and given.shape != weight.shape[:1]:
+            raise UnsupportedError(
+                f"{name} of shape {tuple(given.shape)} does not match weight of shape {tuple(weight.shape)}: "
+                f"give one number for each class, {tuple(weight.shape[:1])}"
+            )
     if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
         raise UnsupportedError(f"num_chunks={num_chunks!r} is no positive int: 1 is the loss without chunks")
     if reduction not in _REDUCTIONS:
@@ -184,7 +196,11 @@ class _Chunked(torch.autograd.Function):
             hidden, weight = hidden.to(how.dtype), weight.to(how.dtype)
             bias = bias.to(how.dtype) if bias is not None else None
         total_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        class_weight = class_weight.to(total_dtype) if class_weight is not None else None
+        unit: Tensor | None = None
+        if class_weight is not None:
+            class_weight = class_weight.to(total_dtype)
+            unit = class_weight.abs().amax().clamp(*_UNITS)
+            class_weight = class_weight / unit
         rows = _rows_of(targets, class_weight, how.ignore_index, total_dtype)
         of_hidden = torch.empty_like(hidden) if needs[0] else None
         of_weight: Tensor | None = None
@@ -198,20 +214,23 @@ class _Chunked(torch.autograd.Function):
             loss, of_logits, factor = _chunk(part, weight, bias, rows.chunk(begin, end), class_weight, how, any(needs))
             total += loss
             if needs[2]:
-                of_bias = _plus_product(of_bias, of_logits, factor.to(of_logits.dtype), total_dtype)
+                of_bias = _plus_product(of_bias, of_logits, factor, total_dtype)
             if of_hidden is not None:
                 of_hidden[begin:end] = (of_logits @ weight).mul_(factor.unsqueeze(-1))
             if needs[1]:
-                scaled = (part * factor.unsqueeze(-1)).to(part.dtype)
-                of_weight = _plus_product(of_weight, of_logits, scaled, total_dtype)
+                of_weight = _plus_product(of_weight, of_logits, part * factor.unsqueeze(-1), total_dtype)
             del of_logits
         if of_weight is None and needs[1]:
             of_weight = torch.zeros_like(weight, dtype=total_dtype)
         if of_bias is None and needs[2] and bias is not None:
             of_bias = torch.zeros_like(bias, dtype=total_dtype)
-        count = rows.weight.sum() if how.is_mean else None
-        ctx.save_for_backward(of_hidden, of_weight, of_bias, count)
-        loss = total / count if count is not None else total
+        loss, divisor = total, None
+        if how.is_mean:
+            count = rows.weight.sum()
+            loss, divisor = total / count, count.masked_fill(rows.counts.sum() == 0, math.inf)
+        elif unit is not None:
+            loss, divisor = total * unit, unit.reciprocal()
+        ctx.save_for_backward(of_hidden, of_weight, of_bias, divisor)
         return loss if how.dtype is not None else loss.to(hidden.dtype)
 
     @staticmethod
@@ -221,8 +240,8 @@ class _Chunked(torch.autograd.Function):
                 "chunked_linear_cross_entropy has no second derivative: call backward without create_graph, or use "
                 "F.cross_entropy(F.linear(...))"
             )
-        *gradients, count = ctx.saved_tensors
-        factor = of_loss if count is None else torch.where(count == 0, 0, of_loss / count)
+        *gradients, divisor = ctx.saved_tensors
+        factor = of_loss if divisor is None else of_loss / divisor
         return (*(_scaled(g, factor, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None)
 
 
@@ -270,7 +289,16 @@ def _chunk(
 
 
 def _plus_product(total: Tensor | None, of_logits: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add a chunk's share to the gradient of weight or bias, in place where there is one."""
+    """Add a chunk's share to the gradient of weight or bias, in place where there is one.
+
+    No number of the gradient with regard to the logits is beyond -1 to 1: that bounds their sums over rows.
+    """
+    if of_logits.dtype is torch.float16:
+        most = other.abs().amax() * len(other)
+        scale = torch.exp2(torch.floor(torch.log2(_MOST_IN_FLOAT16 / most.clamp_min(_UNITS[0]))))
+        part = of_logits.mT @ (other * scale).to(torch.float16)
+        return part.to(dtype).div_(scale) if total is None else total.addcdiv_(part, scale)
+    other = other.to(of_logits.dtype)
     if total is None:
         return (of_logits.mT @ other).to(dtype)
     if other.dim() == 2 and other.dtype == dtype:

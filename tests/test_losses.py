@@ -212,6 +212,38 @@ def test_a_scaled_loss_in_half_precision() -> None:
         assert found[1].abs().max() > 0
 
 
+@pytest.mark.parametrize("num_chunks", [1, 8])
+def test_sums_over_rows_that_half_precision_has_no_room_for(num_chunks: int) -> None:
+    """Before they are divided by the number of rows: many have the same target, as padding or a frequent token has."""
+    drawn = batch(40_000, classes=3, features=4, dtype=torch.float16, has_bias=False)
+    hidden, weight = drawn.hidden.detach() + 8, drawn.weight.detach() / 64
+    targets = torch.zeros_like(drawn.targets)
+    here = Batch(hidden.requires_grad_(), weight.requires_grad_(), None, targets, None)
+    wide = Batch(
+        hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), None, targets, None
+    )
+    found, expected = outcome(chunked(here, num_chunks), here), outcome(plain(wide), wide)
+    assert float(expected[2].abs().max()) * len(targets) > torch.finfo(torch.float16).max
+    assert_close([t.double() for t in found], expected, LARGEST_ERROR[torch.float16])
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_that_half_precision_has_no_room_for(size: float, reduction: str, smoothing: float) -> None:
+    """Only their shares of each other count for a mean; plain steps have them in float32."""
+    here = batch(512, has_class_weight=True)
+    here = here._replace(class_weight=here.class_weight * size)
+    how: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+    with torch.autocast("cpu", dtype=torch.float16):
+        found, expected = outcome(chunked(here, **how), here), outcome(plain(here, **how), here, 1.0)
+    if reduction == "sum":  # plain gradients are beyond the range: those of the loss in the unit of the weights are not
+        small = here._replace(class_weight=here.class_weight / size)
+        with torch.autocast("cpu", dtype=torch.float16):
+            expected = [t * size for t in outcome(plain(small, **how), small)]
+    assert_close(found, expected, LARGEST_ERROR[torch.float16], 0.0)
+
+
 def test_frozen_weights_and_evaluation() -> None:
     """What needs no gradient gets none, and without gradients there is only the loss."""
     here = batch(has_bias=False)
@@ -235,6 +267,21 @@ def test_nothing_counts(rows: int, reduction: str) -> None:
     assert torch.equal(found[0].isnan(), plain(here, reduction=reduction).isnan())
     assert not found[1].any()
     assert not found[2].any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_that_count_nothing(smoothing: float) -> None:
+    """All targets are of classes of weight 0, with rows that are not ignored: nan is not hidden, as torch's is not."""
+    here = batch(has_class_weight=True)
+    here = here._replace(class_weight=torch.where(torch.arange(50) < 25, 0.0, 1.0), targets=here.targets % 25)
+    found, expected = (outcome(loss(here, label_smoothing=smoothing), here) for loss in (chunked, plain))
+    assert not any(t.isfinite().all() for t in (*found, *expected))
+
+
+def test_no_features() -> None:
+    """All that counts is the bias."""
+    here = batch(features=0)
+    assert_close(outcome(chunked(here), here)[:1], outcome(plain(here), here)[:1], 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")  # torch.compile itself
@@ -266,6 +313,8 @@ def test_no_second_derivative() -> None:
         ({"weight": torch.zeros(50, 17)}, {}, r"weight of shape \(50, 17\) do not match"),
         ({"targets": torch.zeros(47, dtype=torch.int64)}, {}, r"give one for each row, \(48,\)"),
         ({"targets": torch.zeros(48)}, {}, "targets are torch.float32: give class indices in torch.int64"),
+        ({"bias": torch.zeros(1)}, {}, r"bias of shape \(1,\) does not match.*give one number for each class, \(50,\)"),
+        ({"class_weight": torch.ones(51)}, {}, r"class_weight of shape \(51,\) does not match"),
         ({"class_weight": torch.ones(50, requires_grad=True)}, {}, "class_weight requires a gradient and gets none"),
     ],
 )

@@ -9,8 +9,9 @@ its loss soft-L1, which rows that are off by more than `_ROBUST` count less in t
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,8 @@ from benchmarks.calibration.public import DTYPES, Public, card_of
 from benchmarks.calibration.recording import Step
 from lightning_offload.graph import calibration
 from lightning_offload.graph.calibration import Arithmetic, Shares
-from lightning_offload.graph.catalog import arithmetic_of
+from lightning_offload.graph.catalog import arithmetic_of, spec_of
+from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.work_kinds import WorkKind
 
 Floats = npt.NDArray[np.float64]
@@ -155,6 +157,35 @@ def fit(rows: Sequence[Public], steps: Sequence[Step]) -> Fit:
         reduction_bandwidth=_rounded(reduction),
         elementwise_bandwidth=_rounded(elementwise),
     )
+
+
+def device_of(row: Public, numbers: Fit) -> DeviceSpec:
+    """The device of a row as the catalogue would have it with other numbers."""
+    card = card_of(row)
+    cores = arithmetic_of(card, DTYPES[row.precision])
+    shares, factor = numbers.shares[cores], numbers.factors.get((card.generation, cores), 1.0)
+    bandwidth = numbers.bandwidth_factors.get(card.generation, 1.0)
+    return dataclasses.replace(
+        spec_of(card, DTYPES[row.precision]),
+        launch_seconds=numbers.launch_seconds,
+        convolution_efficiency=factor * shares.convolution,
+        depthwise_efficiency=factor * shares.depthwise,
+        matmul_efficiency=factor * shares.matmul,
+        attention_efficiency=factor * shares.attention,
+        recurrent_efficiency=factor * shares.recurrent,
+        reduction_bandwidth=bandwidth * numbers.reduction_bandwidth,
+        elementwise_bandwidth=bandwidth * numbers.elementwise_bandwidth,
+    )
+
+
+def fits_without(
+    rows: Sequence[Public], steps: Sequence[Step], key: Callable[[Public], str]
+) -> Iterator[tuple[int, Fit]]:
+    """Each row's place with a fit to all rows of another key: what it would be predicted by, were its kind new."""
+    for left_out in sorted({key(row) for row in rows}):
+        places = [at for at, row in enumerate(rows) if key(row) != left_out]
+        numbers = fit([rows[at] for at in places], [steps[at] for at in places])
+        yield from ((at, numbers) for at, row in enumerate(rows) if key(row) == left_out)
 
 
 def _shares(line: Floats) -> Shares:

@@ -1,8 +1,8 @@
 """What each publicly measured step has to do, recorded without a device and stored by kind, count and size.
 
-Recordings are made on fake CPU tensors under CPU autocast for AMP. Where CUDA would run another kernel than a CPU, the
-CUDA one is recorded: dropout with a mask of one byte an element, and under autocast LayerNorm, softmax and losses in
-float32. The optimizer's traffic is added as one op.
+Recordings are those that plans are made of: fake tensors, on which the step calls CUDA's kernels, under CUDA's autocast
+for AMP. A step that several cards share is recorded for the first of them by name. The optimizer's traffic is added as
+one op.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
+from torch import nn
 
 from benchmarks.calibration.models import MODELS
 from benchmarks.calibration.public import DTYPES, Optimizer, Public, card_of
 from examples.models.registry import default_dtype
 from lightning_offload.capture.roofline import Work
 from lightning_offload.graph.calibration import Arithmetic
-from lightning_offload.graph.catalog import arithmetic_of
+from lightning_offload.graph.catalog import arithmetic_of, spec_of
 from lightning_offload.graph.work_kinds import WorkKind
 from lightning_offload.plugins.fake import record_fake
 
@@ -39,32 +36,11 @@ makes with foreach; the seven of a fused Adam (parameter, gradient and two momen
 Step = tuple[tuple[Work, int], ...]
 """Each work with how often a step does it."""
 
-_IN_FLOAT32 = frozenset({F.layer_norm, torch.layer_norm, F.softmax, torch.softmax, Tensor.softmax, F.cross_entropy})
-
-
-class _AsOnCuda(TorchFunctionMode):
-    """Runs what CUDA would."""
-
-    def __init__(self, *, is_autocast: bool) -> None:
-        super().__init__()
-        self._is_autocast = is_autocast
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            training = kwargs.get("training", args[2] if len(args) > 2 else True)
-            x = args[0] if args else kwargs["input"]
-            return torch.native_dropout(x, rate, True)[0] if rate and training else x
-        if self._is_autocast and func in _IN_FLOAT32 and args and args[0].is_floating_point():
-            args = (args[0].float(), *args[1:])
-        return func(*args, **kwargs)
-
 
 def record(row: Public) -> tuple[Step, int]:
     """Record what a row's step does, without its optimizer; returns it with the number of parameters."""
     example, is_amp, sizes = MODELS[row.model], row.precision == "amp" and row.casting == "autocast", {}
+    device = spec_of(card_of(row), DTYPES[row.precision])
     dtype = torch.bfloat16 if row.precision == "amp" and row.casting == "model" else torch.float32
 
     def build() -> tuple[nn.Module, Callable[[], None]]:
@@ -74,14 +50,13 @@ def record(row: Public) -> tuple[Step, int]:
         sizes["parameters"] = sum(parameter.numel() for parameter in model.parameters())
 
         def step() -> None:
-            with _AsOnCuda(is_autocast=is_amp):
-                with torch.autocast("cpu", torch.bfloat16) if is_amp else contextlib.nullcontext():
-                    loss = example.loss(model, inputs)
-                loss.backward()
+            with torch.autocast("cuda", torch.bfloat16) if is_amp else contextlib.nullcontext():
+                loss = example.loss(model, inputs)
+            loss.backward()
 
         return model, step
 
-    counts = Counter(work for work in record_fake(build).work if work.flops or work.num_bytes)
+    counts = Counter(work for work in record_fake(build, device).work if work.flops or work.num_bytes)
     return tuple(sorted(counts.items(), key=_order)), sizes["parameters"]
 
 

@@ -7,6 +7,7 @@ them by hand, and a test holds both to one another.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.calibration import fitting, recording
-from benchmarks.calibration.checking import Checked, check, median_error, share_close
-from benchmarks.calibration.page import DOCUMENT, page
-from benchmarks.calibration.public import SOURCES, card_of, is_held, rows
+from benchmarks.calibration.checking import Checked, check, median_error, seconds_of, share_close
+from benchmarks.calibration.page import DOCUMENT, LEFT_OUT, page
+from benchmarks.calibration.public import SOURCES, Public, card_of, is_held, rows
+from benchmarks.calibration.recording import Step
 from benchmarks.results import Measurements, Options, Row
 
 __all__ = ["DOCUMENT", "TITLE", "page", "run"]
@@ -44,6 +46,7 @@ def run(options: Options, progress: Progress) -> Measurements:
             "fit": _encoded(fit),
             "checked": [_described(checked) for checked in found],
             "sources": SOURCES,
+            "left_out": {} if options.quick else {name: _left_out(public, steps, name) for name in LEFT_OUT},
         },
         repeats=1,
     )
@@ -86,6 +89,15 @@ def _described(checked: Checked) -> dict[str, Any]:
         "seconds": checked.seconds,
         "peak_seconds": checked.peak_seconds,
     }
+
+
+def _left_out(public: Sequence[Public], steps: Sequence[Step], name: str) -> list[float]:
+    """Errors of all rows by fits without any of the same model, card or source."""
+    found = fitting.fits_without(public, steps, operator.attrgetter(name))
+    errors = {
+        at: seconds_of(steps[at], fitting.device_of(public[at], fit)) / public[at].seconds - 1 for at, fit in found
+    }
+    return [errors[at] for at in range(len(public))]
 
 
 def _encoded(fit: fitting.Fit) -> dict[str, Any]:

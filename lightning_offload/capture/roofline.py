@@ -124,15 +124,14 @@ def _attention(products: int, query: Any, key: Any, value: Any, *, is_causal: bo
     return float(products * pairs * (width + value.shape[-1]))
 
 
-def _attention_forward(args: Any) -> float:
-    query, key, value, *rest = args
-    return _attention(2, query, key, value, is_causal=len(rest) > 1 and bool(rest[1]))
+def _attention_forward(at: int) -> Callable[[Any], float]:
+    """Two products; the position of ``is_causal`` is given."""
+    return lambda args: _attention(2, *args[:3], is_causal=len(args) > at and bool(args[at]))
 
 
-def _attention_backward(args: Any) -> float:
+def _attention_backward(at: int) -> Callable[[Any], float]:
     """Five products where forward has two: the scores are made again (Dao et al., NeurIPS 2022)."""
-    _, query, key, value, *rest = args
-    return _attention(5, query, key, value, is_causal=bool(rest[3]))
+    return lambda args: _attention(5, *args[1:4], is_causal=len(args) > at and bool(args[at]))
 
 
 def _cudnn_recurrent(args: Any) -> float:
@@ -150,8 +149,14 @@ def _recurrent_forward(args: Any) -> float:
 
 _OWN_FLOPS: dict[str, Callable[[Any], float]] = {
     "convolution_backward": _convolution_backward,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention_forward,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention_forward(4),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward(7),
+    "_scaled_dot_product_flash_attention": _attention_forward(4),
+    "_scaled_dot_product_flash_attention_backward": _attention_backward(11),
+    "_scaled_dot_product_efficient_attention": _attention_forward(6),
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
+    "_scaled_dot_product_cudnn_attention": _attention_forward(6),
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward(14),
     "mkldnn_rnn_layer": _recurrent_forward,
     "mkldnn_rnn_layer_backward": lambda args: 2 * _recurrent_forward(args),
     "_cudnn_rnn": _cudnn_recurrent,

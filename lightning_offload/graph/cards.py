@@ -39,7 +39,7 @@ class Card:
     Attributes:
         name: What a user calls it by.
         title: Its full name.
-        aliases: Other names of it.
+        aliases: Other names of it, among them what its driver calls it.
         memory_bytes: What CUDA reports as its memory, less than the nominal size.
         memory_bytes_per_second: Peak bandwidth of its memory.
         float32: Peak arithmetic in float32, operations per second.
@@ -129,7 +129,8 @@ CARDS = (
         memory_source=_ECC,
     ),
     Card(
-        name="titan-x", title="NVIDIA TITAN X (Pascal)", aliases=("titan-x-pascal",), generation="pascal",
+        name="titan-x", title="NVIDIA TITAN X (Pascal)", aliases=("titan-x-pascal", "TITAN X (Pascal)"),
+        generation="pascal",
         memory_bytes=12189 * _MIB, memory_bytes_per_second=480e9,
         float32=10.97e12, float16=10.97e12, bfloat16=10.97e12, compute_capability=61, link=_PCIE3_NEW,
         source="NVIDIA, TITAN X specifications, 2016 (3584 cores at a boost of 1531 MHz)",
@@ -206,7 +207,8 @@ CARDS = (
         memory_source=_TORCH,
     ),
     Card(
-        name="h100", title="NVIDIA H100 SXM 80GB", aliases=("h100-80gb", "h100-sxm"), generation="hopper",
+        name="h100", title="NVIDIA H100 SXM 80GB", aliases=("h100-80gb", "h100-sxm", "H100 80GB HBM3"),
+        generation="hopper",
         memory_bytes=int(79.18 * _GIB), memory_bytes_per_second=3350e9,
         float32=67e12, float16=989e12, bfloat16=989e12, tf32=494.5e12, compute_capability=90, link=_PCIE5,
         source="NVIDIA, H100 Tensor Core GPU datasheet, 2023 (half of the figures with sparsity)",
@@ -220,7 +222,7 @@ CARDS = (
         memory_source=_TORCH,
     ),
     Card(
-        name="gh200", title="NVIDIA GH200 96GB", aliases=("gh200-96gb",), generation="hopper",
+        name="gh200", title="NVIDIA GH200 96GB", aliases=("gh200-96gb", "GH200 480GB"), generation="hopper",
         memory_bytes=int(94.5 * _GIB), memory_bytes_per_second=4000e9,
         float32=67e12, float16=990e12, bfloat16=990e12, tf32=494.5e12, compute_capability=90, link=_C2C,
         source="NVIDIA, GH200 Grace Hopper Superchip datasheet, 2023 (half of the figures with sparsity)",

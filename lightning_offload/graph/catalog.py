@@ -31,7 +31,7 @@ _OVERHEAD_SECONDS = 10e-6
 """Host cost of one swap or replay: a few kernel launches or driver calls of 2 to 5 us each."""
 
 _DTYPES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-_MAKERS = re.compile(r"^(nvidia|tesla|geforce|rtx|gtx)+(?=.)")
+_MAKER = re.compile(r"^(nvidia|tesla|geforce|rtx|gtx)(?=.)")
 
 
 def _key(name: str) -> str:
@@ -42,7 +42,7 @@ _BY_KEY = {_key(name): card for card in CARDS for name in (card.name, card.title
 
 
 def cards() -> tuple[Card, ...]:
-    """All entries, by year."""
+    """All entries."""
     return CARDS
 
 
@@ -57,8 +57,10 @@ def find_card(name: str) -> Card:
     Raises:
         UnsupportedError: There is none of that name.
     """
-    key = _key(name)
-    card = _BY_KEY.get(key) or _BY_KEY.get(_MAKERS.sub("", key))
+    key = rest = _key(name)
+    while rest not in _BY_KEY and _MAKER.match(rest):  # one word at a time: a GTX TITAN X is no TITAN X
+        rest = _MAKER.sub("", rest)
+    card = _BY_KEY.get(rest)
     if card is None:
         close = difflib.get_close_matches(key, _BY_KEY, n=1)
         hint = f"did you mean {_BY_KEY[close[0]].name!r}? " if close else ""

@@ -43,7 +43,7 @@ class Logits:
         num_bytes: Their size.
         storages: All of that size: the logits, the logarithms of the probabilities, gradients, casts and copies.
         cut_bytes: What all rows at once would take of these in their place: the logits and the logarithms of the
-            probabilities; for half precision two in float32, as on a CPU, where CUDA needs one.
+            probabilities; for half precision two in float32, where CUDA needs one for float16.
         first_tick: When they are made.
         product_tick: When the first of the products is made that give the gradients of hidden states and weight.
         last_tick: When the last of these is read.

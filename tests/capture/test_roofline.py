@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_offload.capture import roofline
 from lightning_offload.capture.roofline import Work
+from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.work_kinds import WorkKind
 from lightning_offload.plugins.fake import Step, record_fake
 from tests.graph.building import DEVICE
@@ -71,6 +73,38 @@ def test_fused_attention(is_causal: bool) -> None:
     found = work_by_kind(module, lambda: F.scaled_dot_product_attention(query, key, value, is_causal=is_causal))
     pairs = 2 * 4 * 64 * 64 / (2 if is_causal else 1)
     assert flops(found, WorkKind.ATTENTION) == [2 * 2 * pairs * 16, 5 * 2 * pairs * 16]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("a100", torch.float32), ("a100", torch.bfloat16), ("h100", torch.bfloat16)],
+    ids=["memory-efficient", "flash", "cuDNN"],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_fused_attention_on_cuda(device: str, dtype: torch.dtype, is_causal: bool) -> None:
+    """Counted alike whatever the kernel: shares of the peak were fitted to such counts."""
+
+    def build() -> tuple[nn.Module, Step]:
+        query, key, value = (torch.empty(2, 4, 64, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+        run = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)  # noqa: E731
+        return nn.Identity(), lambda: run().sum().backward()
+
+    found = [work.flops for work in record_fake(build, device_spec(device)).work if work.kind is WorkKind.ATTENTION]
+    pairs = 2 * 4 * 64 * 64 / (2 if is_causal else 1)
+    assert found == [2 * 2 * pairs * 16, 5 * 2 * pairs * 16]
+
+
+def test_positions_of_arguments_are_those_of_the_schemas() -> None:
+    """Where each kernel of attention is told whether later tokens count."""
+    names = [name for name in roofline._OWN_FLOPS if "attention" in name]
+    assert len(names) == 8
+    for name in names:
+        arguments = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments]
+        first, at = arguments.index("query"), arguments.index("is_causal")
+        tensors = [torch.empty(1, 1, 4, 8, device="meta")] * (first + 3)
+        rest = [None] * (at - len(tensors))
+        plain, causal = (roofline._OWN_FLOPS[name]([*tensors, *rest, is_causal]) for is_causal in (False, True))
+        assert plain == 2 * causal
 
 
 def test_recurrent_layer() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.graph.catalog import device_spec
@@ -17,7 +18,7 @@ from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.tiers import Tiers
 from tests.gpu.device import CUDA_MARKS, DEVICE, IS_EMULATED, TOLERANT
-from tests.plugins.test_fake_cuda import Attention
+from tests.plugins.test_fake_cuda import Attention, Cell, Function
 from tests.runtime.inline import inline_lanes
 
 pytestmark = [
@@ -40,14 +41,36 @@ class First(nn.Module):
         return out
 
 
+def share_keys(data: Tensor) -> Tensor:
+    """Attention of four heads, with keys and values of two."""
+    query, key = data.view(2, 4, 8, 8), data.view(2, 4, 8, 8)[:, :2]
+    return F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+
+def softmax(data: Tensor) -> Tensor:
+    """In float32."""
+    return data.softmax(-1, dtype=torch.float32)
+
+
+def norm_channels_last(data: Tensor) -> Tensor:
+    """RMS norm of images."""
+    return F.rms_norm(data.view(2, 4, 4, 8).to(memory_format=torch.channels_last), (4, 8))
+
+
+def enlarge(data: Tensor) -> Tensor:
+    """Each number twice."""
+    return F.interpolate(data[None], scale_factor=2)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A model, its batch, and their type."""
+    """A model, its batch, their type, and what autocast makes of it."""
 
     name: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
 
 
 CASES = (
@@ -63,6 +86,16 @@ CASES = (
     Case("RNN", lambda: First(nn.RNN(64, 64)), (20, 8, 64)),
     Case("LSTM cell", lambda: First(nn.LSTMCell(64, 64)), (8, 64)),
     Case("GRU cell", lambda: nn.GRUCell(64, 64), (8, 64)),
+    Case("LSTM, bfloat16", lambda: First(nn.LSTM(64, 64, 2)), (20, 8, 64), torch.bfloat16),
+    Case("LSTM cell, autocast", lambda: Cell(nn.LSTMCell), (5, 2, 8), autocast=torch.float16),
+    Case("keys that heads share", lambda: Function(share_keys), (64, 8)),
+    Case("keys that heads share, half", lambda: Function(share_keys), (64, 8), torch.bfloat16),
+    Case("softmax of float16 in float32", lambda: Function(softmax), (32, 8), torch.float16),
+    Case("softmax of bfloat16 in float32", lambda: Function(softmax), (32, 8), torch.bfloat16),
+    Case("RMS norm, channels last", lambda: Function(norm_channels_last), (32, 8)),
+    Case("RMS norm, autocast", lambda: nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)), (32, 8), autocast=torch.bfloat16),
+    Case("logsumexp, autocast", lambda: Function(lambda x: x.logsumexp(-1)), (32, 8), autocast=torch.float16),
+    Case("interpolation, autocast", lambda: Function(enlarge), (32, 8), autocast=torch.float16),
 )
 
 
@@ -76,7 +109,13 @@ def build_on(device: torch.device, case: Case) -> tuple[nn.Module, Step]:
         finally:
             torch.set_default_dtype(previous)
         batch = torch.zeros(case.shape, dtype=case.dtype)
-    return model, lambda: model(batch).sum().backward()
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=case.autocast, enabled=case.autocast is not None):
+            out = model(batch)
+        out.sum().backward()
+
+    return model, step
 
 
 def recorded(case: Case) -> StepGraph:

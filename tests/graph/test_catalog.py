@@ -91,7 +91,10 @@ def test_copies_take_their_share_of_the_memory() -> None:
     [
         ("K40c", "k40c"), ("Tesla K40c", "k40c"), (" k 40 ", "k40c"), ("a100", "a100-80gb"), ("A100_40GB", "a100-40gb"),
         ("RTX 3090", "3090"), ("nvidia geforce rtx 4090", "4090"), ("titan x", "titan-x"),
-        ("GTX Titan X", "gtx-titan-x"), ("V100", "v100-16gb"), ("NVIDIA H200", "h200"), ("GH-200", "gh200"),
+        ("GTX Titan X", "gtx-titan-x"), ("NVIDIA GeForce GTX TITAN X", "gtx-titan-x"), ("NVIDIA TITAN X", "titan-x"),
+        ("TITAN X (Pascal)", "titan-x"), ("NVIDIA Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200"), ("V100", "v100-16gb"),
+        ("NVIDIA H200", "h200"), ("GH-200", "gh200"),
     ],
 )  # fmt: skip
 def test_names_are_found_as_people_write_them(written: str, name: str) -> None:

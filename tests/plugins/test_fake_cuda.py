@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_offload.capture.cuda import autocast
+from lightning_offload.capture.cuda.overrides import has_kernel
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import plan
 from lightning_offload.plugins.fake import Step, record_fake, record_fake_step
 
 A100 = device_spec("a100")
-Forward = Callable[[Any], Tensor]
+Forward = Callable[[Any, Tensor], Tensor]
 
 
 def recorded(
     make: Callable[[], nn.Module],
     *shape: int,
-    forward: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    forward: Forward | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | None = "a100",
 ) -> StepGraph:
@@ -115,6 +120,24 @@ def test_rms_norm_is_one_kernel() -> None:
     assert saved(graph) == [128, 32, 16]
 
 
+def test_rms_norm_of_channels_last_is_composed() -> None:
+    """The fused kernel is for rows that lie together."""
+    make = lambda: nn.RMSNorm((4, 4))  # noqa: E731
+    nhwc = lambda model, data: model(data.to(memory_format=torch.channels_last))  # noqa: E731
+    assert "_fused_rms_norm" in names(recorded(make, 2, 3, 4, 4))
+    assert "_fused_rms_norm" not in names(recorded(make, 2, 3, 4, 4, forward=nhwc))
+
+
+@pytest.mark.parametrize("softmax", [F.softmax, F.log_softmax])
+def test_a_softmax_of_float16_in_float32_takes_no_copy(softmax: Callable[..., Tensor]) -> None:
+    """One of bfloat16 does."""
+    run = lambda model, data: softmax(model(data), -1, dtype=torch.float32)  # noqa: E731
+    kernel = f"_{softmax.__name__}"
+    assert names(recorded(lambda: nn.Linear(8, 8), 4, 8, forward=run, dtype=torch.float16))[:2] == ["addmm", kernel]
+    bfloat16 = recorded(lambda: nn.Linear(8, 8), 4, 8, forward=run, dtype=torch.bfloat16)
+    assert names(bfloat16)[:3] == ["addmm", "_to_copy", kernel]
+
+
 @pytest.mark.parametrize(
     ("make", "reserve"),
     [
@@ -134,6 +157,14 @@ def test_recurrent_layers_are_cudnns(make: Callable[[], nn.Module], reserve: int
     weights = sum(parameter.numel() * 4 for parameter in make().parameters())
     assert max(storage.num_bytes for storage in graph.storages) == max(weights, reserve)
     assert sum(storage.num_bytes for storage in graph.storages if storage.is_persistent) == weights + 256
+
+
+@pytest.mark.parametrize(("dtype", "num_blocks"), [(torch.float16, 1), (torch.bfloat16, 2)])
+def test_weights_in_bfloat16_are_copied_into_a_block(dtype: torch.dtype, num_blocks: int) -> None:
+    """At each call; the others lie in one from the start. Backward's gradients are another block."""
+    graph = recorded(lambda: nn.LSTM(8, 8, 2), 4, 2, 8, forward=first, dtype=dtype)
+    weights = sum(parameter.numel() * 2 for parameter in nn.LSTM(8, 8, 2).parameters())
+    assert [s.num_bytes for s in graph.storages if not s.is_persistent].count(weights) == num_blocks
 
 
 def test_recurrent_layers_have_arithmetic() -> None:
@@ -214,10 +245,10 @@ def test_dropout_within_attention_op_by_op_is_cudas_too() -> None:
 
 def on_the_gpu() -> tuple[nn.Module, Step]:
     """A model that is moved to a GPU, and its batch that is made there."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda().to("cuda:0")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).cuda().to("cuda:0").to(0)
     with torch.device("cuda"):
         batch = torch.zeros(4, 8)
-    bias = torch.ones(8, device="cuda").to("cuda", torch.float32).cuda()
+    bias = torch.ones(8, device="cuda").to("cuda", torch.float32).cuda() * torch.ones(8, device=0).to(0, torch.float32)
     return model, lambda: model(batch + bias).sum().backward()
 
 
@@ -249,16 +280,150 @@ def test_autocast_is_cudas(dtype: torch.dtype) -> None:
     assert seen == [dtype, torch.float32, torch.float32, torch.float32]
 
 
+def autocast_step(make: Callable[[], nn.Module], *shape: int, forward: Forward | None = None) -> StepGraph:
+    """The step of a model in float16 by autocast."""
+
+    def build() -> tuple[nn.Module, Step]:
+        model = make()
+
+        def step() -> None:
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = model(torch.zeros(*shape)) if forward is None else forward(model, torch.zeros(*shape))
+            out.sum().backward()
+
+        return model, step
+
+    return record_fake(build, A100).graph
+
+
+class Function(nn.Module):
+    """A function of what a linear layer makes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(8, 8), function
+
+    def forward(self, data: Tensor) -> Tensor:
+        """Apply it."""
+        return self.function(self.linear(data))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.rms_norm(x, (8,)),
+        lambda x: x.logsumexp(-1),
+        lambda x: F.interpolate(x[None], scale_factor=2),
+        lambda x: torch.zeros(4, 8).index_put((torch.tensor([0]),), x[0]),
+        lambda x: torch.zeros(4, 8).scatter_add(0, torch.zeros(2, 8, dtype=torch.int64), x),
+    ],
+    ids=["rms_norm", "logsumexp", "interpolate", "index_put", "scatter_add"],
+)
+def test_autocast_has_float32_where_cuda_has(function: Callable[[Tensor], Tensor]) -> None:
+    """Of arguments of two types the wider one counts; a CPU's autocast knows none of these."""
+    seen: list[torch.dtype] = []
+
+    def noted(x: Tensor) -> Tensor:
+        seen.extend((x.dtype, function(x).dtype))
+        return function(x)
+
+    autocast_step(lambda: Function(noted), 2, 8)
+    assert seen == [torch.float16, torch.float32]
+
+
+def test_rms_norm_under_autocast_is_one_kernel() -> None:
+    """In float32, of which its weight is too."""
+    assert "_fused_rms_norm" in names(autocast_step(lambda: nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)), 4, 8))
+
+
+def test_autocasts_lists_are_those_of_torchs_header() -> None:
+    """What a CPU's own autocast lacks of them is replaced; what it has it casts alike."""
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text(encoding="utf-8")
+    lists = {
+        "LOWER_PRECISION_FP": autocast._IN_HALF, "FP32": autocast._IN_FLOAT32,
+        "FP32_SET_OPT_DTYPE": autocast._TO_FLOAT32, "PROMOTE": autocast._IN_WIDEST,
+    }  # fmt: skip
+    for macro, ours in lists.items():
+        body = header.split(f"#define AT_FORALL_{macro}(_)")[1].split("\n\n")[0]
+        theirs = {
+            op + (f".{overload}" if overload else "") for op, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body)
+        }
+        assert len(theirs) >= 10
+        lacking = {name for name in theirs if not has_kernel(name, "AutocastCPU")}
+        assert lacking <= set(ours)
+        assert {name for name in ours if not name.startswith("norm.")} <= theirs
+
+
+class Cell(nn.Module):
+    """A recurrence, step by step."""
+
+    def __init__(self, make: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.cell = make(8, 8)
+
+    def forward(self, data: Tensor) -> Tensor:
+        """The last state."""
+        state: Any = None
+        for step in data:
+            state = self.cell(step, state)
+        out: Tensor = state[0] if isinstance(state, tuple) else state
+        return out
+
+
+@pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_autocast_casts_weights_once(make: Callable[[int, int], nn.Module]) -> None:
+    """However many steps a cell is called for; the next autocast casts them again."""
+
+    def num_casts(steps: int) -> int:
+        graph = autocast_step(lambda: Cell(make), steps, 2, 8)
+        return sum(op.name == "aten._to_copy.default" and op.phase == "forward" for op in graph.ops)
+
+    per_step = num_casts(2) - num_casts(1)
+    assert per_step < 4
+    assert num_casts(5) == num_casts(1) + 4 * per_step
+
+
+def test_autocast_lays_cudnns_weights_out_in_one_block() -> None:
+    """Casts of them are there once, and each has a gradient of its own type."""
+    graph = autocast_step(lambda: nn.Sequential(nn.LSTM(8, 8, 2)), 4, 2, 8, forward=lambda model, x: model[0](x)[0])
+    weights = sum(parameter.numel() for parameter in nn.LSTM(8, 8, 2).parameters())
+    made = [storage.num_bytes for storage in graph.storages if not storage.is_persistent]
+    assert made.count(2 * weights) == 2  # casts, and gradients of them
+    assert names(graph).count("copy_") == 8
+    assert names(graph, "backward").count("_to_copy") == 8
+
+
+def test_another_threads_autocast_stays_its_own() -> None:
+    """While a step is recorded, another thread's functions are cast as a CPU's are."""
+    found: list[torch.dtype] = []
+
+    def elsewhere() -> None:
+        ones = torch.ones(2, 2)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(torch.einsum("ij,jk->ik", ones, ones).dtype)
+            found.append(torch.ones(2, 2, dtype=torch.bfloat16).softmax(-1).dtype)
+            found.append(nn.LSTM(2, 2)(ones)[0].dtype)
+
+    def build() -> tuple[nn.Module, Step]:
+        thread = threading.Thread(target=elsewhere, name="elsewhere")
+        thread.start()
+        thread.join()
+        return nn.Linear(8, 8), lambda: None
+
+    record_fake(build, A100)
+    assert found == [torch.bfloat16] * 3
+
+
 def test_nothing_is_left_behind() -> None:
     """After a recording torch's own functions run, also after one that failed."""
-    plain = nn.Module.cuda, nn.Module.to, torch.autocast.__init__
+    plain = nn.Module.cuda, nn.Module.to, torch.autocast.__init__, torch.autocast.__exit__
 
     def fails() -> tuple[nn.Module, Step]:
         raise ValueError("no model")
 
     with pytest.raises(ValueError, match="no model"):
         record_fake(fails, A100)
-    assert (nn.Module.cuda, nn.Module.to, torch.autocast.__init__) == plain
+    assert (nn.Module.cuda, nn.Module.to, torch.autocast.__init__, torch.autocast.__exit__) == plain
     out = F.dropout(torch.ones(3, requires_grad=True))
     assert type(out.grad_fn).__name__ == "MulBackward0"
     with torch.autocast("cpu", dtype=torch.bfloat16):

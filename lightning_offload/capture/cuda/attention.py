@@ -1,8 +1,9 @@
 """Which kernel CUDA computes attention with, and what surrounds the call.
 
-The rules are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, and ``attention.cpp`` beside it; nested
-tensors and ROCm are left out. cuDNN is taken to be 9.15.1 or newer, as in torch's builds for CUDA 13: from there on its
-kernel comes first on compute capabilities 9 and 10.
+The rules are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.h`` and
+``attention.cpp`` above it; nested tensors, ROCm and an order of the program's own are left out. cuDNN is taken to be
+9.15.1 or newer, as in torch's builds for CUDA 13: from there on its kernel comes first on compute capabilities 9 and
+10.
 """
 
 from __future__ import annotations
@@ -49,11 +50,17 @@ def kernel_for(
         is_causal: Whether each position sees those before it alone.
         enable_gqa: Whether several heads of queries may share one of keys.
     """
-    if not _are_dense(query, key, value, enable_gqa=enable_gqa):
+    if not _are_dense(query, key, value) or (mask is not None and mask.stride(-1) != 1):
         return Kernel.MATH
     order = [Kernel.FLASH, Kernel.EFFICIENT]
     if capability // 10 in (9, 10):
         order.insert(0, Kernel.CUDNN)
+    elif capability >= 80 and not torch.backends.cuda.math_sdp_enabled():
+        order.append(Kernel.CUDNN)
+    if len({tensor.shape[1] for tensor in (query, key, value)}) > 1:
+        if not enable_gqa or key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+            return Kernel.MATH
+        order.remove(Kernel.EFFICIENT)  # which has no keys that heads share
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     for kernel in order:
         if kernel is Kernel.CUDNN:
@@ -73,16 +80,11 @@ def kernel_for(
     return Kernel.MATH
 
 
-def _are_dense(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+def _are_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
     tensors = (query, key, value)
     if any(tensor.dim() != 4 or not tensor.numel() for tensor in tensors):
         return False
-    if len({tensor.dtype for tensor in tensors}) > 1 or len({tensor.shape[0] for tensor in tensors}) > 1:
-        return False
-    heads, key_heads, value_heads = (tensor.shape[1] for tensor in tensors)
-    if heads != key_heads or heads != value_heads:
-        return enable_gqa and key_heads == value_heads and heads % key_heads == 0
-    return True
+    return len({tensor.dtype for tensor in tensors}) == 1 and len({tensor.shape[0] for tensor in tensors}) == 1
 
 
 def _suits_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
@@ -112,8 +114,9 @@ def _suits_flash(
         return False
     if key.shape[3] != width or value.shape[3] != width or (is_causal and query.shape[2] != key.shape[2]):
         return False
-    if needs_grad and (86 <= capability <= 89 or capability >= 120) and width > 192:
-        return dropout == 0 and width > 224
+    is_small = 86 <= capability <= 89 or capability >= 120
+    if needs_grad and is_small and width > 192 and (width <= 224 or dropout > 0):
+        return False
     return _are_rows(query, key, value)
 
 
@@ -137,7 +140,7 @@ def _suits_efficient(capability: int, query: Tensor, key: Tensor, value: Tensor)
 
 
 def _are_rows(*tensors: Tensor) -> bool:
-    return all(tensor.stride(3) == 1 or tensor.shape[3] == 1 for tensor in tensors)
+    return all(tensor.stride(3) == 1 for tensor in tensors) or tensors[0].shape[3] == 1
 
 
 def attend(

@@ -1,46 +1,63 @@
 """Autocasts fake CPU tensors by CUDA's lists: what a CPU's leave out, above all functions that need float32.
 
-The lists are those of ``aten/src/ATen/autocast_mode.h``. Shortfalls: a CPU's own few more functions in float32
-(``avg_pool3d``, ``grid_sampler``, those of ``torch.fft``) stay so; a softmax in float16 takes a copy in float32 that
-CUDA's kernel goes without.
+The lists are those of ``aten/src/ATen/autocast_mode.h``. Shortfall: a CPU's own few more functions in float32
+(``avg_pool3d``, ``grid_sampler``, those of ``torch.fft``) stay so, and ``cross_entropy``, which takes a copy of float16
+that CUDA's kernel goes without.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_offload.capture.cuda.overrides import has_kernel, overload_of, replacing
 
 _KEY = "AutocastCPU"
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_HERE = torch._C.DispatchKey.AutocastCPU
+_AUTOCAST = torch._C.DispatchKeySet(_HERE)
 _HALVES = (torch.float16, torch.bfloat16)
 
 _IN_FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "group_norm",
-    "cosine_similarity", "norm.Scalar", "norm.ScalarOpt_dim",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist",
+    "pdist", "renorm", "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d",
+    "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d",
+    "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa", "norm.Scalar", "norm.ScalarOpt_dim",
 )  # fmt: skip
 _TO_FLOAT32 = (
     "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord",
 )  # fmt: skip
 """Those that take the type of their result as an argument: it is given them."""
 _IN_HALF = (
-    "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-    "rnn_relu_cell", "lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input",
+    "_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot",
+    "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    "_scaled_dot_product_flash_attention",
 )  # fmt: skip
+_IN_WIDEST = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "tensordot", "scatter_add",
+)  # fmt: skip
+"""Those whose arguments have to have one type: float32 where any of them has."""
 
 
 class _Caster(threading.local):
-    """Whether the functions that a thread calls are cast as CUDA's."""
+    """Whether the functions that a thread calls are cast as CUDA's, and its parameters in half precision.
 
-    is_on = False
+    As with torch's own, casts are kept until no autocast is left: a cell casts its weights once, not at each step.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.casts: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 _caster = _Caster()
@@ -50,33 +67,75 @@ _caster = _Caster()
 def casting() -> Iterator[None]:
     """Inside, this thread's autocast on a CPU is CUDA's."""
     table = {
-        **{name: _cast(name, lambda: torch.float32) for name in _IN_FLOAT32},
-        **{name: _cast(name, lambda: torch.get_autocast_dtype("cpu")) for name in _IN_HALF},
+        **{name: _cast(name, lambda _: torch.float32) for name in _IN_FLOAT32},
+        **{name: _cast(name, lambda _: torch.get_autocast_dtype("cpu")) for name in _IN_HALF},
+        **{name: _cast(name, _widest) for name in _IN_WIDEST},
         **{name: _cast_within(name) for name in _TO_FLOAT32},
     }
-    lacking = {name: function for name, function in table.items() if not has_kernel(name, _KEY)}
+    lacking = {name: _elsewhere(name, function) for name, function in table.items() if not has_kernel(name, _KEY)}
+    autocast: Any = torch.amp.autocast_mode.autocast
+    leave = autocast.__exit__
     with replacing(_KEY, lacking):
         try:
-            _caster.is_on = True
+            _caster.is_on, autocast.__exit__ = True, _forgetting(leave)
             yield
         finally:
-            _caster.is_on = False
+            _caster.is_on, autocast.__exit__ = False, leave
+            _caster.casts.clear()
 
 
-def _cast(name: str, dtype: Callable[[], torch.dtype]) -> Callable[..., Any]:
+def _forgetting(leave: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(leave)
+    def call(self: Any, *args: Any) -> Any:
+        left = leave(self, *args)
+        torch.autocast_increment_nesting()
+        if torch.autocast_decrement_nesting() == 0:
+            _caster.casts.clear()
+        return left
+
+    return call
+
+
+def _elsewhere(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for this thread alone: another's call goes on as if there were none, autocast included."""
+    plain = overload_of(name)
+
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _caster.is_on:
+            return plain.redispatch(keys.remove(_HERE), *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _is_eligible(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.is_floating_point() and item.dtype is not torch.float64
+
+
+def _widest(arguments: Any) -> torch.dtype:
+    types = {item.dtype for item in tree_leaves(arguments) if _is_eligible(item)}
+    return torch.float32 if torch.float32 in types else torch.get_autocast_dtype("cpu")
+
+
+def _cast(name: str, dtype_for: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
     plain = overload_of(name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        wanted = dtype()
-
-        def cast(item: Any) -> Any:
-            is_eligible = isinstance(item, Tensor) and item.is_floating_point() and item.dtype is not torch.float64
-            return item.to(wanted) if is_eligible else item
-
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return plain(*tree_map(cast, args), **tree_map(cast, kwargs)) if _caster.is_on else plain(*args, **kwargs)
+        wanted = dtype_for((args, kwargs))
+        args, kwargs = tree_map(lambda item: _in(item, wanted) if _is_eligible(item) else item, (args, kwargs))
+        return plain(*args, **kwargs)
 
     return call
+
+
+def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    is_kept = tensor.dtype is torch.float32 and dtype is not torch.float32 and tensor.requires_grad
+    if not is_kept or not tensor.is_leaf or tensor._is_view() or not torch.is_autocast_cache_enabled():
+        return tensor.to(dtype)
+    if id(tensor) not in _caster.casts:
+        _caster.casts[id(tensor)] = tensor, tensor.to(dtype)
+    return _caster.casts[id(tensor)][1]
 
 
 def _cast_within(name: str) -> Callable[..., Any]:
@@ -85,9 +144,8 @@ def _cast_within(name: str) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         is_given = kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None)
-        if _caster.is_on and not is_given and args[0].dtype in _HALVES:
+        if not is_given and args[0].dtype in _HALVES:
             args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return plain(*args, **kwargs)
+        return plain(*args, **kwargs)
 
     return call

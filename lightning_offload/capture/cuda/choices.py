@@ -2,8 +2,8 @@
 
 Each takes the place of torch's own for CPU tensors, in the thread and for the time of :func:`choosing`, wherever it is
 called from, C++ included. Sources, all in ``aten/src/ATen/native``: ``Dropout.cpp`` (a mask of one byte an element),
-``Normalization.cpp`` (which batch norms are cuDNN's), ``layer_norm.cpp`` (RMS norm is one kernel), ``RNN.cpp``, and
-those of :mod:`~.attention`.
+``Normalization.cpp`` (which batch norms are cuDNN's), ``layer_norm.cpp`` (RMS norm is one kernel),
+``SoftMax.cpp`` (float16 in, float32 out), ``RNN.cpp``, and those of :mod:`~.attention`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 from typing_extensions import override
 
 from lightning_offload.capture.cuda import recurrent
@@ -25,6 +26,7 @@ from lightning_offload.capture.cuda.overrides import overload_of, replacing
 _aten: Any = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _MOST_IMAGES = {True: 880801, False: 65535}
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 _MOST_ELEMENTS = (1 << 31) - 1
 
 
@@ -59,7 +61,7 @@ def choosing(capability: int) -> Iterator[None]:
 def _chosen(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     plain = overload_of(name)
 
-    def choose(*args: Any, **kwargs: Any) -> Any:
+    def choose(_keys: Any, *args: Any, **kwargs: Any) -> Any:
         if not _chooser.is_on:
             return plain._op_dk(_COMPOSITE, *args, **kwargs)
         made = function(*args, **kwargs)
@@ -100,7 +102,7 @@ def _batch_norm(
 
 
 def _rms_norm(data: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
-    if weight is not None and weight.dtype is not data.dtype:
+    if (weight is not None and weight.dtype is not data.dtype) or suggest_memory_format(data) in _CHANNELS_LAST:
         return NotImplemented
     return _FusedRMSNorm.apply(data, list(shape), weight, eps)  # type: ignore[no-untyped-call]
 
@@ -127,6 +129,16 @@ class _FusedRMSNorm(torch.autograd.Function):
         return made[0], None, made[1] if wanted[1] else None, None
 
 
+def _softmax(kernel: Any) -> Callable[..., Any]:
+    """A softmax of float16 in float32 takes no copy; of bfloat16 it does, there too."""
+
+    def run(data: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        is_fused = data.dtype is torch.float16 and dtype is torch.float32
+        return kernel(data, dim, True) if is_fused else NotImplemented
+
+    return run
+
+
 def _on_cudnn(function: Callable[..., Any]) -> Callable[..., Any]:
     """A recurrence where cuDNN takes its input."""
 
@@ -145,6 +157,8 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "batch_norm": _batch_norm,
     "rms_norm": _rms_norm,
+    "softmax.int": _softmax(_aten._softmax),
+    "log_softmax.int": _softmax(_aten._log_softmax),
     "lstm.input": _on_cudnn(recurrent.lstm),
     "gru.input": _plain(recurrent.GRU),
     "rnn_tanh.input": _plain(recurrent.TANH),

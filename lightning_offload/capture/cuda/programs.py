@@ -48,6 +48,8 @@ class _Devices(TorchFunctionMode):
 def _names_cuda(item: Any) -> bool:
     if isinstance(item, torch.device):
         return item.type == "cuda"
+    if isinstance(item, int):  # the index of one; True is none, but says something else
+        return not isinstance(item, bool)
     return isinstance(item, str) and item.partition(":")[0] == "cuda"
 
 

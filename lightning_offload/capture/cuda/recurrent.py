@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 _aten: Any = torch.ops.aten
 RELU, TANH, LSTM, GRU = range(4)
@@ -63,6 +64,12 @@ def _call(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.is_autocast_enabled("cpu") and data.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype("cpu")
+        data, hx, cx = data.to(dtype), hx.to(dtype), cx.to(dtype) if cx is not None else None
+        weights = (
+            _cast_into_a_block(weights, dtype) if any(weight.dtype is not dtype for weight in weights) else weights
+        )
     hidden = (hx if cx is None else cx).shape[2]
     projected = hx.shape[2] if hx.shape[2] != hidden else 0
     stride = (4 if has_biases else 2) + (1 if projected else 0)
@@ -71,6 +78,13 @@ def _call(
         bidirectional, [], None,
     )  # fmt: skip
     return out[0], out[1], out[2]
+
+
+def _cast_into_a_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """What autocast makes of weights (``AutocastRNN.cpp``): casts that lie in one block, each with its gradient."""
+    block = weights[0].new_empty(sum(weight.numel() for weight in weights), dtype=dtype)
+    parts = block.split([weight.numel() for weight in weights])
+    return [part.view(weight.shape).detach().copy_(weight) for part, weight in zip(parts, weights, strict=True)]
 
 
 def lstm(data: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *how: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,11 +198,16 @@ def gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[
 
 
 def flatten(module: nn.Module) -> None:
-    """Lay the weights of each recurrent layer out in one block, as ``flatten_parameters`` does on CUDA."""
+    """Lay the weights of each recurrent layer out in one block, as ``flatten_parameters`` does on CUDA.
+
+    It leaves those in bfloat16 where they are, of which each call of cuDNN's then makes a block.
+    """
     for part in module.modules():
         weights = part._flat_weights if isinstance(part, nn.RNNBase) else []
         tensors = [weight for weight in weights if weight is not None]
-        if tensors and is_acceptable(tensors[0]):
+        is_whole = tensors and len(tensors) == len(weights) == len({id(tensor) for tensor in tensors})
+        dtypes = {tensor.dtype for tensor in tensors}
+        if is_whole and len(dtypes) == 1 and dtypes <= cudnn.CUDNN_TENSOR_DTYPES and is_acceptable(tensors[0]):
             block = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
             start = 0
             for tensor in tensors:

@@ -71,10 +71,38 @@ def test_lengths_and_heads() -> None:
     assert kernel_for(80, query[0], query[0], query[0]) is Kernel.MATH
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kernel"),
+    [
+        (80, HALF, Kernel.FLASH),
+        (80, torch.float32, Kernel.MATH),
+        (75, torch.float16, Kernel.MATH),
+        (90, HALF, Kernel.CUDNN),
+    ],
+)
+def test_keys_that_heads_share(capability: int, dtype: torch.dtype, kernel: Kernel) -> None:
+    """The memory-efficient kernel has no such keys: they are repeated, and the scores are there at once."""
+    query, key = heads(2, 4, 32, 64, dtype=dtype), heads(2, 2, 32, 64, dtype=dtype)
+    assert kernel_for(capability, query, key, key, enable_gqa=True) is kernel
+    mask = heads(1, 1, 32, 32, dtype=HALF, needs_grad=False)
+    assert kernel_for(80, query, key, key, mask, enable_gqa=True) is Kernel.MATH
+    assert kernel_for(80, query, key, heads(2, 1, 32, 64, dtype=dtype), enable_gqa=True) is Kernel.MATH
+
+
+def test_a_mask_that_is_spread_over_keys() -> None:
+    """Its last dimension has to lie in one row."""
+    tensor = heads(2, 4, 32, 64)
+    column = heads(2, 1, 32, 1, needs_grad=False)
+    assert kernel_for(80, tensor, tensor, tensor, column.expand(2, 1, 32, 32)) is Kernel.MATH
+    assert kernel_for(80, tensor, tensor, tensor, column) is Kernel.EFFICIENT
+
+
 def test_what_the_program_switched_off_is_not_chosen() -> None:
     """As torch's context manager says."""
     tensor = heads(2, 4, 32, 64, dtype=HALF)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert kernel_for(90, tensor, tensor, tensor) is Kernel.EFFICIENT
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert kernel_for(80, tensor, tensor, tensor) is Kernel.CUDNN
     with sdpa_kernel(SDPBackend.MATH):
         assert kernel_for(90, tensor, tensor, tensor) is Kernel.MATH
