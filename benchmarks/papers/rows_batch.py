@@ -105,7 +105,7 @@ CLAIMS = (
     ),
     *(
         BatchClaim(
-            system="Meng et al.", model=f"lstm-{layers}", title=f"LSTM, {layers} layers", gpu="m40",
+            system="Meng et al.", model=f"lstm-{layers}", title=f"LSTM, {layers} layer{'s' * (layers > 1)}", gpu="m40",
             plain_batch_size=plain, batch_size=found, unknown=_LSTM,
         )
         for layers, plain, found in ((1, 1800, 3000), (4, 750, 1500), (8, 350, 900), (16, 75, 280))

@@ -41,7 +41,7 @@ SOURCES = {
 
 MISSING = (
     ("Layrub", "memory saved on average", "-58.2%", "which networks and batches are in the mean is not known"),
-    ("Layrub", "time added, VGG", "+20.6%", "the batch and the memory are not known; VGG16 at 240 is above"),
+    ("Layrub", "time added, VGG", "+20.6%", "the batch and the memory are not known"),
     ("Layup", "memory saved on average against Caffe", "-66%", "which networks are in the mean is not known"),
     ("Meng et al.", "largest batch of a GAN", "48 of 24", "which network it is, is not known"),
     ("Meng et al.", "largest batch of NMT", "824 of 496", "its sizes are not known; lengths 50 to 400 are above"),
