@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-unit test-budgets test-catalogue test-emulated test-emulated-all check test-gpu bench bench-gpu rehearse-gpu docs clean
+.PHONY: help demo test test-unit test-budgets test-catalogue test-all test-emulated test-emulated-all check test-gpu bench bench-gpu rehearse-gpu docs clean
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -46,7 +46,10 @@ test-budgets: $(ENVIRONMENT) ## hold the budget's promise at 40 budgets on each 
 	$(TEST_THREADS) $(PY) -m tests.engine.sweep
 
 test-catalogue: $(ENVIRONMENT) ## run all samples of torch's catalogues of ops and modules, of which test runs a share
-	LIGHTNING_OFFLOAD_CATALOGUE=all $(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal tests/catalogue
+	LIGHTNING_OFFLOAD_TESTS=all $(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal tests/catalogue
+
+test-all: $(ENVIRONMENT) ## run the tests with nothing left out, of which test runs a share (hours)
+	LIGHTNING_OFFLOAD_TESTS=all $(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
 
 test-emulated: $(ENVIRONMENT) ## run a share of the GPU tests on an emulated device (skipped without a C++ compiler)
 	$(PY) -m tests.emulated_cuda --jobs $(NUM_WORKERS)

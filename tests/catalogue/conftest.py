@@ -1,4 +1,4 @@
-"""torch's own catalogues: a share of them, or all with `LIGHTNING_OFFLOAD_CATALOGUE=all` (`make test-catalogue`)."""
+"""torch's own catalogues: a share of them, or all with `LIGHTNING_OFFLOAD_TESTS=all` (`make test-catalogue`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,12 +26,11 @@ from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.custom_op_db import custom_op_db
 from torch.utils._pytree import tree_map_only
 
+from tests.shares import is_all
+
 # torch's test utilities, once imported, forbid other tests to set flags of torch.backends.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 assert not torch.backends.flags_frozen()
-
-SHARE = "LIGHTNING_OFFLOAD_CATALOGUE"
-"""The environment variable that, set to "all", has every sample of every entry run, and not a share of them."""
 
 SEED = 20
 NUM_FIRST = 8
@@ -84,7 +82,7 @@ class _Held(nn.Module):
 
 def share_of(entries: list[Entry]) -> list[Entry]:
     """The entries of this run: all of them, or one of each op, function and module, chosen by its name."""
-    if os.environ.get(SHARE) == "all":
+    if is_all():
         return entries
     of_one: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -95,11 +93,10 @@ def share_of(entries: list[Entry]) -> list[Entry]:
 def samples_of(entry: Entry) -> list[Sample]:
     """The samples of this run: all of them, or one of the first few, chosen by the entry's name."""
     torch.default_generator.manual_seed(SEED)
-    is_all = os.environ.get(SHARE) == "all"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch says of its own catalogues
-        samples = list(itertools.islice(entry.samples(), None if is_all else NUM_FIRST))
-    return samples if is_all or not samples else [samples[_number(entry.name) % len(samples)]]
+        samples = list(itertools.islice(entry.samples(), None if is_all() else NUM_FIRST))
+    return samples if is_all() or not samples else [samples[_number(entry.name) % len(samples)]]
 
 
 def _number(name: str) -> int:

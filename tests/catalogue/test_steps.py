@@ -9,9 +9,9 @@ import torch
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.materialize import Materializer
-from tests.catalogue import samples
 from tests.catalogue.samples import Entry, function_entries, module_entries, op_entries, samples_of, share_of
 from tests.catalogue.steps import check, run_steps
+from tests.shares import VARIABLE
 
 
 def _entry(name: str) -> Entry:
@@ -51,7 +51,7 @@ def test_plans_are_in_force(policy: str) -> None:
 
 def test_a_share_has_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """A share has one entry of each op, function and module, the same in every run, and one sample of each."""
-    monkeypatch.delenv(samples.SHARE, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     for entries in (op_entries(), function_entries(), module_entries()):
         share = share_of(entries)
         assert {entry.family for entry in share} == {entry.family for entry in entries}
@@ -59,6 +59,6 @@ def test_a_share_has_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [entry.name for entry in share] == [entry.name for entry in share_of(entries)]
         assert len({entry.name for entry in entries}) == len(entries)
     assert len(samples_of(_entry("mul-float32"))) == 1
-    monkeypatch.setenv(samples.SHARE, "all")
+    monkeypatch.setenv(VARIABLE, "all")
     assert len(samples_of(_entry("mul-float32"))) > 1
     assert share_of(function_entries()) != []

@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.emulated_cuda.build import why_not
+from tests.shares import is_all
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 SOME = (
     "custom-function-in-place or half_precision and whole or another_thread or slow_streams and dropout "
@@ -16,6 +21,7 @@ SOME = (
 """At least one of each test that a CPU can run."""
 
 
+@pytest.mark.skipif(not why_not() and not is_all(), reason="make test-emulated runs more of them, where it can")
 def test_some_gpu_tests_pass_on_the_cpu() -> None:
     """One of each kind, told by the environment where to run."""
     done = subprocess.run(

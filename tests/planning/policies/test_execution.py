@@ -10,6 +10,7 @@ from lightning_offload.planning.planner import POLICIES
 from lightning_offload.plugins.report import Report
 from tests.engine.harness import assert_same, run
 from tests.engine.probing import levels, plain_outcome
+from tests.shares import pairs
 from tests.zoo.cases import BY_NAME
 
 PUBLISHED = [name for name in POLICIES if name not in ("auto", "keep-all", "all-swap", "all-recompute")]
@@ -34,15 +35,15 @@ def _train(name: str, policy: str, budget_bytes: int | None) -> None:
         assert last.predicted_peak_bytes <= budget_bytes
 
 
-@pytest.mark.parametrize("policy", [name for name in PUBLISHED if name not in NEED_A_BUDGET])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "policy"), pairs(CASES, [name for name in PUBLISHED if name not in NEED_A_BUDGET], every=3)
+)
 def test_same_bits_under_each_policy(name: str, policy: str) -> None:
     """Losses, gradients, weights, buffers, optimizer and random state are those of plain PyTorch."""
     _train(name, policy, None)
 
 
-@pytest.mark.parametrize("policy", PUBLISHED)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "policy"), pairs(CASES, PUBLISHED, every=3))
 def test_same_bits_within_a_budget_or_a_floor_that_works(name: str, policy: str) -> None:
     """At half the height above the floor, or at the floor that the policy says it needs, the bits are the same."""
     budget = levels(name).budget(HEIGHT)
