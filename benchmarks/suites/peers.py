@@ -30,6 +30,7 @@ from benchmarks.results import Measurements, Options, Row
 from benchmarks.workloads import Workload
 from examples.demo.tracker import peak_tracker
 from lightning_offload import MemoryPlugin
+from lightning_offload.errors import BudgetInfeasibleError
 
 TITLE = "PyTorch's own checkpointing at the same peak"
 
@@ -106,9 +107,10 @@ def _model(
     with contextlib.ExitStack() as stack:
         plain_peak = _peak_bytes(trained, contextlib.nullcontext)
         peaks = {name: _peak_bytes(trained, context) for name, context in contexts.items()}
+        beside_bytes = _planned_plain_peak(trained) - plain_peak
         ours: dict[str, _Ours] = {}
         for name, context in contexts.items():
-            ours[name] = _at_peak(trained, peaks[name], stack)
+            ours[name] = _at_peak(trained, peaks[name], beside_bytes, stack)
             steps[name] = functools.partial(trained.step, context)
             steps[_name_of_ours(name)] = functools.partial(trained.step, _context_of(ours[name].memory, trained))
         times = _time(steps, options.num_pairs)
@@ -156,14 +158,25 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=lambda part: len(part)))
 
 
-def _at_peak(trained: Workload, peak_bytes: int, stack: contextlib.ExitStack) -> _Ours:
-    """Find the budget under which our steps peak at no more than that, and leave its plugin to the stack."""
-    budget_bytes, best = peak_bytes, None
+def _at_peak(trained: Workload, peak_bytes: int, beside_bytes: int, stack: contextlib.ExitStack) -> _Ours:
+    """Find the budget under which our steps peak at no more than that, and leave its plugin to the stack.
+
+    Args:
+        trained: The model.
+        peak_bytes: The peer's true peak.
+        beside_bytes: What counts in a budget and not in a true peak: whatever else is alive in the process.
+        stack: What ends the plugin.
+    """
+    budget_bytes, best = peak_bytes + beside_bytes, None
     held = contextlib.ExitStack()
     for _ in range(_MAX_BUDGETS):
         with contextlib.ExitStack() as trial:
             memory = trial.enter_context(MemoryPlugin(f"{budget_bytes}B", module=trained.model))
-            _plan(trained, memory)
+            try:
+                _plan(trained, memory)
+            except BudgetInfeasibleError as error:
+                budget_bytes = error.floor_bytes
+                continue
             found = _Ours(
                 memory=memory, budget_bytes=budget_bytes, peak_bytes=_peak_bytes(trained, _context_of(memory, trained))
             )
@@ -178,6 +191,16 @@ def _at_peak(trained: Workload, peak_bytes: int, stack: contextlib.ExitStack) ->
         raise RuntimeError(f"no budget was found under which steps peak at {peak_bytes} bytes or less")
     stack.enter_context(held)
     return best
+
+
+def _planned_plain_peak(trained: Workload) -> int:
+    """Return what a budget has to be for everything to be kept."""
+    with MemoryPlugin("1TiB", module=trained.model) as memory:
+        _plan(trained, memory)
+        peak_bytes = memory.report().plain_peak_bytes
+    if peak_bytes is None:
+        raise RuntimeError("the plugin planned a step without knowing its plain peak")
+    return peak_bytes
 
 
 def _context_of(memory: MemoryPlugin, trained: Workload) -> _Context:
