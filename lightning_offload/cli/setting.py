@@ -14,6 +14,7 @@ from lightning_offload.graph import catalog
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import check_policy
+from lightning_offload.report.tables import budget_text
 from lightning_offload.units import format_bytes, resolve_budget
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ class Checked:
     workload: Workload
     device: DeviceSpec
     budget_bytes: int | None
+
+    @property
+    def budget_text(self) -> str:
+        """The budget for a person, as it was typed."""
+        return budget_text(self.budget_bytes, self.options.budget)
 
     @property
     def header(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from lightning_offload.plugins.out_of_memory import out_of_memory, with_second_a
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plain_steps import PlainStep
 from lightning_offload.plugins.plan_cache import PlanCache
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.report import Report, make_report
 from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on, check_settings
 from lightning_offload.plugins.shadowed import Shadows
@@ -573,6 +573,11 @@ class MemoryPlugin:
         return self._steps.device
 
     @property
+    def budget(self) -> Budget:
+        """The budget as it was asked for."""
+        return self._steps.settings.budget
+
+    @property
     def budget_bytes(self) -> int | None:
         """The budget in bytes; None without one, or before the device is known that a fraction is of."""
         return self._steps.budget_bytes
@@ -674,6 +679,7 @@ class MemoryPlugin:
         steps.plan_if_needed()
         return make_report(
             cache.kind,
+            budget=self.budget,
             budget_bytes=self.budget_bytes,
             measured_step_seconds=cache.step_seconds,
             stall_seconds=cache.stall_seconds,
@@ -685,6 +691,11 @@ class MemoryPlugin:
             phase=cache.phase,
             shapes=cache.figures,
         )
+
+    @property
+    def phase(self) -> Phase:
+        """What the last step did, cf. :class:`~lightning_offload.plugins.report.Report`; it costs nothing to ask."""
+        return self._steps.cache.phase
 
     @property
     def step_kinds(self) -> frozenset[str]:
