@@ -21,7 +21,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -64,8 +63,7 @@ class FabricOffloadMixin(_Base):
         ours = {name: keywords.pop(name) for name in _KEYWORDS & keywords.keys()}
         super().__init__(**keywords)
         self._arguments = {"budget": budget, **ours}
-        self._memory = ModuleMemoryPlugin(**self._arguments)
-        self._has_warned = False
+        self._memory = self._make_plugin()
 
     @property
     def memory(self) -> ModuleMemoryPlugin:
@@ -78,23 +76,16 @@ class FabricOffloadMixin(_Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._memory = ModuleMemoryPlugin(**self._arguments)
+        self._memory = self._make_plugin()
+
+    def _make_plugin(self) -> ModuleMemoryPlugin:
+        return ModuleMemoryPlugin(**self._arguments, advice_without_steps=_NOTHING_SEEN)
 
     @override
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Follow the model, then set it up as usual."""
         self._memory.follow(module, device=self.root_device)
         return super().setup_module(module)
-
-    @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Update the parameters; warn once where no step was seen before, since no budget is kept then."""
-        returned = super().optimizer_step(optimizer, **kwargs)
-        memory = self._memory
-        if memory.num_followed and not memory.step_kinds and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(_NOTHING_SEEN, stacklevel=3)
-        return returned
 
     @override
     def teardown(self) -> None:

@@ -32,15 +32,27 @@ from typing_extensions import override
 from lightning_offload.errors import PolicyError, UnsupportedError
 from lightning_offload.plugins.memory import MemoryPlugin
 
+_NOTHING_SEEN = (
+    "an optimizer stepped, but no followed model has been called with gradients, so no memory budget is kept: call the "
+    "model itself, or put `with memory.step(batch):` around what you call in its place; a model that is compiled is "
+    "followed by what torch.compile returned"
+)
+
 
 class ModuleMemoryPlugin(MemoryPlugin):
     """A :class:`MemoryPlugin` whose steps are the training forwards of the models that it follows.
 
     A GAN's two networks, for example, are two models of one plugin: a plugin serves a device.
+
+    Args:
+        args: Those of :class:`MemoryPlugin`.
+        advice_without_steps: What to tell where an optimizer steps, but no followed model was called with gradients.
+        keywords: Those of :class:`MemoryPlugin`.
     """
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
+    def __init__(self, *args: Any, advice_without_steps: str = _NOTHING_SEEN, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
+        self._steps.misuse.advice["no step"] = advice_without_steps
         self.undo = ExitStack()
         """What a framework's adapter has to take back on :meth:`detach`."""
         self._followed: dict[int, weakref.ref[nn.Module]] = {}
