@@ -74,6 +74,8 @@ def prepare_offload(
     memory.follow(*models, device=accelerator.device)
     if memory.enabled:
         _tie(accelerator, memory)
+        if accelerator.is_main_process:
+            memory.announce("prepare_offload", "prepare_offload(accelerator, model, budget='4GiB')")
     return memory
 
 
@@ -178,12 +180,14 @@ def _tie(accelerator: Any, memory: ModuleMemoryPlugin) -> None:
 
     def untie() -> None:
         setattr(accelerator, _ATTRIBUTE, None)
-        vars(accelerator).pop("free_memory", None)
+        for name in ("free_memory", "log"):
+            vars(accelerator).pop(name, None)
 
     handles = (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load))
     for handle in handles:
         memory.undo.callback(handle.remove)
     accelerator.free_memory = _detaching_first(memory, accelerator.free_memory)
+    accelerator.log = _logging_too(memory, accelerator.log)
     setattr(accelerator, _ATTRIBUTE, memory)
     memory.undo.callback(untie)
 
@@ -195,6 +199,15 @@ def _detaching_first(memory: ModuleMemoryPlugin, free_memory: Callable[..., Any]
         return free_memory(*objects)
 
     return free
+
+
+def _logging_too(memory: MemoryPlugin, log: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(log)
+    def log_with_memory(values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        ours = memory.report().metrics() if memory.enabled else {}
+        return log({**ours, **values}, *args, **kwargs)
+
+    return log_with_memory
 
 
 def _load_plans(memory: MemoryPlugin, path: Path) -> None:

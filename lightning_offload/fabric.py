@@ -85,6 +85,8 @@ class FabricOffloadMixin(_Base):
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Follow the model, then set it up as usual."""
         self._memory.follow(module, device=self.root_device)
+        if self.is_global_zero:
+            self._memory.announce(type(self).__name__)
         return super().setup_module(module)
 
     @override

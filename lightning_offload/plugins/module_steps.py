@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_offload.errors import PolicyError, UnsupportedError
+from lightning_offload.plugins.announcing import Announcer
 from lightning_offload.plugins.memory import MemoryPlugin
 
 _NOTHING_SEEN = (
@@ -59,6 +60,17 @@ class ModuleMemoryPlugin(MemoryPlugin):
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._open = _OpenScopes()
         self._thread = threading.get_ident()
+        self._announcer: Announcer | None = None
+
+    def announce(self, name: str, call: str | None = None) -> None:
+        """Say what the budget is and, once it is known, the plan; the device is known, and models are followed.
+
+        Args:
+            name: What the user made, for messages.
+            call: How a budget is given to that; by default as its keyword.
+        """
+        if self.enabled and self._announcer is None:
+            self._announcer = Announcer(self, name, call)
 
     @property
     def num_followed(self) -> int:
@@ -91,6 +103,8 @@ class ModuleMemoryPlugin(MemoryPlugin):
 
     @override
     def detach(self) -> None:
+        if self._announcer is not None:
+            self._announcer.tell_plan(self)
         self.undo.close()
         self._followed.clear()
         self._wrappers.clear()
@@ -118,6 +132,8 @@ class ModuleMemoryPlugin(MemoryPlugin):
         self._close_interrupted(frames[0])
         if not torch.is_grad_enabled():
             return
+        if self._announcer is not None:
+            self._announcer.tell_plan(self)
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper not in self._wrappers:
             self._watch(wrapper)

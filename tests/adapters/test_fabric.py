@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import pickle
 import warnings
 from pathlib import Path
@@ -173,6 +174,14 @@ def test_compiled() -> None:
     model(torch.ones(64, 32)).sum().backward()
     assert strategy.memory.report().num_steps == 1
     strategy.memory.detach()
+
+
+def test_what_it_says(caplog: pytest.LogCaptureFixture) -> None:
+    """The budget when a model is set up, and the plan's table once it is final, each once."""
+    with caplog.at_level(logging.INFO, "lightning_offload"):
+        offloaded("1GB", "auto")
+    assert caplog.text.count("Offload budget: 1GB (953.7 MiB) on cpu, planned in the first steps") == 1
+    assert caplog.text.count("Offload plan") == 1
 
 
 def test_names() -> None:
