@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_offload.errors import PlanError, PolicyError, UnsupportedError
-from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
+from lightning_offload.errors import PlanError, PolicyError, UnsupportedError, check_keywords, type_of
+from lightning_offload.plugins.module_steps import PLUGIN_KEYWORDS, ModuleMemoryPlugin
 from lightning_offload.plugins.settings import Budget
 from lightning_offload.tuning.function import find_efficient_batch_size as find
 from lightning_offload.tuning.snapshot import Restore, take_snapshot
@@ -69,6 +69,7 @@ def prepare_offload(
             not supported; the message says what is.
     """
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    check_keywords("prepare_offload", keywords, PLUGIN_KEYWORDS)
     _check(accelerator, models)
     memory = ModuleMemoryPlugin(budget, **keywords)
     memory.follow(*models, device=accelerator.device)
@@ -148,7 +149,7 @@ def _check(accelerator: Any, models: list[Any]) -> None:
     from accelerate.utils import is_compiled_module
 
     if not isinstance(accelerator, Accelerator):
-        raise PolicyError(f"accelerator={accelerator!r} is a {type(accelerator).__name__}: give an Accelerator")
+        raise PolicyError(f"accelerator={accelerator!r} is {type_of(accelerator)}: give an Accelerator")
     if not models:
         raise PolicyError("there is no model: give a torch.nn.Module, or several")
     kind = accelerator.distributed_type.value

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import weakref
@@ -28,9 +29,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_offload.errors import UnsupportedError
+from lightning_offload.errors import UnsupportedError, check_keywords
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.settings import Budget
 
@@ -60,10 +62,19 @@ class FabricOffloadMixin(_Base):
     """
 
     def __init__(self, budget: Budget = None, **keywords: Any) -> None:
+        check_keywords(type(self).__name__, keywords, self._allowed_keywords())
         ours = {name: keywords.pop(name) for name in _KEYWORDS & keywords.keys()}
         super().__init__(**keywords)
         self._arguments = {"budget": budget, **ours}
         self._memory = self._make_plugin()
+
+    def _allowed_keywords(self) -> set[str]:
+        """Ours, those of the strategy, and those that it hands on to DistributedDataParallel unchecked."""
+        parameters = inspect.signature(super().__init__).parameters
+        allowed = _KEYWORDS | {"budget", *parameters}
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            allowed |= inspect.signature(DistributedDataParallel).parameters.keys()
+        return allowed - {"kwargs", "module"}
 
     @property
     def memory(self) -> ModuleMemoryPlugin:

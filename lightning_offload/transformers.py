@@ -20,9 +20,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_offload.errors import PlanError, UnsupportedError
+from lightning_offload.errors import PlanError, UnsupportedError, check_keywords
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.module_steps import ModuleMemoryPlugin, followable
+from lightning_offload.plugins.module_steps import PLUGIN_KEYWORDS, ModuleMemoryPlugin, followable
 from lightning_offload.plugins.settings import Budget
 
 try:
@@ -46,6 +46,7 @@ class OffloadCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, budget: Budget = None, **keywords: Any) -> None:
+        check_keywords(type(self).__name__, keywords, PLUGIN_KEYWORDS)
         self._arguments = {"budget": budget, **keywords}
         self._memory = ModuleMemoryPlugin(**self._arguments)
         self._is_new = True

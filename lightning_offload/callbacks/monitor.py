@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_offload.lightning_packages import current_package, import_from, package_of
+from lightning_offload.lightning_packages import current_package, import_from, name_constructor, package_of
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.report.scale import bytes_unit
 
@@ -132,5 +132,6 @@ def build_monitor(package: str) -> type[OffloadMonitorMixin]:
         "__qualname__": "OffloadMonitor",
         "__doc__": OffloadMonitorMixin.__doc__,
     }
+    name_constructor(OffloadMonitorMixin, "OffloadMonitor")
     built: type[OffloadMonitorMixin] = type(base)("OffloadMonitor", (OffloadMonitorMixin, base), namespace)
     return built

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.capture.live import Census, CensusClock
-from lightning_offload.errors import BudgetInfeasibleError, PolicyError, UnsupportedError
+from lightning_offload.errors import BudgetInfeasibleError, PolicyError, UnsupportedError, type_of
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.plugins.buffer_copies import BufferCopies
 from lightning_offload.plugins.data_parallel import DataParallelModels, mark_of, run_as_usual, run_unseen_around_forward
@@ -583,7 +583,7 @@ class MemoryPlugin:
             keep=keep, enabled=enabled, verify=verify,
         )  # fmt: skip
         if module is not None and not isinstance(module, torch.nn.Module):
-            raise PolicyError(f"module={module!r} is a {type(module).__name__}: give a torch.nn.Module")
+            raise PolicyError(f"module={module!r} is {type_of(module)}: give a torch.nn.Module")
         self._steps = Steps(settings, module, supported(device) if device is not None else None)
 
     @property

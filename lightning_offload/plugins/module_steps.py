@@ -17,6 +17,7 @@ compiled with them inside do nothing: a graph break at each would cost more than
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import threading
 import weakref
@@ -29,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_offload.errors import PolicyError, UnsupportedError
+from lightning_offload.errors import PolicyError, UnsupportedError, type_of
 from lightning_offload.plugins.announcing import Announcer
 from lightning_offload.plugins.memory import MemoryPlugin
 
@@ -38,6 +39,8 @@ _NOTHING_SEEN = (
     "model itself, or put `with memory.step(batch):` around what you call in its place; a model that is compiled is "
     "followed by what torch.compile returned"
 )
+PLUGIN_KEYWORDS = frozenset(inspect.signature(MemoryPlugin).parameters)
+"""What a plugin takes, for adapters that hand it on."""
 
 
 class ModuleMemoryPlugin(MemoryPlugin):
@@ -248,7 +251,7 @@ def followable(model: object) -> nn.Module:
         UnsupportedError: It is followed already, or runs on several devices.
     """
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"model={model!r:.80} is a {type(model).__name__}: give a torch.nn.Module")
+        raise PolicyError(f"model={model!r:.80} is {type_of(model)}: give a torch.nn.Module")
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
             "torch.nn.DataParallel runs a model on several devices at once, which is not supported: start one process "

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from lightning_offload.accelerators import memory_of, total_bytes_of
-from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError
+from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError, type_of
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.planner import check_policy
 from lightning_offload.units import resolve_budget
@@ -105,7 +105,7 @@ def _check_word(name: str, word: str, allowed: object) -> None:
 def _check_type(name: str, item: object, allowed: tuple[type, ...], error: type[OffloadError]) -> None:
     if item is not None and not isinstance(item, allowed):
         names = ", ".join(kind.__name__ for kind in allowed)
-        raise error(f"{name}={item!r} is a {type(item).__name__}: give one of {names}")
+        raise error(f"{name}={item!r} is {type_of(item)}: give one of {names}")
 
 
 def _check_folder(folder: Path) -> None:

@@ -197,7 +197,7 @@ def test_second_plugin() -> None:
 def test_bad_input() -> None:
     """What is no model or no accelerator is told what to give, before anything is hooked."""
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PolicyError, match=r"model=3 is a int: give a torch\.nn\.Module"):
+    with pytest.raises(PolicyError, match=r"model=3 is an int: give a torch\.nn\.Module"):
         prepare_offload(accelerator, 3)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="there is no model"):
         prepare_offload(accelerator, [])
@@ -205,7 +205,7 @@ def test_bad_input() -> None:
         prepare_offload(net(), accelerator)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="DataParallel"):
         prepare_offload(accelerator, nn.DataParallel(net()))
-    with pytest.raises(TypeError, match="bugdet"):
+    with pytest.raises(TypeError, match=r"^prepare_offload\(\) got .* 'bugdet': did you mean 'budget'"):
         prepare_offload(accelerator, net(), bugdet="1GiB")
 
 

@@ -226,6 +226,11 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keywords are checked at once, and more than one process is told which strategy to use."""
     with pytest.raises(BudgetError):
         OffloadStrategy("much")
+    for make in (OffloadStrategy, DDPOffloadStrategy):
+        name = make.__name__
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got .* 'bugdet': did you mean 'budget'"):
+            make(bugdet="1GiB")
+    assert DDPOffloadStrategy("1GiB", find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
     with pytest.raises(TypeError, match="bugdet"):
         OffloadStrategy(bugdet="1GiB")
     with pytest.raises(AttributeError, match="NoStrategy"):

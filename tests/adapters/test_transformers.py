@@ -248,6 +248,8 @@ def test_unsupported(tmp_path: Path) -> None:
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     with pytest.raises(BudgetError):
         OffloadCallback("much")
+    with pytest.raises(TypeError, match=r"^OffloadCallback\(\) got .* 'bugdet': did you mean 'budget'"):
+        OffloadCallback(bugdet="1GiB")
     other = OffloadCallback("1GiB")
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     with pytest.raises(UnsupportedError, match="already trains within a budget"):
