@@ -169,6 +169,8 @@ def _print_files(outputs: Outputs) -> None:
     ]
     if written:
         say(f"\nWrote {', '.join(written)}.")
+    if outputs.plan is None:
+        say("\nThe plan was not written: --output plan.json writes it, for MemoryPlugin(plan=...) and `explain`.")
 
 
 def _text(path: Path | None) -> str | None:
