@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_offload.errors import PlanError, PolicyError, UnsupportedError, check_keywords, type_of
+from lightning_offload.errors import PolicyError, UnsupportedError, check_keywords, type_of
+from lightning_offload.graph.files import read_file
 from lightning_offload.plugins.module_steps import PLUGIN_KEYWORDS, ModuleMemoryPlugin
 from lightning_offload.plugins.settings import Budget
 from lightning_offload.tuning.function import find_efficient_batch_size as find
@@ -215,6 +216,6 @@ def _load_plans(memory: MemoryPlugin, path: Path) -> None:
     if not path.exists():  # a checkpoint of a run without a budget
         return
     try:
-        memory.load_state_dict(json.loads(path.read_text()))
-    except (PlanError, json.JSONDecodeError) as error:
+        memory.load_state_dict(json.loads(read_file(path)))
+    except ValueError as error:
         warnings.warn(f"the memory plans in {path} are not used, new ones are made: {error}", stacklevel=2)

@@ -17,6 +17,7 @@ from lightning_offload.cli.setting import Checked, PlanOptions, check_options, f
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.catalog import check_dtype
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.files import read_file
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.findings import FloorFinding, explain_floor
@@ -118,8 +119,8 @@ def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, checked: Ch
 
 def _read(path: Path, what: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(path)
+    except (OSError, ValueError) as error:
         raise PlanError(
             f"{what} {str(path)!r} cannot be read: {error}; name a file that `plan --output` wrote"
         ) from None

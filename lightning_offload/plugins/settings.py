@@ -13,6 +13,7 @@ import torch
 
 from lightning_offload.accelerators import memory_of, total_bytes_of
 from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError, type_of
+from lightning_offload.graph.files import read_file
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.planner import check_policy
 from lightning_offload.units import resolve_budget
@@ -119,7 +120,7 @@ def _load_plan(plan: MemoryPlan | str | os.PathLike[str] | None) -> MemoryPlan |
     if plan is None or isinstance(plan, MemoryPlan):
         return plan
     try:
-        text = Path(plan).read_text()
+        text = read_file(plan)
     except (OSError, ValueError) as error:
         raise PlanError(
             f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package"
