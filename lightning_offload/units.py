@@ -14,7 +14,15 @@ from numbers import Integral, Real
 
 from lightning_offload.errors import BudgetError
 
-__all__ = ["format_budget", "format_bytes", "format_rate", "format_seconds", "parse_bytes", "resolve_budget"]
+__all__ = [
+    "format_budget",
+    "format_budget_exactly",
+    "format_bytes",
+    "format_rate",
+    "format_seconds",
+    "parse_bytes",
+    "resolve_budget",
+]
 
 MIB = 1 << 20
 """Integers below this many bytes are refused as budgets: ``1`` may mean a byte or the whole device."""
@@ -128,6 +136,16 @@ def format_budget(num_bytes: int, typed: int | float | str | None = None) -> str
     else:
         text = f"{float(typed):g} of the device"
     return text if _unit_of(text) == _unit_of(understood) else f"{text} ({understood})"
+
+
+def format_budget_exactly(num_bytes: int) -> str:
+    """Write a budget with its number of bytes, for errors: to give exactly this one, or another.
+
+    >>> format_budget_exactly(6_000_000_000), format_budget_exactly(6 << 30)
+    ('6GB (5.6 GiB, 6000000000 bytes)', '6.0 GiB (6442450944 bytes)')
+    """
+    text = format_budget(num_bytes)
+    return f"{text[:-1]}, {num_bytes} bytes)" if text.endswith(")") else f"{text} ({num_bytes} bytes)"
 
 
 def _round_decimal(num_bytes: int) -> str | None:
