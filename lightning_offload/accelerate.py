@@ -25,8 +25,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_offload.errors import PlanError, PolicyError, UnsupportedError
-from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
+from lightning_offload.errors import PolicyError, UnsupportedError, check_keywords, type_of
+from lightning_offload.graph.files import read_file
+from lightning_offload.plugins.module_steps import PLUGIN_KEYWORDS, ModuleMemoryPlugin
 from lightning_offload.plugins.settings import Budget
 from lightning_offload.tuning.function import find_efficient_batch_size as find
 from lightning_offload.tuning.snapshot import Restore, take_snapshot
@@ -69,11 +70,14 @@ def prepare_offload(
             not supported; the message says what is.
     """
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    check_keywords("prepare_offload", keywords, PLUGIN_KEYWORDS)
     _check(accelerator, models)
     memory = ModuleMemoryPlugin(budget, **keywords)
     memory.follow(*models, device=accelerator.device)
     if memory.enabled:
         _tie(accelerator, memory)
+        if accelerator.is_main_process:
+            memory.announce("prepare_offload", "prepare_offload(accelerator, model, budget='4GiB')")
     return memory
 
 
@@ -146,7 +150,7 @@ def _check(accelerator: Any, models: list[Any]) -> None:
     from accelerate.utils import is_compiled_module
 
     if not isinstance(accelerator, Accelerator):
-        raise PolicyError(f"accelerator={accelerator!r} is a {type(accelerator).__name__}: give an Accelerator")
+        raise PolicyError(f"accelerator={accelerator!r} is {type_of(accelerator)}: give an Accelerator")
     if not models:
         raise PolicyError("there is no model: give a torch.nn.Module, or several")
     kind = accelerator.distributed_type.value
@@ -178,12 +182,14 @@ def _tie(accelerator: Any, memory: ModuleMemoryPlugin) -> None:
 
     def untie() -> None:
         setattr(accelerator, _ATTRIBUTE, None)
-        vars(accelerator).pop("free_memory", None)
+        for name in ("free_memory", "log"):
+            vars(accelerator).pop(name, None)
 
     handles = (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load))
     for handle in handles:
         memory.undo.callback(handle.remove)
     accelerator.free_memory = _detaching_first(memory, accelerator.free_memory)
+    accelerator.log = _logging_too(memory, accelerator.log)
     setattr(accelerator, _ATTRIBUTE, memory)
     memory.undo.callback(untie)
 
@@ -197,10 +203,19 @@ def _detaching_first(memory: ModuleMemoryPlugin, free_memory: Callable[..., Any]
     return free
 
 
+def _logging_too(memory: MemoryPlugin, log: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(log)
+    def log_with_memory(values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        ours = memory.report().metrics() if memory.enabled else {}
+        return log({**ours, **values}, *args, **kwargs)
+
+    return log_with_memory
+
+
 def _load_plans(memory: MemoryPlugin, path: Path) -> None:
     if not path.exists():  # a checkpoint of a run without a budget
         return
     try:
-        memory.load_state_dict(json.loads(path.read_text()))
-    except (PlanError, json.JSONDecodeError) as error:
+        memory.load_state_dict(json.loads(read_file(path)))
+    except ValueError as error:
         warnings.warn(f"the memory plans in {path} are not used, new ones are made: {error}", stacklevel=2)

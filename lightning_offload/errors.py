@@ -15,12 +15,15 @@ Our exceptions:
   x UnsupportedError (RuntimeError)          a combination that is not supported, or a missing extra
 
 Each also derives from the built-in exception in brackets, so code that knows nothing of this package can
-catch it. A message echoes the value, says what is allowed and says the fix.
+catch it. A message echoes the value, says what is allowed and says the fix. :func:`type_of` and
+:func:`check_keywords` help to write it.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -100,3 +103,32 @@ class TuningError(OffloadError, ValueError):
 
 class UnsupportedError(OffloadError, RuntimeError):
     """The combination asked for is not supported, or needs an extra that is not installed."""
+
+
+def type_of(item: object) -> str:
+    """An object's type with its article, for messages.
+
+    >>> type_of(3), type_of("three")
+    ('an int', 'a str')
+    """
+    name = type(item).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def check_keywords(name: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Check the keywords of something that hands them on, so that the error names what the user wrote.
+
+    Args:
+        name: What the user called.
+        given: The keywords.
+        allowed: Those that there are.
+
+    Raises:
+        TypeError: There is none of a name, as Python says it.
+    """
+    known = sorted(allowed)
+    for keyword in given:
+        if keyword not in known:
+            close = difflib.get_close_matches(keyword, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}: {hint}")

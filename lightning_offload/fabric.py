@@ -19,9 +19,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,9 +29,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_offload.errors import UnsupportedError
+from lightning_offload.errors import UnsupportedError, check_keywords
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.settings import Budget
 
@@ -61,11 +62,19 @@ class FabricOffloadMixin(_Base):
     """
 
     def __init__(self, budget: Budget = None, **keywords: Any) -> None:
+        check_keywords(type(self).__name__, keywords, self._allowed_keywords())
         ours = {name: keywords.pop(name) for name in _KEYWORDS & keywords.keys()}
         super().__init__(**keywords)
         self._arguments = {"budget": budget, **ours}
-        self._memory = ModuleMemoryPlugin(**self._arguments)
-        self._has_warned = False
+        self._memory = self._make_plugin()
+
+    def _allowed_keywords(self) -> set[str]:
+        """Ours, those of the strategy, and those that it hands on to DistributedDataParallel unchecked."""
+        parameters = inspect.signature(super().__init__).parameters
+        allowed = _KEYWORDS | {"budget", *parameters}
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            allowed |= inspect.signature(DistributedDataParallel).parameters.keys()
+        return allowed - {"kwargs", "module"}
 
     @property
     def memory(self) -> ModuleMemoryPlugin:
@@ -78,23 +87,18 @@ class FabricOffloadMixin(_Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._memory = ModuleMemoryPlugin(**self._arguments)
+        self._memory = self._make_plugin()
+
+    def _make_plugin(self) -> ModuleMemoryPlugin:
+        return ModuleMemoryPlugin(**self._arguments, advice_without_steps=_NOTHING_SEEN)
 
     @override
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Follow the model, then set it up as usual."""
         self._memory.follow(module, device=self.root_device)
+        if self.is_global_zero:
+            self._memory.announce(type(self).__name__)
         return super().setup_module(module)
-
-    @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Update the parameters; warn once where no step was seen before, since no budget is kept then."""
-        returned = super().optimizer_step(optimizer, **kwargs)
-        memory = self._memory
-        if memory.num_followed and not memory.step_kinds and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(_NOTHING_SEEN, stacklevel=3)
-        return returned
 
     @override
     def teardown(self) -> None:

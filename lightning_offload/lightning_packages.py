@@ -54,6 +54,13 @@ def import_from(package: str, name: str = "") -> ModuleType:
     return importlib.import_module(f"{package}.{name}" if name else package)
 
 
+def name_constructor(mixin: type, name: str) -> None:
+    """Have Python's errors about a mixin's keywords name the class that is made of it, which is what the user wrote."""
+    constructor = vars(mixin).get("__init__")
+    if constructor is not None:
+        constructor.__qualname__ = f"{name}.__init__"
+
+
 def rank_zero(package: str, level: str, message: str) -> None:
     """Says `message` once per job, through Lightning's own log or warnings.
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_offload.errors import PlanError, UnsupportedError
+from lightning_offload.errors import PlanError, UnsupportedError, check_keywords
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.module_steps import ModuleMemoryPlugin, followable
+from lightning_offload.plugins.module_steps import PLUGIN_KEYWORDS, ModuleMemoryPlugin, followable
 from lightning_offload.plugins.settings import Budget
 
 try:
@@ -46,6 +46,7 @@ class OffloadCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, budget: Budget = None, **keywords: Any) -> None:
+        check_keywords(type(self).__name__, keywords, PLUGIN_KEYWORDS)
         self._arguments = {"budget": budget, **keywords}
         self._memory = ModuleMemoryPlugin(**self._arguments)
         self._is_new = True
@@ -69,11 +70,19 @@ class OffloadCallback(TrainerCallback, ExportableState):
             self._load_plans((state.stateful_callbacks or {}).get(type(self).__name__))
         self._is_new = False
         self._memory.follow(model, device=args.device)
+        if state.is_world_process_zero:
+            self._memory.announce(type(self).__name__)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach; the plans are kept for the next ``train()``."""
         self._memory.detach()
+
+    @override
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the figures of the steps to the entry of the log history that the Trainer has just made of a loss."""
+        if self._memory.enabled and self._memory.num_followed and "loss" in state.log_history[-1]:
+            state.log_history[-1].update(self._memory.report().metrics())
 
     def _load_plans(self, saved: Any) -> None:
         if isinstance(saved, list):  # there are several callbacks of this name; their plans are one another's

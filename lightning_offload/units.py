@@ -14,7 +14,15 @@ from numbers import Integral, Real
 
 from lightning_offload.errors import BudgetError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes", "resolve_budget"]
+__all__ = [
+    "format_budget",
+    "format_budget_exactly",
+    "format_bytes",
+    "format_rate",
+    "format_seconds",
+    "parse_bytes",
+    "resolve_budget",
+]
 
 MIB = 1 << 20
 """Integers below this many bytes are refused as budgets: ``1`` may mean a byte or the whole device."""
@@ -26,6 +34,7 @@ _UNIT_BYTES = {
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)},
 }
+_RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 _QUANTITY = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")
 _PLAIN_NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|nan|inf|infinity)", re.IGNORECASE)
 _MAX_BYTES = (1 << 63) - 1
@@ -99,6 +108,69 @@ def format_bytes(num_bytes: int) -> str:
     if text == "1024.0" and power + 1 < len(_BINARY_UNITS):
         text, power = "1.0", power + 1
     return f"{sign}{text} {_BINARY_UNITS[power]}"
+
+
+def format_budget(num_bytes: int, typed: int | float | str | None = None) -> str:
+    """Write a budget as its user did, with the bytes as they were understood beside it where these read otherwise.
+
+    Args:
+        num_bytes: The budget in bytes.
+        typed: What the user wrote; None where that is not known: then a round decimal number is taken for typed, as
+            nobody arrives at one otherwise.
+
+    Returns:
+        Text for a person.
+
+    >>> format_budget(6_000_000_000, "6GB"), format_budget(6_000_000_000), format_budget(6 << 30, "6GiB")
+    ('6GB (5.6 GiB)', '6GB (5.6 GiB)', '6GiB')
+    >>> format_budget(5 << 30, 0.5), format_budget(5 << 30)
+    ('0.5 of the device (5.0 GiB)', '5.0 GiB')
+    """
+    understood = format_bytes(num_bytes)
+    if typed is None:
+        text = _round_decimal(num_bytes) or understood
+    elif isinstance(typed, str) and not _PLAIN_NUMBER.fullmatch(typed.strip()):
+        text = typed.strip()
+    elif isinstance(typed, Integral) or (isinstance(typed, str) and typed.strip().lstrip("+").isdecimal()):
+        text = f"{int(typed)} B"
+    else:
+        text = f"{float(typed):g} of the device"
+    return text if _unit_of(text) == _unit_of(understood) else f"{text} ({understood})"
+
+
+def format_budget_exactly(num_bytes: int) -> str:
+    """Write a budget with its number of bytes, for errors: to give exactly this one, or another.
+
+    >>> format_budget_exactly(6_000_000_000), format_budget_exactly(6 << 30)
+    ('6GB (5.6 GiB, 6000000000 bytes)', '6.0 GiB (6442450944 bytes)')
+    """
+    text = format_budget(num_bytes)
+    return f"{text[:-1]}, {num_bytes} bytes)" if text.endswith(")") else f"{text} ({num_bytes} bytes)"
+
+
+def _round_decimal(num_bytes: int) -> str | None:
+    """A number of bytes in a decimal unit, where it has at most two decimals there and is no round binary number."""
+    for power, name in reversed(list(enumerate(("kB", "MB", "GB", "TB", "PB"), start=1))):
+        if num_bytes >= 1000**power:
+            hundredths, rest = divmod(100 * num_bytes, 1000**power)
+            is_round = not rest and num_bytes % MIB
+            return f"{hundredths / 100:g}{name}" if is_round else None
+    return None
+
+
+def _unit_of(text: str) -> str:
+    match = _QUANTITY.fullmatch(text)
+    return match[3].lower() if match is not None else ""
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Write a rate in GB/s, as datasheets do, or in the decimal unit that suits one that is slower.
+
+    >>> format_rate(25.5e9), format_rate(3.35e12), format_rate(480e6)
+    ('25.5 GB/s', '3350.0 GB/s', '480.0 MB/s')
+    """
+    size, name = next((pair for pair in _RATE_UNITS if bytes_per_second >= pair[0]), (1.0, "B/s"))
+    return f"{bytes_per_second / size:.1f} {name}"
 
 
 def format_seconds(seconds: float) -> str:

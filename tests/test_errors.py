@@ -54,3 +54,19 @@ def test_infeasible_survives_pickling() -> None:
 def test_spill_error_keeps_errno() -> None:
     """A full disk stays recognisable by its error number."""
     assert errors.SpillError(28, "No space left on device").errno == 28
+
+
+def test_an_object_is_named_with_its_article() -> None:
+    """For messages."""
+    assert [errors.type_of(item) for item in (3, "three", [], None)] == ["an int", "a str", "a list", "a NoneType"]
+
+
+def test_keywords_are_checked_for_who_hands_them_on() -> None:
+    """The error names what the user wrote, and what is near it, or all that there is."""
+    errors.check_keywords("prepare", ["budget"], {"budget", "keep"})
+    with pytest.raises(
+        TypeError, match=r"^prepare\(\) got an unexpected keyword argument 'bugdet': did you mean 'budget'"
+    ):
+        errors.check_keywords("prepare", ["budget", "bugdet"], {"budget", "keep"})
+    with pytest.raises(TypeError, match="it takes budget, keep"):
+        errors.check_keywords("prepare", ["x"], {"budget", "keep"})

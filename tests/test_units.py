@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_offload.errors import BudgetError
-from lightning_offload.units import format_bytes, format_seconds, parse_bytes, resolve_budget
+from lightning_offload.units import (
+    format_budget,
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    resolve_budget,
+)
 
 GIB = 1 << 30
 
@@ -197,3 +204,62 @@ def test_a_fraction_never_exceeds_the_device(fraction: float, device_bytes: int)
     resolved = resolve_budget(fraction, device_bytes=device_bytes)
     assert resolved is not None
     assert 1 <= resolved <= device_bytes
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        ("6GB", "6GB (5.6 GiB)"),
+        (" 6 GB ", "6 GB (5.6 GiB)"),
+        ("6000MB", "6000MB (5.6 GiB)"),
+        ("12GiB", "12GiB"),
+        ("12.0 gib", "12.0 gib"),
+        ("1536MiB", "1536MiB (1.5 GiB)"),
+        ("1.55GiB", "1.55GiB"),
+        (6 * 10**9, "6000000000 B (5.6 GiB)"),
+        ("6000000000", "6000000000 B (5.6 GiB)"),
+        (GIB, "1073741824 B (1.0 GiB)"),
+        (0.5, "0.5 of the device (8.0 GiB)"),
+        ("0.8", "0.8 of the device (12.8 GiB)"),
+        (1.0, "1 of the device (16.0 GiB)"),
+    ],
+)
+def test_a_budget_is_echoed_as_typed(typed: Any, text: str) -> None:
+    """With the bytes as they were understood beside it where these read otherwise."""
+    num_bytes = resolve_budget(typed, device_bytes=16 * GIB)
+    assert num_bytes is not None
+    assert format_budget(num_bytes, typed) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (6 * 10**9, "6GB (5.6 GiB)"),
+        (7_250_000_000, "7.25GB (6.8 GiB)"),
+        (2_500_000, "2.5MB (2.4 MiB)"),
+        (12 * GIB, "12.0 GiB"),
+        (1_583_206_848, "1.5 GiB"),
+        (7_255_000_000, "6.8 GiB"),
+        (600, "600 B"),
+        (1 << 20, "1.0 MiB"),
+    ],
+)
+def test_a_budget_of_a_plan_that_was_read(num_bytes: int, text: str) -> None:
+    """What was typed is not known there: a round decimal number was."""
+    assert format_budget(num_bytes) == text
+
+
+@given(st.integers(1, (1 << 63) - 1))
+def test_every_budget_can_be_written(num_bytes: int) -> None:
+    """And read: what is beside it, or stands alone, is the number to within its digit."""
+    text = format_budget(num_bytes)
+    shown = text.partition("(")[2].removesuffix(")") or text
+    assert shown == format_bytes(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(53.7e9, "53.7 GB/s"), (999e6, "999.0 MB/s"), (1.5e3, "1.5 kB/s"), (0.0, "0.0 B/s")]
+)
+def test_rates_are_in_one_unit(rate: float, text: str) -> None:
+    """GB/s, as in datasheets; slower ones in a decimal unit too."""
+    assert format_rate(rate) == text

@@ -18,7 +18,13 @@ from lightning_offload.callbacks.tuning.result import TuningResult, show
 from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
 from lightning_offload.errors import TuningError
-from lightning_offload.lightning_packages import current_package, import_from, package_of, rank_zero
+from lightning_offload.lightning_packages import (
+    current_package,
+    import_from,
+    name_constructor,
+    package_of,
+    rank_zero,
+)
 from lightning_offload.tuning.learning_rate import Warmup
 from lightning_offload.tuning.snapshot import RandomStates
 
@@ -298,6 +304,7 @@ def build_finder(package: str) -> type[EfficientBatchSizeFinderMixin]:
         "__qualname__": "EfficientBatchSizeFinder",
         "__doc__": EfficientBatchSizeFinderMixin.__doc__,
     }
+    name_constructor(EfficientBatchSizeFinderMixin, "EfficientBatchSizeFinder")
     built: type[EfficientBatchSizeFinderMixin] = type(base)(
         "EfficientBatchSizeFinder", (EfficientBatchSizeFinderMixin, base), namespace
     )

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_offload.lightning_packages import current_package, import_from, package_of
+from lightning_offload.lightning_packages import current_package, import_from, name_constructor, package_of
 from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.report.scale import bytes_unit
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _CallbackBase
     from lightning.pytorch import LightningModule, Trainer
-
-    from lightning_offload.plugins.report import Report
 else:
     _CallbackBase = object  # the real base comes from the package in use, see build_monitor
 
 PREFIX = "offload"
-_GIB = 2**30
 
 
 class OffloadMonitorMixin(_CallbackBase):
@@ -34,11 +32,11 @@ class OffloadMonitorMixin(_CallbackBase):
     `offload/step_seconds`, `offload/kept_bytes`, `offload/swapped_bytes`, `offload/recomputed_bytes`,
     `offload/host_peak_bytes`; of the shapes of steps `offload/num_shapes`, `offload/num_at_first_sight` (planned from
     their first step on), `offload/num_deviations`, `offload/num_aligned` (under the plan for another structure),
-    `offload/astray_bytes` (which these saved and it did not have) and `offload/planning_seconds`. The progress bar
-    shows peak and budget in GiB and the stall in seconds. A value that is not known yet is left out.
+    `offload/astray_bytes` (which these saved and it did not have) and `offload/planning_seconds`. A value that is not
+    known yet is left out. The progress bar has one item: the measured peak of the budget, `mem: 7.8/8.0 GiB`.
 
     Args:
-        progress_bar: Whether to show metrics in the progress bar too.
+        progress_bar: Whether to show the peak in the progress bar too.
 
     Raises:
         MisconfigurationException: At fit start, if the Trainer's strategy is not an offload strategy, or if
@@ -48,19 +46,19 @@ class OffloadMonitorMixin(_CallbackBase):
     def __init__(self, progress_bar: bool = True) -> None:
         super().__init__()
         self._progress_bar = progress_bar
-        self._shown: dict[str, float] = {}
+        self._shown = ""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that there is something to monitor and somewhere to write."""
         if stage != "fit":
             return
-        self._shown = {}
+        self._shown = ""
         if _memory_of(trainer) is None:
             raise _misconfiguration(
                 trainer,
                 f"Cannot use `OffloadMonitor` with the strategy `{type(trainer.strategy).__name__}`, which"
-                " offloads nothing: use `Trainer(strategy=lightning_offload.OffloadStrategy(...))`.",
+                f" offloads nothing: use `Trainer(strategy={_fitting_strategy(trainer)})`.",
             )
         if not trainer.loggers and not self._has_progress_bar(trainer):
             raise _misconfiguration(
@@ -79,14 +77,14 @@ class OffloadMonitorMixin(_CallbackBase):
             return
         if trainer._logger_connector.should_update_logs:
             report = memory.report()
-            self._shown = _bar_metrics(report)
+            self._shown = peak_of_budget(report.measured_peak_bytes, report.budget_bytes)
             for logger in trainer.loggers:
-                metrics = {f"{PREFIX}{logger.group_separator}{k}": v for k, v in _log_metrics(report).items()}
+                metrics = report.metrics(f"{PREFIX}{logger.group_separator}")
                 logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         if self._shown and self._has_progress_bar(trainer):
-            # repeated every batch: the bar drops what the last step did not log
-            shown = {f"{PREFIX}/{name}": value for name, value in self._shown.items()}
-            pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
+            # `log` takes numbers alone; bars show text too, such as the logger's version. Repeated every batch: what is
+            # there is dropped now and then
+            trainer._logger_connector._progress_bar_metrics["mem"] = self._shown  # type: ignore[assignment]
 
     def _has_progress_bar(self, trainer: Trainer) -> bool:
         return self._progress_bar and trainer.progress_bar_callback is not None
@@ -104,39 +102,24 @@ def _misconfiguration(trainer: Trainer, message: str) -> Exception:
     return error
 
 
-def _log_metrics(report: Report) -> dict[str, float]:
-    values: dict[str, float | None] = {
-        "peak_bytes": report.measured_peak_bytes,
-        "budget_bytes": report.budget_bytes,
-        "stall_seconds": report.stall_seconds,
-        "step_seconds": report.measured_step_seconds,
-        "kept_bytes": report.kept_bytes,
-        "swapped_bytes": report.swapped_bytes,
-        "recomputed_bytes": report.recomputed_bytes,
-        "host_peak_bytes": report.host_peak_bytes,
-        "num_shapes": report.num_shapes,
-        "num_at_first_sight": report.num_at_first_sight,
-        "num_deviations": report.num_deviations,
-        "num_aligned": report.num_aligned,
-        "astray_bytes": report.astray_bytes,
-        "planning_seconds": report.planning_seconds,
-    }
-    return {name: value for name, value in values.items() if value is not None}
+def _fitting_strategy(trainer: Trainer) -> str:
+    """The strategy of ours that does what the Trainer was asked for."""
+    is_one_of_several = trainer.num_devices * trainer.num_nodes > 1 or "DDP" in type(trainer.strategy).__name__
+    name = "DDPOffloadStrategy" if is_one_of_several else "OffloadStrategy"
+    return f"lightning_offload.{name}(...)"
 
 
-def _bar_metrics(report: Report) -> dict[str, float]:
-    values: dict[str, float | None] = {
-        "peak_gib": _gib(report.measured_peak_bytes),
-        "budget_gib": _gib(report.budget_bytes),
-        "swapped_gib": _gib(report.swapped_bytes),
-        "recomputed_gib": _gib(report.recomputed_bytes),
-        "stall_s": report.stall_seconds,
-    }
-    return {name: value for name, value in values.items() if value is not None}
+def peak_of_budget(peak_bytes: int | None, budget_bytes: int | None) -> str:
+    """A peak and its budget in one unit, the peak alone where there is no budget; "" where no peak is known.
 
-
-def _gib(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else num_bytes / _GIB
+    >>> peak_of_budget(8375186227, 8 << 30), peak_of_budget(5 << 20, None), peak_of_budget(None, 1)
+    ('7.8/8.0 GiB', '5.0 MiB', '')
+    """
+    if peak_bytes is None:
+        return ""
+    unit = bytes_unit(max(peak_bytes, budget_bytes or 0))
+    budget = f"/{budget_bytes / unit.size:.1f}" if budget_bytes is not None else ""
+    return f"{peak_bytes / unit.size:.1f}{budget} {unit.name}"
 
 
 @functools.cache
@@ -149,5 +132,6 @@ def build_monitor(package: str) -> type[OffloadMonitorMixin]:
         "__qualname__": "OffloadMonitor",
         "__doc__": OffloadMonitorMixin.__doc__,
     }
+    name_constructor(OffloadMonitorMixin, "OffloadMonitor")
     built: type[OffloadMonitorMixin] = type(base)("OffloadMonitor", (OffloadMonitorMixin, base), namespace)
     return built

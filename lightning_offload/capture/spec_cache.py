@@ -29,6 +29,7 @@ from lightning_offload.accelerators import DeviceKind, kind_of, name_of
 from lightning_offload.capture.observed import Observed, updated
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.files import read_file
 
 __all__ = ["MAX_AGE_SECONDS", "Observed", "SpecKey", "cache_folder", "key_for", "load", "store", "updated"]
 
@@ -141,7 +142,7 @@ def _path_of(key: SpecKey) -> Path | None:
 
 def _read(path: Path, key: SpecKey) -> _Entry | None:
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(read_file(path))
         if data["key"] != dataclasses.asdict(key):
             raise ValueError("it is about another machine")
         entry = _Entry(float(data["measured_at"]), DeviceSpec.from_json(data["spec"]))

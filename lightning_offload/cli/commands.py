@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lightning_offload._version import __version__
 from lightning_offload.cli.options import (
     BatchSizeOption,
     BudgetOption,
@@ -21,6 +22,7 @@ from lightning_offload.cli.options import (
     PolicyOption,
     TargetArgument,
 )
+from lightning_offload.cli.output import say
 
 _EPILOG = (
     "Exit codes: 0 done, 1 Typer is not installed, 2 bad input, 3 no plan meets the budget (the message names the "
@@ -31,11 +33,10 @@ _EPILOG = (
 def build_app() -> typer.Typer:
     """The application with all of its commands."""
     app = typer.Typer(
-        help="Train unmodified PyTorch models within a memory budget.",
-        epilog=_EPILOG,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback(epilog=_EPILOG)(_about)
     app.command("plan", epilog=_EPILOG)(_plan)
     app.command("max-batch", epilog=_EPILOG)(_max_batch)
     app.command("compare", epilog=_EPILOG)(_compare)
@@ -44,6 +45,20 @@ def build_app() -> typer.Typer:
     app.command("devices", epilog=_EPILOG)(_devices)
     app.command("bench-links", epilog=_EPILOG)(_bench_links)
     return app
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        say(f"lightning-offload {__version__}")
+        raise typer.Exit
+
+
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train unmodified PyTorch models within a memory budget."""
 
 
 def _plan(
@@ -59,14 +74,15 @@ def _plan(
     policy: PolicyOption = "auto",
     keep: KeepOption = None,
     output: Annotated[
-        str, typer.Option(metavar="FILE", help="Where the plan goes, for MemoryPlugin(plan=FILE); '' for nowhere.")
-    ] = "plan.json",
+        str | None,
+        typer.Option(metavar="FILE", help="Write the plan, for MemoryPlugin(plan=FILE). [default: nothing is written]"),
+    ] = None,
     graph: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Where the captured step goes, which `explain` takes names from; '' for nowhere. "
-            "[default: beside the plan, as plan.graph.json]",
+            help="Write the captured step, which `explain` takes names from; '' for nowhere. "
+            "[default: beside the plan: plan.graph.json beside plan.json]",
         ),
     ] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots (HTML).")] = None,
@@ -217,7 +233,7 @@ def _scale(
 
 
 def _explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as `plan` writes it.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as `plan --output` writes it.")],
     graph: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The step that it is for. [default: beside the plan, as plan.graph.json]"),
@@ -230,6 +246,9 @@ def _explain(
     batch_size: BatchSizeOption = 64,
     device: DeviceOption = None,
     dtype: DtypeOption = "float32",
+    show_all: Annotated[
+        bool, typer.Option("--all", help="List each module and storage, not groups of modules and the costliest.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a plan does: totals from its file alone, names and sizes where its step is at hand.
@@ -250,7 +269,7 @@ def _explain(
             target=model, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, device=device,
             dtype=dtype,
         )  # fmt: skip
-    explain(plan, graph, options, device_name=device, dtype=dtype, as_json=as_json)
+    explain(plan, graph, options, device_name=device, dtype=dtype, is_whole=show_all, as_json=as_json)
 
 
 def _devices(as_json: JsonOption = False) -> None:

@@ -9,7 +9,7 @@ from lightning_offload.cli.output import console, progress, say, write_json
 from lightning_offload.cli.plan import planned, state_of
 from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
 from lightning_offload.report.plan_view import PolicyOutcome, compare_policies
-from lightning_offload.report.tables import comparison_table, size
+from lightning_offload.report.tables import comparison_table
 
 
 def compare(options: PlanOptions, *, as_json: bool) -> None:
@@ -60,7 +60,7 @@ def _print(checked: Checked, outcomes: Sequence[PolicyOutcome]) -> None:
     options = checked.options
     title = (
         f"{options.target}, batch {options.batch_size}, {options.dtype} on {checked.device.name}, "
-        f"budget {size(checked.budget_bytes)}"
+        f"budget {checked.budget_text}"
     )
     say(title, style="bold")
     fastest = sorted(outcomes, key=lambda o: (o.step_seconds is None, o.step_seconds or 0.0, o.floor_bytes or 0))

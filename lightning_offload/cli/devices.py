@@ -10,7 +10,8 @@ from lightning_offload.cli.output import console, say, write_json
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph import catalog
 from lightning_offload.graph.cards import Card
-from lightning_offload.units import format_bytes
+from lightning_offload.report.tables import add_row, make_table
+from lightning_offload.units import format_bytes, format_rate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,47 +107,54 @@ def _entry(card: Card) -> dict[str, Any]:
     }
 
 
-def _print_catalog() -> None:
-    from rich.table import Table
+_WITH_TITLES = 100  # columns of a terminal; the names say nearly as much
+_FIGURES = (
+    "memory\nGiB",
+    "memory\nGB/s",
+    "fp32\nTFLOP/s",
+    "fp16\nTFLOP/s",
+    "bf16\nTFLOP/s",
+    "to host\nGB/s",
+    "back\nGB/s",
+)
 
+
+def _print_catalog() -> None:
     say("Devices to plan for", style="bold")
-    table = Table("name", "GPU")
-    for name in ("memory", "bandwidth", "float32", "float16", "bfloat16", "to host", "from host"):
-        table.add_column(name, justify="right", no_wrap=True)
+    has_titles = console().width >= _WITH_TITLES
+    table = make_table("", "name", *(["GPU"] if has_titles else []), *(f">{name}" for name in _FIGURES))
     for card in catalog.cards():
         spec = catalog.device_spec(card.name)
-        table.add_row(
+        add_row(
+            table,
             card.name,
-            card.title,
-            format_bytes(card.memory_bytes),
-            f"{card.memory_bytes_per_second / 1e9:,.0f} GB/s",
-            *(f"{getattr(card, dtype) / 1e12:,.1f} T" for dtype in ("float32", "float16", "bfloat16")),
-            f"{spec.d2h_bytes_per_second / 1e9:.1f} GB/s",
-            f"{spec.h2d_bytes_per_second / 1e9:.1f} GB/s",
+            *([card.title] if has_titles else []),
+            f"{card.memory_bytes / (1 << 30):.1f}",
+            f"{card.memory_bytes_per_second / 1e9:,.0f}",
+            *(f"{getattr(card, dtype) / 1e12:,.1f}" for dtype in ("float32", "float16", "bfloat16")),
+            f"{spec.d2h_bytes_per_second / 1e9:.1f}",
+            f"{spec.h2d_bytes_per_second / 1e9:.1f}",
         )
     console().print(table)
     say(
-        "Datasheet peaks without sparsity, float32 without TF32; links at the rates that copies reach. Plans take ops "
+        "Datasheet peaks without sparsity, fp32 without TF32; links at the rates that copies reach. Plans take ops "
         "at the shares of the peaks that public measurements show. --json names the sources."
     )
 
 
 def _print_here(here: list[DeviceHere]) -> None:
-    from rich.table import Table
-
     if not here:
         return
     say("\nIn this machine", style="bold")
-    table = Table("device", "name")
-    for name in ("memory", "in the catalogue", "to host", "from host"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("", "device", "name", ">memory", ">in the\ncatalogue", ">to host", ">back")
     for device in here:
         rates = (device.d2h_bytes_per_second, device.h2d_bytes_per_second)
-        table.add_row(
+        add_row(
+            table,
             device.device,
             device.title,
             format_bytes(device.memory_bytes) if device.memory_bytes is not None else "-",
             device.catalog_name or "-",
-            *(f"{rate / 1e9:.1f} GB/s" if rate is not None else "not measured" for rate in rates),
+            *(format_rate(rate) if rate is not None else "not measured" for rate in rates),
         )
     console().print(table)

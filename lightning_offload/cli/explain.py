@@ -17,6 +17,7 @@ from lightning_offload.cli.setting import Checked, PlanOptions, check_options, f
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.catalog import check_dtype
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.files import read_file
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.findings import FloorFinding, explain_floor
@@ -47,6 +48,7 @@ def explain(
     *,
     device_name: str | None = None,
     dtype: str = "float32",
+    is_whole: bool = False,
     as_json: bool,
 ) -> None:
     """Print what a plan does.
@@ -57,7 +59,8 @@ def explain(
         options: The model to capture its step of; None for none.
         device_name: The device that the plan is for, where no model is given; None to predict no times.
         dtype: What is computed in, which that device's rates depend on.
-        as_json: Whether to print JSON in place of tables.
+        is_whole: Whether to list each module and storage, not groups and the costliest.
+        as_json: Whether to print JSON in place of tables; it has them all.
 
     Raises:
         PlanError: A file cannot be read, or is no plan or step, or the step is another one.
@@ -77,7 +80,7 @@ def explain(
     if as_json:
         write_json(_payload(plan, graph, finding))
     else:
-        _print(path, plan, graph, finding)
+        _print(path, plan, graph, finding, is_whole=is_whole)
 
 
 def beside(path: Path) -> Path:
@@ -116,9 +119,11 @@ def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, checked: Ch
 
 def _read(path: Path, what: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{what} {str(path)!r} cannot be read: {error}; name a file that `plan` wrote") from None
+        return read_file(path)
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{what} {str(path)!r} cannot be read: {error}; name a file that `plan --output` wrote"
+        ) from None
 
 
 def _counts(plan: MemoryPlan) -> dict[str, int]:
@@ -148,7 +153,9 @@ def _payload(plan: MemoryPlan, graph: StepGraph | None, finding: FloorFinding | 
     return payload | {"storages": storages, "modules": modules}
 
 
-def _print(path: Path, plan: MemoryPlan, graph: StepGraph | None, finding: FloorFinding | None) -> None:
+def _print(
+    path: Path, plan: MemoryPlan, graph: StepGraph | None, finding: FloorFinding | None, *, is_whole: bool
+) -> None:
     counts = _counts(plan)
     say(f"{path}, made by policy {plan.policy!r}: {verdict(plan)}", style="bold")
     rows = prediction_rows(plan)
@@ -168,11 +175,14 @@ def _print(path: Path, plan: MemoryPlan, graph: StepGraph | None, finding: Floor
     rows += [(f"bytes {name}", text) for name, text in action_rows(plan, saved)]
     console().print(two_columns(rows))
     if saved:
-        console().print(storages_table(saved, NUM_SHOWN))
-    console().print(modules_table(saved))
+        console().print(storages_table(saved, len(saved) if is_whole else NUM_SHOWN))
+    console().print(modules_table(saved, is_whole=is_whole))
     if finding is not None:
         say("\nWhat sets the smallest feasible budget", style="bold")
         console().print(two_columns(floor_rows(finding, plan)))
         if finding.live:
-            console().print(live_table(finding, NUM_SHOWN))
+            console().print(live_table(finding, len(finding.live) if is_whole else NUM_SHOWN))
         console().print(remedies_table(finding, plan))
+    num_modules = len({each.module for each in saved})
+    if not is_whole and len(saved) > NUM_SHOWN:
+        say(f"\n--all lists all {len(saved):,} storages and each of {num_modules:,} modules.")

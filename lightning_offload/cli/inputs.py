@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_offload.cli.loading import load_attribute
-from lightning_offload.errors import UnsupportedError
+from lightning_offload.errors import UnsupportedError, type_of
 
 _SPEC = re.compile(r"(?:([A-Za-z_]\w*)=)?(?:([a-z_]+[0-9]*):)?([0-9x,]*)")
 _FACTORY = re.compile(r"[\w./\-]+:[A-Za-z_][\w.]*")
@@ -90,9 +90,7 @@ def parse_inputs(texts: Sequence[str]) -> ExampleInputs:
             raise UnsupportedError(f"--input {texts[0]!r} cannot go with others: the function makes all inputs")
         make = load_attribute(texts[0], "--input")
         if not callable(make):
-            raise UnsupportedError(
-                f"--input {texts[0]!r} is a {type(make).__name__}: name a function of the batch size"
-            )
+            raise UnsupportedError(f"--input {texts[0]!r} is {type_of(make)}: name a function of the batch size")
         return ExampleInputs(make=make)
     specs = tuple(_parse(text) for text in texts)
     if len({spec.name is None for spec in specs}) > 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_offload.cli.devices import host_memory_bytes
 from lightning_offload.cli.output import console, write_json
 from lightning_offload.errors import OffloadError, SpillError, UnsupportedError
-from lightning_offload.units import format_bytes, parse_bytes
+from lightning_offload.units import format_bytes, format_rate, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -107,15 +107,13 @@ def _print_json(device: torch.device, num_bytes: int, rates: LinkRates) -> None:
 
 
 def _print_table(device: torch.device, num_bytes: int, rates: LinkRates) -> None:
-    from rich.table import Table
-
     from lightning_offload.accelerators import name_of
+    from lightning_offload.report.tables import add_row, make_table
 
     name = name_of(device)
     title = f"{device} ({name})" if name != str(device) else name
-    table = Table("link", title=f"Links of {title}, transfers of {format_bytes(num_bytes)}")
-    table.add_column("rate", justify="right")
+    table = make_table(f"Links of {title}, transfers of {format_bytes(num_bytes)}", "link", ">rate")
     for label, field in _ROWS:
         rate = getattr(rates, field)
-        table.add_row(label, f"{format_bytes(int(rate))}/s" if rate is not None else "not measured")
+        add_row(table, label, format_rate(rate) if rate is not None else "not measured")
     console().print(table)

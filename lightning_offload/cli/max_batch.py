@@ -21,7 +21,7 @@ from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.report.plan_view import overhead
 from lightning_offload.report.scale import format_share
-from lightning_offload.report.tables import size
+from lightning_offload.report.tables import add_row, make_table
 from lightning_offload.units import format_bytes, format_seconds
 
 LAUNCH_SECONDS = 5e-6
@@ -186,8 +186,6 @@ def _print_json(
 
 
 def _print(checked: Checked, results: dict[str, BatchResult | None], limit: int, tolerance: float) -> None:
-    from rich.table import Table
-
     share = f"{100 * (1 - tolerance):g}%"
     labels = {
         "plain": "everything kept",
@@ -197,15 +195,12 @@ def _print(checked: Checked, results: dict[str, BatchResult | None], limit: int,
         "max": "largest that fits" if results["max"] and results["max"].batch_size < limit else "limit reached",
     }
     options = checked.options
-    title = f"{options.target}, {options.dtype} on {checked.device.name}, budget {size(checked.budget_bytes)}"
+    title = f"{options.target}, {options.dtype} on {checked.device.name}, budget {checked.budget_text}"
     say(title, style="bold")
-    table = Table()
-    table.add_column("", no_wrap=True)
-    for name in ("batch", "samples/s", "step time", "overhead", "plain peak"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("", "", ">batch", ">samples/s", ">step time", ">overhead", ">plain peak")
     for name in _ORDER:
         if name in results:
-            table.add_row(labels[name], *_cells(results[name]))
+            add_row(table, labels[name], *_cells(results[name]))
     console().print(table)
     if "best" in results:
         say(f"{share}: of the fastest one's throughput, as modelled")

@@ -6,6 +6,12 @@ from typing import Annotated
 
 import typer
 
+POLICY_NAMES = (
+    "auto, keep-all, all-swap, all-recompute, save-on-cpu, checkpoint, checkpoint-sqrt, vdnn-all, vdnn-conv, vdnn-dyn, "
+    "superneurons, swap-out-in, layrub, layup, cpu-offload, accudnn, capuchin, checkmate, dtr, pofo"
+)
+"""Written out: whoever asks for help does not wait until the planner is imported."""
+
 TargetArgument = Annotated[
     str,
     typer.Argument(
@@ -55,7 +61,9 @@ OptimizerOption = Annotated[
         help="Whose state lies on the device: none, sgd (none), momentum (1 x parameters), adam or adamw (2 x).",
     ),
 ]
-PolicyOption = Annotated[str, typer.Option(metavar="NAME", help="Who plans; `compare` shows them all.")]
+PolicyOption = Annotated[
+    str, typer.Option(metavar="NAME", help=f"Who plans: {POLICY_NAMES}. `compare` shows them side by side.")
+]
 KeepOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -95,14 +95,20 @@ def plan_step(options: PlanOptions, outputs: Outputs, *, as_json: bool) -> None:
 
 def _print(checked: Checked, captured: Captured, plan: MemoryPlan, saved: Sequence[Stored]) -> None:
     options, graph = checked.options, captured.graph
-    title = f"{options.target}, batch {options.batch_size}, {options.dtype} on {checked.device.name}: {verdict(plan)}"
+    title = f"{options.target}, batch {options.batch_size}, {options.dtype} on {checked.device.name}"
+    title += f": {verdict(plan, options.budget)}"
     say(title, style="bold")
     state = (
         f"{size(graph.persistent_bytes)} (parameters {size(captured.parameter_bytes)}, "
         f"{options.optimizer} state {size(captured.optimizer_bytes)})"
     )
     step = f"{len(graph.ops):,} ops, {len(saved):,} saved storages"
-    rows = [("step", step), ("persistent state", state), *prediction_rows(plan), *action_rows(plan, saved)]
+    rows = [
+        ("step", step),
+        ("persistent state", state),
+        *prediction_rows(plan, options.budget),
+        *action_rows(plan, saved),
+    ]
     console().print(two_columns(rows))
     if saved:
         console().print(storages_table(saved, NUM_SHOWN))
@@ -163,6 +169,8 @@ def _print_files(outputs: Outputs) -> None:
     ]
     if written:
         say(f"\nWrote {', '.join(written)}.")
+    if outputs.plan is None:
+        say("\nThe plan was not written: --output plan.json writes it, for MemoryPlugin(plan=...) and `explain`.")
 
 
 def _text(path: Path | None) -> str | None:

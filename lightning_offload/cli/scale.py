@@ -23,8 +23,8 @@ from lightning_offload.planning.collectives import Choice, check_algorithm
 from lightning_offload.planning.gradients import BUCKET_BYTES, gradients_of
 from lightning_offload.report.plan_view import overhead, predictions
 from lightning_offload.report.scale import format_share
-from lightning_offload.report.tables import size, two_columns
-from lightning_offload.units import format_bytes, format_seconds, parse_bytes
+from lightning_offload.report.tables import add_row, make_table, two_columns
+from lightning_offload.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from lightning_offload.cli.workload import Captured
@@ -219,19 +219,17 @@ def _link_entry(link: Interconnect) -> dict[str, Any]:
 
 
 def _print(checked: Checked, asked: _Asked, found: _Found) -> None:
-    from rich.table import Table
-
     options = checked.options
     title = (
         f"{options.target}, batch {options.batch_size} a device, {options.dtype} on {checked.device.name}: simulated"
     )
     say(title, style="bold")
-    console().print(two_columns(_about(asked, found)))
-    table = Table()
-    for name in ("devices", "batch", "samples/s", "efficiency", "exchange", "exposed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    console().print(two_columns(_about(checked, asked, found)))
+    names = ("devices", "batch", "samples/s", "efficiency", "exchange", "exposed")
+    table = make_table("", *(f">{name}" for name in names))
     for row in found.rows:
-        table.add_row(
+        add_row(
+            table,
             f"{row.num_devices:,}",
             f"{row.effective_batch:,}",
             f"{row.samples_per_second:,.1f}",
@@ -244,7 +242,7 @@ def _print(checked: Checked, asked: _Asked, found: _Found) -> None:
     say("Simulated: equal devices without stragglers, and data that keeps up. Efficiency is against as many alone.")
 
 
-def _about(asked: _Asked, found: _Found) -> list[tuple[str, str]]:
+def _about(checked: Checked, asked: _Asked, found: _Found) -> list[tuple[str, str]]:
     plan, profile, cluster = found.plan, found.profile, asked.cluster
     devices = _count(cluster.devices_per_node, "device")
     cards = _count(cluster.nics_per_node or cluster.devices_per_node, "card")
@@ -253,10 +251,13 @@ def _about(asked: _Asked, found: _Found) -> list[tuple[str, str]]:
             "one device",
             f"{format_seconds(profile.step_seconds)} a step ({format_share(overhead(plan))} for the budget)",
         ),
-        ("peak", f"{format_bytes(plan.predicted_peak_bytes)} of {size(plan.budget_bytes)}, with DDP's buckets"),
+        ("peak", f"{format_bytes(plan.predicted_peak_bytes)} of {checked.budget_text}, with DDP's buckets"),
         ("gradients", f"{format_bytes(profile.gradient_bytes)} in {_count(len(profile.buckets), 'bucket')}"),
-        ("within a node", f"{cluster.intra.title}, {_rate(cluster.intra)} a device, {devices}"),
-        ("between nodes", f"{cluster.inter.title}, {_rate(cluster.inter)} a card, {cards} a node"),
+        ("within a node", f"{cluster.intra.title}, {format_rate(cluster.intra.bytes_per_second)} a device, {devices}"),
+        (
+            "between nodes",
+            f"{cluster.inter.title}, {format_rate(cluster.inter.bytes_per_second)} a card, {cards} a node",
+        ),
     ]
     if asked.accumulation > 1:
         rows.append(("update", f"after {asked.accumulation} micro-batches"))
@@ -267,10 +268,6 @@ def _about(asked: _Asked, found: _Found) -> list[tuple[str, str]]:
 
 def _count(num: int, what: str) -> str:
     return f"{num} {what}{'' if num == 1 else 's'}"
-
-
-def _rate(link: Interconnect) -> str:
-    return f"{link.bytes_per_second / 1e9:.1f} GB/s"
 
 
 def _how(asked: _Asked, rows: Sequence[ClusterStep]) -> str:

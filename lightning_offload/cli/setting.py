@@ -12,8 +12,10 @@ from lightning_offload.cli.output import note
 from lightning_offload.errors import BudgetError, PlanError, UnsupportedError
 from lightning_offload.graph import catalog
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.files import read_file
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import check_policy
+from lightning_offload.report.tables import budget_text
 from lightning_offload.units import format_bytes, resolve_budget
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ class Checked:
     workload: Workload
     device: DeviceSpec
     budget_bytes: int | None
+
+    @property
+    def budget_text(self) -> str:
+        """The budget for a person, as it was typed."""
+        return budget_text(self.budget_bytes, self.options.budget)
 
     @property
     def header(self) -> dict[str, Any]:
@@ -132,11 +139,11 @@ def find_device(name: str | None, dtype: str) -> DeviceSpec:
 
 def _device_of(path: Path) -> DeviceSpec:
     try:
-        spec = DeviceSpec.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedError(f"--device {str(path)!r} cannot be read: {error}") from None
+        spec = DeviceSpec.from_json(read_file(path))
     except PlanError as error:
         raise type(error)(f"--device {str(path)!r}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"--device {str(path)!r} cannot be read: {error}") from None
     if not spec.flops_per_second or not spec.memory_bytes_per_second:
         raise UnsupportedError(
             f"--device {str(path)!r} has no flops_per_second or memory_bytes_per_second, which price the ops: add them"

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_offload.cli.inputs import fake_like
 from lightning_offload.cli.loading import check_callable, describe, load_attribute
-from lightning_offload.errors import UnsupportedError
+from lightning_offload.errors import UnsupportedError, type_of
 
 _HAS_LANGUAGE_HEAD = ("CausalLM", "LMHead", "MaskedLM", "ForPreTraining", "ForConditionalGeneration")
 
@@ -60,7 +60,7 @@ class Target:
             ) from error
         if not isinstance(made, nn.Module):
             raise UnsupportedError(
-                f"model {self.text!r} makes a {type(made).__name__}: name a torch.nn.Module, or what makes one"
+                f"model {self.text!r} makes {type_of(made)}: name a torch.nn.Module, or what makes one"
             )
         return made.train() if dtype is torch.float32 and not _is_real(made) else faked(made, dtype).train()
 
@@ -74,9 +74,7 @@ def find_target(text: str) -> Target:
     found = load_attribute(text, "model")
     if not isinstance(found, nn.Module):
         if not callable(found):
-            raise UnsupportedError(
-                f"model {text!r} is a {type(found).__name__}: name a torch.nn.Module, or what makes one"
-            )
+            raise UnsupportedError(f"model {text!r} is {type_of(found)}: name a torch.nn.Module, or what makes one")
         check_callable(found, text, "model")
     return Target(text=text, found=found)
 
@@ -99,7 +97,7 @@ def faked(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise UnsupportedError(
-            f"a {type(model).__name__} that exists already could not be copied: {describe(error)}; "
+            f"{type_of(model)} that exists already could not be copied: {describe(error)}; "
             "name a function that makes it"
         ) from error
 
@@ -153,7 +151,7 @@ def loss_of(output: Any) -> Tensor:
             total = leaf.sum() if total is None else total + leaf.sum()
     if total is None:
         raise UnsupportedError(
-            f"the model returned a {type(output).__name__} with nothing to differentiate: it must return a loss, or "
+            f"the model returned {type_of(output)} with nothing to differentiate: it must return a loss, or "
             "floating-point outputs that depend on parameters that require gradients"
         )
     return total

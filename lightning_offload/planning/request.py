@@ -17,7 +17,7 @@ from lightning_offload.planning.logits import chunked_floor
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import Relaxation, relax
 from lightning_offload.planning.simulator import Actions, Simulator, Timeline, simulate
-from lightning_offload.units import format_bytes
+from lightning_offload.units import format_budget_exactly, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class PlanRequest:
             fixes.append(f"raise the host budget ({format_bytes(self.device.host_memory_bytes)}) or allow a disk tier")
         fixes += ["use policy='auto'"] if policy else []
         return BudgetInfeasibleError(
-            f"budget {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) is infeasible{under}: the smallest "
+            f"budget {format_budget_exactly(self.budget_bytes)} is infeasible{under}: the smallest "
             f"feasible budget is {format_bytes(floor_bytes)} ({floor_bytes} bytes), set by {op}; "
             + ", ".join(fixes[:-1])
             + f"{',' if len(fixes) > 2 else ''} or {fixes[-1]}"

@@ -25,17 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.capture.live import Census, CensusClock
-from lightning_offload.errors import BudgetInfeasibleError, PolicyError, UnsupportedError
+from lightning_offload.errors import BudgetInfeasibleError, PolicyError, UnsupportedError, type_of
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.plugins.buffer_copies import BufferCopies
 from lightning_offload.plugins.data_parallel import DataParallelModels, mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.hardware import Hardware, TierUse
+from lightning_offload.plugins.misuse import Misuse, StepScope
 from lightning_offload.plugins.out_of_memory import out_of_memory, with_second_attempt
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plain_steps import PlainStep
 from lightning_offload.plugins.plan_cache import PlanCache
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.report import Report, make_report
 from lightning_offload.plugins.settings import Budget, Settings, budget_bytes_on, check_settings
 from lightning_offload.plugins.shadowed import Shadows
@@ -68,6 +69,7 @@ class Steps:
         executors: Those that still hold something.
         optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
         shadows: What the hooks of steps do not see.
+        misuse: What was told of steps that the plugin does not serve.
         is_attached: Whether a model is served.
     """
 
@@ -82,11 +84,12 @@ class Steps:
         self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self.optimizer_ran_inside = False
         self.shadows = Shadows()
+        self.misuse = Misuse()
         self._module = weakref.ref(module) if module is not None else None
         self._undo = contextlib.ExitStack()
         self._run: StepRun | None = None
         self._plain: tuple[PlanEntry, PlainStep] | None = None
-        self.is_attached = False
+        self.is_attached = self._was_attached = False
         self._is_open = False
         self._census_clock = CensusClock()
         self._num_optimizers = 0  # whose step is under way: one may call another
@@ -127,7 +130,7 @@ class Steps:
         if not self.is_attached:
             self._undo.callback(watch_backward(self._around_backward))
             self._undo.callback(listen())
-        self.is_attached = True
+        self.is_attached = self._was_attached = True
 
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent."""
@@ -156,8 +159,10 @@ class Steps:
             UnsupportedError: On entering: a CUDA graph is being captured.
         """
         if not self.is_attached or _thread.num_open or not torch.is_grad_enabled():
+            self._tell_why_idle()
             yield
             return
+        self.misuse.note_step()
         if is_capturing():
             raise UnsupportedError(
                 "a step cannot begin while a CUDA graph is captured, whose memory is not the plugin's to manage: begin "
@@ -175,6 +180,16 @@ class Steps:
             return
         with self._opened(run, hooks=True):
             yield
+
+    def _tell_why_idle(self) -> None:
+        """Warn where a step has no effect and that can hardly be meant."""
+        if not self.settings.enabled or not torch.is_grad_enabled():
+            return
+        if _thread.num_open:
+            if _thread.owner is not self:
+                self.misuse.tell("within another", stacklevel=5)
+        elif not self._was_attached:
+            self.misuse.tell("not attached", stacklevel=5)
 
     @contextlib.contextmanager
     def backward_scope(self) -> Iterator[None]:
@@ -218,7 +233,7 @@ class Steps:
             yield
             return
         kind, step = self._plain
-        _thread.num_open += 1
+        _thread.begin(self)
         self.state.thread = threading.get_ident()
         try:
             with step.scope():
@@ -227,13 +242,13 @@ class Steps:
             self._plain = None
             raise out_of_memory(error, self.device, kind, self.budget_bytes) from None
         finally:
-            _thread.num_open -= 1
+            _thread.end()
             kind.measured_peak_bytes = step.peak_bytes
 
     @contextlib.contextmanager
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
         self._is_open = True
-        _thread.num_open += 1
+        _thread.begin(self)
         self.state.thread = threading.get_ident()
         try:
             shadowed = self.shadows.around(run.executor.pack) if hooks else contextlib.nullcontext()
@@ -249,7 +264,7 @@ class Steps:
             raise
         finally:
             self._is_open = False
-            _thread.num_open -= 1
+            _thread.end()
             run.tiers.tidy()
 
     # ---- a step's begin and end
@@ -339,6 +354,8 @@ class Steps:
                         return self.cache.record(shape)
                     raise of_shapes(error_of_exact, shape) from None
                 return exact
+        if kind.graph is not None and self.settings.plan is None:
+            self.misuse.check_keep(self.settings.keep, kind.graph)
         if is_searched and kind.family is not None:
             kind.family.search_seconds = took()
         return kind
@@ -446,6 +463,7 @@ class Steps:
 
     def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
         run = self._run
+        self.misuse.note_optimizer(parameters, self.module)
         if self._is_open and run is not None:
             run.optimizer_ran_inside = True
         for executor in list(self.executors):
@@ -465,6 +483,7 @@ class Steps:
             self.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
 
     def _after_optimizer_step(self) -> None:
+        self.misuse.note_optimizer_end()
         if not self._num_optimizers or threading.get_ident() != self.state.thread:
             return  # a training step began within it, or it is another thread's
         self._num_optimizers -= 1
@@ -494,6 +513,16 @@ class _Thread(threading.local):
     """Steps open in a thread; inside one, another is a no-op, whoever's it is: the outermost plugin serves."""
 
     num_open = 0
+    owner: Steps | None = None
+
+    def begin(self, steps: Steps) -> None:
+        self.num_open += 1
+        self.owner = steps
+
+    def end(self) -> None:
+        self.num_open -= 1
+        if not self.num_open:
+            self.owner = None
 
 
 _thread = _Thread()
@@ -554,7 +583,7 @@ class MemoryPlugin:
             keep=keep, enabled=enabled, verify=verify,
         )  # fmt: skip
         if module is not None and not isinstance(module, torch.nn.Module):
-            raise PolicyError(f"module={module!r} is a {type(module).__name__}: give a torch.nn.Module")
+            raise PolicyError(f"module={module!r} is {type_of(module)}: give a torch.nn.Module")
         self._steps = Steps(settings, module, supported(device) if device is not None else None)
 
     @property
@@ -571,6 +600,11 @@ class MemoryPlugin:
     def device(self) -> torch.device | None:
         """The compute device, None before it is known."""
         return self._steps.device
+
+    @property
+    def budget(self) -> Budget:
+        """The budget as it was asked for."""
+        return self._steps.settings.budget
 
     @property
     def budget_bytes(self) -> int | None:
@@ -627,7 +661,7 @@ class MemoryPlugin:
         Raises:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
         """
-        return self._steps.step((inputs, kwargs))
+        return StepScope(self._steps.step((inputs, kwargs)), self._steps.misuse)
 
     def backward_scope(self) -> AbstractContextManager[None]:
         """Around a backward of the step opened last, so that its ops and its peak are measured."""
@@ -674,6 +708,7 @@ class MemoryPlugin:
         steps.plan_if_needed()
         return make_report(
             cache.kind,
+            budget=self.budget,
             budget_bytes=self.budget_bytes,
             measured_step_seconds=cache.step_seconds,
             stall_seconds=cache.stall_seconds,
@@ -685,6 +720,11 @@ class MemoryPlugin:
             phase=cache.phase,
             shapes=cache.figures,
         )
+
+    @property
+    def phase(self) -> Phase:
+        """What the last step did, cf. :class:`~lightning_offload.plugins.report.Report`; it costs nothing to ask."""
+        return self._steps.cache.phase
 
     @property
     def step_kinds(self) -> frozenset[str]:

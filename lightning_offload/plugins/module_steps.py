@@ -17,6 +17,7 @@ compiled with them inside do nothing: a graph break at each would cost more than
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import threading
 import weakref
@@ -29,24 +30,50 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_offload.errors import PolicyError, UnsupportedError
+from lightning_offload.errors import PolicyError, UnsupportedError, type_of
+from lightning_offload.plugins.announcing import Announcer
 from lightning_offload.plugins.memory import MemoryPlugin
+
+_NOTHING_SEEN = (
+    "an optimizer stepped, but no followed model has been called with gradients, so no memory budget is kept: call the "
+    "model itself, or put `with memory.step(batch):` around what you call in its place; a model that is compiled is "
+    "followed by what torch.compile returned"
+)
+PLUGIN_KEYWORDS = frozenset(inspect.signature(MemoryPlugin).parameters)
+"""What a plugin takes, for adapters that hand it on."""
 
 
 class ModuleMemoryPlugin(MemoryPlugin):
     """A :class:`MemoryPlugin` whose steps are the training forwards of the models that it follows.
 
     A GAN's two networks, for example, are two models of one plugin: a plugin serves a device.
+
+    Args:
+        args: Those of :class:`MemoryPlugin`.
+        advice_without_steps: What to tell where an optimizer steps, but no followed model was called with gradients.
+        keywords: Those of :class:`MemoryPlugin`.
     """
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
+    def __init__(self, *args: Any, advice_without_steps: str = _NOTHING_SEEN, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
+        self._steps.misuse.advice["no step"] = advice_without_steps
         self.undo = ExitStack()
         """What a framework's adapter has to take back on :meth:`detach`."""
         self._followed: dict[int, weakref.ref[nn.Module]] = {}
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._open = _OpenScopes()
         self._thread = threading.get_ident()
+        self._announcer: Announcer | None = None
+
+    def announce(self, name: str, call: str | None = None) -> None:
+        """Say what the budget is and, once it is known, the plan; the device is known, and models are followed.
+
+        Args:
+            name: What the user made, for messages.
+            call: How a budget is given to that; by default as its keyword.
+        """
+        if self.enabled and self._announcer is None:
+            self._announcer = Announcer(self, name, call)
 
     @property
     def num_followed(self) -> int:
@@ -79,6 +106,8 @@ class ModuleMemoryPlugin(MemoryPlugin):
 
     @override
     def detach(self) -> None:
+        if self._announcer is not None:
+            self._announcer.tell_plan(self)
         self.undo.close()
         self._followed.clear()
         self._wrappers.clear()
@@ -106,6 +135,8 @@ class ModuleMemoryPlugin(MemoryPlugin):
         self._close_interrupted(frames[0])
         if not torch.is_grad_enabled():
             return
+        if self._announcer is not None:
+            self._announcer.tell_plan(self)
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper not in self._wrappers:
             self._watch(wrapper)
@@ -220,7 +251,7 @@ def followable(model: object) -> nn.Module:
         UnsupportedError: It is followed already, or runs on several devices.
     """
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"model={model!r:.80} is a {type(model).__name__}: give a torch.nn.Module")
+        raise PolicyError(f"model={model!r:.80} is {type_of(model)}: give a torch.nn.Module")
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError(
             "torch.nn.DataParallel runs a model on several devices at once, which is not supported: start one process "

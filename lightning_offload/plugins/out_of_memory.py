@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_offload.accelerators import generators_in_use, kind_of, memory_of
 from lightning_offload.plugins.data_parallel import num_ranks
-from lightning_offload.units import format_bytes
+from lightning_offload.units import format_budget, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -148,7 +148,7 @@ def _explained(
     """The same error with the plan's figures and what to do."""
     figures = []
     if budget_bytes is not None:
-        figures.append(f"budget {format_bytes(budget_bytes)}")
+        figures.append(f"budget {format_budget(budget_bytes)}")
     if kind.plan is not None:
         figures.append(f"predicted peak {format_bytes(kind.plan.predicted_peak_bytes)}")
         figures.append(f"smallest feasible budget {format_bytes(kind.plan.floor_bytes)}")

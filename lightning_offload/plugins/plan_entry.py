@@ -49,7 +49,7 @@ from lightning_offload.plugins.touched import Touched
 from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.tensors.saved_forms import SavedForm
-from lightning_offload.units import format_bytes
+from lightning_offload.units import format_budget_exactly, format_bytes
 
 _log = logging.getLogger(__name__)
 _MAX_SURPRISES = 3
@@ -872,9 +872,9 @@ class PlanEntry:
         if not self.changes.has_warned:
             self.changes.has_warned = True
             _log.warning(
-                "no plan is within the budget of %s (%d bytes) any more: steps were measured at up to %s, and the "
+                "no plan is within the budget of %s any more: steps were measured at up to %s, and the "
                 "smallest budget that has room for what they need and for what is on the device beside them is %s "
                 "(%d bytes); raise the budget or lower the batch size",
-                format_bytes(budget_bytes), budget_bytes, format_bytes(self.measured_peak_bytes or 0),
+                format_budget_exactly(budget_bytes), format_bytes(self.measured_peak_bytes or 0),
                 format_bytes(needed_bytes), needed_bytes,
             )  # fmt: skip

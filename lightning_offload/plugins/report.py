@@ -12,11 +12,20 @@ from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.plan_cache import ShapeFigures
 from lightning_offload.plugins.plan_entry import Phase, PlanEntry
-from lightning_offload.units import format_bytes
+from lightning_offload.plugins.settings import Budget
+from lightning_offload.report.fields import Row, rich_table
+from lightning_offload.report.printed import Printed
+from lightning_offload.units import format_budget, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from lightning_offload.plugins.hardware import TierUse
     from lightning_offload.report import MeasuredStep
+
+
+TITLE = "Offload plan"
+"""Of the table of a report."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +38,8 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Figures of the last step's shape; None where a figure is not known yet.
+class Report(Printed):
+    """Figures of the last step's shape; None where a figure is not known yet. It prints as a table.
 
     Attributes:
         budget_bytes: The budget.
@@ -68,6 +77,7 @@ class Report:
         astray_bytes: What these saved that it did not have, in all.
         planning_seconds: Host time that plans took so far.
         planned: The step with its plan, once there is one.
+        budget: The budget as it was asked for.
     """
 
     budget_bytes: int | None
@@ -104,6 +114,27 @@ class Report:
     astray_bytes: int = 0
     planning_seconds: float = 0.0
     planned: Planned | None = dataclasses.field(default=None, repr=False, compare=False)
+    budget: int | float | str | None = None
+
+    def __rich__(self) -> Group:
+        """The table, and advice where there is any."""
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(rich_table(report_rows(self), TITLE), *(Text(f"Advice: {advice}.") for advice in self.advice))
+
+    def metrics(self, prefix: str = "offload/") -> dict[str, float]:
+        """The figures that are known, for a logger.
+
+        Args:
+            prefix: What their names begin with.
+        """
+        values: dict[str, float | None] = {
+            "peak_bytes": self.measured_peak_bytes,
+            "step_seconds": self.measured_step_seconds,
+            **{name: getattr(self, name) for name in _METRICS},
+        }
+        return {f"{prefix}{name}": value for name, value in values.items() if value is not None}
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write a page that shows the plan and what was measured of it; it needs nothing but a browser.
@@ -161,6 +192,10 @@ class Report:
         return self.host_bytes / self.host_peak_bytes if self.host_peak_bytes else None
 
 
+_METRICS = (
+    "budget_bytes", "stall_seconds", "kept_bytes", "swapped_bytes", "recomputed_bytes", "host_peak_bytes", "num_shapes",
+    "num_at_first_sight", "num_deviations", "num_aligned", "astray_bytes", "planning_seconds",
+)  # fmt: skip
 _FRAGMENTED = 1.1
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
@@ -168,6 +203,7 @@ _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 def make_report(
     kind: PlanEntry,
     *,
+    budget: Budget,
     budget_bytes: int | None,
     measured_step_seconds: float | None,
     stall_seconds: float,
@@ -188,6 +224,7 @@ def make_report(
     if graph is not None:  # as it was planned: with the margin
         graph = dataclasses.replace(kind.shown_graph, extra_bytes=graph.extra_bytes + kind.margin_bytes)
     return Report(
+        budget=budget,
         budget_bytes=budget_bytes,
         floor_bytes=plan.floor_bytes if plan else None,
         plain_peak_bytes=plan.plain_peak_bytes if plan else None,
@@ -235,3 +272,70 @@ def _advice(measured: int | None, reserved: int | None, optimizer: int | None, b
             "foreach=False or fused=True avoids its temporaries"
         )
     return tuple(found)
+
+
+# ---- as a table
+
+_STATES = {
+    "idle": "no step yet",
+    "recording": "recording the first step, no plan yet",
+    "verifying": "checking the plan's replays",
+    "measuring": "measuring, the plan may change",
+    "unplanned": "no plan: the steps' ops change, or no plan is within the budget",
+}
+
+
+def plan_rows(report: Report) -> list[Row]:
+    """Describe the plan in a report, one (label, value) pair per line, unknown values left out."""
+    budget = "" if report.budget_bytes is None else format_budget(report.budget_bytes, report.budget)
+    return _known(
+        ("Budget", budget),
+        ("Smallest feasible budget", _bytes(report.floor_bytes)),
+        ("Peak without a plan", _bytes(report.plain_peak_bytes)),
+        ("Peak predicted", _bytes(report.predicted_peak_bytes)),
+        ("Peak measured", _bytes(report.measured_peak_bytes)),
+        ("Kept on the device", _bytes(report.kept_bytes)),
+        ("Swapped", _bytes(report.swapped_bytes)),
+        ("Recomputed", _bytes(report.recomputed_bytes)),
+        ("Step predicted", _step(report)),
+        ("Step, lower bound", _seconds(report.bound_seconds)),
+        ("Policy", report.policy),
+    )
+
+
+def report_rows(report: Report) -> list[Row]:
+    """The same, and what steps under the plan were seen to do."""
+    replays = f"{report.num_mismatched:,} storages" if report.num_mismatched else ""
+    return plan_rows(report) + _known(
+        ("State", _STATES.get(report.phase, "")),
+        ("Steps", f"{report.num_steps:,}"),
+        ("Step measured", _seconds(report.measured_step_seconds)),
+        ("Waiting for copies", _seconds(report.stall_seconds or None)),
+        ("Optimizer's peak", _bytes(report.optimizer_peak_bytes)),
+        ("Held by the allocator", _bytes(report.reserved_bytes)),
+        ("Host memory, most in use", _bytes(report.host_peak_bytes or None)),
+        ("Disk, most in use", _bytes(report.disk_peak_bytes or None)),
+        ("Shapes of steps", f"{report.num_shapes:,}" if report.num_shapes > 1 else ""),
+        ("Steps that left their plan", f"{report.num_deviations:,}" if report.num_deviations else ""),
+        ("Replays that differed", replays),
+    )
+
+
+def _known(*rows: Row) -> list[Row]:
+    return [(label, value) for label, value in rows if value]
+
+
+def _bytes(value: int | None) -> str:
+    return "" if value is None else format_bytes(value)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else format_seconds(value)
+
+
+def _step(report: Report) -> str:
+    """The predicted step time with what the plan adds to the plain step."""
+    predicted, plain = report.predicted_step_seconds, report.plain_step_seconds
+    if predicted is None or not plain:
+        return _seconds(predicted)
+    return f"{format_seconds(predicted)} ({predicted / plain - 1:+.1%})"

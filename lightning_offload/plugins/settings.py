@@ -12,7 +12,8 @@ from typing import Literal, get_args
 import torch
 
 from lightning_offload.accelerators import memory_of, total_bytes_of
-from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError
+from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError, type_of
+from lightning_offload.graph.files import read_file
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.planner import check_policy
 from lightning_offload.units import resolve_budget
@@ -105,7 +106,7 @@ def _check_word(name: str, word: str, allowed: object) -> None:
 def _check_type(name: str, item: object, allowed: tuple[type, ...], error: type[OffloadError]) -> None:
     if item is not None and not isinstance(item, allowed):
         names = ", ".join(kind.__name__ for kind in allowed)
-        raise error(f"{name}={item!r} is a {type(item).__name__}: give one of {names}")
+        raise error(f"{name}={item!r} is {type_of(item)}: give one of {names}")
 
 
 def _check_folder(folder: Path) -> None:
@@ -119,7 +120,7 @@ def _load_plan(plan: MemoryPlan | str | os.PathLike[str] | None) -> MemoryPlan |
     if plan is None or isinstance(plan, MemoryPlan):
         return plan
     try:
-        text = Path(plan).read_text()
+        text = read_file(plan)
     except (OSError, ValueError) as error:
         raise PlanError(
             f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package"

@@ -11,7 +11,7 @@ from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action
 from lightning_offload.report.bar_plots import WORDS, measured_rows
 from lightning_offload.report.plan_view import MeasuredStep, PlanView, Stored
 from lightning_offload.report.scale import escape, format_share, or_dash
-from lightning_offload.units import format_bytes, format_seconds
+from lightning_offload.units import format_budget, format_bytes, format_seconds
 
 __all__ = ["figures", "footer", "heading", "in_words", "lead", "measured_table", "storages_table"]
 
@@ -23,7 +23,7 @@ _DOT = re.compile(r"(?<=\w)([._])(?=[A-Za-z_])")
 def heading(view: PlanView) -> str:
     """What the report is about, as plain text."""
     budget = view.plan.budget_bytes
-    within = f" within {format_bytes(budget)}" if budget is not None else ""
+    within = f" within {format_budget(budget)}" if budget is not None else ""
     return f"Policy {view.plan.policy}{within} on {view.device.name}"
 
 
@@ -73,7 +73,7 @@ def _figure_rows(view: PlanView) -> list[tuple[str, str, str, bool]]:
     stalls = f"{format_seconds(seconds)} of stalls" if seconds else "no stalls"
     used = f"{100 * peak / budget:.1f}% of the budget" if budget else ""
     return [
-        ("budget", or_dash(budget, "bytes") if budget is not None else "none", f"on {view.device.name}", False),
+        ("budget", format_budget(budget) if budget is not None else "none", f"on {view.device.name}", False),
         ("predicted peak", format_bytes(peak), _measured(measured_peak, "bytes") or used, over),
         ("plain peak, everything kept", format_bytes(view.plain.peak_bytes),
          f"{format_bytes(view.graph.persistent_bytes)} of it persistent", False),

@@ -20,7 +20,7 @@ from lightning_offload.planning.planner import POLICIES, plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import StepTrace, follow
 from lightning_offload.report.scale import format_share
-from lightning_offload.units import format_bytes
+from lightning_offload.units import format_budget
 
 __all__ = [
     "MeasuredStep", "ModuleTotal", "PlanView", "PolicyOutcome", "Stored", "bytes_by_action", "compare_policies",
@@ -38,15 +38,16 @@ def gap_to_bound(made: MemoryPlan) -> float:
     return made.predicted_step_seconds / made.bound_seconds - 1 if made.bound_seconds else 0.0
 
 
-def verdict(made: MemoryPlan) -> str:
-    """Whether and how a step fits."""
+def verdict(made: MemoryPlan, typed: str | None = None) -> str:
+    """Whether and how a step fits; its budget as it was typed, where that is known."""
     if made.budget_bytes is None:
         return "no budget"
+    budget = format_budget(made.budget_bytes, typed)
     if made.predicted_peak_bytes > made.budget_bytes:
-        return f"does not fit {format_bytes(made.budget_bytes)}"
+        return f"does not fit {budget}"
     if not made.decisions:
-        return f"fits {format_bytes(made.budget_bytes)} as it is"
-    return f"fits {format_bytes(made.budget_bytes)} at {format_share(overhead(made))} of step time"
+        return f"fits {budget} as it is"
+    return f"fits {budget} at {format_share(overhead(made))} of step time"
 
 
 def predictions(made: MemoryPlan) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""A plan as tables for a terminal: of a report, and of the commands."""
+"""A plan as tables for a terminal: of a report, and of the commands.
+
+A table's first column names its rows: it keeps its width in a narrow terminal, where others fold (:func:`make_table`).
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,20 @@ from lightning_offload.report.plan_view import (
     overhead,
     view_plan,
 )
+from lightning_offload.report.printed import PrintedTables
 from lightning_offload.report.rows import module_rows
 from lightning_offload.report.scale import format_share, or_dash, shorten
-from lightning_offload.units import format_bytes, format_seconds
+from lightning_offload.units import format_budget, format_bytes, format_seconds
 
 _NEGLIGIBLE = 0.005  # share of a floor
+_MOST_MIN_WIDTH = 24  # of a first column; longer names fold
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.table import Table
 
 __all__ = [
-    "action_rows", "comparison_table", "floor_rows", "live_table", "modules_table", "prediction_rows",
-    "remedies_table", "render_text", "size", "storages_table", "two_columns",
+    "action_rows", "add_row", "budget_text", "comparison_table", "floor_rows", "live_table", "make_table",
+    "modules_table", "prediction_rows", "remedies_table", "render_text", "size", "storages_table", "two_columns",
 ]  # fmt: skip
 
 
@@ -46,8 +50,8 @@ def render_text(
     measured: MeasuredStep | None = None,
     comparison: Sequence[PolicyOutcome] | None = None,
     num_storages: int = 10,
-) -> Group:
-    """A plan as tables; print them with ``rich.console.Console().print``.
+) -> PrintedTables:
+    """A plan as tables, for ``print`` or ``rich.console.Console().print``.
 
     Args:
         graph: The step.
@@ -60,7 +64,7 @@ def render_text(
     Raises:
         PlanError: The plan is one for another step.
     """
-    from rich.console import Group, RenderableType
+    from rich.console import RenderableType
     from rich.text import Text
 
     view = view_plan(graph, plan, device, measured=measured, comparison=comparison)
@@ -73,7 +77,7 @@ def render_text(
         parts.append(storages_table(view.stored, num_storages))
     if view.comparison:
         parts.append(comparison_table(view.comparison))
-    return Group(*parts)
+    return PrintedTables(*parts)
 
 
 def size(num_bytes: int | None) -> str:
@@ -89,15 +93,25 @@ def two_columns(rows: Sequence[tuple[str, str]]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for row in rows:
-        _add(table, *row)
+        add_row(table, *row)
     return table
 
 
-def prediction_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
-    """What a plan predicts."""
+def budget_text(num_bytes: int | None, typed: str | None = None) -> str:
+    """A budget for a person, as it was typed where that is known; "no limit" for None."""
+    return "no limit" if num_bytes is None else format_budget(num_bytes, typed)
+
+
+def prediction_rows(plan: MemoryPlan, budget: str | None = None) -> list[tuple[str, str]]:
+    """What a plan predicts.
+
+    Args:
+        plan: The plan.
+        budget: Its budget as it was typed, where that is known.
+    """
     stall = plan.predicted_stall_seconds
     return [
-        ("budget", size(plan.budget_bytes)),
+        ("budget", budget_text(plan.budget_bytes, budget)),
         ("peak, plain", size(plan.plain_peak_bytes)),
         ("peak, planned", size(plan.predicted_peak_bytes)),
         ("smallest feasible budget", f"{size(plan.floor_bytes)}, set by {plan.floor_op}"),
@@ -131,22 +145,27 @@ def storages_table(stored: Sequence[Stored], num: int) -> Table:
     """
     shown = costliest(stored)[:num]
     title = f"The {len(shown)} storages that would cost most to keep (bytes x time until they are needed)"
-    table = _table(title, "module", "made by", ">size", ">idle", "action")
+    table = make_table(title, "module", "made by", ">size", ">idle", "action")
     for each in shown:
         action = f"{each.action} ({each.tier})" if each.tier is not None else each.action
         op = each.op.removeprefix("aten.").removesuffix(".default")
         idle = format_seconds(each.idle_seconds)
-        _add(table, each.module or "-", op or "-", format_bytes(each.num_bytes), idle, action)
+        add_row(table, each.module or "-", op or "-", format_bytes(each.num_bytes), idle, action)
     return table
 
 
-def modules_table(stored: Sequence[Stored]) -> Table:
-    """What happens to what each module saved; modules that are too many for a table are put together."""
-    table = _table("What each module saved, in the order of the step", "module", ">kept", ">swapped", ">recomputed")
-    for row in module_rows(stored):
-        _add(table, shorten(row.label, 48), *(format_bytes(each) if each else "" for each in row.num_bytes.values()))
+def modules_table(stored: Sequence[Stored], *, is_whole: bool = False) -> Table:
+    """What happens to what each module saved.
+
+    Args:
+        stored: All that was saved.
+        is_whole: Whether each module has a row; modules that are too many for a table are put together otherwise.
+    """
+    table = make_table("What each module saved, in the order of the step", "module", ">kept", ">swapped", ">recomputed")
+    for row in module_rows(stored, max(1, len(stored))) if is_whole else module_rows(stored):
+        add_row(table, shorten(row.label, 48), *(format_bytes(each) if each else "" for each in row.num_bytes.values()))
     table.add_section()
-    _add(table, "all", *(format_bytes(each) for each in bytes_by_action(stored).values()), style="bold")
+    add_row(table, "all", *(format_bytes(each) for each in bytes_by_action(stored).values()), style="bold")
     return table
 
 
@@ -177,12 +196,12 @@ def live_table(finding: FloorFinding, num: int) -> Table:
         num: How many are listed at most.
     """
     shown = [each for each in finding.live if each.num_bytes > _NEGLIGIBLE * finding.floor_bytes][:num]
-    table = _table(
+    table = make_table(
         f"The {len(shown)} largest storages there of {len(finding.live):,}", "module", "made by", ">size", "in"
     )
     for each in shown:
         op = each.op.removeprefix("aten.").removesuffix(".default")
-        _add(table, each.module or "-", op or "-", format_bytes(each.num_bytes), each.phase or "-")
+        add_row(table, each.module or "-", op or "-", format_bytes(each.num_bytes), each.phase or "-")
     return table
 
 
@@ -193,10 +212,10 @@ def remedies_table(finding: FloorFinding, plan: MemoryPlan) -> Table:
         finding: The floor.
         plan: A plan for the step, with the overhead that a remedy's is compared with.
     """
-    table = _table("What would lower it, predicted", "what", ">to", ">by", "then set by", ">overhead")
+    table = make_table("What would lower it, predicted", "what", ">to", ">by", "then set by", ">overhead")
     for each in finding.remedies:
         to, by = or_dash(each.floor_bytes, "bytes"), or_dash(each.gain_bytes, "bytes")
-        _add(table, each.advice, to, by, each.floor_op or "-", format_share(each.overhead))
+        add_row(table, each.advice, to, by, each.floor_op or "-", format_share(each.overhead))
     if any(each.overhead is not None for each in finding.remedies):
         table.caption = f"overhead within the plan's budget; the plan's own is {format_share(overhead(plan))}"
         table.caption_justify = "left"
@@ -205,12 +224,14 @@ def remedies_table(finding: FloorFinding, plan: MemoryPlan) -> Table:
 
 def comparison_table(outcomes: Sequence[PolicyOutcome]) -> Table:
     """Policies side by side, in the order given."""
-    table = _table("", "policy", ">peak", ">step time", ">overhead", ">traffic", ">recomputed")
+    table = make_table("", "policy", ">peak", ">step time", ">overhead", ">traffic", ">recomputed")
     for outcome in outcomes:
         if outcome.step_seconds is None:
-            _add(table, outcome.policy, or_dash(outcome.floor_bytes, "bytes"), "infeasible", *("-",) * 3, style="dim")
+            add_row(
+                table, outcome.policy, or_dash(outcome.floor_bytes, "bytes"), "infeasible", *("-",) * 3, style="dim"
+            )
             continue
-        _add(
+        add_row(
             table,
             outcome.policy,
             or_dash(outcome.peak_bytes, "bytes"),
@@ -229,27 +250,35 @@ def comparison_table(outcomes: Sequence[PolicyOutcome]) -> Table:
 
 def _measured_table(view: PlanView) -> Table:
     """Predicted figures beside measured ones."""
-    table = _table("Measured", "", ">predicted", ">measured")
+    table = make_table("Measured", "", ">predicted", ">measured")
     for label, kind, predicted, value in measured_rows(view):
-        _add(table, label, or_dash(predicted, kind), or_dash(value, kind))
+        add_row(table, label, or_dash(predicted, kind), or_dash(value, kind))
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
-    """A table; a column whose name begins with ">" holds figures: aligned to the right, on one line."""
+def make_table(title: str, *columns: str) -> Table:
+    """A table of :func:`add_row`; a column whose name begins with ">" holds figures: to the right, on one line."""
     from rich.table import Table
 
-    table = Table(title=title or None, title_justify="left", title_style="bold")
+    made = Table(title=title or None, title_justify="left", title_style="bold")
     for column in columns:
         is_figure = column.startswith(">")
-        table.add_column(
+        made.add_column(
             column.removeprefix(">"), justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold"
         )
-    return table
+    return made
 
 
-def _add(table: Table, *cells: str, style: str = "") -> None:
-    """Add a row of plain text: names are the user's, and may look like markup."""
+def add_row(made: Table, *cells: str, style: str = "") -> None:
+    """Add a row of plain text: names are the user's, and may look like markup.
+
+    The first column, which says what the row is about, gets room for it, up to what a long name can do with by folding:
+    where a table is too wide for a terminal, other columns give way.
+    """
     from rich.text import Text
 
-    table.add_row(*(Text(cell) for cell in cells), style=style)
+    made.add_row(*(Text(cell) for cell in cells), style=style)
+    first, length = made.columns[0], len(cells[0])
+    first.min_width = max(first.min_width or 0, min(length, _MOST_MIN_WIDTH))
+    first.no_wrap = made.row_count == 1 or first.no_wrap  # until there is a long name
+    first.no_wrap &= length <= _MOST_MIN_WIDTH

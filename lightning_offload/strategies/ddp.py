@@ -7,6 +7,7 @@ step, with a plan each. What is DDP's own in a step is `lightning_offload.plugin
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_offload.errors import check_keywords
 from lightning_offload.plugins.data_parallel import run_unseen_around_forward
 from lightning_offload.strategies.mixin import OffloadMixin, build
 
@@ -34,6 +36,13 @@ class DDPOffloadStrategyMixin(OffloadMixin, _StrategyBase):
     strategy_name = "ddp_offload"
     public_name = "DDPOffloadStrategy"
     base_name = "DDPStrategy"
+
+    @override
+    def _check_base_keywords(self, keywords: dict[str, Any]) -> None:
+        """Checks them against DistributedDataParallel's own: Lightning does not, and fails in the middle of a fit."""
+        takers = (OffloadMixin.__init__, super(OffloadMixin, self).__init__, DistributedDataParallel.__init__)
+        allowed = {name for taker in takers for name in inspect.signature(taker).parameters}
+        check_keywords(self.public_name, keywords, allowed - {"self", "module", "kwargs"})
 
     @property
     @override

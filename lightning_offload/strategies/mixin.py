@@ -39,7 +39,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_offload.lightning_packages import import_from, loaded_packages
+from lightning_offload.lightning_packages import import_from, loaded_packages, name_constructor
 
 CHECKPOINT_KEY = "lightning_offload"
 
@@ -51,7 +51,10 @@ class OffloadMixin(_StrategyBase):
         budget: Peak bytes of tensors alive on the device in a training step, persistent state included: a
             number of bytes, a text such as "12GiB", a fraction of the device's memory in (0, 1], or None for
             what is free.
-        policy: Name of the planning policy, "auto" for the planner's own choice.
+        policy: Who plans: "auto" for the planner's own choice; "keep-all", "all-swap" or "all-recompute" for one action
+            wherever it is possible; or a published system: "save-on-cpu", "checkpoint", "checkpoint-sqrt", "vdnn-all",
+            "vdnn-conv", "vdnn-dyn", "superneurons", "swap-out-in", "layrub", "layup", "cpu-offload", "accudnn",
+            "capuchin", "checkmate", "dtr" or "pofo".
         tier: Where swapped tensors go: "host", "disk", or "auto" for the host, and the disk once that is full.
         host_budget: Most host memory that swapped tensors may take, written as `budget` is.
         spill_dir: Directory of the disk tier's file, which has no name there and goes with the process.
@@ -87,6 +90,7 @@ class OffloadMixin(_StrategyBase):
         verify: Literal["first", "always", "never"] = "first",
         **kwargs: Any,
     ) -> None:
+        self._check_base_keywords(kwargs)
         super().__init__(**kwargs)
         self._base_keywords = kwargs
         self._restored_plans: dict[str, Any] | None = None
@@ -96,6 +100,9 @@ class OffloadMixin(_StrategyBase):
             "plan": plan, "keep": keep, "enabled": enabled, "verify": verify,
         }  # fmt: skip
         self._memory = MemoryPlugin(**self._keywords)
+
+    def _check_base_keywords(self, keywords: dict[str, Any]) -> None:
+        """Checks the keywords that go to the Lightning strategy, where that itself does not."""
 
     @classmethod
     def __subclasshook__(cls, candidate: type) -> bool:
@@ -270,6 +277,7 @@ def _build(mixin: type[Any], package: str) -> type[Any]:
         "__doc__": _documentation(mixin),
         "_package": package,
     }
+    name_constructor(mixin, mixin.public_name)
     built: type[Any] = type(base)(mixin.public_name, (mixin, base), namespace)
     _BUILT.append(built)
     for loaded in loaded_packages():

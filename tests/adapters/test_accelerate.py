@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin, PolicyError, UnsupportedError
@@ -195,7 +197,7 @@ def test_second_plugin() -> None:
 def test_bad_input() -> None:
     """What is no model or no accelerator is told what to give, before anything is hooked."""
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PolicyError, match=r"model=3 is a int: give a torch\.nn\.Module"):
+    with pytest.raises(PolicyError, match=r"model=3 is an int: give a torch\.nn\.Module"):
         prepare_offload(accelerator, 3)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="there is no model"):
         prepare_offload(accelerator, [])
@@ -203,8 +205,71 @@ def test_bad_input() -> None:
         prepare_offload(net(), accelerator)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="DataParallel"):
         prepare_offload(accelerator, nn.DataParallel(net()))
-    with pytest.raises(TypeError, match="bugdet"):
+    with pytest.raises(TypeError, match=r"^prepare_offload\(\) got .* 'bugdet': did you mean 'budget'"):
         prepare_offload(accelerator, net(), bugdet="1GiB")
+
+
+def test_what_it_says(caplog: pytest.LogCaptureFixture) -> None:
+    """The budget when the model is followed, and the plan's table once it is final, each once."""
+    with caplog.at_level(logging.INFO, "lightning_offload"):
+        train({}, budget="1GB", policy="auto")
+    assert caplog.text.count("Offload budget: 1GB (953.7 MiB) on cpu, planned in the first steps") == 1
+    assert caplog.text.count("Offload plan") == 1
+    assert caplog.text.count("Peak measured") == 1
+
+
+def test_a_run_that_ends_as_its_plan_is_final(caplog: pytest.LogCaptureFixture) -> None:
+    """The table comes at the end; without any plan there is none, and without a budget that is said."""
+    with caplog.at_level(logging.INFO, "lightning_offload"):
+        for num_steps in range(6):
+            _, model, memory = _prepared()
+            caplog.clear()
+            for _ in range(num_steps):
+                model(torch.ones(64, 32)).sum().backward()
+            is_final = memory.report().phase == "planned"
+            memory.detach()
+            assert caplog.text.count("Offload plan") == is_final
+        prepare_offload(Accelerator(cpu=True), net()).detach()
+    assert is_final
+    assert "such as prepare_offload(accelerator, model, budget='4GiB')" in caplog.text
+
+
+class Tracker(GeneralTracker):
+    """Collects what is logged."""
+
+    name = "collecting"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, Any]] = []
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.logged.append({"step": step, **values})
+
+
+def test_trackers() -> None:
+    """What the loop logs goes to the trackers with the figures of the steps, until the plugin is detached."""
+    tracker = Tracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("run")
+    model = accelerator.prepare(net())
+    with prepare_offload(accelerator, model, "1GiB", policy="all-swap") as memory:
+        for step in range(4):
+            model(torch.ones(64, 32)).sum().backward()
+            accelerator.log({"loss": 1.0}, step=step)
+        report = memory.report()
+    accelerator.log({"loss": 2.0}, step=4)
+    assert [entry["step"] for entry in tracker.logged] == [0, 1, 2, 3, 4]
+    assert tracker.logged[3]["loss"] == 1.0
+    assert tracker.logged[3]["offload/budget_bytes"] == 1 << 30
+    assert tracker.logged[3]["offload/swapped_bytes"] == report.swapped_bytes > 0
+    assert tracker.logged[4] == {"step": 4, "loss": 2.0}
+    assert "log" not in vars(accelerator)
 
 
 def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import pickle
 import warnings
 from pathlib import Path
@@ -175,6 +176,14 @@ def test_compiled() -> None:
     strategy.memory.detach()
 
 
+def test_what_it_says(caplog: pytest.LogCaptureFixture) -> None:
+    """The budget when a model is set up, and the plan's table once it is final, each once."""
+    with caplog.at_level(logging.INFO, "lightning_offload"):
+        offloaded("1GB", "auto")
+    assert caplog.text.count("Offload budget: 1GB (953.7 MiB) on cpu, planned in the first steps") == 1
+    assert caplog.text.count("Offload plan") == 1
+
+
 def test_names() -> None:
     """Both names are in Fabric's registry, and give the strategies."""
     for name, cls in (("offload", OffloadStrategy), ("ddp_offload", DDPOffloadStrategy)):
@@ -217,6 +226,11 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keywords are checked at once, and more than one process is told which strategy to use."""
     with pytest.raises(BudgetError):
         OffloadStrategy("much")
+    for make in (OffloadStrategy, DDPOffloadStrategy):
+        name = make.__name__
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got .* 'bugdet': did you mean 'budget'"):
+            make(bugdet="1GiB")
+    assert DDPOffloadStrategy("1GiB", find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
     with pytest.raises(TypeError, match="bugdet"):
         OffloadStrategy(bugdet="1GiB")
     with pytest.raises(AttributeError, match="NoStrategy"):

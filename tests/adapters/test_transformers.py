@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,11 +248,32 @@ def test_unsupported(tmp_path: Path) -> None:
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)
     with pytest.raises(BudgetError):
         OffloadCallback("much")
+    with pytest.raises(TypeError, match=r"^OffloadCallback\(\) got .* 'bugdet': did you mean 'budget'"):
+        OffloadCallback(bugdet="1GiB")
     other = OffloadCallback("1GiB")
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     with pytest.raises(UnsupportedError, match="already trains within a budget"):
         other.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     callback.detach()
+
+
+def test_what_it_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A line for the budget, the plan's table once, and the figures beside each loss of the log history."""
+    callback = OffloadCallback("1GB", policy="all-swap")
+    trainer = trainer_for(tmp_path, callback)
+    with caplog.at_level(logging.INFO, "lightning_offload"):
+        trainer.train()
+    assert caplog.text.count("Offload budget: 1GB (953.7 MiB) on cpu") == 1
+    assert caplog.text.count("Offload plan") == 1
+    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == NUM_STEPS // 2
+    assert all(entry["offload/budget_bytes"] == 10**9 for entry in losses)
+    assert losses[-1]["offload/swapped_bytes"] > 0
+    assert losses[-1]["offload/peak_bytes"] > 0
+    others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+    assert others
+    assert not any("offload" in name for entry in others for name in entry)
+    json.dumps(trainer.state.log_history)
 
 
 def test_malformed_plans(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,13 @@ def small() -> nn.Module:
         nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
         nn.Flatten(), nn.Linear(8 * 32 * 32, 10),
     )  # fmt: skip
+
+
+def deep() -> nn.Module:
+    """Sixty layers with something to save each, and as many without."""
+    return nn.Sequential(
+        OrderedDict(layers=nn.Sequential(*(m for _ in range(60) for m in (nn.Linear(32, 32), nn.Tanh()))))
+    )
 
 
 class Tied(nn.Module):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 
 import pytest
 
+import lightning_offload
 from lightning_offload import cli
 from lightning_offload.cli import app
 from lightning_offload.errors import BudgetInfeasibleError, PlanError
+from lightning_offload.planning.planner import POLICIES
 from tests.cli.running import output_of, refused
 from tests.test_lean_import import run_python
 
@@ -42,6 +45,21 @@ def test_help_lists_the_options(
     out = output_of(capsys, command, "--help")
     assert all(word in out for word in COMMANDS[command])
     assert "2 bad input" in out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the package, on a line of its own."""
+    assert output_of(capsys, "--version") == f"lightning-offload {lightning_offload.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "max-batch", "scale"])
+def test_help_lists_the_policies(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, in the planner's order, written out where no planner is imported."""
+    monkeypatch.setenv("COLUMNS", "160")
+    words = re.sub(r"[^\w,.:-]+", " ", output_of(capsys, command, "--help"))
+    assert f"Who plans: {', '.join(POLICIES)}. " in words
 
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

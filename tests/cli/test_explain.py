@@ -9,7 +9,7 @@ import pytest
 
 from lightning_offload import cli
 from tests.cli.running import SMALL, json_of, option, output_of, refused
-from tests.cli.test_plan import BYTES_KEYS, PREDICTION_KEYS, budget_between
+from tests.cli.test_plan import BYTES_KEYS, OUTPUT, PREDICTION_KEYS, budget_between
 from tests.cli.test_plan import folder as folder
 
 EXPLAIN_KEYS = (
@@ -22,7 +22,7 @@ EXPLAIN_KEYS = (
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     """A plan that swaps or recomputes, written with its step; what plan said of it."""
-    return json_of(capsys, "plan", *SMALL, "--budget", budget_between(capsys, 0.3))
+    return json_of(capsys, "plan", *SMALL, "--budget", budget_between(capsys, 0.3), *OUTPUT)
 
 
 def test_explain_with_the_step_beside(capsys: pytest.CaptureFixture[str], written: dict[str, object]) -> None:
@@ -87,7 +87,7 @@ def test_explain_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The logits set its floor; a loss in chunks is predicted, with its overhead on a device that is named."""
     model = ["tests.cli.models:speaker", "--input", "int64:64", "--batch-size", "8", "--optimizer", "none"]
     plain = json_of(capsys, "plan", *model, "--device", "k40c", "--output", "")
-    made = json_of(capsys, "plan", *model, "--device", "k40c", "--budget", f"{plain['floor_bytes']}B")
+    made = json_of(capsys, "plan", *model, "--device", "k40c", "--budget", f"{plain['floor_bytes']}B", *OUTPUT)
     (chunked, _) = json_of(capsys, "explain", "plan.json", "--device", "k40c")["floor"]["remedies"]
     assert set(chunked) == {
         "kind", "advice", "floor_bytes", "gain_bytes", "floor_op", "overhead", "num_chunks",

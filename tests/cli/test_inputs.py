@@ -66,7 +66,7 @@ def test_the_same_tensor_twice_stays_one() -> None:
         (["a=3", "4"], "--input is given with and without names"),
         (["a=3", "a=4"], "--input names an input twice: a, a"),
         (["tests.cli.models:two_inputs", "3"], "cannot go with others"),
-        (["tests.cli.models:NUMBER"], "is a int: name a function of the batch size"),
+        (["tests.cli.models:NUMBER"], "is an int: name a function of the batch size"),
         (["tests.cli.models:missing"], "has no attribute 'missing'"),
     ],
 )

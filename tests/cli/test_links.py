@@ -18,10 +18,10 @@ from lightning_offload.plugins import devices
 from tests.cli.running import refused
 
 RATES = LinkRates(
-    d2h_bytes_per_second=50.0 * (1 << 30),
-    h2d_bytes_per_second=25.5 * (1 << 30),
-    both_d2h_bytes_per_second=40.0 * (1 << 30),
-    both_h2d_bytes_per_second=20.0 * (1 << 30),
+    d2h_bytes_per_second=50.0e9,
+    h2d_bytes_per_second=25.5e9,
+    both_d2h_bytes_per_second=40.0e9,
+    both_h2d_bytes_per_second=20.0e9,
 )
 
 
@@ -60,10 +60,10 @@ def test_a_table_of_rates(measuring: Measuring, capsys: pytest.CaptureFixture[st
     assert "Links of cpu, transfers of 256.0 MiB" in out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
     assert rows == [
-        ["device to host", "50.0 GiB/s"],
-        ["host to device", "25.5 GiB/s"],
-        ["device to host, both at once", "40.0 GiB/s"],
-        ["host to device, both at once", "20.0 GiB/s"],
+        ["device to host", "50.0 GB/s"],
+        ["host to device", "25.5 GB/s"],
+        ["device to host, both at once", "40.0 GB/s"],
+        ["host to device, both at once", "20.0 GB/s"],
         ["disk write", "not measured"],
         ["disk read", "not measured"],
     ]

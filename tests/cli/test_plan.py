@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ PLAN_KEYS = (
     HEADER_KEYS | PREDICTION_KEYS | BYTES_KEYS | STATE_KEYS
     | {"capture_seconds", "planning_seconds", "storages", "plan_path", "graph_path", "report_path", "trace_path"}
 )  # fmt: skip
+OUTPUT = ("--output", "plan.json")
 STORAGE_KEYS = {"storage", "module", "op", "num_bytes", "idle_seconds", "action", "tier"}
 
 
@@ -50,7 +52,7 @@ def budget_between(capsys: pytest.CaptureFixture[str], share: float) -> str:
 
 def test_a_step_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a budget all of the device's memory is one; what is kept is kept, and the plan and step are written."""
-    out = output_of(capsys, "plan", *SMALL)
+    out = output_of(capsys, "plan", *SMALL, *OUTPUT)
     assert "tests.cli.models:small, batch 8, float32 on Tesla K40c: fits 11.2 GiB as it is" in out
     assert "persistent state" in out
     assert "The 10 storages that would cost most to keep" in out
@@ -61,10 +63,23 @@ def test_a_step_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.budget_bytes == device_spec("k40c").memory_bytes
 
 
+def test_the_budget_is_echoed_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the first line and in the table; in an error and by explain as a round number reads."""
+    out = output_of(capsys, "plan", *SMALL, "--budget", "2.5 MB", *OUTPUT)
+    assert "on Tesla K40c: fits 2.5 MB (2.4 MiB) at" in out
+    assert re.search(r"budget +2\.5 MB \(2\.4 MiB\) *\n", out)
+    assert "fits 2.5MB (2.4 MiB) at" in output_of(capsys, "explain", "plan.json")
+    assert "fits 4MiB as it is" in output_of(capsys, "plan", *SMALL, "--budget", "4MiB")
+    assert "fits 0.5 of the device (5.6 GiB) as it is" in output_of(capsys, "plan", *SMALL, "--budget", "0.5")
+    assert "budget 500kB (488.3 KiB, 500000 bytes) is infeasible" in (
+        refused(capsys, "plan", *SMALL, "--budget", "500kB", code=3)
+    )
+
+
 def test_json_has_the_same_keys_always(capsys: pytest.CaptureFixture[str]) -> None:
     """Figures in bytes and seconds, which agree with the written plan and with one another."""
     budget = budget_between(capsys, 0.5)
-    found = json_of(capsys, "plan", *SMALL, "--budget", budget)
+    found = json_of(capsys, "plan", *SMALL, "--budget", budget, *OUTPUT)
     assert set(found) == PLAN_KEYS
     assert len(found["storages"]) == 10
     assert all(set(entry) == STORAGE_KEYS for entry in found["storages"])
@@ -92,7 +107,7 @@ def test_the_plan_is_for_the_real_step(capsys: pytest.CaptureFixture[str]) -> No
     here = dataclasses.replace(device_spec("k40c"), name="this machine", kind="cpu", compute_capability=0)
     Path("here.json").write_text(here.to_json())
     budget = budget_between(capsys, 0.3)
-    output_of(capsys, "plan", *option("--device", "here.json"), "--budget", budget, "--optimizer", "sgd")
+    output_of(capsys, "plan", *option("--device", "here.json"), "--budget", budget, "--optimizer", "sgd", *OUTPUT)
     torch.manual_seed(3)
     plain = models.small()
     planned = copy.deepcopy(plain)
@@ -110,13 +125,18 @@ def test_the_plan_is_for_the_real_step(capsys: pytest.CaptureFixture[str]) -> No
     assert report.num_mismatched == 0
 
 
-def test_nothing_is_written_without_names(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    """An empty name means no file; --graph alone writes the step."""
-    assert "Wrote" not in output_of(capsys, "plan", *SMALL, "--output", "")
+def test_what_was_not_asked_for_is_not_written(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """Nothing without a name, and how to get a plan is said; the step goes beside a plan, or where it is named."""
+    out = output_of(capsys, "plan", *SMALL)
+    assert "Wrote" not in out
+    assert "The plan was not written: --output plan.json writes it" in out
+    assert json_of(capsys, "plan", *SMALL, "--output", "")["plan_path"] is None
     assert list(folder.iterdir()) == []
-    output_of(capsys, "plan", *SMALL, "--output", "", "--graph", "step.json")
+    output_of(capsys, "plan", *SMALL, "--graph", "step.json")
     output_of(capsys, "plan", *SMALL, "--output", "only.json", "--graph", "")
     assert sorted(path.name for path in folder.iterdir()) == ["only.json", "step.json"]
+    assert "not written" not in output_of(capsys, "plan", *SMALL, *OUTPUT)
+    assert Path("plan.graph.json").is_file()
 
 
 def test_report_and_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +145,7 @@ def test_report_and_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     made = []
     for name in ("save_plan_html", "save_plan_trace"):
         monkeypatch.setattr(report, name, lambda path, graph, plan, device: made.append((path, graph, plan, device)))
-    output_of(capsys, "plan", *SMALL, "--report", "r.html", "--trace", "t.json")
+    output_of(capsys, "plan", *SMALL, "--report", "r.html", "--trace", "t.json", *OUTPUT)
     (page, *rest), (trace, *same) = made
     assert (page, trace) == (Path("r.html"), Path("t.json"))
     assert rest == same

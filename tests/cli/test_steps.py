@@ -119,7 +119,7 @@ def test_losses() -> None:
 @pytest.mark.parametrize(
     ("model", "inputs", "message"),
     [
-        ("NUMBER", ["3"], "model 'tests.cli.models:NUMBER' is a int: name a torch.nn.Module, or what makes one"),
+        ("NUMBER", ["3"], "model 'tests.cli.models:NUMBER' is an int: name a torch.nn.Module, or what makes one"),
         ("with_arguments", ["3"], "needs the arguments width, depth"),
         ("broken", ["3"], "model 'tests.cli.models:broken' could not be made without memory: ValueError: no"),
         ("no_model", ["3"], "model 'tests.cli.models:no_model' makes a dict"),

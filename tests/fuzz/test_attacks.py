@@ -221,6 +221,7 @@ def _outcome(step: Step, memory: Any) -> list[Any]:
     return outcome
 
 
+@pytest.mark.filterwarnings("ignore:this MemoryPlugin has no effect")
 @pytest.mark.parametrize("verify", ["first", "never"])
 @pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
 @pytest.mark.parametrize("step", ATTACKS, ids=lambda step: step.__name__.strip("_").replace("_", "-"))

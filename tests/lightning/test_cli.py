@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_offload
+from lightning_offload.planning.planner import POLICIES
 from tests.lightning.models import ConvNet
 
 STRATEGY = "lightning_offload.OffloadStrategy"
@@ -87,6 +89,8 @@ def test_help_lists_the_keywords(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert f"--trainer.strategy.{keyword}" in text
     assert "Peak bytes of tensors alive" in text
+    words = re.sub(r"-\s*\n\s+", "-", text)  # where argparse broke a line
+    assert all(f'"{policy}"' in words for policy in POLICIES)
 
 
 def test_bad_budget() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
 
 from lightning_offload import OffloadMonitor, OffloadStrategy
+from lightning_offload.callbacks.monitor import peak_of_budget
 from tests.lightning.conftest import MakeTrainer
 from tests.lightning.models import NUM_STEPS, ConvNet, images
 
@@ -72,7 +75,7 @@ def test_group_separator(make_trainer: MakeTrainer, tmp_path: Path) -> None:
 
 
 def test_progress_bar_without_logger(make_trainer: MakeTrainer) -> None:
-    """The progress bar shows GiB and seconds in every batch, logger or not."""
+    """The progress bar has one item in every batch, the peak of the budget, logger or not."""
     bar = SilentBar()
     trainer = make_trainer(
         strategy=OffloadStrategy(BUDGET),
@@ -82,13 +85,46 @@ def test_progress_bar_without_logger(make_trainer: MakeTrainer) -> None:
     )
     trainer.fit(ConvNet(), images())
     assert len(bar.shown) == NUM_STEPS
-    assert all(shown["offload/budget_gib"] == 1.0 for shown in bar.shown[2:])
-    assert {
-        "offload/peak_gib",
-        "offload/swapped_gib",
-        "offload/recomputed_gib",
-        "offload/stall_s",
-    } <= bar.shown[-1].keys()
+    assert all(re.fullmatch(r"0\.0/1\.0 GiB", shown["mem"]) for shown in bar.shown[2:])
+    assert not any("offload" in name for shown in bar.shown for name in shown)
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_both_bars_show_the_item(
+    make_trainer: MakeTrainer,
+    bar: type[ProgressBar],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lightning's own bars take text beside numbers; small models are shown in a unit of their size."""
+    monkeypatch.setenv("COLUMNS", "120")
+    if bar is RichProgressBar:
+        monkeypatch.setattr("rich._console", Console(force_terminal=True, width=200))
+    trainer = make_trainer(
+        strategy=OffloadStrategy("8MiB"), callbacks=[OffloadMonitor(), bar()], enable_progress_bar=True,
+        log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(ConvNet(), images())
+    shown = "".join(capfd.readouterr())
+    assert re.search(r"mem[=:] ?\d\.\d/8\.0 MiB", shown)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"),
+    [("auto", "lightning_offload.OffloadStrategy(...)"), ("ddp", "lightning_offload.DDPOffloadStrategy(...)")],
+)
+def test_the_strategy_that_it_recommends(make_trainer: MakeTrainer, strategy: str, named: str) -> None:
+    """The one for several devices under plain DDP, else that for one."""
+    trainer = make_trainer(strategy=strategy, devices=2 if strategy == "ddp" else 1)
+    with pytest.raises(MisconfigurationException, match=re.escape(f"use `Trainer(strategy={named})`")):
+        OffloadMonitor().setup(trainer, ConvNet(), "fit")
+
+
+def test_a_peak_and_its_budget_share_a_unit() -> None:
+    """That of the larger; without a budget the peak stands alone, and without a peak there is nothing to show."""
+    assert peak_of_budget(3 << 20, 8 << 30) == "0.0/8.0 GiB"
+    assert peak_of_budget(1536, None) == "1.5 KiB"
+    assert peak_of_budget(None, 8 << 30) == ""
 
 
 @pytest.mark.parametrize("monitor", [OffloadMonitor(), OffloadMonitor(progress_bar=False)], ids=["bar", "no bar"])

@@ -84,6 +84,29 @@ def test_bad_keyword(keyword: str, value: str, error: type[Exception]) -> None:
         OffloadStrategy("1GiB", **{keyword: value})
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (OffloadStrategy, "OffloadStrategy"),
+        (lightning_offload.DDPOffloadStrategy, "DDPOffloadStrategy"),
+        (lightning_offload.OffloadMonitor, "OffloadMonitor"),
+        (lightning_offload.EfficientBatchSizeFinder, "EfficientBatchSizeFinder"),
+    ],
+)
+def test_a_keyword_that_there_is_not(make: Any, name: str) -> None:
+    """The error names the class that the user wrote."""
+    with pytest.raises(TypeError, match=rf"^{name}(\.__init__)?\(\) got an unexpected keyword argument 'bugdet'"):
+        make(bugdet="1GiB")
+
+
+def test_keywords_that_ddp_takes() -> None:
+    """DDPStrategy's own, and those that it hands on."""
+    strategy = lightning_offload.DDPOffloadStrategy("1GiB", find_unused_parameters=True, process_group_backend="gloo")
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+    with pytest.raises(TypeError, match="'bucket_cap': did you mean 'bucket_cap_mb'"):
+        lightning_offload.DDPOffloadStrategy(bucket_cap=25)
+
+
 def test_plan_that_is_none(tmp_path: Path) -> None:
     """A file that is not a plan is refused where it is named."""
     path = tmp_path / "plan.json"

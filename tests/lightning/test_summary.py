@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from rich.console import Console
 
 from lightning_offload import OffloadStrategy
-from lightning_offload.plugins.report import Report
-from lightning_offload.strategies.summary import plain_table, rich_table, summary_rows
+from lightning_offload.plugins.report import TITLE, Report, plan_rows
+from lightning_offload.report.fields import plain_table, rich_table
 from tests.lightning.conftest import MakeTrainer
 from tests.lightning.models import ConvNet, images
 
@@ -32,7 +32,7 @@ def test_rows() -> None:
         predicted_step_seconds=1.5,
         plain_step_seconds=1.2,
     )
-    rows = dict(summary_rows(known))
+    rows = dict(plan_rows(known))
     assert rows["Budget"] == "12.0 GiB"
     assert rows["Smallest feasible budget"] == "3.0 GiB"
     assert rows["Swapped"] == "5.0 MiB"
@@ -44,12 +44,12 @@ def test_rows() -> None:
 def test_tables_hold_the_rows() -> None:
     """Both layouts show every label and value, the plain one in columns."""
     rows = [("Budget", "12.0 GiB"), ("Policy", "auto")]
-    lines = plain_table(rows).splitlines()
+    lines = plain_table(rows, TITLE).splitlines()
     assert lines[0].startswith("Offload plan |")
     assert lines[2:4] == ["Budget       | 12.0 GiB", "Policy       |     auto"]
     console = Console(width=60)
     with console.capture() as capture:
-        console.print(rich_table(rows))
+        console.print(rich_table(rows, TITLE))
     text = capture.get()
     assert all(word in text for word in ("Offload plan", "Budget", "12.0 GiB", "Policy", "auto"))
 
@@ -74,7 +74,7 @@ def test_printed_once_when_planned(
         )
     finally:
         log.removeHandler(caplog.handler)
-    assert caplog.text.count("Offload budget: 1.0 GiB on cpu") == 1
+    assert caplog.text.count("Offload budget: 1GiB on cpu") == 1
     printed = capsys.readouterr().out if rich else caplog.text
     assert printed.count("Offload plan") == 1
     assert printed.count("Smallest feasible budget") == 1

@@ -220,7 +220,7 @@ def test_compiled(memory: ModuleMemoryPlugin) -> None:
 def test_refused(memory: ModuleMemoryPlugin) -> None:
     """What is no module, is followed already or runs on several devices is refused with nothing hooked."""
     model = net()
-    with pytest.raises(PolicyError, match="model=3 is a int"):
+    with pytest.raises(PolicyError, match="model=3 is an int"):
         memory.follow(model, 3)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="torchrun"):
         memory.follow(model, nn.DataParallel(net()))

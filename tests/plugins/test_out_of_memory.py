@@ -271,10 +271,11 @@ def test_other_errors_pass_as_they_are() -> None:
 
 
 def test_result_of_the_function_is_returned() -> None:
-    """Attached or not."""
+    """Attached, or not, which is told of."""
     model, batch = Model(), rows(256)
     memory = MemoryPlugin(policy="all-swap", module=model)
-    assert memory.run(lambda: 5, batch) == 5
+    with pytest.warns(UserWarning, match="the plugin was not attached"):
+        assert memory.run(lambda: 5, batch) == 5
     with memory:
         assert memory.run(lambda: "x", batch) == "x"
 
