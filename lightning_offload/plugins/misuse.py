@@ -81,6 +81,8 @@ class Misuse:
     def note_optimizer(self, parameters: Iterable[Tensor], module: torch.nn.Module | None) -> None:
         """An optimizer begins to step, and may have a closure that runs the training step.
 
+        Where nothing has a gradient nothing is trained: state is made, say.
+
         Args:
             parameters: What it updates.
             module: The model, where it is known; without it any optimizer is taken for its, unless another plugin's
@@ -88,8 +90,9 @@ class Misuse:
         """
         if self._is_served or self._told or (module is None and _Steps.num_begun):
             return
-        ours = {id(parameter) for parameter in module.parameters()} if module is not None else None
-        self._trains_unserved = ours is None or any(id(parameter) in ours for parameter in parameters)
+        trained = {id(parameter) for parameter in parameters if parameter.grad is not None}  # as the optimizer asks too
+        ours = {id(parameter) for parameter in module.parameters()} if module is not None else trained
+        self._trains_unserved = not ours.isdisjoint(trained)
 
     def note_optimizer_end(self) -> None:
         """An optimizer has stepped: of the model, without a step of the plugin before, it trains without a budget."""

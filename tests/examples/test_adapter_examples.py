@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_offload.units import parse_bytes
 from tests.adapters.conftest import no_accelerator_state as no_accelerator_state
+from tests.examples.figures import figures_in
 from tests.one_thread import one_thread as one_thread
 from tests.quick_collections import quick_collections as quick_collections
 
@@ -35,18 +35,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
         return captured.out + captured.err
 
     return run
-
-
-ROWS = {
-    "budget_bytes": "Budget", "plain_peak_bytes": "Peak without a plan", "measured_peak_bytes": "Peak measured",
-    "swapped_bytes": "Swapped", "recomputed_bytes": "Recomputed",
-}  # fmt: skip
-
-
-def figures_in(output: str) -> dict[str, int]:
-    """Of the report's table, to its digits."""
-    found = dict(re.findall(r"│ ([A-Z][\w ]+?) +│ +([0-9.]+ ?[KMG]?i?B) │", output))
-    return {name: parse_bytes(found[label]) for name, label in ROWS.items()}
 
 
 @pytest.mark.parametrize("module", ["examples.accelerate.train", "examples.fabric.train"])
