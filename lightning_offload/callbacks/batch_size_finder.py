@@ -19,7 +19,7 @@ from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import current_package, import_from, package_of, rank_zero
-from lightning_offload.tuning.learning_rate import Warmup
+from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps
 from lightning_offload.tuning.snapshot import RandomStates
 
 if TYPE_CHECKING:
@@ -74,11 +74,18 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         steps_per_trial: Steps that are timed in a trial.
         warmup_steps: Steps before them that are not.
         tolerance: How far below the best throughput the chosen size may be, as a fraction of it.
-        lr_scaling: How the learning rate follows the effective batch (size x ranks x accumulation).
+        lr_scaling: How the learning rate follows the effective batch (size x ranks x accumulation): "linear", "sqrt",
+            "none", or "auto", which is linear for SGD and the square root for Adam and its like.
         base_batch_size: Effective batch that the configured rate is for; by default the configured one.
         make_batch: Makes a batch of a size on the host, for batches whose samples cannot be repeated.
         max_seconds: Time after which no further trial begins.
-        lr_warmup_epochs: Epochs over which the rate is raised from the configured to the found one.
+        lr_warmup_epochs: Epochs over which the rate is raised from the configured to the found one, in place of steps.
+        lr_warmup_steps: Optimizer steps over which it is; by default 50, or a tenth of the run where that is less. 0
+            for no warm-up. A rate that is not scaled up is not warmed up.
+        max_lr_factor: By how much the rate may be raised at most.
+        max_data_share: The largest effective batch, as a share of the data set.
+        min_confidence: How sure the search has to be, from 0 to 1. Below it the configured size and rate stay, unless
+            that size does not fit; 0 sets whatever is found.
         plot_dir: Folder for `batch_size.html` and `batch_size.png`, throughput and peak against batch size.
         provoke_oom: Whether a trial may run out of memory. By default it may, unless ranks talk to one another within
             a step (SyncBatchNorm, sharding, own collectives); then sizes that may not fit are predicted.
@@ -100,11 +107,15 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         steps_per_trial: int = 5,
         warmup_steps: int = 2,
         tolerance: float = 0.03,
-        lr_scaling: Literal["linear", "sqrt", "none"] = "linear",
+        lr_scaling: Literal["auto", "linear", "sqrt", "none"] = "auto",
         base_batch_size: int | None = None,
         make_batch: Callable[[int], Any] | None = None,
         max_seconds: float | None = None,
         lr_warmup_epochs: int = 0,
+        lr_warmup_steps: int | None = None,
+        max_lr_factor: float = 8.0,
+        max_data_share: float = 0.1,
+        min_confidence: float = 0.5,
         plot_dir: str | os.PathLike[str] | None = None,
         provoke_oom: bool | None = None,
     ) -> None:
@@ -113,7 +124,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             batch_arg_name=batch_arg_name, lr_arg_name=lr_arg_name, init_val=init_val, min_val=min_val, max_val=max_val,
             steps_per_trial=steps_per_trial, warmup_steps=warmup_steps, tolerance=tolerance, lr_scaling=lr_scaling,
             base_batch_size=base_batch_size, make_batch=make_batch, max_seconds=max_seconds,
-            lr_warmup_epochs=lr_warmup_epochs, provoke_oom=provoke_oom,
+            lr_warmup_epochs=lr_warmup_epochs, lr_warmup_steps=lr_warmup_steps, max_lr_factor=max_lr_factor,
+            max_data_share=max_data_share, min_confidence=min_confidence, provoke_oom=provoke_oom,
         )  # fmt: skip
         self._plot_dir = None if plot_dir is None else checked_folder(plot_dir)
         self._clock: Callable[[], float] = time.perf_counter
@@ -203,13 +215,25 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins, or goes on with, the warm-up of the learning rate."""
         result = self.result
-        if result is None or not self._options.lr_warmup_epochs or result.lr_factor <= 1:
+        if result is None or result.lr_factor <= 1:
             return
-        per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        self._warmup = Warmup(self._options.lr_warmup_epochs * per_epoch, result.lr_factor)
+        num_steps = self._num_warmup_steps(trainer)
+        if not num_steps:
+            return
+        self._warmup = Warmup(num_steps, result.lr_factor)
         if self._warmup_state is not None:
             self._warmup.load_state_dict(self._warmup_state)
         self._warmup.attach(trainer.optimizers)
+
+    def _num_warmup_steps(self, trainer: Trainer) -> int:
+        options = self._options
+        if options.lr_warmup_epochs:
+            per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            return options.lr_warmup_epochs * per_epoch
+        if options.lr_warmup_steps is not None:
+            return options.lr_warmup_steps
+        num_steps = trainer.estimated_stepping_batches
+        return default_warmup_steps(num_steps if num_steps > 0 else math.inf)  # -1 of a stream without an end
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

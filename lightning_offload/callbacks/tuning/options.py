@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import current_package, import_from, package_of
-from lightning_offload.tuning.learning_rate import check_rule
+from lightning_offload.tuning.learning_rate import check_scaling
 
 __all__ = ["FinderOptions", "checked_folder", "misconfiguration"]
 
@@ -37,16 +37,26 @@ class FinderOptions:
     make_batch: Callable[[int], Any] | None
     max_seconds: float | None
     lr_warmup_epochs: int
+    lr_warmup_steps: int | None
+    max_lr_factor: float
+    max_data_share: float
+    min_confidence: float
     provoke_oom: bool | None
 
     def __post_init__(self) -> None:
-        check_rule(self.lr_scaling)
+        check_scaling(self.lr_scaling)
         _check_name("batch_arg_name", self.batch_arg_name, is_optional=False)
         _check_name("lr_arg_name", self.lr_arg_name, is_optional=True)
         for name in ("init_val", "min_val", "max_val", "steps_per_trial", "base_batch_size"):
             _check_count(name, getattr(self, name), least=1, is_optional=name not in ("min_val", "steps_per_trial"))
-        for name in ("warmup_steps", "lr_warmup_epochs"):
-            _check_count(name, getattr(self, name), least=0, is_optional=False)
+        for name in ("warmup_steps", "lr_warmup_epochs", "lr_warmup_steps"):
+            _check_count(name, getattr(self, name), least=0, is_optional=name == "lr_warmup_steps")
+        if self.lr_warmup_steps and self.lr_warmup_epochs:
+            raise TuningError(
+                f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_epochs={self.lr_warmup_epochs} are lengths of"
+                " one warm-up: give one of them"
+            )
+        self._check_limits()
         if not _is_number(self.tolerance) or not 0 < self.tolerance < 1:
             raise TuningError(
                 f"tolerance={self.tolerance!r} is not possible: give a fraction between 0 and 1, such as 0.03"
@@ -64,6 +74,23 @@ class FinderOptions:
             raise TuningError(f"make_batch={self.make_batch!r} is no function: give one that makes a batch of a size")
         if self.provoke_oom is not None and not isinstance(self.provoke_oom, bool):
             raise TuningError(f"provoke_oom={self.provoke_oom!r} is not possible: give True, False or None")
+
+    def _check_limits(self) -> None:
+        if not _is_number(self.max_lr_factor) or not self.max_lr_factor >= 1:
+            raise TuningError(
+                f"max_lr_factor={self.max_lr_factor!r} is not possible: give a number of at least 1, such as 8, or"
+                " float('inf') for no limit"
+            )
+        if not _is_number(self.max_data_share) or not 0 < self.max_data_share <= 1:
+            raise TuningError(
+                f"max_data_share={self.max_data_share!r} is not possible: give a share of the data set above 0 and up"
+                " to 1, such as 0.1"
+            )
+        if not _is_number(self.min_confidence) or not 0 <= self.min_confidence <= 1:
+            raise TuningError(
+                f"min_confidence={self.min_confidence!r} is not possible: give a probability from 0 to 1, such as 0.5;"
+                " 0 sets whatever is found"
+            )
 
 
 def _check_name(keyword: str, value: Any, *, is_optional: bool) -> None:

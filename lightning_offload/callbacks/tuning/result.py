@@ -39,6 +39,8 @@ class TuningResult:
 
     Attributes:
         batch_size: Samples of one step on one rank.
+        found_batch_size: What the search found; None in states of older versions. `batch_size` is another one where
+            the search was not sure enough.
         lr: The learning rate in force with it; that of the first group where the model keeps none.
         base_batch_size: Effective batch (samples of one optimizer step, all ranks) that the rate was given for.
         effective_batch_size: The same with the chosen size.
@@ -61,6 +63,7 @@ class TuningResult:
     lr: float | None
     base_batch_size: int
     effective_batch_size: int
+    found_batch_size: int | None = None
     lr_factor: float = 1.0
     scaled_groups: tuple[tuple[int, int], ...] = ()
     trials: tuple[Trial, ...] = ()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.batches import batch_size_of, loaders_in, num_samples, tiled
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
@@ -74,7 +75,7 @@ class Sampler:
         """The sizes that can be trained with.
 
         An epoch has to have enough batches for a window of accumulation, for a validation every so many of them, and
-        for a share of them to be one.
+        for a share of them to be one; and an effective batch is to be no more than a share of the data set.
 
         Args:
             module: The model; batch norm needs two samples.
@@ -89,6 +90,7 @@ class Sampler:
         if options.min_val > largest:
             raise TuningError(
                 f"min_val={options.min_val} is above the {largest} samples that a rank has for one step: lower min_val"
+                f" (max_data_share={options.max_data_share:g} of the data set limits it too)"
             )
         self._has_batch_norm = any(isinstance(part, _BatchNorm) for part in module.modules())
         smallest = min(max(options.min_val, 2 if self._has_batch_norm else 1), largest)
@@ -99,7 +101,7 @@ class Sampler:
         return smallest, largest, min(max(first, smallest), largest)
 
     def _most(self) -> float:
-        """The largest size of which an epoch has enough batches; the configured one always has."""
+        """The largest size of which an epoch has enough batches and optimizer steps; the configured one always has."""
         if self._num_samples is None:
             return math.inf
         trainer = self._trainer
@@ -109,8 +111,11 @@ class Sampler:
             needed = interval
         if isinstance(limit, float):
             needed = math.ceil(needed / limit)
-        needed = max(needed, int(trainer.accumulate_grad_batches))
-        return max(self._num_samples // needed, min(self._targets.base_size, self._num_samples))
+        needed = max(needed, accumulation_of(trainer))
+        shared = self._num_samples * self._options.max_data_share / accumulation_of(trainer)
+        return max(
+            min(self._num_samples // needed, math.floor(shared)), min(self._targets.base_size, self._num_samples)
+        )
 
     def without_single(self, batch_size: int, smallest: int) -> int:
         """The size, or the next lower one that does not leave a single sample, which batch norm cannot train on.

@@ -11,10 +11,12 @@ import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
@@ -23,15 +25,19 @@ from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_wor
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import rank_zero
+from lightning_offload.tuning.gates import Choice, sure_choice
 from lightning_offload.tuning.learning_rate import (
+    check_rate,
     effective_batch,
+    has_step_hooks,
     learning_rate_factor,
+    resolved_rule,
     rule_warning,
-    scaled_learning_rates,
 )
 from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
+from lightning_offload.tuning.scaling import Scaling
 from lightning_offload.tuning.search import SearchResult
 
 __all__ = ["Session"]
@@ -113,8 +119,11 @@ class Session:
         )  # fmt: skip
         try:
             predictions, found = self._found(host, bounds)
-            (size,) = map(int, self._agreement.smallest([sampler.without_single(found.batch_size, bounds[0])]))
-            return self._result(size, found, predictions, host, bounds)
+            choice = sure_choice(found, base_size=self._targets.base_size, min_confidence=options.min_confidence)
+            size = choice.batch_size
+            if size != self._targets.base_size:
+                (size,) = map(int, self._agreement.smallest([sampler.without_single(size, bounds[0])]))
+            return self._result(dataclasses.replace(choice, batch_size=size), found, predictions, host, bounds)
         finally:
             host.restore()
             host.recorder.forget()
@@ -158,20 +167,21 @@ class Session:
     # ---- what is found
 
     def _result(
-        self, size: int, found: SearchResult, predictions: Predictions, host: LightningHost, bounds: Bounds
+        self, choice: Choice, found: SearchResult, predictions: Predictions, host: LightningHost, bounds: Bounds
     ) -> TuningResult:
-        budget_bytes = host.recorder.budget_bytes
-        factor, rate, base = self._learning_rate(size)
+        budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
+        rates = self._learning_rate(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
         predicted = predictions.largest(*bounds[:2]) if is_limited else None
         is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
         return TuningResult(
             batch_size=size,
-            lr=rate,
-            base_batch_size=base,
+            found_batch_size=found.batch_size,
+            lr=rates.lr,
+            base_batch_size=rates.base_batch,
             effective_batch_size=self._effective(size),
-            lr_factor=factor,
+            lr_factor=rates.factor,
             trials=found.trials,
             predictions=predictions.made(),
             largest_size=predicted if is_predicted else found.largest if is_limited or found.smallest_failing else None,
@@ -179,22 +189,26 @@ class Session:
             is_largest_predicted=is_predicted,
             confidence=found.confidence,
             budget_bytes=budget_bytes,
-            scaling=predictions.scaling(
-                size,
-                next(each.samples_per_second for each in found.estimates if each.batch_size == found.batch_size),
-                accumulation=self._trainer.accumulate_grad_batches,
-            ),
-            note=_note(size, found, host.decline),
+            scaling=self._scaling(choice, found, predictions),
+            note=_note(choice, found, host.decline, rates.note),
         )
 
-    def _effective(self, batch_size: int) -> int:
-        return effective_batch(batch_size, self._trainer.world_size, self._trainer.accumulate_grad_batches)
+    def _scaling(self, choice: Choice, found: SearchResult, predictions: Predictions) -> Scaling | None:
+        """What the chosen size would do on more devices; None where it did not run, or nothing is known of those."""
+        speeds = {each.batch_size: each.samples_per_second for each in found.estimates}
+        speed = speeds.get(choice.batch_size if choice.why_kept else found.batch_size)
+        if speed is None:
+            return None
+        return predictions.scaling(choice.batch_size, speed, accumulation=accumulation_of(self._trainer))
 
-    def _learning_rate(self, batch_size: int) -> tuple[float, float, int]:
-        """The factor, the rate, and the effective batch that the configured rate was for."""
+    def _effective(self, batch_size: int) -> int:
+        return effective_batch(batch_size, self._trainer.world_size, accumulation_of(self._trainer))
+
+    def _learning_rate(self, batch_size: int) -> _Rates:
+        """Scale the rate for a size, as far as it may be raised."""
         options, targets = self._options, self._targets
         base = options.base_batch_size or self._effective(targets.base_size)
-        rule = options.lr_scaling
+        rule = resolved_rule(options.lr_scaling, self._trainer.optimizers)
         if rule != "none" and self._is_resumed():
             rule = "none"
             rank_zero(
@@ -203,15 +217,28 @@ class Session:
                 "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go"
                 " on with theirs. Start from weights alone to have it scaled.",
             )
-        new = {"effective_batch": self._effective(batch_size), "base_batch": base}
-        factor = learning_rate_factor(rule=rule, **new)
+        wanted = learning_rate_factor(rule=rule, effective_batch=self._effective(batch_size), base_batch=base)
+        factor, note = self._allowed_factor(wanted)
         warning = rule_warning(self._trainer.optimizers, rule=rule, factor=factor)
         if warning is not None:
             rank_zero(targets.package, "warn", warning)
         rate = targets.base_rate if targets.base_rate is not None else first_rate(self._trainer.optimizers)
-        if rule != "none":
-            (rate,) = scaled_learning_rates([rate], rule=rule, **new)
-        return factor, rate, base
+        return _Rates(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note)
+
+    def _allowed_factor(self, wanted: float) -> tuple[float, str]:
+        """By how much the rate may change where a rule wants it to by so much, and what to say of it."""
+        options = self._options
+        is_warmed_up = options.lr_warmup_steps != 0 or options.lr_warmup_epochs > 0
+        if wanted > 1 and is_warmed_up and not all(map(has_step_hooks, self._trainer.optimizers)):
+            return 1.0, (
+                f"The learning rate stays: it would be raised by {wanted:.3g}, and the optimizer has no hooks around"
+                " its step for a warm-up; lr_warmup_steps=0 raises it without"
+            )
+        if wanted > options.max_lr_factor:
+            return options.max_lr_factor, (
+                f"The learning rate is raised by {options.max_lr_factor:g}, not by {wanted:.3g} (max_lr_factor)"
+            )
+        return wanted, ""
 
     def _is_resumed(self) -> bool:
         """Whether the fit goes on from a checkpoint with optimizers."""
@@ -242,9 +269,26 @@ class Session:
         return places
 
 
-def _note(size: int, found: SearchResult, decline: str) -> str:
-    notes = []
-    if size != found.batch_size:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rates:
+    """The learning rate for a size.
+
+    Attributes:
+        lr: The rate itself.
+        factor: By how much it is scaled.
+        base_batch: The effective batch that the configured rate was for.
+        note: What a reader should know.
+    """
+
+    lr: float
+    factor: float
+    base_batch: int
+    note: str
+
+
+def _note(choice: Choice, found: SearchResult, decline: str, about_rate: str) -> str:
+    notes = [f"{each}." for each in (choice.why_kept, about_rate) if each]
+    if not choice.why_kept and choice.batch_size != found.batch_size:
         notes.append(f"Not {found.batch_size}: its last batch is one sample, which batch norm cannot train on.")
     if decline:
         notes.append(f"Sizes that may not fit were predicted, not tried: {decline}.")
