@@ -124,7 +124,7 @@ def raised(trainer: Any, net: Any, *args: Any) -> str:
         (Streaming, {"max_val": None}, "max_val="),
         (Stubborn, {}, "makes batches of \\[8\\]"),
         (Ragged, {}, "make_batch="),
-        (Early, {}, "`batch_size` was set to 16, but train_dataloader\\(\\) goes on with batches of \\[4\\]"),
+        (Early, {}, "`batch_size` was set to 8, but train_dataloader\\(\\) goes on with batches of \\[4\\]"),
         (Sampled, {}, "goes on with batches of \\[4\\]"),
         (Fixed, {}, "`batch_size` of Fixed cannot be set to 4 \\(it is frozen\\)"),
         (Lazy, {}, "`more.weight` is not initialized"),

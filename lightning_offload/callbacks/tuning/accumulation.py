@@ -5,9 +5,11 @@ A `GradientAccumulationScheduler` leaves the Trainer's own number at 1 until an 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["accumulation_of", "accumulation_schedule"]
+__all__ = ["accumulating", "accumulation_of", "accumulation_schedule"]
 
 
 def accumulation_schedule(trainer: Any) -> Any | None:
@@ -20,3 +22,13 @@ def accumulation_of(trainer: Any) -> int:
     schedule = accumulation_schedule(trainer)
     number = trainer.accumulate_grad_batches
     return int(number if schedule is None else schedule.get_accumulate_grad_batches(trainer.current_epoch))
+
+
+@contextlib.contextmanager
+def accumulating(trainer: Any, number: int) -> Iterator[None]:
+    """Inside, the Trainer accumulates so many micro-batches."""
+    before, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, number
+    try:
+        yield
+    finally:
+        trainer.accumulate_grad_batches = before

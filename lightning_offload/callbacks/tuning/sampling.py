@@ -1,14 +1,17 @@
-"""What trials are fed: one batch of the run's own dataloader, and the sizes that its data allow."""
+"""What trials are fed: a batch of the run's own dataloader, and the sizes that its data allow."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_offload.callbacks.tuning.accumulation import accumulation_of
-from lightning_offload.callbacks.tuning.batches import batch_size_of, loaders_in, num_samples, tiled
+from lightning_offload.callbacks.tuning.batches import batch_size_of, loaders_in, map_loaders, num_samples, resized
+from lightning_offload.callbacks.tuning.example import Example, longest
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.errors import TuningError
@@ -21,7 +24,7 @@ Bounds = tuple[int, int, int]
 
 
 class Sampler:
-    """Draws one batch of the configured size, unless the user makes them, and repeats its samples.
+    """Draws a batch of the configured size, unless the user makes them, and repeats its samples.
 
     Args:
         options: What the user asked for.
@@ -40,17 +43,25 @@ class Sampler:
             raise TuningError("there is no batch to train on: the train dataloader is empty, or limit_train_batches=0")
         loaders = loaders_in(loop._combined_loader)
         self._loaders = loaders
-        self._num_samples = num_samples(loaders)
+        self._num_samples = num_samples(loaders, targets.base_size)
         self._check(loaders)
         self._has_batch_norm = False
-        self._batch: Any = None
-        self._size = 0
+        self.note = ""
+        self._example: Example | None = None
         if options.make_batch is None:
             if type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
                 raise TuningError("training_step(dataloader_iter) draws its own batches: give make_batch=")
-            self._batch, _, _ = next(loop._data_fetcher)
-            self._size = batch_size_of(self._batch, targets.base_size)
+            self._example = self._drawn(loop)
         end_workers(loop)
+
+    def _drawn(self, loop: Any) -> Example:
+        """The longest of a few batches of the configured size."""
+        found = longest(_batches(loop._data_fetcher, loop.max_batches))
+        if found is None:
+            raise TuningError("there is no batch to train on: the train dataloader is empty")
+        if found.is_varied:
+            self.note = f"Lengths vary: trials have the longest of {found.num_read} batches"
+        return Example(batch=found.batch, size=batch_size_of(found.batch, self._targets.base_size))
 
     def _check(self, loaders: list[Any]) -> None:
         sizes = set(_sizes(loaders))
@@ -133,19 +144,49 @@ class Sampler:
     def _check_following(self, smallest: int, largest: int) -> None:
         """See that the model's or its data's loaders have the size that is set: some are built before it is."""
         targets, before = self._targets, _sizes(self._loaders)
-        other = next((size for size in (largest, smallest) if size != targets.base_size), None)
-        if targets.size is None or targets.loaders is not None or not before or other is None:
+        other = self._other_size(smallest, largest)
+        if other is None:
             return
         targets.set_batch_size(other)
         try:
-            after = _sizes(loaders_in(self._trainer.fit_loop._data_source.dataloader()))
+            made = self._loaders_of(other)
+            after = _sizes(loaders_in(made))
+            if targets.size is not None and before and after == before:
+                raise TuningError(
+                    f"`{targets.size.name}` was set to {other}, but train_dataloader() goes on with batches of"
+                    f" {sorted(set(after))}: build the DataLoader there, at every call, with that attribute"
+                )
+            if self._example is not None:
+                batch = self._first_of(made)
+                self._example = Example.of(self._example.batch, targets.base_size, batch, other)
         finally:
             targets.set_batch_size(targets.base_size)
-        if after == before:
-            raise TuningError(
-                f"`{targets.size.name}` was set to {other}, but train_dataloader() goes on with batches of"
-                f" {sorted(set(after))}: build the DataLoader there, at every call, with that attribute"
-            )
+
+    def _other_size(self, smallest: int, largest: int) -> int | None:
+        """Another size that the data have a batch of; None where there is none."""
+        base = self._targets.base_size
+        most = largest if self._num_samples is None else max(largest, self._num_samples)
+        return next(
+            (size for size in (2 * base, base // 2, largest, smallest) if 0 < size <= most and size != base), None
+        )
+
+    def _loaders_of(self, batch_size: int) -> Any:
+        """The loaders for another size, which is set."""
+        targets = self._targets
+        if targets.loaders is None:
+            return self._trainer.fit_loop._data_source.dataloader()
+        return map_loaders(targets.loaders, lambda loader: resized(loader, batch_size, targets.package))
+
+    def _first_of(self, loaders: Any) -> Any:
+        """Their first batch, combined as the run's are."""
+        combined = self._trainer.fit_loop._combined_loader
+        if not isinstance(loaders, type(combined)):
+            loaders = type(combined)(loaders, combined._mode)
+        try:
+            batch, _, _ = next(iter(loaders))
+        finally:
+            loaders.reset()  # which ends its workers
+        return batch
 
     def __call__(self, batch_size: int) -> Any:
         """Make a batch, on the host."""
@@ -154,7 +195,8 @@ class Sampler:
             if made is None:
                 raise TuningError(f"make_batch({batch_size}) gave None: return the batch, as a dataloader would")
             return made
-        return tiled(self._batch, self._size, batch_size)
+        assert self._example is not None  # there is one where nothing makes batches
+        return self._example.sized(batch_size)
 
 
 def _sizes(loaders: list[Any]) -> list[int]:
@@ -163,6 +205,18 @@ def _sizes(loaders: list[Any]) -> list[int]:
         for loader in loaders
     )
     return [size for size in found if size is not None]
+
+
+def _batches(fetcher: Any, most: float) -> Iterator[Any]:
+    """The batches of an epoch, which has begun: another iterator would begin anew."""
+    for number in itertools.count(1):
+        try:
+            batch, _, _ = next(fetcher)
+        except StopIteration:
+            return
+        yield batch
+        if number >= most:
+            return
 
 
 def end_workers(loop: Any) -> None:

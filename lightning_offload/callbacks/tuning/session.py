@@ -115,7 +115,8 @@ class Session:
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
             set_batch_size=self._targets.set_batch_size, agreement=self._agreement,
-            known_size=self._targets.base_size, provoke_oom=options.provoke_oom, clock=self._clock,
+            known_size=self._targets.base_size, provoke_oom=options.provoke_oom,
+            accumulation=accumulation_of(self._trainer), clock=self._clock,
         )  # fmt: skip
         try:
             predictions, found = self._found(host, bounds)
@@ -123,7 +124,7 @@ class Session:
             size = choice.batch_size
             if size != self._targets.base_size:
                 (size,) = map(int, self._agreement.smallest([sampler.without_single(size, bounds[0])]))
-            return self._result(dataclasses.replace(choice, batch_size=size), found, predictions, host, bounds)
+            return self._result(dataclasses.replace(choice, batch_size=size), found, predictions, host, sampler, bounds)
         finally:
             host.restore()
             host.recorder.forget()
@@ -167,7 +168,13 @@ class Session:
     # ---- what is found
 
     def _result(
-        self, choice: Choice, found: SearchResult, predictions: Predictions, host: LightningHost, bounds: Bounds
+        self,
+        choice: Choice,
+        found: SearchResult,
+        predictions: Predictions,
+        host: LightningHost,
+        sampler: Sampler,
+        bounds: Bounds,
     ) -> TuningResult:
         budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
         rates = self._learning_rate(size)
@@ -190,7 +197,7 @@ class Session:
             confidence=found.confidence,
             budget_bytes=budget_bytes,
             scaling=self._scaling(choice, found, predictions),
-            note=_note(choice, found, host.decline, rates.note),
+            note=_note(choice, found, host.decline, rates.note, sampler.note),
         )
 
     def _scaling(self, choice: Choice, found: SearchResult, predictions: Predictions) -> Scaling | None:
@@ -286,8 +293,8 @@ class _Rates:
     note: str
 
 
-def _note(choice: Choice, found: SearchResult, decline: str, about_rate: str) -> str:
-    notes = [f"{each}." for each in (choice.why_kept, about_rate) if each]
+def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
+    notes = [f"{each}." for each in (choice.why_kept, *others) if each]
     if not choice.why_kept and choice.batch_size != found.batch_size:
         notes.append(f"Not {found.batch_size}: its last batch is one sample, which batch norm cannot train on.")
     if decline:
