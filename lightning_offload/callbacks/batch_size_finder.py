@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
+from lightning_offload.callbacks.tuning.freezing import num_trainable, will_thaw
+from lightning_offload.callbacks.tuning.length import StepLimits
 from lightning_offload.callbacks.tuning.options import FinderOptions, checked_folder, misconfiguration
 from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show
+from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, with_configured_rate
 from lightning_offload.callbacks.tuning.session import Session
-from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
+from lightning_offload.callbacks.tuning.targets import find_targets, mark_rate, rate_to_set, warn_of_other_batch
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import current_package, import_from, package_of, rank_zero
 from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps
@@ -135,6 +138,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self._session: Session | None = None
         self._warmup: Warmup | None = None
         self._warmup_state: Any = None
+        self._limits = StepLimits()
+        self._num_trainable: int | None = None
+
+    @property
+    def _names(self) -> dict[str, Any]:
+        return {"batch_arg_name": self._options.batch_arg_name, "lr_arg_name": self._options.lr_arg_name}
 
     # ---- the fit
 
@@ -175,12 +184,18 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             raise misconfiguration(trainer, str(error)) from None
         if self.result is not None and (self._is_restored or self._has_tuned(module)):
             warn_of_other_batch(trainer, package, self.result)
-            targets.apply(trainer, self.result.batch_size, self.result.lr)
+            rate = self.result.lr if self._is_restored else rate_to_set(module, targets, self.result)
+            if rate is None:
+                rank_zero(package, "info", f"the learning rate {targets.base_rate!r}, set since the tuning, is kept")
+            targets.apply(trainer, self.result.batch_size, rate)
+            self._limits.scale(trainer, self.result.batch_ratio, self.result.first_step)
             self._mark(module)
             return
         self.result, self._token, self._warmup_state = None, "", None  # of another model
         is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        self._session = Session(self._options, targets, trainer, module, clock=self._clock, is_visible=is_visible)
+        self._session = Session(
+            self._options, targets, trainer, module, limits=self._limits, clock=self._clock, is_visible=is_visible
+        )
 
     def _has_tuned(self, module: Any) -> bool:
         return bool(self._token) and getattr(module, _MARK, "") == self._token
@@ -189,6 +204,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         # on the module itself: both may travel to another process before the fit
         self._token, self._is_restored = self._token or uuid.uuid4().hex, False
         setattr(module, _MARK, self._token)
+        if self.result is not None:
+            mark_rate(module, self.result)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,6 +223,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
                 raise misconfiguration(trainer, str(error)) from error.__cause__
             self.optimal_batch_size = self.result.batch_size
             self._mark(pl_module)
+            self._num_trainable = None if will_thaw(trainer) else num_trainable(pl_module)
+            rewrite_configuration(trainer, package_of(trainer) or current_package(), self.result, **self._names)
             show(self.result, trainer, package_of(trainer) or current_package(), self._plot_dir)
         if self._early_exit:
             package = package_of(trainer) or current_package()
@@ -225,6 +244,19 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             self._warmup.load_state_dict(self._warmup_state)
         self._warmup.attach(trainer.optimizers)
 
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warns where parameters are trained that were frozen in trials."""
+        if self._num_trainable is not None and num_trainable(pl_module) > self._num_trainable:
+            more, self._num_trainable = num_trainable(pl_module) - self._num_trainable, None
+            rank_zero(
+                package_of(trainer) or current_package(),
+                "warn",
+                f"{more} parameters are trained from epoch {trainer.current_epoch} on that were frozen when the batch"
+                " size was tuned, so more memory may be needed than was measured: use a BaseFinetuning callback, which"
+                " trials take into account, or set max_val",
+            )
+
     def _num_warmup_steps(self, trainer: Trainer) -> int:
         options = self._options
         if options.lr_warmup_epochs:
@@ -240,6 +272,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         """Takes all hooks off."""
         vars(trainer.strategy).pop("setup_optimizers", None)
         self._session = None
+        self._limits.put_back(trainer)
         if self._warmup is not None:
             self._warmup_state = self._warmup.state_dict()
             self._warmup.remove()
@@ -300,6 +333,13 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             return {}
         warmup = self._warmup.state_dict() if self._warmup is not None else self._warmup_state
         return {"result": self.result.state_dict(), "warmup": dict(warmup) if warmup is not None else None}
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Sees that the model made from the checkpoint has a rate that goes with its batch size."""
+        key = pl_module.CHECKPOINT_HYPER_PARAMS_KEY
+        if self.result is not None and key in checkpoint:
+            checkpoint[key] = with_configured_rate(checkpoint[key], self.result, **self._names)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

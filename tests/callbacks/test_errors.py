@@ -184,11 +184,11 @@ def test_a_keyword_that_is_not_possible(keywords: Any) -> None:
 
 
 def test_a_stream_is_tuned_where_its_bounds_are_given(make_trainer: MakeTrainer) -> None:
-    """With max_val and max_steps nothing needs the length."""
+    """With max_val and max_steps nothing needs the length; as many samples are seen as in 12 steps of 4."""
     clock = Clock()
     net = Streaming(clock=clock)
     finder = finder_of(clock)
-    make_trainer(callbacks=[finder], max_steps=3).fit(net)
+    make_trainer(callbacks=[finder], max_steps=12).fit(net)
     assert finder.result.batch_size == 16
     assert net.sizes == [16] * 3
 

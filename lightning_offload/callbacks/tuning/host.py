@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_offload.accelerators import kind_of, memory_of, synchronize
 from lightning_offload.callbacks.tuning.accumulation import accumulating
 from lightning_offload.callbacks.tuning.batches import loaders_in
+from lightning_offload.callbacks.tuning.freezing import thaw
 from lightning_offload.callbacks.tuning.turns import OptimizerTurns
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.lightning_packages import import_from
@@ -351,7 +352,7 @@ class TrainingSteps:
         """
         if not self._module.automatic_optimization:
             return self._manual_seconds(batch)
-        num = self.num_batches = self._trainer.accumulate_grad_batches
+        num = self.num_batches = int(self._trainer.accumulate_grad_batches)
         if num == 1:
             return self._timed(batch, is_last=True)
         accumulating = self._timed(batch, is_last=False)
@@ -416,6 +417,7 @@ class LightningHost:
         agreement: Between ranks.
         known_size: The largest size that the user is known to train with.
         provoke_oom: What the user says of trials that run out of memory, if anything.
+        will_thaw: Whether a callback is going to train parameters that are frozen now.
         accumulation: Micro-batches of an optimizer step, whatever the Trainer's own number is before an epoch begins.
         clock: Tells seconds.
 
@@ -436,9 +438,11 @@ class LightningHost:
         agreement: Coordinator,
         known_size: int,
         provoke_oom: bool | None,
+        will_thaw: bool,
         accumulation: int,
         clock: Clock,
     ) -> None:
+        self._will_thaw = will_thaw
         self._accumulation = accumulation
         self.recorder = StepRecorder(trainer, module)
         self.decline = reason_not_to_run_out(trainer, module, provoke_oom)
@@ -459,6 +463,8 @@ class LightningHost:
     def train(self, batch_size: int, meter: StepMeter) -> None:
         """Run steps of this size until the meter has enough."""
         self._set_batch_size(batch_size)
+        if self._will_thaw:
+            thaw(self._module, self._trainer.optimizers[0])
         with quiet(self._trainer, self._module, self._package), accumulating(self._trainer, self._accumulation):
             self._steps.begin()
             batch = self._make_batch(batch_size)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload.errors import TuningError
@@ -44,6 +45,9 @@ class TuningResult:
         lr: The learning rate in force with it; that of the first group where the model keeps none.
         base_batch_size: Effective batch (samples of one optimizer step, all ranks) that the rate was given for.
         effective_batch_size: The same with the chosen size.
+        configured_batch_size: Samples of one step on one rank as the user gave them; 0 in states of older versions.
+        configured_lr: The learning rate as the user gave it; None where the model keeps none.
+        first_step: Optimizer steps of a checkpoint that the run had begun from when it was tuned.
         lr_factor: By how much the rate was scaled; 1.0 where it was left as it was.
         scaled_groups: Parameter groups (number of the optimizer, and of the group in it) whose rates are scaled when
             the optimizers are made, since they do not follow the model's.
@@ -64,6 +68,9 @@ class TuningResult:
     base_batch_size: int
     effective_batch_size: int
     found_batch_size: int | None = None
+    configured_batch_size: int = 0
+    configured_lr: float | None = None
+    first_step: int = 0
     lr_factor: float = 1.0
     scaled_groups: tuple[tuple[int, int], ...] = ()
     trials: tuple[Trial, ...] = ()
@@ -75,6 +82,11 @@ class TuningResult:
     budget_bytes: int | None = None
     scaling: Scaling | None = None
     note: str = ""
+
+    @property
+    def batch_ratio(self) -> Fraction:
+        """The effective batch by the configured one."""
+        return Fraction(self.batch_size, self.configured_batch_size or self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """The result as plain containers, safe to load with `weights_only=True`."""

@@ -10,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_of
+from lightning_offload.callbacks.tuning.accumulation import accumulation_of, accumulation_schedule
+from lightning_offload.callbacks.tuning.freezing import will_thaw
 from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
+from lightning_offload.callbacks.tuning.length import StepLimits, check_lengths, schedule_lengths
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
-from lightning_offload.callbacks.tuning.targets import Targets
+from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.tuning.gates import Choice, sure_choice
@@ -53,6 +56,7 @@ class Session:
         targets: What is to be set.
         trainer: At the start of a fit.
         module: The model.
+        limits: The Trainer's limits in steps, which are set for what is found.
         clock: Tells seconds.
         is_visible: Whether this rank shows progress.
     """
@@ -64,9 +68,12 @@ class Session:
         trainer: Any,
         module: Any,
         *,
+        limits: StepLimits,
         clock: Callable[[], float],
         is_visible: bool,
     ) -> None:
+        self._limits = limits
+        self._num_steps = math.inf
         self._options, self._targets = options, targets
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
@@ -82,6 +89,7 @@ class Session:
         """
         result: TuningResult | None = None
         before = base_rates(self._trainer.optimizers)
+        lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
         try:
             with self._agreeing():
                 result = self._tuned()
@@ -93,7 +101,24 @@ class Session:
                 result.batch_size if result is not None else self._targets.base_size,
                 result.lr if result is not None else self._targets.base_rate,
             )
-        return dataclasses.replace(result, scaled_groups=self._make_optimizers(before, result.lr_factor))
+        try:
+            told = self._limits.scale(self._trainer, result.batch_ratio, result.first_step)
+            places = self._make_optimizers(before, result.lr_factor)
+            check_lengths(
+                lengths,
+                schedule_lengths(self._trainer.strategy.lr_scheduler_configs),
+                num_before=self._num_steps,
+                num_after=math.ceil(self._num_steps / result.batch_ratio)
+                if math.isfinite(self._num_steps)
+                else math.inf,
+            )
+        except BaseException:
+            self._limits.put_back(self._trainer)
+            self._restore()
+            self._targets.apply(self._trainer, self._targets.base_size, self._targets.base_rate)
+            raise
+        note = " ".join(filter(None, (result.note, f"{told}." if told else "")))
+        return dataclasses.replace(result, scaled_groups=places, note=note)
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -111,11 +136,12 @@ class Session:
         sampler = self._agreement.together(
             lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
+        self._num_steps = _num_steps(self._trainer)
         bounds = sampler.bounds(self._module, self._agreement)
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
             set_batch_size=self._targets.set_batch_size, agreement=self._agreement,
-            known_size=self._targets.base_size, provoke_oom=options.provoke_oom,
+            known_size=self._targets.base_size, will_thaw=will_thaw(self._trainer), provoke_oom=options.provoke_oom,
             accumulation=accumulation_of(self._trainer), clock=self._clock,
         )  # fmt: skip
         try:
@@ -185,6 +211,9 @@ class Session:
         return TuningResult(
             batch_size=size,
             found_batch_size=found.batch_size,
+            configured_batch_size=self._targets.base_size,
+            configured_lr=self._targets.base_rate,
+            first_step=int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
             lr=rates.lr,
             base_batch_size=rates.base_batch,
             effective_batch_size=self._effective(size),
@@ -214,7 +243,8 @@ class Session:
     def _learning_rate(self, batch_size: int) -> _Rates:
         """Scale the rate for a size, as far as it may be raised."""
         options, targets = self._options, self._targets
-        base = options.base_batch_size or self._effective(targets.base_size)
+        # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
+        base = options.base_batch_size or batch_of_rate(self._module, targets) or self._effective(targets.base_size)
         rule = resolved_rule(options.lr_scaling, self._trainer.optimizers)
         if rule != "none" and self._is_resumed():
             rule = "none"
@@ -258,7 +288,8 @@ class Session:
         self._start.restore()
         for name, value in self._trainer_state.items():
             setattr(self._trainer, name, value)
-        self._trainer.fit_loop._combined_loader = None
+        # those of the start, if there were any: Lightning would end workers that were never begun
+        self._trainer.fit_loop._combined_loader = self._trainer.fit_loop._data_fetcher = None
 
     def _make_optimizers(self, before: list[list[float]], factor: float) -> tuple[Place, ...]:
         """Make the optimizers anew, in the state that an untuned run makes them in; tell which groups were scaled."""
@@ -291,6 +322,14 @@ class _Rates:
     factor: float
     base_batch: int
     note: str
+
+
+def _num_steps(trainer: Any) -> float:
+    """Optimizer steps of the run as it is configured; infinite where that is not known."""
+    if accumulation_schedule(trainer) is not None:
+        return math.inf
+    num_steps: float = trainer.estimated_stepping_batches
+    return num_steps if num_steps > 0 else math.inf
 
 
 def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
