@@ -23,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_offload as lo
 from tests.callbacks.same_job import FIRST, MOST, STEPS, Job, by_decorator
+from tests.callbacks.test_objectives import Bowl
 from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted
 
 EDGE = 12
+NOISE_SCALE = 40.0
 EXCHANGE_SECONDS = 3.0
 
 
@@ -156,7 +158,31 @@ def alike(folder: Path) -> dict[str, Any]:
     }
 
 
+def objective(folder: Path, accumulation: int) -> dict[str, Any]:
+    """Two ranks measure the noise scale of a quadratic whose noise is known, and keep or change its batch."""
+    clock = Clock()
+    finder = finder_of(clock, objective="goodput", lr_scaling="linear", max_val=64)
+    trainer = make_trainer(folder, callbacks=[finder], max_steps=2, accumulate_grad_batches=accumulation)
+    trainer.fit(Bowl(NOISE_SCALE, clock))
+    result = finder.result
+    return {"noise": [*result.noise_scale_interval], "batch_size": result.batch_size, "lr": result.lr}
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """The effective batch is kept: a larger micro-batch, and the same steps as without a finder at these values."""
+    clock = Clock()
+    finder = finder_of(clock, objective="auto", max_val=None)
+    tuned = fitted(make_trainer(folder, callbacks=[finder], accumulate_grad_batches=4), Net(clock=clock))
+    result = finder.result
+    settings = {"accumulate_grad_batches": result.accumulation}
+    assert_same(tuned, fitted(make_trainer(folder, **settings), Net(batch_size=result.batch_size)))
+    return {"batch_size": result.batch_size, "accumulation": result.accumulation, "lr": result.lr}
+
+
 CASES = {
+    "noise": lambda folder: objective(folder, 1),
+    "noise-accumulated": lambda folder: objective(folder, 4),
+    "kept": kept,
     "plain": lambda folder: same(folder, dict),
     "bf16-accumulated": lambda folder: same(folder, lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 4}),
     "static-graph": lambda folder: same(folder, lambda: {"strategy": DDPStrategy(static_graph=True)}),

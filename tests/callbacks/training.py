@@ -23,7 +23,13 @@ NUM_FEATURES = 6
 
 
 _FEW = {"steps_per_trial": 2, "warmup_steps": 0}  # the clock has no noise
-_PLAIN = {"lr_warmup_steps": 0, "max_data_share": 1.0, "max_lr_factor": 1000.0}
+_PLAIN = {
+    "lr_warmup_steps": 0,
+    "max_data_share": 1.0,
+    "max_lr_factor": 1000.0,
+    "objective": "throughput",
+    "max_seconds": 1e9,
+}
 """So that a tuned run is that of the found size and rate from its first step on, whatever they are."""
 
 

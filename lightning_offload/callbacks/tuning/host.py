@@ -36,11 +36,13 @@ from lightning_offload.accelerators import kind_of, memory_of, synchronize
 from lightning_offload.callbacks.tuning.accumulation import accumulating
 from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.callbacks.tuning.freezing import thaw
+from lightning_offload.callbacks.tuning.pilot import GradientWatch
 from lightning_offload.callbacks.tuning.turns import OptimizerTurns
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.strategies.precision import graft, ungraft
+from lightning_offload.tuning.noise_scale import GradientSquares
 from lightning_offload.tuning.predictions import LinePredictor
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import Seen, StepMeter
@@ -371,12 +373,13 @@ class TrainingSteps:
     def _timed(self, batch: Any, *, is_last: bool) -> float:
         synchronize(self.device)
         begin = self._clock()
-        self._run(batch, is_last=is_last)
+        self.run(batch, is_last=is_last)
         synchronize(self.device)
         seconds: float = self._clock() - begin
         return seconds
 
-    def _run(self, batch: Any, *, is_last: bool) -> None:
+    def run(self, batch: Any, *, is_last: bool) -> None:
+        """Run a micro-batch; the last of an accumulation window with the optimizer's step."""
         trainer = self._trainer
         loop, num = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
         # by this the loop tells whether the optimizer's turn has come
@@ -418,7 +421,7 @@ class LightningHost:
         known_size: The largest size that the user is known to train with.
         provoke_oom: What the user says of trials that run out of memory, if anything.
         will_thaw: Whether a callback is going to train parameters that are frozen now.
-        accumulation: Micro-batches of an optimizer step, whatever the Trainer's own number is before an epoch begins.
+        accumulation: Micro-batches of an optimizer step with a size, whatever the Trainer's own number is.
         clock: Tells seconds.
 
     Attributes:
@@ -439,7 +442,7 @@ class LightningHost:
         known_size: int,
         provoke_oom: bool | None,
         will_thaw: bool,
-        accumulation: int,
+        accumulation: Callable[[int], int],
         clock: Clock,
     ) -> None:
         self._will_thaw = will_thaw
@@ -465,7 +468,10 @@ class LightningHost:
         self._set_batch_size(batch_size)
         if self._will_thaw:
             thaw(self._module, self._trainer.optimizers[0])
-        with quiet(self._trainer, self._module, self._package), accumulating(self._trainer, self._accumulation):
+        with (
+            quiet(self._trainer, self._module, self._package),
+            accumulating(self._trainer, self._accumulation(batch_size)),
+        ):
             self._steps.begin()
             batch = self._make_batch(batch_size)
             is_alone = self.recorder.memory is None  # no plugin of the strategy's sees the steps
@@ -479,6 +485,30 @@ class LightningHost:
                 seconds = self._step(batch)
                 num_exchanges = (meter.withheld.num_exchanges - num_before) / self._steps.num_batches
                 meter.step_took(seconds, num_exchanges=num_exchanges)
+
+    def pilot(
+        self, batches: Iterator[Any], *, batch_size: int, num_steps: int, num_micro: int
+    ) -> list[GradientSquares]:
+        """Make real optimizer steps and take the squares of their gradients; all is put back.
+
+        Args:
+            batches: All different, on the host.
+            batch_size: Samples of one.
+            num_steps: Optimizer steps.
+            num_micro: Batches of each.
+        """
+        trainer, module = self._trainer, self._module
+        watch = GradientWatch(
+            trainer, module, num_micro=num_micro, micro_size=batch_size, num_ranks=self._agreement.num_ranks
+        )
+        try:
+            with quiet(trainer, module, self._package), accumulating(trainer, num_micro), watch.watching():
+                self._steps.begin()
+                for number in range(num_steps * num_micro):
+                    self._steps.run(next(batches), is_last=number % num_micro == num_micro - 1)
+        finally:
+            self.restore()
+        return watch.steps
 
     def _step(self, batch: Any) -> float:
         num_before = num_collectives()

@@ -37,10 +37,11 @@ def scaled_steps(num_steps: int, ratio: Fraction, done: int = 0) -> int:
 
 
 class StepLimits:
-    """The Trainer's limits in steps, which are changed for a fit and put back after it."""
+    """The Trainer's limits in steps, and its accumulation, which are changed for a fit and put back after it."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] = {}
+        self._accumulation: int | None = None
 
     def scale(self, trainer: Any, ratio: Fraction, done: int = 0) -> str:
         """Set the limits for another batch; tell what was changed, in a sentence without its full stop.
@@ -60,8 +61,16 @@ class StepLimits:
             told.append(f"{name} is {after}, which is as many samples as {before} steps of the configured batch")
         return "; ".join(told)
 
+    def accumulate(self, trainer: Any, number: int) -> None:
+        """Set how many micro-batches are accumulated."""
+        if number != trainer.accumulate_grad_batches:
+            self._accumulation = trainer.accumulate_grad_batches if self._accumulation is None else self._accumulation
+            trainer.accumulate_grad_batches = number
+
     def put_back(self, trainer: Any) -> None:
-        """Set the limits that the user gave."""
+        """Set what the user gave."""
+        if self._accumulation is not None:
+            trainer.accumulate_grad_batches, self._accumulation = self._accumulation, None
         for name, before in self._before.items():
             setattr(trainer.fit_loop.epoch_loop, name, before)
         self._before.clear()

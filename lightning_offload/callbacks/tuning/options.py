@@ -12,8 +12,13 @@ from typing import Any
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import current_package, import_from, package_of
 from lightning_offload.tuning.learning_rate import check_scaling
+from lightning_offload.tuning.noise_scale import MIN_STEPS
 
-__all__ = ["FinderOptions", "checked_folder", "misconfiguration"]
+OBJECTIVES = ("auto", "keep_effective_batch", "goodput", "throughput")
+MIN_PILOT_STEPS = 2 * MIN_STEPS
+"""Optimizer steps of the shortest pilot: its first half is left out."""
+
+__all__ = ["MIN_PILOT_STEPS", "OBJECTIVES", "FinderOptions", "checked_folder", "misconfiguration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +46,24 @@ class FinderOptions:
     max_lr_factor: float
     max_data_share: float
     min_confidence: float
+    objective: str
+    multiple_of: int
+    max_trials: int | None
+    pilot_steps: int
     provoke_oom: bool | None
 
     def __post_init__(self) -> None:
         check_scaling(self.lr_scaling)
         _check_name("batch_arg_name", self.batch_arg_name, is_optional=False)
         _check_name("lr_arg_name", self.lr_arg_name, is_optional=True)
-        for name in ("init_val", "min_val", "max_val", "steps_per_trial", "base_batch_size"):
-            _check_count(name, getattr(self, name), least=1, is_optional=name not in ("min_val", "steps_per_trial"))
+        for name in ("init_val", "max_val", "base_batch_size", "max_trials"):
+            _check_count(name, getattr(self, name), least=1, is_optional=True)
+        for name in ("min_val", "steps_per_trial", "multiple_of"):
+            _check_count(name, getattr(self, name), least=1, is_optional=False)
+        _check_count("pilot_steps", self.pilot_steps, least=MIN_PILOT_STEPS, is_optional=False)
+        if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
+            names = ", ".join(map(repr, OBJECTIVES))
+            raise TuningError(f"unknown objective {self.objective!r}: choose one of {names}")
         for name in ("warmup_steps", "lr_warmup_epochs", "lr_warmup_steps"):
             _check_count(name, getattr(self, name), least=0, is_optional=name == "lr_warmup_steps")
         if self.lr_warmup_steps and self.lr_warmup_epochs:

@@ -47,6 +47,15 @@ class TuningResult:
         effective_batch_size: The same with the chosen size.
         configured_batch_size: Samples of one step on one rank as the user gave them; 0 in states of older versions.
         configured_lr: The learning rate as the user gave it; None where the model keeps none.
+        accumulation: Micro-batches of an optimizer step with the chosen size.
+        configured_accumulation: The same as the user gave it.
+        objective: What was to be best: "keep_effective_batch", "goodput" or "throughput".
+        noise_scale: The gradient noise scale, in samples; None where it was not measured.
+        noise_scale_interval: The values that it may have, with a probability of 95%.
+        expected_speedup: By how much the run is expected to end earlier for the same progress, tuning included, with
+            `found_batch_size`; None where that is not known.
+        tuning_seconds: What the tuning took.
+        run_seconds: What the configured run was estimated to take; None where its length is not known.
         first_step: Optimizer steps of a checkpoint that the run had begun from when it was tuned.
         lr_factor: By how much the rate was scaled; 1.0 where it was left as it was.
         scaled_groups: Parameter groups (number of the optimizer, and of the group in it) whose rates are scaled when
@@ -70,6 +79,14 @@ class TuningResult:
     found_batch_size: int | None = None
     configured_batch_size: int = 0
     configured_lr: float | None = None
+    accumulation: int = 1
+    configured_accumulation: int = 1
+    objective: str = "throughput"
+    noise_scale: float | None = None
+    noise_scale_interval: tuple[float, float] | None = None
+    expected_speedup: float | None = None
+    tuning_seconds: float = 0.0
+    run_seconds: float | None = None
     first_step: int = 0
     lr_factor: float = 1.0
     scaled_groups: tuple[tuple[int, int], ...] = ()
@@ -86,11 +103,13 @@ class TuningResult:
     @property
     def batch_ratio(self) -> Fraction:
         """The effective batch by the configured one."""
-        return Fraction(self.batch_size, self.configured_batch_size or self.batch_size)
+        configured = (self.configured_batch_size or self.batch_size) * self.configured_accumulation
+        return Fraction(self.batch_size * self.accumulation, configured)
 
     def state_dict(self) -> dict[str, Any]:
         """The result as plain containers, safe to load with `weights_only=True`."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        state["noise_scale_interval"] = None if self.noise_scale_interval is None else list(self.noise_scale_interval)
         state["scaled_groups"] = [list(place) for place in self.scaled_groups]
         state["trials"] = [_plain(trial) for trial in self.trials]
         state["predictions"] = [_plain(prediction) for prediction in self.predictions]
@@ -108,6 +127,8 @@ class TuningResult:
         try:
             values["scaled_groups"] = tuple((number, index) for number, index in values["scaled_groups"])
             values["trials"] = tuple(Trial(**{**t, "step_seconds": tuple(t["step_seconds"])}) for t in values["trials"])
+            interval = values.get("noise_scale_interval")
+            values["noise_scale_interval"] = None if interval is None else (float(interval[0]), float(interval[1]))
             scaling = values.get("scaling")
             values["scaling"] = None if scaling is None else Scaling.from_state_dict(scaling)
             values["predictions"] = tuple(Prediction(**p) for p in values["predictions"])

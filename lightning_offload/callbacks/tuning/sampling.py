@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_offload.callbacks.tuning.accumulation import accumulation_of
-from lightning_offload.callbacks.tuning.batches import batch_size_of, loaders_in, map_loaders, num_samples, resized
+from lightning_offload.callbacks.tuning.batches import (
+    batch_size_of,
+    loaders_in,
+    map_loaders,
+    num_samples,
+    resized,
+    shapes_in,
+)
 from lightning_offload.callbacks.tuning.example import Example, longest
+from lightning_offload.callbacks.tuning.objective import Objective
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.errors import TuningError
@@ -82,7 +90,26 @@ class Sampler:
                 " give the finder max_val= and the Trainer max_steps=, or define __len__"
             )
 
-    def bounds(self, module: Any, agreement: Coordinator) -> Bounds:
+    def batches(self) -> Iterator[Any]:
+        """Real batches of the configured size, epoch after epoch.
+
+        Raises:
+            TuningError: There is none.
+        """
+        combined = self._trainer.fit_loop._combined_loader
+        try:
+            while True:
+                num = 0
+                for batch, _, _ in combined:
+                    if any(shape and shape[0] == self._targets.base_size for shape in shapes_in(batch)):
+                        num += 1
+                        yield batch
+                if num == 0:
+                    raise TuningError(f"no batch of the train dataloader has {self._targets.base_size} samples")
+        finally:
+            combined.reset()  # which ends its workers
+
+    def bounds(self, module: Any, agreement: Coordinator, objective: Objective) -> Bounds:
         """The sizes that can be trained with.
 
         An epoch has to have enough batches for a window of accumulation, for a validation every so many of them, and
@@ -91,12 +118,13 @@ class Sampler:
         Args:
             module: The model; batch norm needs two samples.
             agreement: Between ranks, which may have different numbers of samples.
+            objective: What is searched for.
 
         Raises:
             TuningError: They leave no size, or the loaders do not follow it.
         """
         options = self._options
-        (most,) = agreement.smallest([self._most()])
+        (most,) = agreement.smallest([self._most(objective)])
         largest = int(min(most, options.max_val if options.max_val is not None else math.inf))
         if options.min_val > largest:
             raise TuningError(
@@ -111,10 +139,11 @@ class Sampler:
         )
         return smallest, largest, min(max(first, smallest), largest)
 
-    def _most(self) -> float:
+    def _most(self, objective: Objective) -> float:
         """The largest size of which an epoch has enough batches and optimizer steps; the configured one always has."""
+        most = math.inf if objective.samples_per_rank is None else objective.samples_per_rank
         if self._num_samples is None:
-            return math.inf
+            return most
         trainer = self._trainer
         limit, interval = trainer.limit_train_batches, trainer.val_check_interval
         needed: int = 1
@@ -122,23 +151,27 @@ class Sampler:
             needed = interval
         if isinstance(limit, float):
             needed = math.ceil(needed / limit)
+        if objective.samples_per_rank is not None:  # as many optimizer steps as there were
+            return max(min(self._num_samples // needed, most), min(self._targets.base_size, self._num_samples))
         needed = max(needed, accumulation_of(trainer))
         shared = self._num_samples * self._options.max_data_share / accumulation_of(trainer)
         return max(
             min(self._num_samples // needed, math.floor(shared)), min(self._targets.base_size, self._num_samples)
         )
 
-    def without_single(self, batch_size: int, smallest: int) -> int:
+    def without_single(self, batch_size: int, smallest: int, sizes: Sequence[int] | None = None) -> int:
         """The size, or the next lower one that does not leave a single sample, which batch norm cannot train on.
 
         Args:
             batch_size: What was found.
             smallest: What may be chosen.
+            sizes: The same, ascending; None for all.
         """
         drops_last = all(getattr(loader.batch_sampler, "drop_last", False) for loader in self._loaders)
         if self._num_samples is None or drops_last or not self._has_batch_norm:
             return batch_size
-        below = (size for size in range(batch_size, smallest - 1, -1) if self._num_samples % size != 1)
+        allowed = (size for size in range(batch_size, smallest - 1, -1) if sizes is None or size in sizes)
+        below = (size for size in allowed if self._num_samples % size != 1)
         return next(below, batch_size)
 
     def _check_following(self, smallest: int, largest: int) -> None:

@@ -7,28 +7,31 @@ the optimizers are made once more, under the random state and on the dataloaders
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_of, accumulation_schedule
+from lightning_offload.callbacks.tuning.accumulation import accumulation_schedule
 from lightning_offload.callbacks.tuning.freezing import will_thaw
 from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
 from lightning_offload.callbacks.tuning.length import StepLimits, check_lengths, schedule_lengths
-from lightning_offload.callbacks.tuning.options import FinderOptions
+from lightning_offload.callbacks.tuning.objective import GOODPUT, Objective, objective_of
+from lightning_offload.callbacks.tuning.options import MIN_PILOT_STEPS, FinderOptions
+from lightning_offload.callbacks.tuning.pilot import counted, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import rank_zero
-from lightning_offload.tuning.gates import Choice, sure_choice
+from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, paying_choice, speedup_of, sure_choice
 from lightning_offload.tuning.learning_rate import (
     check_rate,
     effective_batch,
@@ -37,14 +40,27 @@ from lightning_offload.tuning.learning_rate import (
     resolved_rule,
     rule_warning,
 )
+from lightning_offload.tuning.noise_scale import (
+    NoiseScale,
+    batch_efficiency,
+    estimate_noise_scale,
+    largest_rate_factor,
+)
+from lightning_offload.tuning.posterior import pool
 from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.scaling import Scaling
 from lightning_offload.tuning.search import SearchResult
+from lightning_offload.tuning.trial import Trial
 
 __all__ = ["Session"]
 
+_TUNING_SHARE = 0.02
+"""Of a run, the most that a pilot may take, and the most that trials may."""
+_PILOT_BATCHES = 4
+"""Batches of a pilot's step: the error of the estimate falls with their number and the number of steps alike."""
+_MANY = 1 << 16
 _TRAINER_STATE = ("val_check_batch", "should_stop", "_train_start_time", "_last_val_time")
 
 
@@ -59,6 +75,7 @@ class Session:
         limits: The Trainer's limits in steps, which are set for what is found.
         clock: Tells seconds.
         is_visible: Whether this rank shows progress.
+        is_alone: Whether no training follows.
     """
 
     def __init__(
@@ -71,7 +88,13 @@ class Session:
         limits: StepLimits,
         clock: Callable[[], float],
         is_visible: bool,
+        is_alone: bool,
     ) -> None:
+        self._objective = Objective(name="throughput", configured_accumulation=1)
+        self._noise: NoiseScale | None = None
+        self._began = clock()
+        # who only tunes has asked for it, however long it takes
+        self._is_limited = options.max_seconds is None and not is_alone
         self._limits = limits
         self._num_steps = math.inf
         self._options, self._targets = options, targets
@@ -102,6 +125,8 @@ class Session:
                 result.lr if result is not None else self._targets.base_rate,
             )
         try:
+            if result.accumulation != result.configured_accumulation:
+                self._limits.accumulate(self._trainer, result.accumulation)
             told = self._limits.scale(self._trainer, result.batch_ratio, result.first_step)
             places = self._make_optimizers(before, result.lr_factor)
             check_lengths(
@@ -137,23 +162,93 @@ class Session:
             lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
         self._num_steps = _num_steps(self._trainer)
-        bounds = sampler.bounds(self._module, self._agreement)
+        self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
+        bounds = sampler.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
             set_batch_size=self._targets.set_batch_size, agreement=self._agreement,
             known_size=self._targets.base_size, will_thaw=will_thaw(self._trainer), provoke_oom=options.provoke_oom,
-            accumulation=accumulation_of(self._trainer), clock=self._clock,
+            accumulation=self._objective.accumulation, clock=self._clock,
         )  # fmt: skip
         try:
+            why = self._too_short() or self._pilot(host, sampler)
+            if why:
+                return self._kept(why)
             predictions, found = self._found(host, bounds)
             choice = sure_choice(found, base_size=self._targets.base_size, min_confidence=options.min_confidence)
             size = choice.batch_size
             if size != self._targets.base_size:
-                (size,) = map(int, self._agreement.smallest([sampler.without_single(size, bounds[0])]))
-            return self._result(dataclasses.replace(choice, batch_size=size), found, predictions, host, sampler, bounds)
+                lower = sampler.without_single(size, bounds[0], self._objective.sizes)
+                (size,) = map(int, self._agreement.smallest([lower]))
+            choice = dataclasses.replace(choice, batch_size=size)
+            return self._result(choice, found, predictions, host, sampler, bounds)
         finally:
             host.restore()
             host.recorder.forget()
+
+    def _too_short(self) -> str:
+        """Why nothing is tried in a run of this length; empty where trials pay."""
+        if not self._is_limited or not math.isfinite(self._num_steps):
+            return ""
+        trial = self._options.warmup_steps + self._options.steps_per_trial
+        num_batches = int(self._num_steps) * self._objective.configured_accumulation
+        if trial <= _TUNING_SHARE * num_batches:
+            return ""
+        return (
+            f"the run has {num_batches} steps, of which the {trial} of a single trial are more than"
+            f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit"
+        )
+
+    def _pilot(self, host: LightningHost, sampler: Sampler) -> str:
+        """Measure the noise scale, where it is needed; tell why it cannot be."""
+        if self._objective.name != GOODPUT:
+            return ""
+        why = why_no_noise_scale(self._trainer, self._module)
+        if why:
+            return f"the gradient noise scale is not known, since {why}; objective='throughput' does without"
+        num_micro = max(_PILOT_BATCHES, self._objective.configured_accumulation)
+        num_steps = self._options.pilot_steps
+        if self._is_limited and math.isfinite(self._num_steps):
+            num_batches = self._num_steps * self._objective.configured_accumulation
+            num_steps = min(num_steps, int(_TUNING_SHARE * num_batches / num_micro))
+        if num_steps < MIN_PILOT_STEPS:
+            return (
+                f"a pilot of {MIN_PILOT_STEPS} steps with {num_micro} batches each, which measures the gradient noise"
+                f" scale, is more than {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
+            )
+        steps = self._agreement.together(
+            lambda: host.pilot(
+                sampler.batches(), batch_size=self._targets.base_size, num_steps=num_steps, num_micro=num_micro
+            ),
+            "measuring the gradient noise scale",
+        )
+        micro = zip(*self._agreement.gather([step.micro for step in steps]), strict=True)
+        shared = [
+            dataclasses.replace(step, micro=sum(squares) / len(squares))
+            for step, squares in zip(steps, micro, strict=True)
+        ]
+        self._noise = self._agreement.broadcast(estimate_noise_scale(counted(shared)))
+        return "" if self._noise is not None else "the pilot's gradients were not finite"
+
+    def _worth(self, batch_size: int) -> float:
+        """What a sample is surely worth at a size, by what it is at the configured one."""
+        noise = self._noise
+        assert noise is not None  # only goodput asks
+        batches = {"base_batch": self._effective(self._targets.base_size), "batch": self._effective(batch_size)}
+        return min(batch_efficiency(phi, **batches) for phi in (noise.low, noise.value, noise.high))
+
+    def _run_seconds(self, trials: Sequence[Trial]) -> float | None:
+        """What the configured run takes, by the trial of the size that is nearest to the configured one."""
+        base = self._targets.base_size
+        ran = [each for each in trials if each.is_ok and each.samples_per_second]
+        if not ran or not math.isfinite(self._num_steps):
+            return None
+        nearest = min(ran, key=lambda trial: abs(math.log(trial.batch_size / base)))
+        return self._num_steps * self._effective(base) / (nearest.samples_per_second or 1.0)
+
+    def _usual_seconds(self, trials: Sequence[Trial]) -> float | None:
+        seconds = self._run_seconds(trials) if self._is_limited else None
+        return None if seconds is None else _TUNING_SHARE * seconds
 
     def _found(self, host: LightningHost, bounds: Bounds) -> tuple[Predictions, SearchResult]:
         options, memory = self._options, host.recorder.memory
@@ -178,10 +273,25 @@ class Session:
                 low=smallest,
                 high=largest,
                 tolerance=options.tolerance,
-                max_trials=None,
+                max_trials=options.max_trials,
                 max_seconds=options.max_seconds,
+                usual_seconds=self._usual_seconds,
+                sizes=self._sizes(),
+                efficiency=None if self._noise is None else self._worth,
             )
+            base = self._targets.base_size
+            is_tried = any(trial.batch_size == base for trial in found.trials)
+            if found.batch_size != base and not is_tried and self._objective.name != "throughput":
+                found = _with_trial(found, runner.run(base))  # what it is compared with
         return runner.predictions, found
+
+    def _sizes(self) -> Sequence[int] | None:
+        """The sizes that may be tried; the configured one always may."""
+        sizes, base = self._objective.sizes, self._targets.base_size
+        if sizes is None or base in sizes:
+            return sizes
+        below = bisect.bisect_left(sizes, base)
+        return [*sizes[:below], base, *sizes[below : below + _MANY]]
 
     def _check_optimizers(self) -> None:
         optimizers = self._trainer.optimizers
@@ -202,6 +312,18 @@ class Session:
         sampler: Sampler,
         bounds: Bounds,
     ) -> TuningResult:
+        tuning_seconds = self._clock() - self._began
+        run_seconds = self._run_seconds(found.trials)
+        base_size, wanted = self._targets.base_size, choice.batch_size
+        speedup = speedup_of(
+            found, base_size=base_size, size=found.batch_size, samples=self._effective(base_size) // base_size,
+            noise=self._noise, run_seconds=run_seconds if self._is_limited and run_seconds is not None else math.inf,
+            tuning_seconds=tuning_seconds,
+        )  # fmt: skip
+        if self._objective.name != "throughput" and wanted != base_size:
+            least = LEAST_SPEEDUP if self._objective.name == GOODPUT else 1.0
+            choice = paying_choice(choice, speedup, found, base_size=base_size, least=least)
+        choice = self._agreement.broadcast(choice)  # by one clock
         budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
         rates = self._learning_rate(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
@@ -209,15 +331,10 @@ class Session:
         predicted = predictions.largest(*bounds[:2]) if is_limited else None
         is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
         return TuningResult(
-            batch_size=size,
+            **self._settings(size, rates),
             found_batch_size=found.batch_size,
-            configured_batch_size=self._targets.base_size,
-            configured_lr=self._targets.base_rate,
-            first_step=int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
-            lr=rates.lr,
-            base_batch_size=rates.base_batch,
-            effective_batch_size=self._effective(size),
-            lr_factor=rates.factor,
+            expected_speedup=None if speedup is None else speedup.value,
+            run_seconds=run_seconds,
             trials=found.trials,
             predictions=predictions.made(),
             largest_size=predicted if is_predicted else found.largest if is_limited or found.smallest_failing else None,
@@ -229,16 +346,45 @@ class Session:
             note=_note(choice, found, host.decline, rates.note, sampler.note),
         )
 
+    def _settings(self, size: int, rates: _Rates) -> dict[str, Any]:
+        """What is set, what it is set in place of, and why; the same whether or not anything was tried."""
+        noise = self._noise
+        return {
+            "batch_size": size,
+            "configured_batch_size": self._targets.base_size,
+            "configured_lr": self._targets.base_rate,
+            "accumulation": self._objective.accumulation(size),
+            "configured_accumulation": self._objective.configured_accumulation,
+            "objective": self._objective.name,
+            "noise_scale": None if noise is None else noise.value,
+            "noise_scale_interval": None if noise is None else (noise.low, noise.high),
+            "first_step": int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
+            "lr": rates.lr,
+            "base_batch_size": rates.base_batch,
+            "effective_batch_size": self._effective(size),
+            "lr_factor": rates.factor,
+            "tuning_seconds": self._clock() - self._began,
+        }
+
+    def _kept(self, why: str) -> TuningResult:
+        """The configured size, where nothing was tried."""
+        size = self._targets.base_size
+        rates = self._learning_rate(size)
+        note = " ".join(f"{each}." for each in (f"The configured {size} is kept: {why}", rates.note) if each)
+        return TuningResult(**self._settings(size, rates), note=note)
+
     def _scaling(self, choice: Choice, found: SearchResult, predictions: Predictions) -> Scaling | None:
         """What the chosen size would do on more devices; None where it did not run, or nothing is known of those."""
         speeds = {each.batch_size: each.samples_per_second for each in found.estimates}
         speed = speeds.get(choice.batch_size if choice.why_kept else found.batch_size)
         if speed is None:
             return None
-        return predictions.scaling(choice.batch_size, speed, accumulation=accumulation_of(self._trainer))
+        return predictions.scaling(
+            choice.batch_size, speed, accumulation=self._objective.accumulation(choice.batch_size)
+        )
 
     def _effective(self, batch_size: int) -> int:
-        return effective_batch(batch_size, self._trainer.world_size, accumulation_of(self._trainer))
+        return effective_batch(batch_size, self._trainer.world_size, self._objective.accumulation(batch_size))
 
     def _learning_rate(self, batch_size: int) -> _Rates:
         """Scale the rate for a size, as far as it may be raised."""
@@ -254,7 +400,10 @@ class Session:
                 "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go"
                 " on with theirs. Start from weights alone to have it scaled.",
             )
-        wanted = learning_rate_factor(rule=rule, effective_batch=self._effective(batch_size), base_batch=base)
+        effective = self._effective(batch_size)
+        wanted = learning_rate_factor(rule=rule, effective_batch=effective, base_batch=base)
+        if self._noise is not None and rule != "none" and wanted > 1:
+            wanted = min(wanted, largest_rate_factor(self._noise.low, base_batch=base, batch=effective, rule=rule))
         factor, note = self._allowed_factor(wanted)
         warning = rule_warning(self._trainer.optimizers, rule=rule, factor=factor)
         if warning is not None:
@@ -322,6 +471,15 @@ class _Rates:
     factor: float
     base_batch: int
     note: str
+
+
+def _with_trial(found: SearchResult, trial: Trial) -> SearchResult:
+    """What was found, with one more trial."""
+    trials = (*found.trials, trial)
+    failing = [each.batch_size for each in trials if not each.is_ok]
+    return dataclasses.replace(
+        found, trials=trials, estimates=tuple(pool(trials).values()), smallest_failing=min(failing, default=None)
+    )
 
 
 def _num_steps(trainer: Any) -> float:
