@@ -101,6 +101,14 @@ def test_ranks_keep_the_effective_batch(ranks: Ranks) -> None:
     assert first == second == {"batch_size": 16, "accumulation": 1, "lr": 0.01}
 
 
+def test_a_slow_hook_counts_as_it_does_in_the_run(ranks: Ranks) -> None:
+    """The finder's throughput is the run's, though its trials reduce nothing."""
+    first, second = (rank["hooked"] for rank in ranks)
+    assert "error" not in first, first["error"]
+    assert first == second
+    assert first["found"] == pytest.approx(first["real"], rel=0.1)
+
+
 def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:
     """The rank that failed raises its own error, the other one tells of it."""
     first, second = (rank["broken"] for rank in ranks)
