@@ -90,6 +90,9 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             for no warm-up. A rate that is not scaled up is not warmed up.
         max_lr_factor: By how much the rate may be raised at most.
         max_data_share: The largest effective batch, as a share of the data set.
+        min_efficiency: For goodput, what a sample is worth at least in the larger batch, by what it is worth in the
+            configured one: a run of so many epochs makes that share of its progress. 0 for trainings that end at a
+            loss.
         objective: What is to be best. "keep_effective_batch": throughput, while an optimizer step sees as many samples
             as configured (a larger micro-batch, less accumulation). "goodput": throughput by what a sample is worth in
             a larger batch, from the gradient noise scale, which a pilot of real steps measures; the size changes only
@@ -130,6 +133,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         max_lr_factor: float = 8.0,
         max_data_share: float = 0.1,
         min_confidence: float = 0.5,
+        min_efficiency: float = 0.9,
         objective: Literal["auto", "keep_effective_batch", "goodput", "throughput"] = "auto",
         multiple_of: int = 1,
         max_trials: int | None = None,
@@ -144,6 +148,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             base_batch_size=base_batch_size, make_batch=make_batch, max_seconds=max_seconds,
             lr_warmup_epochs=lr_warmup_epochs, lr_warmup_steps=lr_warmup_steps, max_lr_factor=max_lr_factor,
             max_data_share=max_data_share, min_confidence=min_confidence, objective=objective,
+            min_efficiency=min_efficiency,
             multiple_of=multiple_of, max_trials=max_trials, pilot_steps=pilot_steps, provoke_oom=provoke_oom,
         )  # fmt: skip
         self._plot_dir = None if plot_dir is None else checked_folder(plot_dir)

@@ -387,8 +387,14 @@ class TrialRunner:
                 is_spread = True
                 continue
             size = waiting.pop(0)
-            is_tried = any(trial.batch_size == size for trial in self.done)
-            if is_tried or size < low or (high is not None and size > high):
+            if size < low or (high is not None and size > high):
+                continue
+            tried = next((trial for trial in self.done if trial.batch_size == size), None)
+            if tried is not None:
+                if fits is None and tried.is_ok and self._agreement.is_true_on_all(self._is_watched):
+                    fits = size
+                elif fits is None and not tried.is_ok:
+                    waiting = [size // 4]
                 continue
             if self._allowed is not None and size not in self._allowed:
                 continue

@@ -164,6 +164,8 @@ def test_what_cannot_be_tuned(make_trainer: MakeTrainer, net: Any, keywords: Any
         {"max_data_share": 1.5},
         {"min_confidence": 1.1},
         {"min_confidence": "high"},
+        {"min_efficiency": 1.5},
+        {"min_efficiency": -0.1},
         {"make_batch": 3},
         {"init_val": 40, "max_val": 20},
         {"init_val": 3, "min_val": 4},

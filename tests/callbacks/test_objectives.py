@@ -71,7 +71,15 @@ class Stop(pl.Callback):
 
 def goodput(clock: Clock, **kwargs: Any) -> Any:
     return finder_of(
-        clock, **{"objective": "auto", "max_val": None, "lr_scaling": "linear", "max_data_share": 0.1, **kwargs}
+        clock,
+        **{
+            "objective": "auto",
+            "max_val": None,
+            "lr_scaling": "linear",
+            "max_data_share": 0.1,
+            "min_efficiency": 0,
+            **kwargs,
+        },
     )
 
 
@@ -110,6 +118,30 @@ def test_a_noisy_gradient_gets_the_batch_of_the_most_progress(make_trainer: Make
     low = result.noise_scale_interval[0]
     assert result.lr_factor == pytest.approx(size / 8 * (low + 8) / (low + size))
     assert net.lr == pytest.approx(1e-6 * result.lr_factor)
+
+
+def test_a_run_of_so_many_epochs_is_to_make_its_progress(make_trainer: MakeTrainer) -> None:
+    """Though progress by time is more in a larger batch: by default a sample is worth nine tenths at least."""
+    clock = Clock()
+    finder = goodput(clock, min_efficiency=0.9)
+    make_trainer(callbacks=[finder], max_steps=20).fit(Bowl(400.0, clock))
+    result = finder.result
+    low = result.noise_scale_interval[0]
+    assert (low + 8) / (low + result.batch_size) >= 0.9
+    assert 12 <= result.batch_size < 60
+    assert max(trial.batch_size for trial in result.trials) == result.batch_size
+
+
+def test_a_run_that_takes_little_time_is_not_tuned(make_trainer: MakeTrainer) -> None:
+    """A tuning takes some seconds whatever it tries, so 2% of the run have to be more; one trial shows that."""
+    for fixed, is_tuned in ((0.001, False), (100.0, True)):
+        clock = Clock()
+        finder = goodput(clock, objective="throughput", max_seconds=None)
+        net = Bowl(100.0, clock, fixed=fixed)
+        net.tick = lambda seconds, tick=net.tick, fixed=fixed: tick(fixed)
+        make_trainer(callbacks=[finder, Stop()], max_steps=4000, max_epochs=-1).fit(net)
+        assert (len(finder.result.trials) > 1) == is_tuned
+        assert ("The configured 8 is kept: the run takes about 4.00 s" in finder.result.note) == (not is_tuned)
 
 
 def test_a_batch_that_is_best_already_is_kept(make_trainer: MakeTrainer) -> None:
@@ -261,3 +293,52 @@ def test_an_unknown_objective_is_an_error() -> None:
         finder_of(objective="speed")
     with pytest.raises(TuningError, match="pilot_steps=3 is not possible: give an int of at least 16"):
         finder_of(pilot_steps=3)
+
+
+class Brittle(Net):
+    """Fails in a pilot, or above a size; trials repeat one batch, whose number is small."""
+
+    def __init__(self, error: Exception, largest: int = 10**9, last: int = 10**9, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.error, self.largest, self.last = error, largest, last
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        is_tried = not self.trainer.callbacks  # type: ignore[attr-defined]
+        if len(batch[0]) > self.largest or (is_tried and batch_idx > self.last):
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_in_a_pilot_comes_through_and_everything_is_put_back(make_trainer: MakeTrainer) -> None:
+    """It is the model's own, and the model is as it was before its first step."""
+    clock = Clock()
+    net = Brittle(KeyError("mine"), last=20, clock=clock)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    trainer = make_trainer(callbacks=[finder_of(clock, objective="goodput")])
+    with pytest.raises(KeyError, match="mine"):
+        trainer.fit(net)
+    assert net.losses == []
+    assert (net.batch_size, net.lr) == (4, 0.01)
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in before.items())
+    assert "on_after_backward" not in vars(net)
+
+
+def test_a_pilot_that_runs_out_of_memory_changes_nothing(make_trainer: MakeTrainer) -> None:
+    """Its second set of gradients may be too much where the training is not."""
+    clock = Clock()
+    finder = finder_of(clock, objective="goodput")
+    net = Brittle(torch.OutOfMemoryError("injected"), last=20, clock=clock)
+    make_trainer(callbacks=[finder], max_epochs=1).fit(net)
+    assert set(net.sizes) == {4}
+    assert "a pilot, which holds a second set of gradients, ran out of memory" in finder.result.note
+
+
+def test_a_configured_size_that_does_not_fit_gives_way(make_trainer: MakeTrainer) -> None:
+    """There is nothing to keep then: the best of the smaller sizes is set, without a pilot."""
+    clock = Clock()
+    finder = finder_of(clock, objective="goodput")
+    net = Brittle(torch.OutOfMemoryError("injected"), largest=9, batch_size=16, clock=clock)
+    make_trainer(callbacks=[finder], max_epochs=1).fit(net)
+    assert 7 <= finder.result.batch_size <= 9
+    assert finder.result.noise_scale is None
+    assert len(set(net.sizes[:-1])) == 1

@@ -46,6 +46,7 @@ class FinderOptions:
     max_lr_factor: float
     max_data_share: float
     min_confidence: float
+    min_efficiency: float
     objective: str
     multiple_of: int
     max_trials: int | None
@@ -100,6 +101,11 @@ class FinderOptions:
             raise TuningError(
                 f"max_data_share={self.max_data_share!r} is not possible: give a share of the data set above 0 and up"
                 " to 1, such as 0.1"
+            )
+        if not _is_number(self.min_efficiency) or not 0 <= self.min_efficiency <= 1:
+            raise TuningError(
+                f"min_efficiency={self.min_efficiency!r} is not possible: give a share from 0 to 1, such as 0.9; 0 for"
+                " trainings that end at a loss, however many samples that takes"
             )
         if not _is_number(self.min_confidence) or not 0 <= self.min_confidence <= 1:
             raise TuningError(

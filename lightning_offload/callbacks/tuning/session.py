@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.callbacks.tuning.accumulation import accumulation_schedule
@@ -29,8 +30,9 @@ from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_ra
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
-from lightning_offload.errors import TuningError
+from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.lightning_packages import rank_zero
+from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, paying_choice, speedup_of, sure_choice
 from lightning_offload.tuning.learning_rate import (
     check_rate,
@@ -53,11 +55,15 @@ from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.scaling import Scaling
 from lightning_offload.tuning.search import SearchResult
 from lightning_offload.tuning.trial import Trial
+from lightning_offload.units import format_seconds
 
 __all__ = ["Session"]
 
 _TUNING_SHARE = 0.02
 """Of a run, the most that a pilot may take, and the most that trials may."""
+_LEAST_SECONDS = 5.0
+"""What a tuning takes at least: recording, planning and deciding are no trials."""
+_LARGEST = 1 << 31
 _PILOT_BATCHES = 4
 """Batches of a pilot's step: the error of the estimate falls with their number and the number of steps alike."""
 _MANY = 1 << 16
@@ -92,6 +98,7 @@ class Session:
     ) -> None:
         self._objective = Objective(name="throughput", configured_accumulation=1)
         self._noise: NoiseScale | None = None
+        self._most: int | None = None  # the largest size, where the configured one does not fit
         self._began = clock()
         # who only tunes has asked for it, however long it takes
         self._is_limited = options.max_seconds is None and not is_alone
@@ -171,10 +178,13 @@ class Session:
             accumulation=self._objective.accumulation, clock=self._clock,
         )  # fmt: skip
         try:
-            why = self._too_short() or self._pilot(host, sampler)
-            if why:
-                return self._kept(why)
-            predictions, found = self._found(host, bounds)
+            progress = SearchProgress(self._is_visible)
+            runner = self._runner(host, progress)
+            with progress.shown():
+                why = self._too_short() or self._too_quick(runner) or self._pilot(host, sampler, runner)
+                if why:
+                    return self._kept(why)
+                predictions, found = self._found(host, runner, bounds)
             choice = sure_choice(found, base_size=self._targets.base_size, min_confidence=options.min_confidence)
             size = choice.batch_size
             if size != self._targets.base_size:
@@ -199,8 +209,24 @@ class Session:
             f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit"
         )
 
-    def _pilot(self, host: LightningHost, sampler: Sampler) -> str:
-        """Measure the noise scale, where it is needed; tell why it cannot be."""
+    def _too_quick(self, runner: TrialRunner) -> str:
+        """Why nothing more is tried in a run that takes so little time; empty where a tuning pays."""
+        if not self._is_limited or not math.isfinite(self._num_steps):
+            return ""
+        runner.run(self._targets.base_size, is_recorded=True)
+        run_seconds = self._agreement.broadcast(self._run_seconds(runner.done))
+        if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
+            return ""
+        return (
+            f"the run takes about {format_seconds(run_seconds)}, and a tuning some seconds, whatever it tries;"
+            " max_seconds= sets another limit"
+        )
+
+    def _pilot(self, host: LightningHost, sampler: Sampler, runner: TrialRunner) -> str:
+        """Measure the noise scale, where it is needed and the configured size fits; tell why it cannot be.
+
+        Where that size does not fit, a smaller one has to be found, whatever a sample is worth in it.
+        """
         if self._objective.name != GOODPUT:
             return ""
         why = why_no_noise_scale(self._trainer, self._module)
@@ -216,19 +242,41 @@ class Session:
                 f"a pilot of {MIN_PILOT_STEPS} steps with {num_micro} batches each, which measures the gradient noise"
                 f" scale, is more than {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
             )
-        steps = self._agreement.together(
-            lambda: host.pilot(
-                sampler.batches(), batch_size=self._targets.base_size, num_steps=num_steps, num_micro=num_micro
-            ),
-            "measuring the gradient noise scale",
-        )
+        base = self._targets.base_size
+        tried = [trial for trial in runner.done if trial.batch_size == base]
+        if not (tried[0] if tried else runner.run(base, is_recorded=True)).is_ok:
+            self._objective = dataclasses.replace(self._objective, name="throughput")
+            self._most = base
+            return ""
+        try:
+            steps = self._agreement.together(
+                lambda: host.pilot(sampler.batches(), batch_size=base, num_steps=num_steps, num_micro=num_micro),
+                "measuring the gradient noise scale",
+            )
+        except Exception as error:
+            if self._agreement.num_ranks > 1 or not _is_out_of_memory(error, host):
+                raise
+            release_frames(error)
+            return "a pilot, which holds a second set of gradients, ran out of memory"
         micro = zip(*self._agreement.gather([step.micro for step in steps]), strict=True)
         shared = [
             dataclasses.replace(step, micro=sum(squares) / len(squares))
             for step, squares in zip(steps, micro, strict=True)
         ]
         self._noise = self._agreement.broadcast(estimate_noise_scale(counted(shared)))
-        return "" if self._noise is not None else "the pilot's gradients were not finite"
+        if self._noise is None:
+            return "the pilot's gradients were not finite"
+        self._most = self._largest_worth(self._noise.low)
+        return ""
+
+    def _largest_worth(self, noise_scale: float) -> int:
+        """The largest size at which a sample is worth enough: a run of so many epochs is to end where it did."""
+        base, least = self._targets.base_size, self._options.min_efficiency
+        if not least:
+            return _LARGEST
+        batch = self._effective(base)
+        largest = (noise_scale + batch) / least - noise_scale  # of the effective batch
+        return max(base, int(largest * base / batch))
 
     def _worth(self, batch_size: int) -> float:
         """What a sample is surely worth at a size, by what it is at the configured one."""
@@ -250,7 +298,7 @@ class Session:
         seconds = self._run_seconds(trials) if self._is_limited else None
         return None if seconds is None else _TUNING_SHARE * seconds
 
-    def _found(self, host: LightningHost, bounds: Bounds) -> tuple[Predictions, SearchResult]:
+    def _runner(self, host: LightningHost, progress: SearchProgress) -> TrialRunner:
         options, memory = self._options, host.recorder.memory
         settings = TrialSettings(
             # each size is a new shape of step to a plugin; what it records and verifies is no time to trust
@@ -261,28 +309,31 @@ class Session:
             is_out_of_memory=host.is_out_of_memory,
             allows_sync_batch_norm=True,
         )
-        progress = SearchProgress(self._is_visible)
         runner = TrialRunner(
             host, settings, self._agreement, shown=lambda size: progress.trying(size, total=runner.max_trials)
         )
+        return runner
+
+    def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> tuple[Predictions, SearchResult]:
+        options, base = self._options, self._targets.base_size
         smallest, largest, first = bounds
-        with progress.shown():
-            found = runner.find(
-                first=first,
-                begin=min(first, self._targets.base_size) if host.is_to_be_watched else first,
-                low=smallest,
-                high=largest,
-                tolerance=options.tolerance,
-                max_trials=options.max_trials,
-                max_seconds=options.max_seconds,
-                usual_seconds=self._usual_seconds,
-                sizes=self._sizes(),
-                efficiency=None if self._noise is None else self._worth,
-            )
-            base = self._targets.base_size
-            is_tried = any(trial.batch_size == base for trial in found.trials)
-            if found.batch_size != base and not is_tried and self._objective.name != "throughput":
-                found = _with_trial(found, runner.run(base))  # what it is compared with
+        largest = largest if self._most is None else min(largest, self._most)
+        first = min(first, largest)
+        found = runner.find(
+            first=first,
+            begin=min(first, base) if host.is_to_be_watched else first,
+            low=smallest,
+            high=largest,
+            tolerance=options.tolerance,
+            max_trials=options.max_trials,
+            max_seconds=options.max_seconds,
+            usual_seconds=self._usual_seconds,
+            sizes=self._sizes(),
+            efficiency=None if self._noise is None else self._worth,
+        )
+        is_tried = any(trial.batch_size == base for trial in found.trials)
+        if found.batch_size != base and not is_tried and self._objective.name != "throughput":
+            found = _with_trial(found, runner.run(base))  # what it is compared with
         return runner.predictions, found
 
     def _sizes(self) -> Sequence[int] | None:
@@ -471,6 +522,11 @@ class _Rates:
     factor: float
     base_batch: int
     note: str
+
+
+def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
+    """Whether an error says that there is not enough memory."""
+    return isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or host.is_out_of_memory(error)
 
 
 def _with_trial(found: SearchResult, trial: Trial) -> SearchResult:
