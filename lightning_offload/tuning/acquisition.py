@@ -1,7 +1,7 @@
 """What to try next, decided from the trials so far alone.
 
-Without a prediction the search first *grows*: it doubles until a size does not fit, or two doublings in a row gain
-less than the tolerance each. With one it starts at the predicted edge, or at the predicted answer where throughput is
+Without a prediction the search first *grows*: it quadruples until a size does not fit, or gains less than the tolerance
+for each doubling. With one it starts at the predicted edge, or at the predicted answer where throughput is
 flat from far below the edge. From then on the trial is taken that tells most (:mod:`~.acquisition`), until a size is
 probably right.
 
@@ -139,6 +139,7 @@ def _crossing(sizes: Array, speeds: Array, level: Array) -> Array:
 
 _CONFIDENT = 0.985
 _NUM_PROMISING = 14  # sizes among which the next trial is chosen
+_GROWTH = 4
 _FEW = 48  # sizes that are all thought of
 _SLOW = 0.3  # of the best throughput: below the last such size nothing is modelled
 _FAR_BELOW = 4  # how much smaller than the edge a predicted answer is where the edge does not matter
@@ -242,8 +243,8 @@ def decide(space: Space, trials: Sequence[Trial], *, may_grow: bool = True) -> N
     Args:
         space: What is searched.
         trials: All trials so far.
-        may_grow: Without it the best of what ran is chosen even where the search would still double; while it
-            doubles there is no best.
+        may_grow: Without it the best of what ran is chosen even where the search would still grow; while it
+            grows there is no best.
     """
     known = _Known.of(trials)
     if not known.fits:
@@ -268,18 +269,16 @@ def _first(space: Space, known: _Known) -> int | None:
 
 
 def _grow(space: Space, known: _Known) -> int | None:
-    """Double the largest size, until it does not fit, is the largest allowed, or two doublings gain too little."""
+    """Quadruple the largest size, until it does not fit, is the largest allowed, or that gains too little."""
     largest = known.fits[-1]
     if known.fails is not None or largest == space.high or known.num_failed:
         return None
-    if len(known.fits) >= 3:
-        first, second, third = (
-            known.estimates[size].samples_per_second * space.worth(size) for size in known.fits[-3:]
-        )
-        enough = 1 + space.tolerance
-        if second < first * enough and third < second * enough:
-            return None
-    return space.up(2 * largest)
+    if len(known.fits) >= 2:
+        first, second = (known.estimates[size].samples_per_second * space.worth(size) for size in known.fits[-2:])
+        if second < first * (1 + space.tolerance) ** math.log2(largest / known.fits[-2]):
+            middle = space.up(2 * known.fits[-2])  # there may be a peak in so wide a gap
+            return middle if known.fits[-2] < middle < largest else None
+    return space.up(_GROWTH * largest)
 
 
 def _refine(space: Space, known: _Known) -> NextTrial:

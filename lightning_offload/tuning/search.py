@@ -20,7 +20,7 @@ searches is not public, and this is not its method. AdaptDL and Pollux (OSDI'21)
 statistical efficiency, and change the size while training; here the size is fixed before it, learning rate and
 statistical efficiency being the caller's.
 
-Shortfalls: without a prediction a curve that rises again after two flat doublings is not followed, and a sharp dip or
+Shortfalls: without a prediction a curve that rises again after a flat quadrupling is not followed, and a sharp dip or
 peak between measured sizes may be missed. It is taken that whatever is smaller than a size that fits, fits too. One
 trial's cost is not weighed against another's.
 """
