@@ -175,8 +175,9 @@ of percent, and a finder that says it was not sure means that.
 
 The races train from the same seeds, under the same budget, with the configured and with the found size and learning
 rate, until the mean training loss of the last `window` samples is low enough. The clock counts all of the training but
-not the finder. A ratio below 1 says that the found values were faster. Throughput is not all that counts: a larger
-batch makes fewer updates from the same samples, so a ratio above 1 is possible with the right size.
+not the finder. A ratio below 1 says that the found values were faster. The finder is asked for throughput alone here,
+without its usual gates and without a warm-up of the rate, so a ratio above 1 is possible with the right size: a larger
+batch makes fewer updates from the same samples, and a raised rate without a warm-up is what slows GPT-2 down.
 """
 
 _KNOWN = """Searches without a prediction, on modules that sleep for known times and have no memory above a size; where

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
+from lightning_offload.callbacks.tuning.accumulation import accumulation_of
+from lightning_offload.callbacks.tuning.freezing import num_trainable, will_thaw
+from lightning_offload.callbacks.tuning.length import StepLimits
 from lightning_offload.callbacks.tuning.options import FinderOptions, checked_folder, misconfiguration
 from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show
+from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, with_configured_rate
 from lightning_offload.callbacks.tuning.session import Session
-from lightning_offload.callbacks.tuning.targets import find_targets, warn_of_other_batch
+from lightning_offload.callbacks.tuning.targets import find_targets, mark_rate, rate_to_set, warn_of_other_batch
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import (
     current_package,
@@ -25,7 +29,7 @@ from lightning_offload.lightning_packages import (
     package_of,
     rank_zero,
 )
-from lightning_offload.tuning.learning_rate import Warmup
+from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps
 from lightning_offload.tuning.snapshot import RandomStates
 
 if TYPE_CHECKING:
@@ -68,8 +72,9 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
     """Finds the efficiency-optimal batch size when a fit begins, sets it with its learning rate, and trains on with it.
 
     Real training steps are timed at a few sizes, chosen by a performance model of the step; the smallest size is taken
-    whose throughput is within `tolerance` of the best that fits. Under an offload strategy, steps run under its memory
-    plan. Afterwards everything is as if the fit had been started with the found values. `result` tells all.
+    that is within `tolerance` of the best that fits, by `objective`. Under an offload strategy, steps run under its
+    memory plan. Afterwards everything is as if the fit had been started with the found values, or as it was where the
+    gain is not sure. `result` tells all.
 
     Args:
         batch_arg_name: Name of the batch size in the model, its data, or their hparams; dots lead into nested ones.
@@ -80,11 +85,30 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         steps_per_trial: Steps that are timed in a trial.
         warmup_steps: Steps before them that are not.
         tolerance: How far below the best throughput the chosen size may be, as a fraction of it.
-        lr_scaling: How the learning rate follows the effective batch (size x ranks x accumulation).
+        lr_scaling: How the learning rate follows the effective batch (size x ranks x accumulation): "linear", "sqrt",
+            "none", or "auto", which is linear for SGD and the square root for Adam and its like.
         base_batch_size: Effective batch that the configured rate is for; by default the configured one.
         make_batch: Makes a batch of a size on the host, for batches whose samples cannot be repeated.
-        max_seconds: Time after which no further trial begins.
-        lr_warmup_epochs: Epochs over which the rate is raised from the configured to the found one.
+        max_seconds: Time after which no further trial begins; by default 2% of what the run is estimated to take,
+            unless `tune` was called. `float("inf")` for no limit.
+        lr_warmup_epochs: Epochs over which the rate is raised from the configured to the found one, in place of steps.
+        lr_warmup_steps: Optimizer steps over which it is; by default 50, or a tenth of the run where that is less. 0
+            for no warm-up. A rate that is not scaled up is not warmed up.
+        max_lr_factor: By how much the rate may be raised at most.
+        max_data_share: The largest effective batch, as a share of the data set.
+        min_efficiency: For goodput, what a sample is worth at least in the larger batch, by what it is worth in the
+            configured one: a run of so many epochs makes that share of its progress. 0 for trainings that end at a
+            loss.
+        objective: What is to be best. "keep_effective_batch": throughput, while an optimizer step sees as many samples
+            as configured (a larger micro-batch, less accumulation). "goodput": throughput by what a sample is worth in
+            a larger batch, from the gradient noise scale, which a pilot of real steps measures; the size changes only
+            where the run surely ends 1.05 times as early. "throughput": samples per second. "auto" keeps the effective
+            batch where that leaves room for a larger micro-batch, and is for goodput otherwise.
+        multiple_of: Sizes other than the configured one are multiples of this.
+        max_trials: Most trials; by default 12 where sizes can be predicted, and 24 where not.
+        pilot_steps: Most optimizer steps of the pilot.
+        min_confidence: How sure the search has to be, from 0 to 1. Below it the configured size and rate stay, unless
+            that size does not fit; 0 sets whatever is found.
         plot_dir: Folder for `batch_size.html` and `batch_size.png`, throughput and peak against batch size.
         provoke_oom: Whether a trial may run out of memory. By default it may, unless ranks talk to one another within
             a step (SyncBatchNorm, sharding, own collectives); then sizes that may not fit are predicted.
@@ -106,11 +130,20 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         steps_per_trial: int = 5,
         warmup_steps: int = 2,
         tolerance: float = 0.03,
-        lr_scaling: Literal["linear", "sqrt", "none"] = "linear",
+        lr_scaling: Literal["auto", "linear", "sqrt", "none"] = "auto",
         base_batch_size: int | None = None,
         make_batch: Callable[[int], Any] | None = None,
         max_seconds: float | None = None,
         lr_warmup_epochs: int = 0,
+        lr_warmup_steps: int | None = None,
+        max_lr_factor: float = 8.0,
+        max_data_share: float = 0.1,
+        min_confidence: float = 0.5,
+        min_efficiency: float = 0.9,
+        objective: Literal["auto", "keep_effective_batch", "goodput", "throughput"] = "auto",
+        multiple_of: int = 1,
+        max_trials: int | None = None,
+        pilot_steps: int = 32,
         plot_dir: str | os.PathLike[str] | None = None,
         provoke_oom: bool | None = None,
     ) -> None:
@@ -119,7 +152,10 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             batch_arg_name=batch_arg_name, lr_arg_name=lr_arg_name, init_val=init_val, min_val=min_val, max_val=max_val,
             steps_per_trial=steps_per_trial, warmup_steps=warmup_steps, tolerance=tolerance, lr_scaling=lr_scaling,
             base_batch_size=base_batch_size, make_batch=make_batch, max_seconds=max_seconds,
-            lr_warmup_epochs=lr_warmup_epochs, provoke_oom=provoke_oom,
+            lr_warmup_epochs=lr_warmup_epochs, lr_warmup_steps=lr_warmup_steps, max_lr_factor=max_lr_factor,
+            max_data_share=max_data_share, min_confidence=min_confidence, objective=objective,
+            min_efficiency=min_efficiency,
+            multiple_of=multiple_of, max_trials=max_trials, pilot_steps=pilot_steps, provoke_oom=provoke_oom,
         )  # fmt: skip
         self._plot_dir = None if plot_dir is None else checked_folder(plot_dir)
         self._clock: Callable[[], float] = time.perf_counter
@@ -129,6 +165,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self._session: Session | None = None
         self._warmup: Warmup | None = None
         self._warmup_state: Any = None
+        self._limits = StepLimits()
+        self._num_trainable: int | None = None
+
+    @property
+    def _names(self) -> dict[str, Any]:
+        return {"batch_arg_name": self._options.batch_arg_name, "lr_arg_name": self._options.lr_arg_name}
 
     # ---- the fit
 
@@ -168,13 +210,22 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         except TuningError as error:
             raise misconfiguration(trainer, str(error)) from None
         if self.result is not None and (self._is_restored or self._has_tuned(module)):
+            if accumulation_of(trainer) == self.result.configured_accumulation != self.result.accumulation:
+                self._limits.accumulate(trainer, self.result.accumulation)
             warn_of_other_batch(trainer, package, self.result)
-            targets.apply(trainer, self.result.batch_size, self.result.lr)
+            rate = self.result.lr if self._is_restored else rate_to_set(module, targets, self.result)
+            if rate is None:
+                rank_zero(package, "info", f"the learning rate {targets.base_rate!r}, set since the tuning, is kept")
+            targets.apply(trainer, self.result.batch_size, rate)
+            self._limits.scale(trainer, self.result.batch_ratio, self.result.first_step)
             self._mark(module)
             return
         self.result, self._token, self._warmup_state = None, "", None  # of another model
         is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        self._session = Session(self._options, targets, trainer, module, clock=self._clock, is_visible=is_visible)
+        self._session = Session(
+            self._options, targets, trainer, module, limits=self._limits, clock=self._clock, is_visible=is_visible,
+            is_alone=self._early_exit,
+        )  # fmt: skip
 
     def _has_tuned(self, module: Any) -> bool:
         return bool(self._token) and getattr(module, _MARK, "") == self._token
@@ -183,6 +234,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         # on the module itself: both may travel to another process before the fit
         self._token, self._is_restored = self._token or uuid.uuid4().hex, False
         setattr(module, _MARK, self._token)
+        if self.result is not None:
+            mark_rate(module, self.result)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -200,6 +253,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
                 raise misconfiguration(trainer, str(error)) from error.__cause__
             self.optimal_batch_size = self.result.batch_size
             self._mark(pl_module)
+            self._num_trainable = None if will_thaw(trainer) else num_trainable(pl_module)
+            rewrite_configuration(trainer, package_of(trainer) or current_package(), self.result, **self._names)
             show(self.result, trainer, package_of(trainer) or current_package(), self._plot_dir)
         if self._early_exit:
             package = package_of(trainer) or current_package()
@@ -209,19 +264,45 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins, or goes on with, the warm-up of the learning rate."""
         result = self.result
-        if result is None or not self._options.lr_warmup_epochs or result.lr_factor <= 1:
+        if result is None or result.lr_factor <= 1:
             return
-        per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-        self._warmup = Warmup(self._options.lr_warmup_epochs * per_epoch, result.lr_factor)
+        num_steps = self._num_warmup_steps(trainer)
+        if not num_steps:
+            return
+        self._warmup = Warmup(num_steps, result.lr_factor)
         if self._warmup_state is not None:
             self._warmup.load_state_dict(self._warmup_state)
         self._warmup.attach(trainer.optimizers)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warns where parameters are trained that were frozen in trials."""
+        if self._num_trainable is not None and num_trainable(pl_module) > self._num_trainable:
+            more, self._num_trainable = num_trainable(pl_module) - self._num_trainable, None
+            rank_zero(
+                package_of(trainer) or current_package(),
+                "warn",
+                f"{more} parameters are trained from epoch {trainer.current_epoch} on that were frozen when the batch"
+                " size was tuned, so more memory may be needed than was measured: use a BaseFinetuning callback, which"
+                " trials take into account, or set max_val",
+            )
+
+    def _num_warmup_steps(self, trainer: Trainer) -> int:
+        options = self._options
+        if options.lr_warmup_epochs:
+            per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            return options.lr_warmup_epochs * per_epoch
+        if options.lr_warmup_steps is not None:
+            return options.lr_warmup_steps
+        num_steps = trainer.estimated_stepping_batches
+        return default_warmup_steps(num_steps if num_steps > 0 else math.inf)  # -1 of a stream without an end
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes all hooks off."""
         vars(trainer.strategy).pop("setup_optimizers", None)
         self._session = None
+        self._limits.put_back(trainer)
         if self._warmup is not None:
             self._warmup_state = self._warmup.state_dict()
             self._warmup.remove()
@@ -282,6 +363,13 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             return {}
         warmup = self._warmup.state_dict() if self._warmup is not None else self._warmup_state
         return {"result": self.result.state_dict(), "warmup": dict(warmup) if warmup is not None else None}
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Sees that the model made from the checkpoint has a rate that goes with its batch size."""
+        key = pl_module.CHECKPOINT_HYPER_PARAMS_KEY
+        if self.result is not None and key in checkpoint:
+            checkpoint[key] = with_configured_rate(checkpoint[key], self.result, **self._names)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What to try next, decided from the trials so far alone.
 
-Without a prediction the search first *grows*: it doubles until a size does not fit, or two doublings in a row gain
-less than the tolerance each. With one it starts at the predicted edge, or at the predicted answer where throughput is
+Without a prediction the search first *grows*: it quadruples until a size does not fit, or gains less than the tolerance
+for each doubling. With one it starts at the predicted edge, or at the predicted answer where throughput is
 flat from far below the edge. From then on the trial is taken that tells most (:mod:`~.acquisition`), until a size is
 probably right.
 
@@ -18,8 +18,9 @@ Shortfall: it looks one trial ahead, and takes no account of what a trial costs.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -138,6 +139,8 @@ def _crossing(sizes: Array, speeds: Array, level: Array) -> Array:
 
 _CONFIDENT = 0.985
 _NUM_PROMISING = 14  # sizes among which the next trial is chosen
+_GROWTH = 4
+_FEW = 48  # sizes that are all thought of
 _SLOW = 0.3  # of the best throughput: below the last such size nothing is modelled
 _FAR_BELOW = 4  # how much smaller than the edge a predicted answer is where the edge does not matter
 _SHRINK, _SHRINK_PREDICTED = 0.5, 0.7  # after a failure; doubled in effect after each further one
@@ -153,6 +156,9 @@ class Space:
         start: Where growth starts.
         tolerance: What the answer may fall short of the best, as a fraction.
         forecast: Usable predictions, or None.
+        sizes: Those that may be tried, ascending, from `low` to `high`; None for all.
+        efficiency: What a sample is worth at a size, by what it is at another; throughput times this is what is to be
+            best. None where samples are worth the same.
     """
 
     low: int
@@ -160,6 +166,28 @@ class Space:
     start: int
     tolerance: float
     forecast: Forecast | None
+    sizes: Sequence[int] | None = None
+    efficiency: Callable[[int], float] | None = None
+
+    def is_allowed(self, size: int) -> bool:
+        """Whether a size may be tried."""
+        return self.sizes is None or size in self.sizes
+
+    def down(self, size: int) -> int:
+        """The largest size that may be tried and is not above this one; the smallest where all are."""
+        if self.sizes is None:
+            return max(self.low, size)
+        return self.sizes[max(0, bisect.bisect_right(self.sizes, size) - 1)]
+
+    def up(self, size: int) -> int:
+        """The smallest size that may be tried and is not below this one; the largest where all are."""
+        if self.sizes is None:
+            return size if self.high is None else min(size, self.high)
+        return self.sizes[min(len(self.sizes) - 1, bisect.bisect_left(self.sizes, size))]
+
+    def worth(self, size: int) -> float:
+        """What a sample is worth at a size."""
+        return 1.0 if self.efficiency is None else self.efficiency(size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +243,8 @@ def decide(space: Space, trials: Sequence[Trial], *, may_grow: bool = True) -> N
     Args:
         space: What is searched.
         trials: All trials so far.
-        may_grow: Without it the best of what ran is chosen even where the search would still double; while it
-            doubles there is no best.
+        may_grow: Without it the best of what ran is chosen even where the search would still grow; while it
+            grows there is no best.
     """
     known = _Known.of(trials)
     if not known.fits:
@@ -232,25 +260,25 @@ def _first(space: Space, known: _Known) -> int | None:
     forecast = space.forecast
     if known.fails is not None:
         shrink = _SHRINK if forecast is None else _SHRINK_PREDICTED
-        return max(space.low, round_down(max(1, int(known.fails * shrink**known.num_failed))))
+        return space.down(round_down(max(1, int(known.fails * shrink**known.num_failed))))
     if forecast is None:
         return space.start
     if forecast.answer * _FAR_BELOW < forecast.edge:
-        return forecast.answer
-    return max(space.low, round_down(forecast.edge))
+        return space.down(forecast.answer)
+    return space.down(round_down(forecast.edge))
 
 
 def _grow(space: Space, known: _Known) -> int | None:
-    """Double the largest size, until it does not fit, is the largest allowed, or two doublings gain too little."""
+    """Quadruple the largest size, until it does not fit, is the largest allowed, or that gains too little."""
     largest = known.fits[-1]
     if known.fails is not None or largest == space.high or known.num_failed:
         return None
-    if len(known.fits) >= 3:
-        first, second, third = (known.estimates[size].samples_per_second for size in known.fits[-3:])
-        enough = 1 + space.tolerance
-        if second < first * enough and third < second * enough:
-            return None
-    return 2 * largest if space.high is None else min(2 * largest, space.high)
+    if len(known.fits) >= 2:
+        first, second = (known.estimates[size].samples_per_second * space.worth(size) for size in known.fits[-2:])
+        if second < first * (1 + space.tolerance) ** math.log2(largest / known.fits[-2]):
+            middle = space.up(2 * known.fits[-2])  # there may be a peak in so wide a gap
+            return middle if known.fits[-2] < middle < largest else None
+    return space.up(_GROWTH * largest)
 
 
 def _refine(space: Space, known: _Known) -> NextTrial:
@@ -275,7 +303,7 @@ def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs, float]:
     bottom = _bottom(space, known)
     others = {*known.fits, *(between(largest, known.fails) if known.fails is not None else ())}
     others |= {forecast.edge, forecast.answer} if forecast is not None else set()
-    sizes = grid(bottom, top, others)
+    sizes = _candidates(space, known, bottom, top, others)
     array = np.array(sizes, dtype=np.float64)
     measured = [estimate for size, estimate in known.estimates.items() if size >= bottom]
     shapes = possible_shapes(array, largest, forecast.log_speeds if forecast is not None else None)
@@ -288,7 +316,18 @@ def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs, float]:
     curves = draw_curves(array, shapes.log_speeds, shapes.log_weights, points)
     edge = forecast.edge if forecast is not None and forecast.is_edge_known else None
     edges = draw_edges(largest, top, is_open=known.fails is None, predicted=edge)
-    return sizes, Beliefs.of(array, curves.log_speeds, edges, space.tolerance), curves.drift
+    worth = np.log([space.worth(size) for size in sizes])
+    return sizes, Beliefs.of(array, curves.log_speeds + worth, edges, space.tolerance), curves.drift
+
+
+def _candidates(space: Space, known: _Known, bottom: int, top: int, others: set[int]) -> list[int]:
+    """List the sizes that come into question: round ones, or all that may be tried where these are few."""
+    if space.sizes is None:
+        return grid(bottom, top, others)
+    inside = space.sizes[bisect.bisect_left(space.sizes, bottom) : bisect.bisect_right(space.sizes, top)]
+    if len(inside) > _FEW:
+        inside = [space.down(size) for size in grid(bottom, top, others)]
+    return sorted({*inside, *(size for size in known.fits if bottom <= size <= top)})
 
 
 def _top(space: Space, known: _Known) -> int:
@@ -304,6 +343,6 @@ def _bottom(space: Space, known: _Known) -> int:
 
     That the model fits there as well would only be bought with a worse fit where it matters.
     """
-    speeds = {size: estimate.samples_per_second for size, estimate in known.estimates.items()}
+    speeds = {size: each.samples_per_second * space.worth(size) for size, each in known.estimates.items()}
     fastest = max(speeds, key=lambda size: speeds[size])
     return max((n for n in speeds if n < fastest and speeds[n] < _SLOW * speeds[fastest]), default=space.low)

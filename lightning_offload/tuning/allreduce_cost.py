@@ -5,9 +5,13 @@ exchange any in trials, as under its ``no_sync``; what each exchange would have 
 buckets go one after another, each when its gradients are there, and what is left after backward is waited for. How
 long a bucket takes is measured, on the model's own process group, at a point where no rank can be missing.
 
+A communication hook of the model's is what its buckets go through, so it is timed in place of a plain reduction, on a
+bucket of zeros. One with a state of its own other than a process group is not called: it would learn from the zeros.
+A hook in Python holds backward up while it runs, so nothing of it is hidden.
+
 Shortfalls: gradients are taken to be ready evenly over backward, and backward to be two thirds of a step. Compute is
-not slowed down by the exchange, and hooks that compress gradients are not counted. The first iteration of a static
-graph, which reduces all gradients at its end, is withheld too.
+not slowed down by the exchange. The first iteration of a static graph, which reduces all gradients at its end, is
+withheld too.
 """
 
 from __future__ import annotations
@@ -49,12 +53,14 @@ class Traffic:
         bucket_bytes: The size of a full bucket.
         device: Where they are.
         group: The process group that reduces them.
+        hook: The communication hook that they go through in its place, and its state; None where there is none.
     """
 
     num_bytes: int
     bucket_bytes: int
     device: torch.device
     group: Any
+    hook: tuple[Callable[..., Any], Any] | None = None
 
     @classmethod
     def of(cls, model: DistributedDataParallel) -> Traffic:
@@ -65,7 +71,18 @@ class Traffic:
             bucket_bytes=model.bucket_bytes_cap,
             device=parameters[0].device,
             group=model.process_group,
+            hook=_hook_of(model),
         )
+
+
+def _hook_of(model: DistributedDataParallel) -> tuple[Callable[..., Any], Any] | None:
+    """The communication hook of a model that can be tried on zeros, and its state."""
+    hooks = list(getattr(model, "_comm_hooks", None) or ())
+    if len(hooks) != 1:
+        return None
+    hook, state = hooks[0]
+    is_plain = state is None or isinstance(state, distributed.ProcessGroup)
+    return (hook, state) if callable(hook) and is_plain else None
 
 
 class GradientSyncOff:
@@ -121,9 +138,11 @@ class AllReduceCost:
 
     Attributes:
         bucket_seconds: Of each bucket, undisturbed, in the order in which they become ready.
+        is_blocking: Whether backward waits for each.
     """
 
     bucket_seconds: tuple[float, ...]
+    is_blocking: bool = False
 
     def exposed_seconds(self, step_seconds: float) -> float:
         """The part of it that is left when a step has ended.
@@ -131,6 +150,8 @@ class AllReduceCost:
         Args:
             step_seconds: Duration of forward and backward.
         """
+        if self.is_blocking:
+            return sum(self.bucket_seconds)
         now, num = 0.0, len(self.bucket_seconds)
         for index, seconds in enumerate(self.bucket_seconds):
             ready = step_seconds * (_FORWARD_SHARE + (1 - _FORWARD_SHARE) * (index + 1) / num)
@@ -148,7 +169,7 @@ class Exchanges:
 
     def __init__(self, agreement: Coordinator, clock: Callable[[], float]) -> None:
         self._agreement, self._clock = agreement, clock
-        self._known: dict[tuple[int, int], AllReduceCost] = {}
+        self._known: dict[tuple[int, int, bool], AllReduceCost] = {}
 
     def of(self, traffic: Traffic | None) -> AllReduceCost:
         """What exchanging this takes; collective, and the same on every rank.
@@ -156,10 +177,9 @@ class Exchanges:
         Args:
             traffic: This rank's; nothing is exchanged unless all ranks have some, and as much.
         """
-        sizes = self._agreement.gather(None if traffic is None else (traffic.num_bytes, traffic.bucket_bytes))
-        if traffic is None or len(set(sizes)) > 1:
+        key = None if traffic is None else (traffic.num_bytes, traffic.bucket_bytes, traffic.hook is not None)
+        if len(set(self._agreement.gather(key))) > 1 or traffic is None or key is None:
             return AllReduceCost(bucket_seconds=())
-        key = (traffic.num_bytes, traffic.bucket_bytes)
         if key not in self._known:
             self._known[key] = self._measured(traffic)
         return self._known[key]
@@ -173,7 +193,9 @@ class Exchanges:
         seconds = [_all_reduced(buffer, traffic, self._clock) for _ in range(1 + _NUM_REPEATS)]
         (each,) = self._agreement.largest([median(seconds[1:])])
         last = [each * rest / largest] if rest else []
-        return AllReduceCost(bucket_seconds=(*[each] * full, *last))
+        if traffic.hook is not None and rest:
+            last = [each]  # whatever a hook does besides, it does for a small bucket too
+        return AllReduceCost(bucket_seconds=(*[each] * full, *last), is_blocking=traffic.hook is not None)
 
 
 def _allocated(num_bytes: int, device: torch.device) -> torch.Tensor | None:
@@ -185,6 +207,41 @@ def _allocated(num_bytes: int, device: torch.device) -> torch.Tensor | None:
 
 def _all_reduced(buffer: torch.Tensor, traffic: Traffic, clock: Callable[[], float]) -> float:
     begin = clock()
-    distributed.all_reduce(buffer, group=traffic.group)
+    if traffic.hook is None:
+        distributed.all_reduce(buffer, group=traffic.group)
+    else:
+        hook, state = traffic.hook
+        hook(state, _Bucket(buffer)).wait()
     synchronize(traffic.device)
     return clock() - begin
+
+
+class _Bucket:
+    """What a communication hook is given, as DDP's own bucket that cannot be made in Python."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients, flat."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Put others in their place."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients, one by one."""
+        return [self._buffer]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """What they are of."""
+        return [self._buffer]
+
+    def index(self) -> int:
+        """Which bucket it is: the first one is not the last, of which some hooks keep what they know."""
+        return 0
+
+    def is_last(self) -> bool:
+        """Whether it is the last."""
+        return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,7 +27,7 @@ _FLAT = 0.002  # gain by doubling below which a prediction without a largest siz
 _BITS = 2  # significant bits of the sizes that are asked for: two to the octave
 
 _Answer: TypeAlias = tuple[Prediction, float]
-"""A prediction and its throughput."""
+"""A prediction, and its throughput by what that is worth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,23 @@ class Forecast:
     answer: int
 
     @classmethod
-    def of(cls, predict: Predict | None, *, low: int, high: int | None, tolerance: float) -> Forecast | None:
+    def of(
+        cls,
+        predict: Predict | None,
+        *,
+        low: int,
+        high: int | None,
+        tolerance: float,
+        worth: Callable[[int], float] = lambda _: 1.0,
+    ) -> Forecast | None:
         """Ask a model.
+
+        Args:
+            predict: The model.
+            low: The smallest size.
+            high: The largest, None for no limit.
+            tolerance: How much of the best may be lost for a smaller size.
+            worth: What throughput at a size is multiplied by before it is compared.
 
         Returns:
             None without a model, or where it cannot tell, or where it says that not even the smallest size fits:
@@ -56,14 +71,14 @@ class Forecast:
         """
         if predict is None or _feasible(predict, low) is None:
             return None
-        top = high if high is not None else _plateau(predict, low)
+        top = high if high is not None else _plateau(predict, low, worth)
         edge = _edge(predict, low, top)
-        found = _downwards(predict, low, edge)
+        found = _downwards(predict, low, edge, worth)
         if len(found) < min(2, edge - low + 1):
             return None
         answer = _answer(found, tolerance)
         for centre in {answer, max(found, key=lambda size: found[size][1])}:
-            _ask(predict, grid(max(low, centre // 2), min(edge, 2 * centre)), found)
+            _ask(predict, grid(max(low, centre // 2), min(edge, 2 * centre)), found, worth)
         return cls(
             predictions=tuple(found[size][0] for size in sorted(found)),
             edge=edge,
@@ -83,11 +98,11 @@ def _feasible(predict: Predict, size: int) -> Prediction | None:
     return prediction if prediction is not None and prediction.is_feasible else None
 
 
-def _plateau(predict: Predict, low: int) -> int:
+def _plateau(predict: Predict, low: int, worth: Callable[[int], float]) -> int:
     """Double until it does not fit, or twice in a row gives nothing; return where that was."""
     speed, num_flat, size = 0.0, 0, low
     while (prediction := _feasible(predict, size)) is not None:
-        now = prediction.samples_per_second or 0.0
+        now = (prediction.samples_per_second or 0.0) * worth(size)
         num_flat = num_flat + 1 if now <= speed * (1 + _FLAT) else 0
         if num_flat == 2:
             break
@@ -109,22 +124,22 @@ def _last_two(predict: Predict, sizes: Sequence[int]) -> tuple[int, int]:
     return sizes[after - 1], sizes[after]
 
 
-def _downwards(predict: Predict, low: int, edge: int) -> dict[int, _Answer]:
+def _downwards(predict: Predict, low: int, edge: int, worth: Callable[[int], float]) -> dict[int, _Answer]:
     """Predict from the edge down, two to the octave, until it is hopeless."""
     found: dict[int, _Answer] = {}
     for size in reversed(grid(low, edge, bits=_BITS)):
-        speed = _ask(predict, [size], found)
+        speed = _ask(predict, [size], found, worth)
         if len(found) > 1 and speed < _HOPELESS * max(best for _, best in found.values()):
             break
     return found
 
 
-def _ask(predict: Predict, sizes: Sequence[int], found: dict[int, _Answer]) -> float:
-    """Add what can be used of a model's predictions; return the last throughput, 0 where there is none."""
+def _ask(predict: Predict, sizes: Sequence[int], found: dict[int, _Answer], worth: Callable[[int], float]) -> float:
+    """Add what can be used of a model's predictions; return what the last is worth, 0 where there is none."""
     last = 0.0
     for size in sizes:
         prediction = _feasible(predict, size)
-        last = (prediction.samples_per_second if prediction is not None else None) or 0.0
+        last = ((prediction.samples_per_second if prediction is not None else None) or 0.0) * worth(size)
         if prediction is not None and 0 < last < math.inf:
             found[size] = (prediction, last)
     return last

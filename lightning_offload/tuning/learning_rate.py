@@ -6,6 +6,7 @@
   and is the right one for Adam and RMSprop by the SDEs that they follow (Malladi et al., arXiv:2205.10330). That paper
   also moves the betas and epsilon; here they stay, which matters only for large changes of the batch.
 * ``none``: the rate stays.
+* ``auto``: ``linear`` where every optimizer is SGD or LARS, ``sqrt`` otherwise (:func:`resolved_rule`).
 
 The effective batch is what one optimizer step sees: samples of one rank x ranks x micro-batches accumulated. Rules
 are pure functions of numbers; :mod:`~.learning_rate` applies the factor to optimizers and schedulers.
@@ -43,6 +44,7 @@ _ONE_CYCLE = (*_RATES, "min_lr")
 """What OneCycleLR keeps there, the last one as a share of the others; alone it is somebody else's."""
 
 _ADAPTIVE_NAMES = ("adam", "lamb", "rmsprop")
+_LINEAR_NAMES = ("sgd", "lars")
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -66,6 +68,17 @@ def is_adam_like(optimizer: Any) -> bool:
     inner = unwrapped(optimizer)
     name = type(inner).__name__.lower()
     return "betas" in getattr(inner, "defaults", {}) or any(part in name for part in _ADAPTIVE_NAMES)
+
+
+def is_sgd_like(optimizer: Any) -> bool:
+    """Whether a step is proportional to the gradient or its running mean, so that the linear rule is the one for it."""
+    names = [cls.__name__.lower() for cls in type(unwrapped(optimizer)).__mro__]
+    return any(part in name for part in _LINEAR_NAMES for name in names) and not is_adam_like(optimizer)
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether something can be run around an optimizer's steps, which a warm-up needs."""
+    return hasattr(unwrapped(optimizer), "register_step_pre_hook")
 
 
 def learning_rates(optimizer: Any) -> tuple[float, ...]:
@@ -331,6 +344,10 @@ RULES: Final[dict[str, Callable[[float], float]]] = {
     "none": lambda ratio: 1.0,
 }
 """By name: the factor of the rate, given the ratio of the batches."""
+AUTO: Final = "auto"
+"""The name of the rule that the optimizers decide."""
+WARMUP_STEPS: Final = 50
+WARMUP_SHARE: Final = 0.1
 
 
 def check_rule(rule: str) -> str:
@@ -342,6 +359,52 @@ def check_rule(rule: str) -> str:
     if not isinstance(rule, str) or rule not in RULES:
         raise TuningError(f"unknown learning rate rule {rule!r}: choose one of {', '.join(map(repr, RULES))}")
     return rule
+
+
+def check_scaling(rule: str) -> str:
+    """The name of a rule, or "auto", checked.
+
+    Raises:
+        TuningError: There is none of that name.
+    """
+    if rule == AUTO:
+        return rule
+    if not isinstance(rule, str) or rule not in RULES:
+        names = ", ".join(map(repr, (AUTO, *RULES)))
+        raise TuningError(f"unknown learning rate rule {rule!r}: choose one of {names}")
+    return rule
+
+
+def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
+    """The rule that "auto" means for optimizers; any other as it is.
+
+    Linear is for steps that are proportional to gradients. One optimizer of another kind makes it "sqrt" for all: too
+    low a rate costs time, too high a one the run.
+
+    Args:
+        rule: One of :data:`RULES`, or "auto".
+        optimizers: Of torch, wrapped or not.
+
+    Raises:
+        TuningError: No such rule, or something that is no optimizer.
+    """
+    if check_scaling(rule) != AUTO:
+        return rule
+    kinds = [is_sgd_like(optimizer) for optimizer in optimizers]
+    return "linear" if kinds and all(kinds) else "sqrt"
+
+
+def default_warmup_steps(num_steps: float) -> int:
+    """How many optimizer steps a scaled-up rate is warmed up for, unless the user says.
+
+    Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs. A tenth of the run at most; 50 steps where that is more.
+
+    Args:
+        num_steps: Optimizer steps of the run, infinite where that is not known.
+    """
+    if not math.isfinite(num_steps):
+        return WARMUP_STEPS
+    return max(1, min(WARMUP_STEPS, math.ceil(WARMUP_SHARE * num_steps)))
 
 
 def effective_batch(batch_size: int, num_ranks: int = 1, num_accumulated: int = 1) -> int:

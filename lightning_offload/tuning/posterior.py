@@ -2,10 +2,10 @@
 
 The repeats of all trials of a size are pooled into one *estimate* of its throughput, with its standard error.
 
-Location is the Hodges-Lehmann estimate of the step times' logarithms (the median of all pairs' means): nearly as
-exact as the mean, and one slow step does not move it far. The spread of a repeat is taken over all sizes together,
-from the median distance between two repeats of one trial: drift between trials does not count, and few repeats do not
-mislead.
+What disturbs a step makes it slower, never faster, so only the fastest three in five repeats of a trial count. Location
+is the Hodges-Lehmann estimate of their logarithms (the median of all pairs' means), which is off by the same share at
+all sizes. The spread of a repeat is taken over all sizes together, from the median distance between two of them: drift
+between trials does not count, and few repeats do not mislead.
 
 Source: Hodges and Lehmann 1963, Estimates of location based on rank tests.
 
@@ -279,11 +279,13 @@ def draw_edges(fits: int, top: int, *, is_open: bool, predicted: int | None) -> 
     return np.floor(draws).clip(fits, top)
 
 
-_EFFICIENCY = 0.9  # of the estimate against the mean, for a handful of repeats
+_EFFICIENCY = 0.8  # of the estimate against the mean of all, for a handful of repeats
 _USUAL_DEVIATION = 0.03  # of a repeat, before any was measured
 _USUAL_COUNT = 4  # how many pairs of repeats that guess is worth
 _DRIFT = 0.005  # of the calmest machine from trial to trial; how much more there is, the curves tell
-_MEDIAN_DISTANCE = 0.9539  # of two normal numbers, in deviations
+_UNDISTURBED = 0.6  # of the repeats of a trial
+_MEDIAN_DISTANCES = (1.0, 1.0, 0.954, 0.691, 0.734, 0.63, 0.663, 0.687, 0.625, 0.651, 0.607)
+"""Of two of the fastest three in five of so many normal numbers, in deviations; simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,16 +310,21 @@ class Estimate:
 def repeat_deviation(trials: Iterable[Trial]) -> float:
     """Estimate the relative deviation of a single timed step."""
     distances = [
-        abs(math.log(a / b))
+        abs(math.log(a / b)) / _MEDIAN_DISTANCES[min(len(trial.step_seconds), len(_MEDIAN_DISTANCES) - 1)]
         for trial in trials
         if trial.is_ok
-        for a, b in itertools.combinations(trial.step_seconds, 2)
+        for a, b in itertools.combinations(undisturbed(trial.step_seconds), 2)
     ]
     if not distances:
         return _USUAL_DEVIATION
-    measured = median(distances) / _MEDIAN_DISTANCE
+    measured = median(distances)
     count = len(distances)
     return math.sqrt((_USUAL_COUNT * _USUAL_DEVIATION**2 + count * measured**2) / (_USUAL_COUNT + count))
+
+
+def undisturbed(step_seconds: Sequence[float]) -> list[float]:
+    """The fastest three in five repeats: what disturbs a step only ever makes it slower."""
+    return sorted(step_seconds)[: math.ceil(_UNDISTURBED * len(step_seconds))]
 
 
 def pool(trials: Sequence[Trial]) -> dict[int, Estimate]:
@@ -338,21 +345,22 @@ def trial_error(num_repeats: int, deviation: float) -> float:
 def _pooled(size: int, trials: list[Trial], deviation: float) -> Estimate:
     logs = [log for trial in trials for log in _log_speeds(trial)]
     middle = median(fmean(pair) for pair in itertools.combinations_with_replacement(logs, 2))
-    error = math.sqrt(deviation**2 / (_EFFICIENCY * len(logs)) + _DRIFT**2 / len(trials))
+    num_repeats = sum(max(1, len(trial.step_seconds)) for trial in trials)
+    error = math.sqrt(deviation**2 / (_EFFICIENCY * num_repeats) + _DRIFT**2 / len(trials))
     return Estimate(
         batch_size=size,
         samples_per_second=math.exp(middle),
         relative_error=error,
-        num_repeats=len(logs),
+        num_repeats=num_repeats,
         num_trials=len(trials),
     )
 
 
 def _log_speeds(trial: Trial) -> list[float]:
-    """Throughput of each repeat, of all ranks together: the trial's, scaled by the repeat's share of the median."""
+    """Throughput of each undisturbed repeat, of all ranks together: the trial's, scaled by its share of the median."""
     assert trial.samples_per_second is not None  # it is ok
     speed = math.log(trial.samples_per_second)
     if not trial.step_seconds:
         return [speed]
     middle = math.log(median(trial.step_seconds))
-    return [speed + middle - math.log(seconds) for seconds in trial.step_seconds]
+    return [speed + middle - math.log(seconds) for seconds in undisturbed(trial.step_seconds)]

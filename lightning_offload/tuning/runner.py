@@ -282,6 +282,7 @@ class TrialRunner:
         self._host, self._settings, self._agreement, self._shown = host, settings, agreement, shown
         self._exchanges = Exchanges(agreement, settings.clock)
         self._seen: dict[int, Seen | None] = {}
+        self._allowed: Sequence[int] | None = None
 
     @property
     def max_trials(self) -> int:
@@ -299,6 +300,9 @@ class TrialRunner:
         tolerance: float,
         max_trials: int | None,
         max_seconds: float | None,
+        usual_seconds: Callable[[Sequence[Trial]], float | None] = lambda _: None,
+        sizes: Sequence[int] | None = None,
+        efficiency: Callable[[int], float] | None = None,
     ) -> SearchResult:
         """Find the efficiency-optimal size; every rank calls it, and all get the same.
 
@@ -310,15 +314,25 @@ class TrialRunner:
             tolerance: How much of the best throughput may be lost for a smaller size.
             max_trials: Most trials, None for the usual number.
             max_seconds: No trial begins that would probably end later; rank zero's clock counts.
+            usual_seconds: The same where `max_seconds` is None, once a trial has shown what a step takes.
+            sizes: Those that may be tried, ascending; None for all.
+            efficiency: What a sample is worth at a size, by what it is at another.
 
         Raises:
             TuningError: No size was found to fit, or a rank failed.
         """
         clock = self._settings.clock
-        until = None if max_seconds is None else clock() + max_seconds
+        began = clock()
+
+        def until() -> float | None:
+            seconds = max_seconds if max_seconds is not None else usual_seconds(self.done)
+            return None if seconds is None else began + seconds
+
         most = max(1, (max_trials or MAX_TRIALS_PREDICTED) // _RECORDED_SHARE)
+        self._allowed = sizes
         self._record(first if begin is None else begin, first, low, high, most, until)
         self.predictions = self._fitted()
+        end = until()
         return find_batch_size(
             self.run,
             init_size=first,
@@ -326,10 +340,12 @@ class TrialRunner:
             min_size=low,
             max_size=high,
             max_trials=max_trials,
-            max_seconds=None if until is None else max(until - clock(), _NO_TIME),
+            max_seconds=None if end is None else max(end - clock(), _NO_TIME),
             predict=self.predictions.local if self.predictions.is_usable else None,
             clock=clock,
             known=self.done,
+            sizes=sizes,
+            efficiency=efficiency,
             agreement=self._agreement,
         )
 
@@ -355,12 +371,14 @@ class TrialRunner:
 
     # ---- recording
 
-    def _record(self, begin: int, first: int, low: int, high: int | None, most: int, until: float | None) -> None:
+    def _record(
+        self, begin: int, first: int, low: int, high: int | None, most: int, until: Callable[[], float | None]
+    ) -> None:
         """Try a few sizes first, as long as a memory plugin shows their steps."""
         waiting = list(dict.fromkeys((begin, first)))
         fits: int | None = None
         is_spread = False
-        while len(self._seen) < most and len(self.done) < 2 * most and not self._is_late(until):
+        while len(self._seen) < most and len(self.done) < 2 * most and not self._is_late(until()):
             if not waiting:
                 if fits is None or is_spread:
                     return
@@ -369,8 +387,16 @@ class TrialRunner:
                 is_spread = True
                 continue
             size = waiting.pop(0)
-            is_tried = any(trial.batch_size == size for trial in self.done)
-            if is_tried or size < low or (high is not None and size > high):
+            if size < low or (high is not None and size > high):
+                continue
+            tried = next((trial for trial in self.done if trial.batch_size == size), None)
+            if tried is not None:
+                if fits is None and tried.is_ok and self._agreement.is_true_on_all(self._is_watched):
+                    fits = size
+                elif fits is None and not tried.is_ok:
+                    waiting = [size // 4]
+                continue
+            if self._allowed is not None and size not in self._allowed:
                 continue
             if self._host.refusal(size, self.done, self.predictions):
                 continue  # it is no trial yet: the search may never come to it

@@ -20,13 +20,14 @@ searches is not public, and this is not its method. AdaptDL and Pollux (OSDI'21)
 statistical efficiency, and change the size while training; here the size is fixed before it, learning rate and
 statistical efficiency being the caller's.
 
-Shortfalls: without a prediction a curve that rises again after two flat doublings is not followed, and a sharp dip or
+Shortfalls: without a prediction a curve that rises again after a flat quadrupling is not followed, and a sharp dip or
 peak between measured sizes may be missed. It is taken that whatever is smaller than a size that fits, fits too. One
 trial's cost is not weighed against another's.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -89,6 +90,8 @@ def find_batch_size(
     max_seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     known: Sequence[Trial] = (),
+    sizes: Sequence[int] | None = None,
+    efficiency: Callable[[int], float] | None = None,
     agreement: Coordinator | None = None,
 ) -> SearchResult:
     """Find the smallest batch size whose throughput is within a tolerance of the best under the budget.
@@ -104,6 +107,9 @@ def find_batch_size(
         max_seconds: No trial is begun that would probably end later, except the first.
         clock: Seconds, from any start.
         known: Trials that were run before, the same on every rank; they count among the trials.
+        sizes: Those that may be tried, ascending; None for all between the limits.
+        efficiency: What a sample is worth at a size, by what it is at another one: what is looked for is the best of
+            throughput times this (goodput). Unless given, samples are worth the same.
         agreement: Of the ranks that search together, the same that `run` uses; None for one process.
 
     Returns:
@@ -114,10 +120,15 @@ def find_batch_size(
     """
     _check(min_size, max_size, init_size, tolerance, max_trials, max_seconds)
     agreement = agreement if agreement is not None else SingleProcess()
+    if sizes is not None:
+        sizes = _inside(sizes, min_size, max_size)
+        min_size, max_size = sizes[0], sizes[-1]
     search = _Search(
         min_size=min_size,
         max_size=max_size,
-        start=_start(min_size, max_size, init_size),
+        start=_start(min_size, max_size, init_size, sizes),
+        sizes=sizes,
+        efficiency=efficiency,
         tolerance=tolerance,
         predict=predict,
         max_trials=max_trials,
@@ -159,6 +170,8 @@ class _Search:
     max_trials: int | None
     max_seconds: float | None
     clock: Callable[[], float]
+    sizes: Sequence[int] | None
+    efficiency: Callable[[int], float] | None
     trials: list[Trial] = field(default_factory=list)
     _space: Space | None = None
     _began: float = 0.0
@@ -168,6 +181,9 @@ class _Search:
         """Decide what all ranks do next; called on rank 0 only."""
         if self._space is None:
             self._began = self.clock()
+            # of those that ran before, about: half of a trial is timed
+            ran = [trial for trial in self.trials if trial.step_seconds]
+            self._durations.update({trial.batch_size: 2 * sum(trial.step_seconds) for trial in ran})
             self._space = self._asked()
         next_trial = decide(self._space, self.trials)
         size = next_trial.next_size
@@ -212,10 +228,14 @@ class _Search:
 
     def _asked(self) -> Space:
         """Ask the performance model, if there is one."""
-        forecast = Forecast.of(self.predict, low=self.min_size, high=self.max_size, tolerance=self.tolerance)
-        return Space(
-            low=self.min_size, high=self.max_size, start=self.start, tolerance=self.tolerance, forecast=forecast
+        worth = self.efficiency or (lambda _: 1.0)
+        forecast = Forecast.of(
+            self.predict, low=self.min_size, high=self.max_size, tolerance=self.tolerance, worth=worth
         )
+        return Space(
+            low=self.min_size, high=self.max_size, start=self.start, tolerance=self.tolerance, forecast=forecast,
+            sizes=self.sizes, efficiency=self.efficiency,
+        )  # fmt: skip
 
     def _ended_by(self, space: Space, size: int) -> EndedBy | None:
         """Say what forbids one more trial, of this size, if anything does."""
@@ -259,10 +279,23 @@ def _no_size_fits(trials: Sequence[Trial], min_size: int, ended_by: EndedBy | No
     )
 
 
-def _start(min_size: int, max_size: int | None, init_size: int | None) -> int:
+def _start(min_size: int, max_size: int | None, init_size: int | None, sizes: Sequence[int] | None) -> int:
     """Return where to start, within the limits."""
     start = max(min_size, init_size if init_size is not None else min_size)
-    return start if max_size is None else min(start, max_size)
+    start = start if max_size is None else min(start, max_size)
+    return start if sizes is None else sizes[max(0, bisect.bisect_right(sizes, start) - 1)]
+
+
+def _inside(sizes: Sequence[int], min_size: int, max_size: int | None) -> Sequence[int]:
+    """Return those within the limits."""
+    end = len(sizes) if max_size is None else bisect.bisect_right(sizes, max_size)
+    inside = sizes[bisect.bisect_left(sizes, min_size) : end]
+    if not inside:
+        few = f"{list(sizes[:8])}{'...' if len(sizes) > 8 else ''}"
+        raise TuningError(
+            f"none of the sizes {few} is between min_size={min_size} and max_size={max_size}: widen these"
+        )
+    return inside
 
 
 def _check(

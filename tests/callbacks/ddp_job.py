@@ -18,14 +18,17 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_offload as lo
 from tests.callbacks.same_job import FIRST, MOST, STEPS, Job, by_decorator
+from tests.callbacks.test_objectives import Bowl
 from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted
 
 EDGE = 12
+NOISE_SCALE = 40.0
 EXCHANGE_SECONDS = 3.0
 
 
@@ -156,7 +159,77 @@ def alike(folder: Path) -> dict[str, Any]:
     }
 
 
+def objective(folder: Path, accumulation: int) -> dict[str, Any]:
+    """Two ranks measure the noise scale of a quadratic whose noise is known, and keep or change its batch."""
+    clock = Clock()
+    finder = finder_of(clock, objective="goodput", lr_scaling="linear", max_val=64)
+    trainer = make_trainer(folder, callbacks=[finder], max_steps=2, accumulate_grad_batches=accumulation)
+    trainer.fit(Bowl(NOISE_SCALE, clock))
+    result = finder.result
+    return {"noise": [*result.noise_scale_interval], "batch_size": result.batch_size, "lr": result.lr}
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """The effective batch is kept: a larger micro-batch, and the same steps as without a finder at these values."""
+    clock = Clock()
+    finder = finder_of(clock, objective="auto", max_val=None)
+    tuned = fitted(make_trainer(folder, callbacks=[finder], accumulate_grad_batches=4), Net(clock=clock))
+    result = finder.result
+    settings = {"accumulate_grad_batches": result.accumulation}
+    assert_same(tuned, fitted(make_trainer(folder, **settings), Net(batch_size=result.batch_size)))
+    return {"batch_size": result.batch_size, "accumulation": result.accumulation, "lr": result.lr}
+
+
+class Hooked(Job):
+    """Reduces its gradients through a hook of its own, which takes seconds."""
+
+    reduced: ClassVar[list[float]] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        model = self.trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and not model._comm_hooks:
+            model.register_comm_hook(None, _slow_hook(self.clock))
+        return super().configure_optimizers()
+
+
+def _slow_hook(clock: Clock) -> Any:
+    def slow(state: Any, bucket: Any):  # DDP refuses annotations that are text
+        clock.now += EXCHANGE_SECONDS
+        return allreduce_hook(state, bucket)
+
+    slow.__annotations__.clear()
+    return slow
+
+
+class Lap(pl.Callback):
+    """Notes how long the steps of the training took."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.seconds, self._since = clock, [], 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._since = self.clock.now
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(self.clock.now - self._since)
+
+
+def hooked(folder: Path) -> dict[str, Any]:
+    """What the finder says of a run whose reductions go through a slow hook, and what the run does."""
+    clock = Clock()
+    finder = finder_of(clock, init_val=FIRST, max_val=MOST, lr_arg_name=None, steps_per_trial=STEPS)
+    lap = Lap(clock)
+    make_trainer(folder, callbacks=[finder, lap]).fit(Hooked(clock, lambda size: 1.0 + size / 16))
+    size = finder.result.batch_size
+    (found,) = {trial.samples_per_second for trial in finder.result.trials if trial.batch_size == size}
+    return {"found": found, "real": 2 * size * len(lap.seconds) / sum(lap.seconds), "batch_size": size}
+
+
 CASES = {
+    "hooked": hooked,
+    "noise": lambda folder: objective(folder, 1),
+    "noise-accumulated": lambda folder: objective(folder, 4),
+    "kept": kept,
     "plain": lambda folder: same(folder, dict),
     "bf16-accumulated": lambda folder: same(folder, lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 4}),
     "static-graph": lambda folder: same(folder, lambda: {"strategy": DDPStrategy(static_graph=True)}),

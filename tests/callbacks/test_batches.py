@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_offload.callbacks.tuning.batches import batch_size_of, num_samples, tiled
+from lightning_offload.callbacks.tuning.batches import batch_size_of, num_samples
+from lightning_offload.callbacks.tuning.example import Example
 from lightning_offload.errors import TuningError
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.training import Clock, Net, finder_of
@@ -30,18 +31,18 @@ def test_samples_are_repeated_in_order_along_the_first_dimension() -> None:
     """Larger and smaller batches; leaves without samples, such as a shared mask, stay as they are."""
     x, shared = torch.arange(6).reshape(3, 2), torch.ones(5)
     batch = {"x": x, "shared": shared, "flag": True, "scalar": torch.tensor(1.0)}
-    large = tiled(batch, 3, 7)
+    large = Example(batch=batch, size=3).sized(7)
     assert large["x"].tolist() == x[[0, 1, 2, 0, 1, 2, 0]].tolist()
     assert large["shared"] is shared
     assert large["scalar"].item() == 1.0
-    assert tiled(batch, 3, 2)["x"].tolist() == x[:2].tolist()
+    assert Example(batch=batch, size=3).sized(2)["x"].tolist() == x[:2].tolist()
     assert x.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_every_kind_of_nesting() -> None:
     """Types are kept: named tuples, dataclasses, lists of texts, arrays."""
     x = torch.zeros(2, 3)
-    made = tiled([Pair(x, [x, {"a": x}]), Record(x), ["p", "q"], np.zeros((2, 4)), (x,)], 2, 5)
+    made = Example(batch=[Pair(x, [x, {"a": x}]), Record(x), ["p", "q"], np.zeros((2, 4)), (x,)], size=2).sized(5)
     pair, record, texts, array, single = made
     assert type(pair) is Pair
     assert [pair.x.shape, pair.y[0].shape, pair.y[1]["a"].shape] == [(5, 3)] * 3
@@ -54,7 +55,7 @@ def test_every_kind_of_nesting() -> None:
 def test_a_batch_that_cannot_be_repeated_is_an_error() -> None:
     """The message names make_batch."""
     with pytest.raises(TuningError, match="make_batch="):
-        tiled([torch.zeros(3), "x"], 2, 4)
+        Example(batch=[torch.zeros(3), "x"], size=2).sized(4)
     with pytest.raises(TuningError, match="make_batch="):
         batch_size_of(["x", 1], 4)
 

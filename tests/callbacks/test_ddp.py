@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.ddp_job import EDGE, EXCHANGE_SECONDS
+from tests.callbacks.ddp_job import EDGE, EXCHANGE_SECONDS, NOISE_SCALE
 from tests.distributed.launching import run, torchrun
 
 JOB = Path(__file__).with_name("ddp_job.py")
@@ -82,6 +82,31 @@ def test_no_rank_is_made_to_run_out_where_others_would_wait(ranks: Ranks, case: 
 def test_the_configured_size_shows_first_whether_ranks_talk(ranks: Ranks) -> None:
     """No larger one is tried before, not even `init_val`: where it is too much for one rank, others would wait."""
     assert [rank["collectives"]["first"] for rank in ranks] == [4, 4]
+
+
+@pytest.mark.parametrize("case", ["noise", "noise-accumulated"])
+def test_ranks_measure_the_noise_scale_together(ranks: Ranks, case: str) -> None:
+    """From each rank's first micro-gradient and from what they reduce; the same interval, with the true value in it."""
+    first, second = (rank[case] for rank in ranks)
+    assert "error" not in first, first["error"]
+    assert first == second
+    low, high = first["noise"]
+    assert NOISE_SCALE / 4 < low <= NOISE_SCALE <= high < 4 * NOISE_SCALE
+
+
+def test_ranks_keep_the_effective_batch(ranks: Ranks) -> None:
+    """All accumulate less, and train as without a finder at the same values, bit for bit."""
+    first, second = (rank["kept"] for rank in ranks)
+    assert "error" not in first, first["error"]
+    assert first == second == {"batch_size": 16, "accumulation": 1, "lr": 0.01}
+
+
+def test_a_slow_hook_counts_as_it_does_in_the_run(ranks: Ranks) -> None:
+    """The finder's throughput is the run's, though its trials reduce nothing."""
+    first, second = (rank["hooked"] for rank in ranks)
+    assert "error" not in first, first["error"]
+    assert first == second
+    assert first["found"] == pytest.approx(first["real"], rel=0.1)
 
 
 def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:

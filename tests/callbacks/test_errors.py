@@ -124,7 +124,7 @@ def raised(trainer: Any, net: Any, *args: Any) -> str:
         (Streaming, {"max_val": None}, "max_val="),
         (Stubborn, {}, "makes batches of \\[8\\]"),
         (Ragged, {}, "make_batch="),
-        (Early, {}, "`batch_size` was set to 16, but train_dataloader\\(\\) goes on with batches of \\[4\\]"),
+        (Early, {}, "`batch_size` was set to 8, but train_dataloader\\(\\) goes on with batches of \\[4\\]"),
         (Sampled, {}, "goes on with batches of \\[4\\]"),
         (Fixed, {}, "`batch_size` of Fixed cannot be set to 4 \\(it is frozen\\)"),
         (Lazy, {}, "`more.weight` is not initialized"),
@@ -156,6 +156,16 @@ def test_what_cannot_be_tuned(make_trainer: MakeTrainer, net: Any, keywords: Any
         {"lr_scaling": "cubic"},
         {"max_seconds": 0},
         {"lr_warmup_epochs": -1},
+        {"lr_warmup_steps": -1},
+        {"lr_warmup_steps": 5, "lr_warmup_epochs": 1},
+        {"max_lr_factor": 0.5},
+        {"max_lr_factor": float("nan")},
+        {"max_data_share": 0},
+        {"max_data_share": 1.5},
+        {"min_confidence": 1.1},
+        {"min_confidence": "high"},
+        {"min_efficiency": 1.5},
+        {"min_efficiency": -0.1},
         {"make_batch": 3},
         {"init_val": 40, "max_val": 20},
         {"init_val": 3, "min_val": 4},
@@ -176,11 +186,11 @@ def test_a_keyword_that_is_not_possible(keywords: Any) -> None:
 
 
 def test_a_stream_is_tuned_where_its_bounds_are_given(make_trainer: MakeTrainer) -> None:
-    """With max_val and max_steps nothing needs the length."""
+    """With max_val and max_steps nothing needs the length; as many samples are seen as in 12 steps of 4."""
     clock = Clock()
     net = Streaming(clock=clock)
     finder = finder_of(clock)
-    make_trainer(callbacks=[finder], max_steps=3).fit(net)
+    make_trainer(callbacks=[finder], max_steps=12).fit(net)
     assert finder.result.batch_size == 16
     assert net.sizes == [16] * 3
 

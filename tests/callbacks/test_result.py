@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from lightning_offload.callbacks.tuning.host import StepRecorder
-from lightning_offload.callbacks.tuning.result import TuningResult, curve_of, save_plots, summary, trials_table
+from lightning_offload.callbacks.tuning.result import TuningResult, curve_of, merged, save_plots, summary, trials_table
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.report.tuning_picture import save_tuning_png
@@ -84,6 +84,32 @@ def test_the_summary_says_what_was_chosen() -> None:
         "batch size 32 (effective 32), learning rate 0.4 (x4); largest that fits: 100 (predicted),"
         " without a memory plan 40 (predicted)"
     )
+
+
+def test_the_summary_says_what_is_expected_and_what_it_took() -> None:
+    """The noise scale with its interval, the speed-up of what was found, less accumulation, seconds and their share."""
+    text = summary(
+        dataclasses.replace(
+            RESULT, largest_size=None, largest_plain_size=None, lr_factor=1.0, accumulation=2,
+            configured_accumulation=8, configured_batch_size=8, found_batch_size=32, noise_scale=120.0,
+            noise_scale_interval=(60.0, float("inf")), expected_speedup=1.31, tuning_seconds=3.0, run_seconds=600.0,
+            note="As it is.",
+        )
+    )  # fmt: skip
+    assert text == (
+        "batch size 32 accumulated 2 and not 8 times (effective 32), learning rate 0.4. As it is. Gradient noise scale"
+        " 120 samples (60 to inf), expected speed-up with 32: 1.31. Tuning took 3.00 s, 0.5% of the run."
+    )
+
+
+def test_the_table_has_one_row_for_a_size() -> None:
+    """Repeats of a size are one row, with the median of their throughputs; a failure of one of them is its row's."""
+    again = Trial(batch_size=64, is_ok=True, samples_per_second=550.0, peak_bytes=7 * GIB, step_seconds=(0.2,))
+    failed = Trial(batch_size=32, is_ok=False, reason="out of memory")
+    rows = merged((*RESULT.trials, again, failed))
+    assert [row.batch_size for row in rows] == [32, 64, 128]
+    assert rows[0] == failed
+    assert (rows[1].samples_per_second, rows[1].peak_bytes, rows[1].step_seconds) == (600.0, 7 * GIB, (0.1, 0.2))
 
 
 def test_the_plots_hold_the_figures_and_the_marks() -> None:

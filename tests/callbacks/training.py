@@ -23,6 +23,14 @@ NUM_FEATURES = 6
 
 
 _FEW = {"steps_per_trial": 2, "warmup_steps": 0}  # the clock has no noise
+_PLAIN = {
+    "lr_warmup_steps": 0,
+    "max_data_share": 1.0,
+    "max_lr_factor": 1000.0,
+    "objective": "throughput",
+    "max_seconds": 1e9,
+}
+"""So that a tuned run is that of the found size and rate from its first step on, whatever they are."""
 
 
 class Clock:
@@ -198,7 +206,7 @@ def fitted(trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> dict[
 
 def finder_of(clock: Clock | None = None, **kwargs: Any) -> Any:
     """A finder that sees the time of `clock`."""
-    finder = lo.EfficientBatchSizeFinder(**{"max_val": 16, "lr_scaling": "sqrt", **_FEW, **kwargs})
+    finder = lo.EfficientBatchSizeFinder(**{"max_val": 16, "lr_scaling": "sqrt", **_FEW, **_PLAIN, **kwargs})
     if clock is not None:
         finder._clock = clock
     return finder

@@ -20,13 +20,15 @@ REPEATS = 5
 class FakeMachine:
     """Runs trials of a known curve on a fake clock.
 
-    `noise` is the deviation of each repeat's logarithm, `drift` that of each trial's, which all its repeats share.
+    `noise` is the deviation of each repeat's logarithm, `drift` that of each trial's, which all its repeats share;
+    `spikes` is the share of repeats that something slows down by 1.2 to 2.5.
     """
 
     curve: Curve
     edge: int
     noise: float = 0.05
     drift: float = 0.0
+    spikes: float = 0.0
     repeats: int = REPEATS
     seed: int = 0
     now: float = 0.0
@@ -45,6 +47,11 @@ class FakeMachine:
         if self.drift:
             seconds *= math.exp(self.rng.normal(0, self.drift))
         steps = tuple(float(seconds * math.exp(e)) for e in self.rng.normal(0, self.noise, self.repeats))
+        if self.spikes:
+            slowed = np.where(
+                self.rng.random(self.repeats) < self.spikes, self.rng.uniform(1.2, 2.5, self.repeats), 1.0
+            )
+            steps = tuple(float(step * by) for step, by in zip(steps, slowed, strict=True))
         self.now += sum(steps)
         return Trial.from_steps(batch_size, steps, peak_bytes=1000 + 10 * batch_size)
 

@@ -90,6 +90,31 @@ def test_measured() -> None:
     assert exchanges.of(None).bucket_seconds == ()
 
 
+@pytest.mark.usefixtures("group")
+def test_a_hook_is_timed_in_place_of_a_reduction() -> None:
+    """All that it does counts, for each bucket, and nothing of it is hidden; one with a state is not called."""
+    clock = Clock(tick=0.0)
+    buffers: list[int] = []
+
+    def slow(state: object, bucket: object):  # type: ignore[no-untyped-def]  # text is refused by DDP
+        buffers.append(bucket.buffer().numel())  # type: ignore[attr-defined]
+        clock.now += 0.1
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    slow.__annotations__.clear()
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    model.register_comm_hook(None, slow)
+    cost = Exchanges(SingleProcess(), clock).of(Traffic.of(model))
+    assert cost.bucket_seconds == (pytest.approx(0.1),)
+    assert cost.exposed_seconds(5.0) == pytest.approx(0.1)
+    assert set(buffers) == {3}
+    two = AllReduceCost(bucket_seconds=(0.1, 0.1), is_blocking=True)
+    assert two.exposed_seconds(5.0) == pytest.approx(0.2)
+    other = DistributedDataParallel(nn.Linear(2, 1))
+    other.register_comm_hook(["a state"], slow)
+    assert Traffic.of(other).hook is None
+
+
 @pytest.mark.parametrize(
     ("buckets", "step_seconds", "exposed"),
     [

@@ -35,10 +35,13 @@ from lightning_offload.tuning.learning_rate import (
     RULES,
     Warmup,
     check_rule,
+    check_scaling,
+    default_warmup_steps,
     effective_batch,
     is_adam_like,
     learning_rate_factor,
     learning_rates,
+    resolved_rule,
     rule_warning,
     scale_optimizer,
     scale_scheduler,
@@ -500,3 +503,42 @@ def test_only_torch_optimizers_can_be_warmed_up(warmup: Warmup) -> None:
 
     with pytest.raises(TuningError, match="Groups has no hooks around its step"):
         warmup.attach([Groups()])
+
+
+class LARS(SGD):
+    """By its name."""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rule"),
+    [
+        ((SGD,), "linear"),
+        ((LARS,), "linear"),
+        ((SGD, SGD), "linear"),
+        ((Adam,), "sqrt"),
+        ((RMSprop,), "sqrt"),
+        ((torch.optim.Adagrad,), "sqrt"),
+        ((SGD, AdamW), "sqrt"),
+        ((), "sqrt"),
+    ],
+)
+def test_auto_is_the_rule_of_the_optimizers(kinds: tuple[type[Any], ...], rule: str) -> None:
+    """Linear where a step is proportional to gradients, for all optimizers; the square root is the careful one."""
+    optimizers = [kind([nn.Parameter(torch.zeros(1))], lr=0.1) for kind in kinds]
+    assert resolved_rule("auto", optimizers) == rule
+    assert [resolved_rule(each, optimizers) for each in RULES] == list(RULES)
+
+
+def test_auto_is_no_rule_for_numbers() -> None:
+    """It has to be resolved first; what is neither is an error that names all."""
+    assert check_scaling("auto") == "auto"
+    with pytest.raises(TuningError, match="unknown learning rate rule 'auto'"):
+        learning_rate_factor(effective_batch=8, base_batch=4, rule="auto")
+    with pytest.raises(TuningError, match="'auto', 'linear', 'sqrt', 'none'"):
+        check_scaling("cubic")
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(1, 1), (60, 6), (400, 40), (10**6, 50), (math.inf, 50)])
+def test_the_usual_warm_up(num_steps: float, expected: int) -> None:
+    """50 steps, but no more than a tenth of the run."""
+    assert default_warmup_steps(num_steps) == expected

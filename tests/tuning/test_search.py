@@ -52,6 +52,24 @@ def test_on_a_machine_that_drifts(shape: str) -> None:
     assert len(wrong_seeds(shape, "measured", count=40, noise=0.02, drift=0.05)) <= 4
 
 
+@pytest.mark.parametrize("shape", ["saturating", "peaked", "stepped"])
+def test_on_a_machine_that_stalls(shape: str) -> None:
+    """Where 15% of the steps are slowed by 1.2 to 2.5, 95% of the picks are right: a disturbance only ever slows."""
+    assert len(wrong_seeds(shape, "measured", count=40, spikes=0.15)) <= 2
+
+
+@pytest.mark.parametrize("shape", ["saturating", "peaked"])
+def test_with_few_trials(shape: str) -> None:
+    """Eight without a prediction are enough for eight in ten picks."""
+    wrong = 0
+    for seed in range(20):
+        case = draw_case(shape, seed)
+        found, ran = search(case, seed, is_predicted=False, max_trials=8)
+        assert len(ran.sizes) <= 8
+        wrong += found.batch_size not in right_sizes(case.curve, min(case.edge, case.max_size))
+    assert wrong <= 4
+
+
 @pytest.mark.parametrize(
     ("shape", "kind", "most"), [("kinked", "measured", 2), ("kinked", "biased", 2), ("two_humps", "measured", 5)]
 )
@@ -91,7 +109,7 @@ def test_the_edge_is_found_where_throughput_rises_to_it() -> None:
 
 
 def test_an_unlimited_search_ends() -> None:
-    """Without a largest size, and with memory without end, it stops where doubling gains nothing."""
+    """Without a largest size, and with memory without end, it stops where growing gains nothing."""
     found, machine = exact(saturating(100), 10**12)
     assert found.batch_size in right_sizes(saturating(100), max(machine.sizes))
     assert max(machine.sizes) < 100_000

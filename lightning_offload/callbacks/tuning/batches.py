@@ -1,8 +1,4 @@
-"""Batches of any size from one real batch, and dataloaders of another batch size.
-
-A trial at size `n` repeats the samples of one real batch until there are `n` of them, so no dataloader is restarted.
-That suits batches whose leaves have the samples along their first dimension; for others the user gives `make_batch`.
-"""
+"""Reads batches, and makes dataloaders of another batch size."""
 
 from __future__ import annotations
 
@@ -11,66 +7,43 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 
-__all__ = ["batch_size_of", "loaders_in", "map_loaders", "num_samples", "resized", "tiled"]
+__all__ = ["batch_size_of", "is_array", "loaders_in", "map_loaders", "mapped", "num_samples", "resized", "shapes_in"]
 
 
-def tiled(batch: Any, size: int, batch_size: int) -> Any:
-    """Repeat the samples of a batch.
-
-    Args:
-        batch: Tensors, nested in mappings, sequences and dataclasses.
-        size: Samples in it.
-        batch_size: Samples wanted.
-
-    Raises:
-        TuningError: Nothing in the batch has `size` samples along its first dimension.
-    """
-    count = [0]
-    index = torch.arange(batch_size) % size
-
-    def of(found: Any) -> Any:
-        if _is_array(found) and len(found.shape) and found.shape[0] == size:
-            count[0] += 1
-            return found[index.to(found.device) if isinstance(found, Tensor) else index.numpy()]
-        if isinstance(found, Mapping):
-            return _mapped(found, of)
-        if isinstance(found, (list, tuple)):
-            if len(found) == size and not any(_is_array(item) or isinstance(item, (Mapping, list)) for item in found):
-                return type(found)(found[i % size] for i in range(batch_size))
-            items = [of(item) for item in found]
-            return type(found)(*items) if hasattr(found, "_fields") else type(found)(items)
-        if dataclasses.is_dataclass(found) and not isinstance(found, type):
-            values = {f.name: of(getattr(found, f.name)) for f in dataclasses.fields(found) if f.init}
-            return dataclasses.replace(found, **values)
-        return found
-
-    made = of(batch)
-    if not count[0]:
-        raise TuningError(
-            f"no tensor in the batch ({type(batch).__name__}) has {size} samples along its first dimension: give"
-            " make_batch=, a function that makes a batch of a given size"
-        )
-    return made
-
-
-def _mapped(found: Mapping[Any, Any], of: Callable[[Any], Any]) -> Any:
+def mapped(found: Mapping[Any, Any], of: Callable[[Any, Any], Any]) -> Any:
+    """A mapping of the same kind, its values made anew from key and value."""
     if type(found) is dict:
-        return {key: of(value) for key, value in found.items()}
+        return {key: of(key, value) for key, value in found.items()}
     made: Any = copy.copy(found)
     for key, value in list(found.items()):
-        made[key] = of(value)
+        made[key] = of(key, value)
     return made
 
 
-def _is_array(found: Any) -> bool:
+def is_array(found: Any) -> bool:
+    """Whether it is a tensor, or an array of NumPy."""
     return isinstance(found, Tensor) or type(found).__module__ == "numpy"
+
+
+def shapes_in(found: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of all tensors in a batch."""
+    if is_array(found):
+        yield tuple(map(int, found.shape))
+    elif isinstance(found, Mapping):
+        for value in found.values():
+            yield from shapes_in(value)
+    elif isinstance(found, (list, tuple)):
+        for value in found:
+            yield from shapes_in(value)
+    elif dataclasses.is_dataclass(found) and not isinstance(found, type):
+        for field in dataclasses.fields(found):
+            yield from shapes_in(getattr(found, field.name))
 
 
 def batch_size_of(batch: Any, expected: int | None) -> int:
@@ -79,28 +52,13 @@ def batch_size_of(batch: Any, expected: int | None) -> int:
     Raises:
         TuningError: There is no tensor in the batch.
     """
-    sizes = list(_first_dimensions(batch))
+    sizes = [shape[0] for shape in shapes_in(batch) if shape]
     if not sizes:
         raise TuningError(
             f"there is no tensor in the batch ({type(batch).__name__}) to read its size from: give make_batch=, a"
             " function that makes a batch of a given size"
         )
     return expected if expected in sizes else sizes[0]
-
-
-def _first_dimensions(found: Any) -> Iterator[int]:
-    if _is_array(found):
-        if len(found.shape):
-            yield int(found.shape[0])
-    elif isinstance(found, Mapping):
-        for value in found.values():
-            yield from _first_dimensions(value)
-    elif isinstance(found, (list, tuple)):
-        for value in found:
-            yield from _first_dimensions(value)
-    elif dataclasses.is_dataclass(found):
-        for field in dataclasses.fields(found):
-            yield from _first_dimensions(getattr(found, field.name))
 
 
 def loaders_in(loaders: Any) -> list[DataLoader[Any]]:
@@ -120,7 +78,7 @@ def map_loaders(loaders: Any, change: Callable[[DataLoader[Any]], DataLoader[Any
     if isinstance(loaders, DataLoader):
         return change(loaders)
     if isinstance(loaders, Mapping):
-        return _mapped(loaders, lambda value: map_loaders(value, change))
+        return mapped(loaders, lambda _, value: map_loaders(value, change))
     if isinstance(loaders, (list, tuple)):
         return type(loaders)(map_loaders(value, change) for value in loaders)
     if type(loaders).__name__ == "CombinedLoader":
@@ -128,13 +86,18 @@ def map_loaders(loaders: Any, change: Callable[[DataLoader[Any]], DataLoader[Any
     return loaders
 
 
-def num_samples(loaders: list[DataLoader[Any]]) -> int | None:
-    """Samples that a rank can draw in an epoch; None where a loader does not know its length."""
+def num_samples(loaders: list[DataLoader[Any]], batch_size: int = 1) -> int | None:
+    """Samples that a rank can draw in an epoch; None where a loader does not know its length.
+
+    Args:
+        loaders: Of the run.
+        batch_size: Samples in an item of a data set that makes the batches itself.
+    """
     lengths = []
     for loader in loaders:
         source: Any = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
         try:
-            lengths.append(len(source))
+            lengths.append(len(source) * (batch_size if loader.batch_sampler is None else 1))
         except (TypeError, NotImplementedError):
             return None
     return max(lengths) if lengths else None

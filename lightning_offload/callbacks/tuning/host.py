@@ -33,11 +33,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_offload.accelerators import kind_of, memory_of, synchronize
+from lightning_offload.callbacks.tuning.accumulation import accumulating
 from lightning_offload.callbacks.tuning.batches import loaders_in
+from lightning_offload.callbacks.tuning.freezing import thaw
+from lightning_offload.callbacks.tuning.pilot import GradientWatch
+from lightning_offload.callbacks.tuning.turns import OptimizerTurns
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.strategies.precision import graft, ungraft
+from lightning_offload.tuning.noise_scale import GradientSquares
 from lightning_offload.tuning.predictions import LinePredictor
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import Seen, StepMeter
@@ -317,6 +322,11 @@ class TrainingSteps:
         module: The model.
         package: The Lightning package of both.
         clock: Tells seconds.
+
+    Attributes:
+        device: That of the model.
+        num_batches: Micro-batches that the last step stands for: an accumulation window, or as many as a model with
+            manual optimization has taken until each of its optimizers had stepped.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, package: str, clock: Clock) -> None:
@@ -325,40 +335,59 @@ class TrainingSteps:
         self._package = package
         self._clock = clock
         self.device: torch.device = trainer.strategy.root_device
-        num: int = self._trainer.accumulate_grad_batches
-        # a number that steps may calculate with, and that no batch of ours is the last one of
-        self._num_batches = max(self._trainer.fit_loop.max_batches, num + 1)
+        self.num_batches = 1
+        self._batch_idx = 0
+        self._turns = OptimizerTurns(trainer.optimizers)
 
     def begin(self) -> None:
         """Run the model's own hooks that come before the first step: steps may need what these set up."""
+        self._batch_idx = 0
         call = import_from(self._package, "trainer.call")
         for name in _STARTS:
             call._call_lightning_module_hook(self._trainer, name)
 
     def seconds(self, batch: Any) -> float:
-        """Run a step and return its duration: its share of an accumulation window, optimizer included."""
-        num: int = self._trainer.accumulate_grad_batches
+        """Run a step and return its duration: a batch's share of an accumulation window, optimizer included.
+
+        Raises:
+            TuningError: With manual optimization no optimizer steps.
+        """
+        if not self._module.automatic_optimization:
+            return self._manual_seconds(batch)
+        num = self.num_batches = int(self._trainer.accumulate_grad_batches)
         if num == 1:
             return self._timed(batch, is_last=True)
         accumulating = self._timed(batch, is_last=False)
+        self._batch_idx += num - 2  # those that take as long as the first
         return ((num - 1) * accumulating + self._timed(batch, is_last=True)) / num
+
+    def _manual_seconds(self, batch: Any) -> float:
+        """Run batches until all optimizers have had their turn; the share of one."""
+        seconds, self.num_batches = 0.0, 0
+        with self._turns.watched():
+            while not self._turns.are_over(self.num_batches):
+                seconds += self._timed(batch, is_last=True)
+                self.num_batches += 1
+        return seconds / self.num_batches
 
     def _timed(self, batch: Any, *, is_last: bool) -> float:
         synchronize(self.device)
         begin = self._clock()
-        self._run(batch, is_last=is_last)
+        self.run(batch, is_last=is_last)
         synchronize(self.device)
         seconds: float = self._clock() - begin
         return seconds
 
-    def _run(self, batch: Any, *, is_last: bool) -> None:
+    def run(self, batch: Any, *, is_last: bool) -> None:
+        """Run a micro-batch; the last of an accumulation window with the optimizer's step."""
         trainer = self._trainer
         loop, num = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
         # by this the loop tells whether the optimizer's turn has come
         loop.batch_progress.current.ready = num if is_last else 1
         loop.batch_progress.is_last_batch = False
-        trainer.fit_loop.max_batches = self._num_batches
-        batch_idx = num - 1 if is_last else 0
+        batch_idx, self._batch_idx = self._batch_idx, self._batch_idx + 1
+        # a number that steps may calculate with, and that no batch of ours is the last one of
+        trainer.fit_loop.max_batches = max(trainer.fit_loop.max_batches, batch_idx + num + 1)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         call = import_from(self._package, "trainer.call")
@@ -391,6 +420,8 @@ class LightningHost:
         agreement: Between ranks.
         known_size: The largest size that the user is known to train with.
         provoke_oom: What the user says of trials that run out of memory, if anything.
+        will_thaw: Whether a callback is going to train parameters that are frozen now.
+        accumulation: Micro-batches of an optimizer step with a size, whatever the Trainer's own number is.
         clock: Tells seconds.
 
     Attributes:
@@ -410,8 +441,12 @@ class LightningHost:
         agreement: Coordinator,
         known_size: int,
         provoke_oom: bool | None,
+        will_thaw: bool,
+        accumulation: Callable[[int], int],
         clock: Clock,
     ) -> None:
+        self._will_thaw = will_thaw
+        self._accumulation = accumulation
         self.recorder = StepRecorder(trainer, module)
         self.decline = reason_not_to_run_out(trainer, module, provoke_oom)
         self._trainer, self._module, self._package = trainer, module, package
@@ -431,7 +466,12 @@ class LightningHost:
     def train(self, batch_size: int, meter: StepMeter) -> None:
         """Run steps of this size until the meter has enough."""
         self._set_batch_size(batch_size)
-        with quiet(self._trainer, self._module, self._package):
+        if self._will_thaw:
+            thaw(self._module, self._trainer.optimizers[0])
+        with (
+            quiet(self._trainer, self._module, self._package),
+            accumulating(self._trainer, self._accumulation(batch_size)),
+        ):
             self._steps.begin()
             batch = self._make_batch(batch_size)
             is_alone = self.recorder.memory is None  # no plugin of the strategy's sees the steps
@@ -443,8 +483,32 @@ class LightningHost:
             while True:
                 num_before = meter.withheld.num_exchanges
                 seconds = self._step(batch)
-                num_exchanges = (meter.withheld.num_exchanges - num_before) / self._trainer.accumulate_grad_batches
+                num_exchanges = (meter.withheld.num_exchanges - num_before) / self._steps.num_batches
                 meter.step_took(seconds, num_exchanges=num_exchanges)
+
+    def pilot(
+        self, batches: Iterator[Any], *, batch_size: int, num_steps: int, num_micro: int
+    ) -> list[GradientSquares]:
+        """Make real optimizer steps and take the squares of their gradients; all is put back.
+
+        Args:
+            batches: All different, on the host.
+            batch_size: Samples of one.
+            num_steps: Optimizer steps.
+            num_micro: Batches of each.
+        """
+        trainer, module = self._trainer, self._module
+        watch = GradientWatch(
+            trainer, module, num_micro=num_micro, micro_size=batch_size, num_ranks=self._agreement.num_ranks
+        )
+        try:
+            with quiet(trainer, module, self._package), accumulating(trainer, num_micro), watch.watching():
+                self._steps.begin()
+                for number in range(num_steps * num_micro):
+                    self._steps.run(next(batches), is_last=number % num_micro == num_micro - 1)
+        finally:
+            self.restore()
+        return watch.steps
 
     def _step(self, batch: Any) -> float:
         num_before = num_collectives()

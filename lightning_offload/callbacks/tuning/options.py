@@ -11,9 +11,14 @@ from typing import Any
 
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import current_package, import_from, package_of
-from lightning_offload.tuning.learning_rate import check_rule
+from lightning_offload.tuning.learning_rate import check_scaling
+from lightning_offload.tuning.noise_scale import MIN_STEPS
 
-__all__ = ["FinderOptions", "checked_folder", "misconfiguration"]
+OBJECTIVES = ("auto", "keep_effective_batch", "goodput", "throughput")
+MIN_PILOT_STEPS = 2 * MIN_STEPS
+"""Optimizer steps of the shortest pilot: its first half is left out."""
+
+__all__ = ["MIN_PILOT_STEPS", "OBJECTIVES", "FinderOptions", "checked_folder", "misconfiguration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +42,37 @@ class FinderOptions:
     make_batch: Callable[[int], Any] | None
     max_seconds: float | None
     lr_warmup_epochs: int
+    lr_warmup_steps: int | None
+    max_lr_factor: float
+    max_data_share: float
+    min_confidence: float
+    min_efficiency: float
+    objective: str
+    multiple_of: int
+    max_trials: int | None
+    pilot_steps: int
     provoke_oom: bool | None
 
     def __post_init__(self) -> None:
-        check_rule(self.lr_scaling)
+        check_scaling(self.lr_scaling)
         _check_name("batch_arg_name", self.batch_arg_name, is_optional=False)
         _check_name("lr_arg_name", self.lr_arg_name, is_optional=True)
-        for name in ("init_val", "min_val", "max_val", "steps_per_trial", "base_batch_size"):
-            _check_count(name, getattr(self, name), least=1, is_optional=name not in ("min_val", "steps_per_trial"))
-        for name in ("warmup_steps", "lr_warmup_epochs"):
-            _check_count(name, getattr(self, name), least=0, is_optional=False)
+        for name in ("init_val", "max_val", "base_batch_size", "max_trials"):
+            _check_count(name, getattr(self, name), least=1, is_optional=True)
+        for name in ("min_val", "steps_per_trial", "multiple_of"):
+            _check_count(name, getattr(self, name), least=1, is_optional=False)
+        _check_count("pilot_steps", self.pilot_steps, least=MIN_PILOT_STEPS, is_optional=False)
+        if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
+            names = ", ".join(map(repr, OBJECTIVES))
+            raise TuningError(f"unknown objective {self.objective!r}: choose one of {names}")
+        for name in ("warmup_steps", "lr_warmup_epochs", "lr_warmup_steps"):
+            _check_count(name, getattr(self, name), least=0, is_optional=name == "lr_warmup_steps")
+        if self.lr_warmup_steps and self.lr_warmup_epochs:
+            raise TuningError(
+                f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_epochs={self.lr_warmup_epochs} are lengths of"
+                " one warm-up: give one of them"
+            )
+        self._check_limits()
         if not _is_number(self.tolerance) or not 0 < self.tolerance < 1:
             raise TuningError(
                 f"tolerance={self.tolerance!r} is not possible: give a fraction between 0 and 1, such as 0.03"
@@ -64,6 +90,28 @@ class FinderOptions:
             raise TuningError(f"make_batch={self.make_batch!r} is no function: give one that makes a batch of a size")
         if self.provoke_oom is not None and not isinstance(self.provoke_oom, bool):
             raise TuningError(f"provoke_oom={self.provoke_oom!r} is not possible: give True, False or None")
+
+    def _check_limits(self) -> None:
+        if not _is_number(self.max_lr_factor) or not self.max_lr_factor >= 1:
+            raise TuningError(
+                f"max_lr_factor={self.max_lr_factor!r} is not possible: give a number of at least 1, such as 8, or"
+                " float('inf') for no limit"
+            )
+        if not _is_number(self.max_data_share) or not 0 < self.max_data_share <= 1:
+            raise TuningError(
+                f"max_data_share={self.max_data_share!r} is not possible: give a share of the data set above 0 and up"
+                " to 1, such as 0.1"
+            )
+        if not _is_number(self.min_efficiency) or not 0 <= self.min_efficiency <= 1:
+            raise TuningError(
+                f"min_efficiency={self.min_efficiency!r} is not possible: give a share from 0 to 1, such as 0.9; 0 for"
+                " trainings that end at a loss, however many samples that takes"
+            )
+        if not _is_number(self.min_confidence) or not 0 <= self.min_confidence <= 1:
+            raise TuningError(
+                f"min_confidence={self.min_confidence!r} is not possible: give a probability from 0 to 1, such as 0.5;"
+                " 0 sets whatever is found"
+            )
 
 
 def _check_name(keyword: str, value: Any, *, is_optional: bool) -> None:

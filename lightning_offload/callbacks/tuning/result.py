@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload.errors import TuningError
@@ -39,9 +42,23 @@ class TuningResult:
 
     Attributes:
         batch_size: Samples of one step on one rank.
+        found_batch_size: What the search found; None in states of older versions. `batch_size` is another one where
+            the search was not sure enough.
         lr: The learning rate in force with it; that of the first group where the model keeps none.
         base_batch_size: Effective batch (samples of one optimizer step, all ranks) that the rate was given for.
         effective_batch_size: The same with the chosen size.
+        configured_batch_size: Samples of one step on one rank as the user gave them; 0 in states of older versions.
+        configured_lr: The learning rate as the user gave it; None where the model keeps none.
+        accumulation: Micro-batches of an optimizer step with the chosen size.
+        configured_accumulation: The same as the user gave it.
+        objective: What was to be best: "keep_effective_batch", "goodput" or "throughput".
+        noise_scale: The gradient noise scale, in samples; None where it was not measured.
+        noise_scale_interval: The values that it may have, with a probability of 95%.
+        expected_speedup: By how much the run is expected to end earlier for the same progress, tuning included, with
+            `found_batch_size`; None where that is not known.
+        tuning_seconds: What the tuning took.
+        run_seconds: What the configured run was estimated to take; None where its length is not known.
+        first_step: Optimizer steps of a checkpoint that the run had begun from when it was tuned.
         lr_factor: By how much the rate was scaled; 1.0 where it was left as it was.
         scaled_groups: Parameter groups (number of the optimizer, and of the group in it) whose rates are scaled when
             the optimizers are made, since they do not follow the model's.
@@ -61,6 +78,18 @@ class TuningResult:
     lr: float | None
     base_batch_size: int
     effective_batch_size: int
+    found_batch_size: int | None = None
+    configured_batch_size: int = 0
+    configured_lr: float | None = None
+    accumulation: int = 1
+    configured_accumulation: int = 1
+    objective: str = "throughput"
+    noise_scale: float | None = None
+    noise_scale_interval: tuple[float, float] | None = None
+    expected_speedup: float | None = None
+    tuning_seconds: float = 0.0
+    run_seconds: float | None = None
+    first_step: int = 0
     lr_factor: float = 1.0
     scaled_groups: tuple[tuple[int, int], ...] = ()
     trials: tuple[Trial, ...] = ()
@@ -73,9 +102,16 @@ class TuningResult:
     scaling: Scaling | None = None
     note: str = ""
 
+    @property
+    def batch_ratio(self) -> Fraction:
+        """The effective batch by the configured one."""
+        configured = (self.configured_batch_size or self.batch_size) * self.configured_accumulation
+        return Fraction(self.batch_size * self.accumulation, configured)
+
     def state_dict(self) -> dict[str, Any]:
         """The result as plain containers, safe to load with `weights_only=True`."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        state["noise_scale_interval"] = None if self.noise_scale_interval is None else list(self.noise_scale_interval)
         state["scaled_groups"] = [list(place) for place in self.scaled_groups]
         state["trials"] = [_plain(trial) for trial in self.trials]
         state["predictions"] = [_plain(prediction) for prediction in self.predictions]
@@ -93,6 +129,8 @@ class TuningResult:
         try:
             values["scaled_groups"] = tuple((number, index) for number, index in values["scaled_groups"])
             values["trials"] = tuple(Trial(**{**t, "step_seconds": tuple(t["step_seconds"])}) for t in values["trials"])
+            interval = values.get("noise_scale_interval")
+            values["noise_scale_interval"] = None if interval is None else (float(interval[0]), float(interval[1]))
             scaling = values.get("scaling")
             values["scaling"] = None if scaling is None else Scaling.from_state_dict(scaling)
             values["predictions"] = tuple(Prediction(**p) for p in values["predictions"])
@@ -115,17 +153,37 @@ _TRIALS = ("size", "step", "samples/s", "predicted", "peak", "predicted", "")
 
 
 def trials_table(result: TuningResult) -> Table:
-    """One row per trial, in the order of batch sizes; the chosen size is marked."""
+    """One row per size that was tried, ascending; the chosen one is marked."""
     from rich.table import Table
 
     table = Table(title="Trials of batch sizes", caption=summary(result), header_style="bold magenta")
     for name in _TRIALS[:-1]:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(_TRIALS[-1], overflow="fold", min_width=6)
-    for trial in sorted(result.trials, key=lambda trial: trial.batch_size):
+    for trial in merged(result.trials):
         is_chosen = trial.is_ok and trial.batch_size == result.batch_size
         table.add_row(*_cells(trial, is_chosen=is_chosen), style="bold" if is_chosen else "" if trial.is_ok else "dim")
     return table
+
+
+def merged(trials: Iterable[Trial]) -> list[Trial]:
+    """One trial for each size, ascending: repeats of all that went well together, or the failure."""
+    by_size: dict[int, list[Trial]] = {}
+    for trial in trials:
+        by_size.setdefault(trial.batch_size, []).append(trial)
+    return [_together(by_size[size]) for size in sorted(by_size)]
+
+
+def _together(trials: list[Trial]) -> Trial:
+    failed = [trial for trial in trials if not trial.is_ok]
+    if failed or len(trials) == 1:
+        return failed[0] if failed else trials[0]
+    return dataclasses.replace(
+        trials[-1],
+        samples_per_second=median(trial.samples_per_second or 0.0 for trial in trials),
+        peak_bytes=max((trial.peak_bytes for trial in trials if trial.peak_bytes is not None), default=None),
+        step_seconds=tuple(itertools.chain.from_iterable(trial.step_seconds for trial in trials)),
+    )
 
 
 def scaling_table(scaling: Scaling) -> Table:
@@ -159,13 +217,40 @@ def summary(result: TuningResult) -> str:
     """What was chosen, in a sentence or two."""
     rate = "" if result.lr is None else f", learning rate {result.lr:g}"
     scaled = "" if result.lr_factor == 1.0 else f" (x{result.lr_factor:g})"
-    text = f"batch size {result.batch_size} (effective {result.effective_batch_size}){rate}{scaled}"
+    less = ""
+    if result.accumulation != result.configured_accumulation:
+        less = f" accumulated {result.accumulation} and not {result.configured_accumulation} times"
+    text = f"batch size {result.batch_size}{less} (effective {result.effective_batch_size}){rate}{scaled}"
     if result.largest_size is not None:
         how = "predicted" if result.is_largest_predicted else "tried"
         text += f"; largest that fits: {result.largest_size} ({how})"
     if result.largest_plain_size is not None and result.largest_plain_size != result.largest_size:
         text += f", without a memory plan {result.largest_plain_size} (predicted)"
-    return f"{text}. {result.note}" if result.note else text
+    sentences = [text, *map(_stripped, (result.note, _expected(result), _cost(result)))]
+    return text if not any(sentences[1:]) else ". ".join(filter(None, sentences)) + "."
+
+
+def _stripped(text: str) -> str:
+    return text.removesuffix(".")
+
+
+def _expected(result: TuningResult) -> str:
+    """What is expected of the found size, and from which noise scale."""
+    noise, interval = result.noise_scale, result.noise_scale_interval
+    told = []
+    if noise is not None and interval is not None:
+        told.append(f"gradient noise scale {noise:.3g} samples ({interval[0]:.3g} to {interval[1]:.3g})")
+    if result.expected_speedup is not None and result.found_batch_size not in (None, result.configured_batch_size):
+        told.append(f"expected speed-up with {result.found_batch_size}: {result.expected_speedup:.2f}")
+    return ", ".join(told).capitalize() if told else ""
+
+
+def _cost(result: TuningResult) -> str:
+    """What the tuning took."""
+    if not result.tuning_seconds:
+        return ""
+    share = f", {result.tuning_seconds / result.run_seconds:.1%} of the run" if result.run_seconds else ""
+    return f"Tuning took {format_seconds(result.tuning_seconds)}{share}"
 
 
 def _number(value: float | None) -> str:

@@ -1,13 +1,25 @@
-"""What trials are fed: one batch of the run's own dataloader, and the sizes that its data allow."""
+"""What trials are fed: a batch of the run's own dataloader, and the sizes that its data allow."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_offload.callbacks.tuning.batches import batch_size_of, loaders_in, num_samples, tiled
+from lightning_offload.callbacks.tuning.accumulation import accumulation_of
+from lightning_offload.callbacks.tuning.batches import (
+    batch_size_of,
+    loaders_in,
+    map_loaders,
+    num_samples,
+    resized,
+    shapes_in,
+)
+from lightning_offload.callbacks.tuning.example import Example, longest
+from lightning_offload.callbacks.tuning.objective import Objective
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.errors import TuningError
@@ -20,7 +32,7 @@ Bounds = tuple[int, int, int]
 
 
 class Sampler:
-    """Draws one batch of the configured size, unless the user makes them, and repeats its samples.
+    """Draws a batch of the configured size, unless the user makes them, and repeats its samples.
 
     Args:
         options: What the user asked for.
@@ -39,17 +51,25 @@ class Sampler:
             raise TuningError("there is no batch to train on: the train dataloader is empty, or limit_train_batches=0")
         loaders = loaders_in(loop._combined_loader)
         self._loaders = loaders
-        self._num_samples = num_samples(loaders)
+        self._num_samples = num_samples(loaders, targets.base_size)
         self._check(loaders)
         self._has_batch_norm = False
-        self._batch: Any = None
-        self._size = 0
+        self.note = ""
+        self._example: Example | None = None
         if options.make_batch is None:
             if type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
                 raise TuningError("training_step(dataloader_iter) draws its own batches: give make_batch=")
-            self._batch, _, _ = next(loop._data_fetcher)
-            self._size = batch_size_of(self._batch, targets.base_size)
+            self._example = self._drawn(loop)
         end_workers(loop)
+
+    def _drawn(self, loop: Any) -> Example:
+        """The longest of a few batches of the configured size."""
+        found = longest(_batches(loop._data_fetcher, loop.max_batches))
+        if found is None:
+            raise TuningError("there is no batch to train on: the train dataloader is empty")
+        if found.is_varied:
+            self.note = f"Lengths vary: trials have the longest of {found.num_read} batches"
+        return Example(batch=found.batch, size=batch_size_of(found.batch, self._targets.base_size))
 
     def _check(self, loaders: list[Any]) -> None:
         sizes = set(_sizes(loaders))
@@ -70,25 +90,46 @@ class Sampler:
                 " give the finder max_val= and the Trainer max_steps=, or define __len__"
             )
 
-    def bounds(self, module: Any, agreement: Coordinator) -> Bounds:
+    def batches(self) -> Iterator[Any]:
+        """Real batches of the configured size, epoch after epoch.
+
+        Raises:
+            TuningError: There is none.
+        """
+        combined = self._trainer.fit_loop._combined_loader
+        try:
+            while True:
+                num = 0
+                for batch, _, _ in combined:
+                    if any(shape and shape[0] == self._targets.base_size for shape in shapes_in(batch)):
+                        num += 1
+                        yield batch
+                if num == 0:
+                    raise TuningError(f"no batch of the train dataloader has {self._targets.base_size} samples")
+        finally:
+            combined.reset()  # which ends its workers
+
+    def bounds(self, module: Any, agreement: Coordinator, objective: Objective) -> Bounds:
         """The sizes that can be trained with.
 
         An epoch has to have enough batches for a window of accumulation, for a validation every so many of them, and
-        for a share of them to be one.
+        for a share of them to be one; and an effective batch is to be no more than a share of the data set.
 
         Args:
             module: The model; batch norm needs two samples.
             agreement: Between ranks, which may have different numbers of samples.
+            objective: What is searched for.
 
         Raises:
             TuningError: They leave no size, or the loaders do not follow it.
         """
         options = self._options
-        (most,) = agreement.smallest([self._most()])
+        (most,) = agreement.smallest([self._most(objective)])
         largest = int(min(most, options.max_val if options.max_val is not None else math.inf))
         if options.min_val > largest:
             raise TuningError(
                 f"min_val={options.min_val} is above the {largest} samples that a rank has for one step: lower min_val"
+                f" (max_data_share={options.max_data_share:g} of the data set limits it too)"
             )
         self._has_batch_norm = any(isinstance(part, _BatchNorm) for part in module.modules())
         smallest = min(max(options.min_val, 2 if self._has_batch_norm else 1), largest)
@@ -98,10 +139,11 @@ class Sampler:
         )
         return smallest, largest, min(max(first, smallest), largest)
 
-    def _most(self) -> float:
-        """The largest size of which an epoch has enough batches; the configured one always has."""
+    def _most(self, objective: Objective) -> float:
+        """The largest size of which an epoch has enough batches and optimizer steps; the configured one always has."""
+        most = math.inf if objective.samples_per_rank is None else objective.samples_per_rank
         if self._num_samples is None:
-            return math.inf
+            return most
         trainer = self._trainer
         limit, interval = trainer.limit_train_batches, trainer.val_check_interval
         needed: int = 1
@@ -109,38 +151,75 @@ class Sampler:
             needed = interval
         if isinstance(limit, float):
             needed = math.ceil(needed / limit)
-        needed = max(needed, int(trainer.accumulate_grad_batches))
-        return max(self._num_samples // needed, min(self._targets.base_size, self._num_samples))
+        if objective.samples_per_rank is not None:  # as many optimizer steps as there were
+            return max(min(self._num_samples // needed, most), min(self._targets.base_size, self._num_samples))
+        needed = max(needed, accumulation_of(trainer))
+        shared = self._num_samples * self._options.max_data_share / accumulation_of(trainer)
+        return max(
+            min(self._num_samples // needed, math.floor(shared)), min(self._targets.base_size, self._num_samples)
+        )
 
-    def without_single(self, batch_size: int, smallest: int) -> int:
+    def without_single(self, batch_size: int, smallest: int, sizes: Sequence[int] | None = None) -> int:
         """The size, or the next lower one that does not leave a single sample, which batch norm cannot train on.
 
         Args:
             batch_size: What was found.
             smallest: What may be chosen.
+            sizes: The same, ascending; None for all.
         """
         drops_last = all(getattr(loader.batch_sampler, "drop_last", False) for loader in self._loaders)
         if self._num_samples is None or drops_last or not self._has_batch_norm:
             return batch_size
-        below = (size for size in range(batch_size, smallest - 1, -1) if self._num_samples % size != 1)
+        allowed = (size for size in range(batch_size, smallest - 1, -1) if sizes is None or size in sizes)
+        below = (size for size in allowed if self._num_samples % size != 1)
         return next(below, batch_size)
 
     def _check_following(self, smallest: int, largest: int) -> None:
         """See that the model's or its data's loaders have the size that is set: some are built before it is."""
         targets, before = self._targets, _sizes(self._loaders)
-        other = next((size for size in (largest, smallest) if size != targets.base_size), None)
-        if targets.size is None or targets.loaders is not None or not before or other is None:
+        other = self._other_size(smallest, largest)
+        if other is None:
             return
         targets.set_batch_size(other)
         try:
-            after = _sizes(loaders_in(self._trainer.fit_loop._data_source.dataloader()))
+            made = self._loaders_of(other)
+            after = _sizes(loaders_in(made))
+            if targets.size is not None and before and after == before:
+                raise TuningError(
+                    f"`{targets.size.name}` was set to {other}, but train_dataloader() goes on with batches of"
+                    f" {sorted(set(after))}: build the DataLoader there, at every call, with that attribute"
+                )
+            if self._example is not None:
+                batch = self._first_of(made)
+                self._example = Example.of(self._example.batch, targets.base_size, batch, other)
         finally:
             targets.set_batch_size(targets.base_size)
-        if after == before:
-            raise TuningError(
-                f"`{targets.size.name}` was set to {other}, but train_dataloader() goes on with batches of"
-                f" {sorted(set(after))}: build the DataLoader there, at every call, with that attribute"
-            )
+
+    def _other_size(self, smallest: int, largest: int) -> int | None:
+        """Another size that the data have a batch of; None where there is none."""
+        base = self._targets.base_size
+        most = largest if self._num_samples is None else max(largest, self._num_samples)
+        return next(
+            (size for size in (2 * base, base // 2, largest, smallest) if 0 < size <= most and size != base), None
+        )
+
+    def _loaders_of(self, batch_size: int) -> Any:
+        """The loaders for another size, which is set."""
+        targets = self._targets
+        if targets.loaders is None:
+            return self._trainer.fit_loop._data_source.dataloader()
+        return map_loaders(targets.loaders, lambda loader: resized(loader, batch_size, targets.package))
+
+    def _first_of(self, loaders: Any) -> Any:
+        """Their first batch, combined as the run's are."""
+        combined = self._trainer.fit_loop._combined_loader
+        if not isinstance(loaders, type(combined)):
+            loaders = type(combined)(loaders, combined._mode)
+        try:
+            batch, _, _ = next(iter(loaders))
+        finally:
+            loaders.reset()  # which ends its workers
+        return batch
 
     def __call__(self, batch_size: int) -> Any:
         """Make a batch, on the host."""
@@ -149,7 +228,8 @@ class Sampler:
             if made is None:
                 raise TuningError(f"make_batch({batch_size}) gave None: return the batch, as a dataloader would")
             return made
-        return tiled(self._batch, self._size, batch_size)
+        assert self._example is not None  # there is one where nothing makes batches
+        return self._example.sized(batch_size)
 
 
 def _sizes(loaders: list[Any]) -> list[int]:
@@ -158,6 +238,18 @@ def _sizes(loaders: list[Any]) -> list[int]:
         for loader in loaders
     )
     return [size for size in found if size is not None]
+
+
+def _batches(fetcher: Any, most: float) -> Iterator[Any]:
+    """The batches of an epoch, which has begun: another iterator would begin anew."""
+    for number in itertools.count(1):
+        try:
+            batch, _, _ = next(fetcher)
+        except StopIteration:
+            return
+        yield batch
+        if number >= most:
+            return
 
 
 def end_workers(loop: Any) -> None:

@@ -7,35 +7,66 @@ the optimizers are made once more, under the random state and on the dataloaders
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_offload.callbacks.tuning.accumulation import accumulation_schedule
+from lightning_offload.callbacks.tuning.freezing import will_thaw
 from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
-from lightning_offload.callbacks.tuning.options import FinderOptions
+from lightning_offload.callbacks.tuning.length import StepLimits, check_lengths, schedule_lengths
+from lightning_offload.callbacks.tuning.objective import GOODPUT, Objective, objective_of
+from lightning_offload.callbacks.tuning.options import MIN_PILOT_STEPS, FinderOptions
+from lightning_offload.callbacks.tuning.pilot import counted, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
-from lightning_offload.callbacks.tuning.targets import Targets
-from lightning_offload.errors import TuningError
+from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
+from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.lightning_packages import rank_zero
+from lightning_offload.plugins.out_of_memory import release_frames
+from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, paying_choice, speedup_of, sure_choice
 from lightning_offload.tuning.learning_rate import (
+    check_rate,
     effective_batch,
+    has_step_hooks,
     learning_rate_factor,
+    resolved_rule,
     rule_warning,
-    scaled_learning_rates,
 )
+from lightning_offload.tuning.noise_scale import (
+    NoiseScale,
+    batch_efficiency,
+    estimate_noise_scale,
+    largest_rate_factor,
+)
+from lightning_offload.tuning.posterior import pool
 from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
+from lightning_offload.tuning.scaling import Scaling
 from lightning_offload.tuning.search import SearchResult
+from lightning_offload.tuning.trial import Trial
+from lightning_offload.units import format_seconds
 
 __all__ = ["Session"]
 
+_TUNING_SHARE = 0.02
+"""Of a run, the most that a pilot may take, and the most that trials may."""
+_LEAST_SECONDS = 5.0
+"""What a tuning takes at least: recording, planning and deciding are no trials."""
+_LARGEST = 1 << 31
+_PILOT_BATCHES = 4
+"""Batches of a pilot's step: the error of the estimate falls with their number and the number of steps alike."""
+_MANY = 1 << 16
 _TRAINER_STATE = ("val_check_batch", "should_stop", "_train_start_time", "_last_val_time")
 
 
@@ -47,8 +78,10 @@ class Session:
         targets: What is to be set.
         trainer: At the start of a fit.
         module: The model.
+        limits: The Trainer's limits in steps, which are set for what is found.
         clock: Tells seconds.
         is_visible: Whether this rank shows progress.
+        is_alone: Whether no training follows.
     """
 
     def __init__(
@@ -58,9 +91,19 @@ class Session:
         trainer: Any,
         module: Any,
         *,
+        limits: StepLimits,
         clock: Callable[[], float],
         is_visible: bool,
+        is_alone: bool,
     ) -> None:
+        self._objective = Objective(name="throughput", configured_accumulation=1)
+        self._noise: NoiseScale | None = None
+        self._most: int | None = None  # the largest size, where the configured one does not fit
+        self._began = clock()
+        # who only tunes has asked for it, however long it takes
+        self._is_limited = options.max_seconds is None and not is_alone
+        self._limits = limits
+        self._num_steps = math.inf
         self._options, self._targets = options, targets
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
@@ -76,6 +119,7 @@ class Session:
         """
         result: TuningResult | None = None
         before = base_rates(self._trainer.optimizers)
+        lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
         try:
             with self._agreeing():
                 result = self._tuned()
@@ -87,7 +131,26 @@ class Session:
                 result.batch_size if result is not None else self._targets.base_size,
                 result.lr if result is not None else self._targets.base_rate,
             )
-        return dataclasses.replace(result, scaled_groups=self._make_optimizers(before, result.lr_factor))
+        try:
+            if result.accumulation != result.configured_accumulation:
+                self._limits.accumulate(self._trainer, result.accumulation)
+            told = self._limits.scale(self._trainer, result.batch_ratio, result.first_step)
+            places = self._make_optimizers(before, result.lr_factor)
+            check_lengths(
+                lengths,
+                schedule_lengths(self._trainer.strategy.lr_scheduler_configs),
+                num_before=self._num_steps,
+                num_after=math.ceil(self._num_steps / result.batch_ratio)
+                if math.isfinite(self._num_steps)
+                else math.inf,
+            )
+        except BaseException:
+            self._limits.put_back(self._trainer)
+            self._restore()
+            self._targets.apply(self._trainer, self._targets.base_size, self._targets.base_rate)
+            raise
+        note = " ".join(filter(None, (result.note, f"{told}." if told else "")))
+        return dataclasses.replace(result, scaled_groups=places, note=note)
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -105,21 +168,137 @@ class Session:
         sampler = self._agreement.together(
             lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
-        bounds = sampler.bounds(self._module, self._agreement)
+        self._num_steps = _num_steps(self._trainer)
+        self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
+        bounds = sampler.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
             set_batch_size=self._targets.set_batch_size, agreement=self._agreement,
-            known_size=self._targets.base_size, provoke_oom=options.provoke_oom, clock=self._clock,
+            known_size=self._targets.base_size, will_thaw=will_thaw(self._trainer), provoke_oom=options.provoke_oom,
+            accumulation=self._objective.accumulation, clock=self._clock,
         )  # fmt: skip
         try:
-            predictions, found = self._found(host, bounds)
-            (size,) = map(int, self._agreement.smallest([sampler.without_single(found.batch_size, bounds[0])]))
-            return self._result(size, found, predictions, host, bounds)
+            progress = SearchProgress(self._is_visible)
+            runner = self._runner(host, progress)
+            with progress.shown():
+                why = self._too_short() or self._too_quick(runner) or self._pilot(host, sampler, runner)
+                if why:
+                    return self._kept(why)
+                predictions, found = self._found(host, runner, bounds)
+            choice = sure_choice(found, base_size=self._targets.base_size, min_confidence=options.min_confidence)
+            size = choice.batch_size
+            if size != self._targets.base_size:
+                lower = sampler.without_single(size, bounds[0], self._objective.sizes)
+                (size,) = map(int, self._agreement.smallest([lower]))
+            choice = dataclasses.replace(choice, batch_size=size)
+            return self._result(choice, found, predictions, host, sampler, bounds)
         finally:
             host.restore()
             host.recorder.forget()
 
-    def _found(self, host: LightningHost, bounds: Bounds) -> tuple[Predictions, SearchResult]:
+    def _too_short(self) -> str:
+        """Why nothing is tried in a run of this length; empty where trials pay."""
+        if not self._is_limited or not math.isfinite(self._num_steps):
+            return ""
+        trial = self._options.warmup_steps + self._options.steps_per_trial
+        num_batches = int(self._num_steps) * self._objective.configured_accumulation
+        if trial <= _TUNING_SHARE * num_batches:
+            return ""
+        return (
+            f"the run has {num_batches} steps, of which the {trial} of a single trial are more than"
+            f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit"
+        )
+
+    def _too_quick(self, runner: TrialRunner) -> str:
+        """Why nothing more is tried in a run that takes so little time; empty where a tuning pays."""
+        if not self._is_limited or not math.isfinite(self._num_steps):
+            return ""
+        runner.run(self._targets.base_size, is_recorded=True)
+        run_seconds = self._agreement.broadcast(self._run_seconds(runner.done))
+        if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
+            return ""
+        return (
+            f"the run takes about {format_seconds(run_seconds)}, and a tuning some seconds, whatever it tries;"
+            " max_seconds= sets another limit"
+        )
+
+    def _pilot(self, host: LightningHost, sampler: Sampler, runner: TrialRunner) -> str:
+        """Measure the noise scale, where it is needed and the configured size fits; tell why it cannot be.
+
+        Where that size does not fit, a smaller one has to be found, whatever a sample is worth in it.
+        """
+        if self._objective.name != GOODPUT:
+            return ""
+        why = why_no_noise_scale(self._trainer, self._module)
+        if why:
+            return f"the gradient noise scale is not known, since {why}; objective='throughput' does without"
+        num_micro = max(_PILOT_BATCHES, self._objective.configured_accumulation)
+        num_steps = self._options.pilot_steps
+        if self._is_limited and math.isfinite(self._num_steps):
+            num_batches = self._num_steps * self._objective.configured_accumulation
+            num_steps = min(num_steps, int(_TUNING_SHARE * num_batches / num_micro))
+        if num_steps < MIN_PILOT_STEPS:
+            return (
+                f"a pilot of {MIN_PILOT_STEPS} steps with {num_micro} batches each, which measures the gradient noise"
+                f" scale, is more than {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
+            )
+        base = self._targets.base_size
+        tried = [trial for trial in runner.done if trial.batch_size == base]
+        if not (tried[0] if tried else runner.run(base, is_recorded=True)).is_ok:
+            self._objective = dataclasses.replace(self._objective, name="throughput")
+            self._most = base
+            return ""
+        try:
+            steps = self._agreement.together(
+                lambda: host.pilot(sampler.batches(), batch_size=base, num_steps=num_steps, num_micro=num_micro),
+                "measuring the gradient noise scale",
+            )
+        except Exception as error:
+            if self._agreement.num_ranks > 1 or not _is_out_of_memory(error, host):
+                raise
+            release_frames(error)
+            return "a pilot, which holds a second set of gradients, ran out of memory"
+        micro = zip(*self._agreement.gather([step.micro for step in steps]), strict=True)
+        shared = [
+            dataclasses.replace(step, micro=sum(squares) / len(squares))
+            for step, squares in zip(steps, micro, strict=True)
+        ]
+        self._noise = self._agreement.broadcast(estimate_noise_scale(counted(shared)))
+        if self._noise is None:
+            return "the pilot's gradients were not finite"
+        self._most = self._largest_worth(self._noise.low)
+        return ""
+
+    def _largest_worth(self, noise_scale: float) -> int:
+        """The largest size at which a sample is worth enough: a run of so many epochs is to end where it did."""
+        base, least = self._targets.base_size, self._options.min_efficiency
+        if not least:
+            return _LARGEST
+        batch = self._effective(base)
+        largest = (noise_scale + batch) / least - noise_scale  # of the effective batch
+        return max(base, int(largest * base / batch))
+
+    def _worth(self, batch_size: int) -> float:
+        """What a sample is surely worth at a size, by what it is at the configured one."""
+        noise = self._noise
+        assert noise is not None  # only goodput asks
+        batches = {"base_batch": self._effective(self._targets.base_size), "batch": self._effective(batch_size)}
+        return min(batch_efficiency(phi, **batches) for phi in (noise.low, noise.value, noise.high))
+
+    def _run_seconds(self, trials: Sequence[Trial]) -> float | None:
+        """What the configured run takes, by the trial of the size that is nearest to the configured one."""
+        base = self._targets.base_size
+        ran = [each for each in trials if each.is_ok and each.samples_per_second]
+        if not ran or not math.isfinite(self._num_steps):
+            return None
+        nearest = min(ran, key=lambda trial: abs(math.log(trial.batch_size / base)))
+        return self._num_steps * self._effective(base) / (nearest.samples_per_second or 1.0)
+
+    def _usual_seconds(self, trials: Sequence[Trial]) -> float | None:
+        seconds = self._run_seconds(trials) if self._is_limited else None
+        return None if seconds is None else _TUNING_SHARE * seconds
+
+    def _runner(self, host: LightningHost, progress: SearchProgress) -> TrialRunner:
         options, memory = self._options, host.recorder.memory
         settings = TrialSettings(
             # each size is a new shape of step to a plugin; what it records and verifies is no time to trust
@@ -130,22 +309,40 @@ class Session:
             is_out_of_memory=host.is_out_of_memory,
             allows_sync_batch_norm=True,
         )
-        progress = SearchProgress(self._is_visible)
         runner = TrialRunner(
             host, settings, self._agreement, shown=lambda size: progress.trying(size, total=runner.max_trials)
         )
+        return runner
+
+    def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> tuple[Predictions, SearchResult]:
+        options, base = self._options, self._targets.base_size
         smallest, largest, first = bounds
-        with progress.shown():
-            found = runner.find(
-                first=first,
-                begin=min(first, self._targets.base_size) if host.is_to_be_watched else first,
-                low=smallest,
-                high=largest,
-                tolerance=options.tolerance,
-                max_trials=None,
-                max_seconds=options.max_seconds,
-            )
+        largest = largest if self._most is None else min(largest, self._most)
+        first = min(first, largest)
+        found = runner.find(
+            first=first,
+            begin=min(first, base) if host.is_to_be_watched else first,
+            low=smallest,
+            high=largest,
+            tolerance=options.tolerance,
+            max_trials=options.max_trials,
+            max_seconds=options.max_seconds,
+            usual_seconds=self._usual_seconds,
+            sizes=self._sizes(),
+            efficiency=None if self._noise is None else self._worth,
+        )
+        is_tried = any(trial.batch_size == base for trial in found.trials)
+        if found.batch_size != base and not is_tried and self._objective.name != "throughput":
+            found = _with_trial(found, runner.run(base))  # what it is compared with
         return runner.predictions, found
+
+    def _sizes(self) -> Sequence[int] | None:
+        """The sizes that may be tried; the configured one always may."""
+        sizes, base = self._objective.sizes, self._targets.base_size
+        if sizes is None or base in sizes:
+            return sizes
+        below = bisect.bisect_left(sizes, base)
+        return [*sizes[:below], base, *sizes[below : below + _MANY]]
 
     def _check_optimizers(self) -> None:
         optimizers = self._trainer.optimizers
@@ -158,20 +355,37 @@ class Session:
     # ---- what is found
 
     def _result(
-        self, size: int, found: SearchResult, predictions: Predictions, host: LightningHost, bounds: Bounds
+        self,
+        choice: Choice,
+        found: SearchResult,
+        predictions: Predictions,
+        host: LightningHost,
+        sampler: Sampler,
+        bounds: Bounds,
     ) -> TuningResult:
-        budget_bytes = host.recorder.budget_bytes
-        factor, rate, base = self._learning_rate(size)
+        tuning_seconds = self._clock() - self._began
+        run_seconds = self._run_seconds(found.trials)
+        base_size, wanted = self._targets.base_size, choice.batch_size
+        speedup = speedup_of(
+            found, base_size=base_size, size=found.batch_size, samples=self._effective(base_size) // base_size,
+            noise=self._noise, run_seconds=run_seconds if self._is_limited and run_seconds is not None else math.inf,
+            tuning_seconds=tuning_seconds,
+        )  # fmt: skip
+        if self._objective.name != "throughput" and wanted != base_size:
+            least = LEAST_SPEEDUP if self._objective.name == GOODPUT else 1.0
+            choice = paying_choice(choice, speedup, found, base_size=base_size, least=least)
+        choice = self._agreement.broadcast(choice)  # by one clock
+        budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
+        rates = self._learning_rate(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
         predicted = predictions.largest(*bounds[:2]) if is_limited else None
         is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
         return TuningResult(
-            batch_size=size,
-            lr=rate,
-            base_batch_size=base,
-            effective_batch_size=self._effective(size),
-            lr_factor=factor,
+            **self._settings(size, rates),
+            found_batch_size=found.batch_size,
+            expected_speedup=None if speedup is None else speedup.value,
+            run_seconds=run_seconds,
             trials=found.trials,
             predictions=predictions.made(),
             largest_size=predicted if is_predicted else found.largest if is_limited or found.smallest_failing else None,
@@ -179,22 +393,56 @@ class Session:
             is_largest_predicted=is_predicted,
             confidence=found.confidence,
             budget_bytes=budget_bytes,
-            scaling=predictions.scaling(
-                size,
-                next(each.samples_per_second for each in found.estimates if each.batch_size == found.batch_size),
-                accumulation=self._trainer.accumulate_grad_batches,
-            ),
-            note=_note(size, found, host.decline),
+            scaling=self._scaling(choice, found, predictions),
+            note=_note(choice, found, host.decline, rates.note, sampler.note),
+        )
+
+    def _settings(self, size: int, rates: _Rates) -> dict[str, Any]:
+        """What is set, what it is set in place of, and why; the same whether or not anything was tried."""
+        noise = self._noise
+        return {
+            "batch_size": size,
+            "configured_batch_size": self._targets.base_size,
+            "configured_lr": self._targets.base_rate,
+            "accumulation": self._objective.accumulation(size),
+            "configured_accumulation": self._objective.configured_accumulation,
+            "objective": self._objective.name,
+            "noise_scale": None if noise is None else noise.value,
+            "noise_scale_interval": None if noise is None else (noise.low, noise.high),
+            "first_step": int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
+            "lr": rates.lr,
+            "base_batch_size": rates.base_batch,
+            "effective_batch_size": self._effective(size),
+            "lr_factor": rates.factor,
+            "tuning_seconds": self._clock() - self._began,
+        }
+
+    def _kept(self, why: str) -> TuningResult:
+        """The configured size, where nothing was tried."""
+        size = self._targets.base_size
+        rates = self._learning_rate(size)
+        note = " ".join(f"{each}." for each in (f"The configured {size} is kept: {why}", rates.note) if each)
+        return TuningResult(**self._settings(size, rates), note=note)
+
+    def _scaling(self, choice: Choice, found: SearchResult, predictions: Predictions) -> Scaling | None:
+        """What the chosen size would do on more devices; None where it did not run, or nothing is known of those."""
+        speeds = {each.batch_size: each.samples_per_second for each in found.estimates}
+        speed = speeds.get(choice.batch_size if choice.why_kept else found.batch_size)
+        if speed is None:
+            return None
+        return predictions.scaling(
+            choice.batch_size, speed, accumulation=self._objective.accumulation(choice.batch_size)
         )
 
     def _effective(self, batch_size: int) -> int:
-        return effective_batch(batch_size, self._trainer.world_size, self._trainer.accumulate_grad_batches)
+        return effective_batch(batch_size, self._trainer.world_size, self._objective.accumulation(batch_size))
 
-    def _learning_rate(self, batch_size: int) -> tuple[float, float, int]:
-        """The factor, the rate, and the effective batch that the configured rate was for."""
+    def _learning_rate(self, batch_size: int) -> _Rates:
+        """Scale the rate for a size, as far as it may be raised."""
         options, targets = self._options, self._targets
-        base = options.base_batch_size or self._effective(targets.base_size)
-        rule = options.lr_scaling
+        # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
+        base = options.base_batch_size or batch_of_rate(self._module, targets) or self._effective(targets.base_size)
+        rule = resolved_rule(options.lr_scaling, self._trainer.optimizers)
         if rule != "none" and self._is_resumed():
             rule = "none"
             rank_zero(
@@ -203,15 +451,31 @@ class Session:
                 "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go"
                 " on with theirs. Start from weights alone to have it scaled.",
             )
-        new = {"effective_batch": self._effective(batch_size), "base_batch": base}
-        factor = learning_rate_factor(rule=rule, **new)
+        effective = self._effective(batch_size)
+        wanted = learning_rate_factor(rule=rule, effective_batch=effective, base_batch=base)
+        if self._noise is not None and rule != "none" and wanted > 1:
+            wanted = min(wanted, largest_rate_factor(self._noise.low, base_batch=base, batch=effective, rule=rule))
+        factor, note = self._allowed_factor(wanted)
         warning = rule_warning(self._trainer.optimizers, rule=rule, factor=factor)
         if warning is not None:
             rank_zero(targets.package, "warn", warning)
         rate = targets.base_rate if targets.base_rate is not None else first_rate(self._trainer.optimizers)
-        if rule != "none":
-            (rate,) = scaled_learning_rates([rate], rule=rule, **new)
-        return factor, rate, base
+        return _Rates(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note)
+
+    def _allowed_factor(self, wanted: float) -> tuple[float, str]:
+        """By how much the rate may change where a rule wants it to by so much, and what to say of it."""
+        options = self._options
+        is_warmed_up = options.lr_warmup_steps != 0 or options.lr_warmup_epochs > 0
+        if wanted > 1 and is_warmed_up and not all(map(has_step_hooks, self._trainer.optimizers)):
+            return 1.0, (
+                f"The learning rate stays: it would be raised by {wanted:.3g}, and the optimizer has no hooks around"
+                " its step for a warm-up; lr_warmup_steps=0 raises it without"
+            )
+        if wanted > options.max_lr_factor:
+            return options.max_lr_factor, (
+                f"The learning rate is raised by {options.max_lr_factor:g}, not by {wanted:.3g} (max_lr_factor)"
+            )
+        return wanted, ""
 
     def _is_resumed(self) -> bool:
         """Whether the fit goes on from a checkpoint with optimizers."""
@@ -224,7 +488,8 @@ class Session:
         self._start.restore()
         for name, value in self._trainer_state.items():
             setattr(self._trainer, name, value)
-        self._trainer.fit_loop._combined_loader = None
+        # those of the start, if there were any: Lightning would end workers that were never begun
+        self._trainer.fit_loop._combined_loader = self._trainer.fit_loop._data_fetcher = None
 
     def _make_optimizers(self, before: list[list[float]], factor: float) -> tuple[Place, ...]:
         """Make the optimizers anew, in the state that an untuned run makes them in; tell which groups were scaled."""
@@ -242,9 +507,48 @@ class Session:
         return places
 
 
-def _note(size: int, found: SearchResult, decline: str) -> str:
-    notes = []
-    if size != found.batch_size:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rates:
+    """The learning rate for a size.
+
+    Attributes:
+        lr: The rate itself.
+        factor: By how much it is scaled.
+        base_batch: The effective batch that the configured rate was for.
+        note: What a reader should know.
+    """
+
+    lr: float
+    factor: float
+    base_batch: int
+    note: str
+
+
+def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
+    """Whether an error says that there is not enough memory."""
+    return isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or host.is_out_of_memory(error)
+
+
+def _with_trial(found: SearchResult, trial: Trial) -> SearchResult:
+    """What was found, with one more trial."""
+    trials = (*found.trials, trial)
+    failing = [each.batch_size for each in trials if not each.is_ok]
+    return dataclasses.replace(
+        found, trials=trials, estimates=tuple(pool(trials).values()), smallest_failing=min(failing, default=None)
+    )
+
+
+def _num_steps(trainer: Any) -> float:
+    """Optimizer steps of the run as it is configured; infinite where that is not known."""
+    if accumulation_schedule(trainer) is not None:
+        return math.inf
+    num_steps: float = trainer.estimated_stepping_batches
+    return num_steps if num_steps > 0 else math.inf
+
+
+def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
+    notes = [f"{each}." for each in (choice.why_kept, *others) if each]
+    if not choice.why_kept and choice.batch_size != found.batch_size:
         notes.append(f"Not {found.batch_size}: its last batch is one sample, which batch norm cannot train on.")
     if decline:
         notes.append(f"Sizes that may not fit were predicted, not tried: {decline}.")

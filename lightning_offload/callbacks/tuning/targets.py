@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
+from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, resized
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.result import TuningResult
@@ -97,6 +98,14 @@ def find_attribute(name: str, module: Any, datamodule: Any | None) -> Attribute 
     logged = [place for root in initial if (place := _follow(root, tail)) is not None]
     logged += [place for root in initial if len(parts) == 1 for place in _nested(root, name)]
     return Attribute(name=name, places=tuple(places), logged=tuple(_distinct(iter(logged))))
+
+
+def places_of(root: Any, name: str) -> list[_Place]:
+    """Where a named value is in hyperparameters: at its dotted name, or anywhere inside of them."""
+    parts = name.split(".")
+    tail = parts[1:] if parts[0] == "hparams" else parts
+    found = _follow(root, tail)
+    return [found] if found is not None else list(_nested(root, tail[-1]))
 
 
 def _hparams(owner: Any) -> Any | None:
@@ -268,9 +277,32 @@ def _size_of_loaders(loaders: Any, package: str) -> int:
     return sizes[0]
 
 
+_MARK = "_efficient_batch_size_rate"
+"""Attribute of a model: the rate that a tuning has set, and the effective batch that it belongs to."""
+
+
+def mark_rate(module: Any, result: TuningResult) -> None:
+    """Note on a model what its rate is for, so that no other finder scales it once more."""
+    setattr(module, _MARK, (result.lr, result.effective_batch_size))
+
+
+def batch_of_rate(module: Any, targets: Targets) -> int | None:
+    """The effective batch that a model's rate is for, where a tuning has set it; None where the user has."""
+    rate, batch = getattr(module, _MARK, (None, None))
+    return batch if rate is not None and rate == targets.base_rate else None
+
+
+def rate_to_set(module: Any, targets: Targets, result: TuningResult) -> float | None:
+    """The rate for another fit of a model that was tuned; None where the user has set one since."""
+    if targets.rate is None or targets.base_rate == result.lr:
+        return result.lr
+    is_untouched = targets.base_rate == result.configured_lr and find_attribute(targets.rate.name, module, None) is None
+    return result.lr if is_untouched else None
+
+
 def warn_of_other_batch(trainer: Any, package: str, result: TuningResult) -> None:
     """Warn where a result is carried over to a run whose effective batch is another one."""
-    effective = result.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    effective = result.batch_size * trainer.world_size * accumulation_of(trainer)
     if effective != result.effective_batch_size:
         rank_zero(
             package,

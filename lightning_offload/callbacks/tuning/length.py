@@ -1,0 +1,128 @@
+"""How long a run is in optimizer steps, when the batch changes: as many samples, so fewer or more steps.
+
+`max_steps` and `min_steps` are given for the configured batch. An epoch has as many samples whatever the batch is, so
+nothing has to be done about epochs. Schedules that count steps are as long as the run when the model makes them anew;
+one that was made from a number that is older than the tuning is found by its length, which is still the old one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from lightning_offload.errors import TuningError
+
+__all__ = ["StepLimits", "check_lengths", "scaled_steps", "schedule_lengths"]
+
+_LIMITS = ("max_steps", "min_steps")
+_LENGTHS = ("total_steps", "T_max", "total_iters")
+_KEYWORDS = ("num_training_steps", "total_steps", "max_steps", "num_steps")
+"""What functions of a step are usually given, as those of transformers' schedules."""
+_ABOUT = 0.05
+
+
+def scaled_steps(num_steps: int, ratio: Fraction, done: int = 0) -> int:
+    """Steps that see as many samples as so many did.
+
+    Args:
+        num_steps: Of the configured batch; -1 and 0 mean no limit.
+        ratio: The new effective batch by the configured one.
+        done: Steps of the configured batch that were made before.
+    """
+    if num_steps <= done:
+        return num_steps
+    return done + math.ceil((num_steps - done) / ratio)
+
+
+class StepLimits:
+    """The Trainer's limits in steps, and its accumulation, which are changed for a fit and put back after it."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        self._accumulation: int | None = None
+
+    def scale(self, trainer: Any, ratio: Fraction, done: int = 0) -> str:
+        """Set the limits for another batch; tell what was changed, in a sentence without its full stop.
+
+        Args:
+            trainer: At the start of a fit.
+            ratio: The new effective batch by the configured one.
+            done: Steps that were made before.
+        """
+        told = []
+        for name in _LIMITS:
+            before = getattr(trainer.fit_loop.epoch_loop, name)
+            if before is None or before == (after := scaled_steps(before, ratio, done)):
+                continue
+            self._before.setdefault(name, before)
+            setattr(trainer.fit_loop.epoch_loop, name, after)
+            told.append(f"{name} is {after}, which is as many samples as {before} steps of the configured batch")
+        return "; ".join(told)
+
+    def accumulate(self, trainer: Any, number: int) -> None:
+        """Set how many micro-batches are accumulated."""
+        if number != trainer.accumulate_grad_batches:
+            self._accumulation = trainer.accumulate_grad_batches if self._accumulation is None else self._accumulation
+            trainer.accumulate_grad_batches = number
+
+    def put_back(self, trainer: Any) -> None:
+        """Set what the user gave."""
+        if self._accumulation is not None:
+            trainer.accumulate_grad_batches, self._accumulation = self._accumulation, None
+        for name, before in self._before.items():
+            setattr(trainer.fit_loop.epoch_loop, name, before)
+        self._before.clear()
+
+
+def schedule_lengths(configs: Sequence[Any]) -> dict[str, float]:
+    """The lengths, in steps, of the schedules that count optimizer steps: where each comes from, and how long it is.
+
+    Args:
+        configs: Lightning's, one for each scheduler.
+    """
+    found: dict[str, float] = {}
+    for number, config in enumerate(configs):
+        if config.interval == "step":
+            found.update(_lengths(config.scheduler, f"{number} "))
+    return found
+
+
+def _lengths(scheduler: Any, place: str) -> dict[str, float]:
+    where = f"{place}{type(scheduler).__name__}"
+    found: dict[str, float] = {}
+    for name in _LENGTHS:
+        value = getattr(scheduler, name, None)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[f"{where}.{name}"] = value
+    for index, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
+        keywords = getattr(function, "keywords", None) or {}
+        found.update({f"{where}.{key}[{index}]": keywords[key] for key in _KEYWORDS if key in keywords})
+    for index, part in enumerate(getattr(scheduler, "_schedulers", ())):
+        found.update(_lengths(part, f"{where}[{index}] "))
+    return found
+
+
+def check_lengths(before: dict[str, float], after: dict[str, float], *, num_before: float, num_after: float) -> None:
+    """See that schedules have the length of the run that begins.
+
+    Args:
+        before: :func:`schedule_lengths` of the configured batch.
+        after: The same with the schedulers made anew for the found one.
+        num_before: Optimizer steps of the run with the configured batch.
+        num_after: Those with the found one.
+
+    Raises:
+        TuningError: One is still as long as the run was.
+    """
+    if not math.isfinite(num_before) or abs(num_after - num_before) <= _ABOUT * num_before:
+        return
+    for where, length in after.items():
+        if before.get(where) == length and abs(length - num_before) <= _ABOUT * num_before:
+            name = where.rpartition(" ")[2].partition("[")[0]
+            raise TuningError(
+                f"{name} is {length:g} steps, the length of the run with the configured batch size, and with the found"
+                f" one it has {num_after:g}: read self.trainer.estimated_stepping_batches in configure_optimizers(),"
+                " not before, so that the schedule ends with the run"
+            )

@@ -1,0 +1,156 @@
+"""A run with another batch size is as long as it was: limits in steps, schedules that count them, thawed layers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor
+
+from lightning_offload.callbacks.tuning.length import scaled_steps
+from tests.callbacks.conftest import MakeTrainer
+from tests.callbacks.test_errors import raised
+from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, finder_of
+
+
+def test_a_limit_in_steps_sees_as_many_samples(make_trainer: MakeTrainer) -> None:
+    """80 steps of 4 samples are 20 of 16; the schedule knows, and the Trainer has its own limit afterwards."""
+    clock = Clock()
+    finder = finder_of(clock)
+    trainer = make_trainer(callbacks=[finder], max_steps=80, max_epochs=-1)
+    net = Net(clock=clock, scheduler="cosine")
+    trainer.fit(net)
+    assert finder.result.batch_size == 16
+    assert trainer.global_step == 20
+    assert sum(net.sizes) == 80 * 4
+    assert trainer.lr_scheduler_configs[0].scheduler.T_max == 20
+    assert "max_steps is 20, which is as many samples as 80 steps of the configured batch" in finder.result.note
+    assert trainer.max_steps == 80
+
+
+def test_a_run_that_goes_on_has_the_same_limit(make_trainer: MakeTrainer, tmp_path: Any) -> None:
+    """Half of a tuned run and its rest, and a second fit of the same model, are no longer than the whole."""
+    clock = Clock()
+    trainer = make_trainer(callbacks=[finder_of(clock)], max_steps=40, max_epochs=-1)
+    trainer.fit(Net(clock=clock, scheduler="step"))
+    assert trainer.global_step == 10
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    again = make_trainer(callbacks=[finder_of(Clock())], max_steps=80, max_epochs=-1)
+    net = Net(scheduler="step")
+    again.fit(net, ckpt_path=tmp_path / "half.ckpt")
+    assert again.global_step == 20
+    assert net.sizes == [16] * 10
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "expected"), [(100, 0, 25), (101, 0, 26), (-1, 0, -1), (100, 60, 70), (50, 60, 50)]
+)
+def test_steps_for_a_batch_four_times_as_large(steps: int, done: int, expected: int) -> None:
+    """What is left of them is divided, rounded up; no limit stays none."""
+    assert scaled_steps(steps, Fraction(4), done) == expected
+
+
+class Stale(Net):
+    """Calculates the length of the run before its batch size is known."""
+
+    def setup(self, stage: str) -> None:
+        self.length = NUM_SAMPLES // self.batch_size * int(self.trainer.max_epochs or 0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), self.lr)
+        schedule = self.schedule(optimizer, self.length)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=length)
+
+
+class StaleSequence(Stale):
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        schedules = torch.optim.lr_scheduler
+        parts = [
+            schedules.ConstantLR(optimizer, total_iters=2),
+            schedules.CosineAnnealingLR(optimizer, T_max=length - 2),
+        ]
+        return schedules.SequentialLR(optimizer, parts, milestones=[2])
+
+
+class StaleFunction(Stale):
+    def schedule(self, optimizer: Any, length: int) -> Any:
+        import functools
+
+        def linear(step: int, *, num_training_steps: int) -> float:
+            return max(0.0, 1 - step / num_training_steps)
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(linear, num_training_steps=length))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "length"),
+    [(Stale, "T_max", 48), (StaleSequence, "T_max", 46), (StaleFunction, "num_training", 48)],
+)
+def test_a_schedule_of_the_old_length_is_an_error(make_trainer: MakeTrainer, kind: Any, name: str, length: int) -> None:
+    """It would not end with the run; the message says where the length is to be read, and all is as it was."""
+    clock = Clock()
+    message = raised(make_trainer(callbacks=[finder_of(clock)]), kind(clock=clock))
+    assert name in message
+    assert f"is {length} steps, the length of the run with the configured batch size, and with the found one" in message
+    assert "estimated_stepping_batches in configure_optimizers()" in message
+
+
+class Backed(Net):
+    """Has a backbone, which is frozen by somebody."""
+
+    thawed: bool = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.backbone = torch.nn.Linear(NUM_FEATURES, NUM_FEATURES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.trainer.callbacks:  # type: ignore[attr-defined]
+            TRAINED.add(self.backbone.weight.requires_grad)
+        return super().training_step([self.backbone(batch[0]), batch[1]], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], self.lr)
+
+
+TRAINED: set[bool] = set()
+
+
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
+def test_what_a_callback_will_thaw_is_trained_in_trials(make_trainer: MakeTrainer) -> None:
+    """With gradients and the optimizer's state; when training begins it is frozen, until the callback's epoch."""
+    clock = Clock()
+    finder = finder_of(clock)
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    net = Backed(clock=clock)
+    TRAINED.clear()
+    states: list[bool] = []
+    net.on_train_epoch_start = lambda: states.append(net.backbone.weight.requires_grad)  # type: ignore[method-assign]
+    make_trainer(callbacks=[finder, callback], max_epochs=2).fit(net)
+    assert {True} == TRAINED
+    assert states[-2:] == [False, True]
+    assert finder.result.batch_size == 16
+
+
+def test_a_model_that_thaws_its_own_is_warned(make_trainer: MakeTrainer) -> None:
+    """Trials could not know; it is said once, when it happens."""
+
+    class Thawing(Backed):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.backbone.requires_grad_(False)
+
+        def on_train_epoch_end(self) -> None:
+            self.backbone.requires_grad_(True)
+
+    clock = Clock()
+    trainer = make_trainer(callbacks=[finder_of(clock)], max_epochs=3)
+    with pytest.warns(UserWarning, match="2 parameters are trained from epoch 1 on that were frozen") as caught:
+        trainer.fit(Thawing(clock=clock))
+    assert sum("were frozen" in str(each.message) for each in caught) == 1

@@ -1,0 +1,143 @@
+"""A model that was tuned, in another fit, in another finder, from a checkpoint, or from a configuration file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.callbacks.conftest import MakeTrainer
+from tests.callbacks.training import NUM_FEATURES, Clock, Net, finder_of, samples
+
+
+class Rated(Net):
+    """Has its rate among its hyperparameters, and no batch size."""
+
+    def __init__(self, lr: float = 0.01, clock: Any = None) -> None:
+        super().__init__(lr=lr, clock=clock)
+        self.__dict__.pop("_hparams", None)
+        self.save_hyperparameters("lr")
+        del self.batch_size
+
+    def train_dataloader(self) -> Any:
+        raise AssertionError("its data come from a datamodule")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+class Data(pl.LightningDataModule):
+    """Has the batch size, which is as configured in each new one."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(), self.batch_size)
+
+
+class Small(pl.LightningModule):
+    """What a command line makes, of its own arguments."""
+
+    clock: Clock
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr, self.net = lr, torch.nn.Linear(NUM_FEATURES, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.clock.now += 1.0
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def tuned(make_trainer: MakeTrainer, net: Any) -> tuple[Any, pl.Trainer]:
+    net._clock = clock = Clock()
+    finder = finder_of(clock, lr_scaling="linear")
+    trainer = make_trainer(callbacks=[finder], max_epochs=1)
+    trainer.fit(net, datamodule=Data())
+    assert finder.result.batch_size == 16
+    return finder, trainer
+
+
+def test_a_model_loaded_from_a_tuned_checkpoint_is_scaled_once(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Its rate is the configured one again, as its data's size is, and a new finder scales it as the first did."""
+    _, trainer = tuned(make_trainer, Rated())
+    path = tmp_path / "tuned.ckpt"
+    trainer.save_checkpoint(path)
+    loaded = Rated.load_from_checkpoint(path)
+    assert loaded.lr == 0.01
+    finder, _ = tuned(make_trainer, loaded)
+    assert loaded.lr == finder.result.lr == pytest.approx(0.04)
+
+
+def test_where_size_and_rate_are_saved_together_both_are_the_found_ones(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """They go with one another, so there is nothing to put right."""
+    clock = Clock()
+    finder = finder_of(clock)
+    trainer = make_trainer(callbacks=[finder], max_epochs=1)
+    trainer.fit(Net(clock=clock))
+    trainer.save_checkpoint(tmp_path / "tuned.ckpt")
+    hparams = torch.load(tmp_path / "tuned.ckpt", weights_only=True)["hyper_parameters"]
+    assert hparams == {"batch_size": 16, "lr": finder.result.lr}
+
+
+def test_a_new_finder_knows_a_rate_that_was_scaled(make_trainer: MakeTrainer) -> None:
+    """The same model with new data and a new finder: its rate is for 16 samples, and is not scaled to be for 64."""
+    net = Rated()
+    tuned(make_trainer, net)
+    assert net.lr == pytest.approx(0.04)
+    finder, _ = tuned(make_trainer, net)
+    assert net.lr == pytest.approx(0.04)
+    assert (finder.result.base_batch_size, finder.result.lr_factor) == (16, 1.0)
+    net.lr = 0.05  # the user's own again, for the configured batch
+    finder, _ = tuned(make_trainer, net)
+    assert finder.result.base_batch_size == 4
+    assert net.lr == pytest.approx(0.2)
+
+
+def test_a_second_fit_keeps_a_rate_that_was_set_since(make_trainer: MakeTrainer) -> None:
+    """What the user has set after the tuning is meant; without that the found one stays."""
+    net = Rated()
+    finder, _ = tuned(make_trainer, net)
+    make_trainer(callbacks=[finder], max_epochs=1).fit(net, datamodule=Data())
+    assert net.lr == pytest.approx(0.04)
+    net.lr = 0.001
+    trainer = make_trainer(callbacks=[finder], max_epochs=1)
+    data = Data()
+    trainer.fit(net, datamodule=data)
+    assert net.lr == 0.001
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.001
+    assert data.batch_size == 16
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse, of how Lightning calls it
+def test_the_configuration_of_the_cli_has_the_found_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written before anything is tuned, and again afterwards, so that it starts the run that took place."""
+    pytest.importorskip("jsonargparse", reason="jsonargparse, which LightningCLI needs, is not installed")
+    from lightning.pytorch.cli import LightningCLI
+
+    clock = Clock()
+    finder = finder_of(clock, lr_scaling="linear")
+    monkeypatch.setattr(Small, "clock", clock, raising=False)
+    monkeypatch.setattr("sys.argv", ["train"])
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    defaults = {
+        "callbacks": [finder], "logger": False, "max_epochs": 1, "accelerator": "cpu",
+        "default_root_dir": str(tmp_path), **quiet,
+    }  # fmt: skip
+    arguments = ["fit", "--model.lr=0.01", "--data.batch_size=4"]
+    LightningCLI(Small, Data, seed_everything_default=False, trainer_defaults=defaults, args=arguments)
+    text = (tmp_path / "config.yaml").read_text()
+    assert finder.result.batch_size == 16
+    assert "batch_size: 16" in text
+    assert "lr: 0.04" in text
