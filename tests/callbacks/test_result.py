@@ -78,6 +78,14 @@ def test_the_table_fits_a_terminal_of_80_columns() -> None:
     assert "chosen" in rows[0]
 
 
+def test_a_result_prints_as_its_table() -> None:
+    """By print, and in a notebook."""
+    text = str(RESULT)
+    assert text.lstrip().startswith("Trials of batch sizes")
+    assert "chosen" in text
+    assert "Trials of batch sizes" in RESULT._repr_html_()
+
+
 def test_the_summary_says_what_was_chosen() -> None:
     """Size, effective size, rate, and what fits with and without a plan."""
     assert summary(RESULT) == (

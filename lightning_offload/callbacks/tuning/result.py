@@ -20,6 +20,7 @@ from lightning_offload.tuning.trial import Prediction, Trial
 from lightning_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
     from lightning_offload.tuning.scaling import Scaling
@@ -29,6 +30,7 @@ from pathlib import Path
 
 from lightning_offload.errors import OffloadError
 from lightning_offload.lightning_packages import rank_zero
+from lightning_offload.report.printed import Printed
 from lightning_offload.report.tuning_picture import save_tuning_png
 from lightning_offload.report.tuning_plot import Simulated, TuningCurve, TuningPoint, save_tuning_html
 from lightning_offload.tuning.scaling import Scaling
@@ -37,7 +39,7 @@ _SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningResult:
+class TuningResult(Printed):
     """The chosen batch size and learning rate, and what they were chosen from.
 
     Attributes:
@@ -107,6 +109,12 @@ class TuningResult:
         """The effective batch by the configured one."""
         configured = (self.configured_batch_size or self.batch_size) * self.configured_accumulation
         return Fraction(self.batch_size * self.accumulation, configured)
+
+    def __rich__(self) -> Group:
+        """Its trials, and what the chosen size would do on more devices."""
+        from rich.console import Group
+
+        return Group(trials_table(self), *([scaling_table(self.scaling)] if self.scaling is not None else []))
 
     def state_dict(self) -> dict[str, Any]:
         """The result as plain containers, safe to load with `weights_only=True`."""
@@ -373,9 +381,7 @@ def show(result: TuningResult, trainer: Any, package: str, plot_dir: str | os.Pa
         return
     from rich import get_console
 
-    get_console().print(trials_table(result))
-    if result.scaling is not None:
-        get_console().print(scaling_table(result.scaling))
+    get_console().print(result)
     rank_zero(package, "info", f"Continuing with {summary(result)}")
     if plot_dir is not None:
         save_plots(result, plot_dir, package)

@@ -33,7 +33,7 @@ def with_configured_rate(
         hyperparameters: Of the model, as a checkpoint has them.
         result: Of the tuning.
         batch_arg_name: As the finder was given it.
-        lr_arg_name: Likewise.
+        lr_arg_name: As the finder was given that.
     """
     if lr_arg_name is None or result.lr_factor == 1.0 or result.configured_lr is None:
         return hyperparameters
@@ -56,7 +56,7 @@ def rewrite_configuration(
         package: The Lightning package in use.
         result: Of the tuning.
         batch_arg_name: As the finder was given it.
-        lr_arg_name: Likewise.
+        lr_arg_name: As the finder was given that.
     """
     callback = next(filter(_saves_configuration, trainer.callbacks), None)
     if callback is None or not callback.save_to_log_dir or not trainer.is_global_zero or trainer.log_dir is None:
