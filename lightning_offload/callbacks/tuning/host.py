@@ -250,6 +250,7 @@ class StepRecorder:
         budget = None if kind_of(strategy.root_device).counts_memory else _NO_LIMIT
         memory = MemoryPlugin(budget, policy="keep-all", verify="never")
         memory.attach(self._module, strategy.root_device)
+        memory.allow_unserved()
         try:
             step()  # the optimizer makes its state, which the plugin is to know of
             graft(strategy.precision_plugin, memory)
