@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -48,19 +49,17 @@ class BlockCheckpoints:
 
         return run
 
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self) -> AbstractContextManager[None]:
         """Checkpoint the blocks."""
-        self._mode = "all"
-        try:
-            yield
-        finally:
-            self._mode = "off"
+        return self._within("all")
+
+    def selective(self) -> AbstractContextManager[None]:
+        """Checkpoint the blocks, with the outputs of :data:`KEPT_OPS` kept."""
+        return self._within("selective")
 
     @contextlib.contextmanager
-    def selective(self) -> Iterator[None]:
-        """Checkpoint the blocks, with the outputs of :data:`KEPT_OPS` kept."""
-        self._mode = "selective"
+    def _within(self, mode: Literal["all", "selective"]) -> Iterator[None]:
+        self._mode = mode
         try:
             yield
         finally:

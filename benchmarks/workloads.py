@@ -81,21 +81,9 @@ def gpt2(device: torch.device, *, quick: bool) -> Workload:
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).train().to(device)
-    tokens = torch.randint(0, vocabulary, (batch_size, length), device=device)
-    return Workload(
-        model=model,
-        batch=(tokens,),
-        loss=_language_model_loss,
-        config={
-            "batch_size": batch_size,
-            "length": length,
-            "num_layers": layers,
-            "width": width,
-            "vocabulary": vocabulary,
-            "attention": str(model.config._attn_implementation),
-        },
-    )
+    model = GPT2LMHeadModel(config)
+    sizes = {"num_layers": layers, "width": width, "attention": str(model.config._attn_implementation)}
+    return _on_tokens(model, vocabulary, (batch_size, length), device, sizes)
 
 
 def transformer(name: str, device: torch.device, *, quick: bool) -> Workload:
@@ -110,16 +98,22 @@ def transformer(name: str, device: torch.device, *, quick: bool) -> Workload:
         (2, 64, 2, 500, 32, 2) if quick else (6, 512, 8, 8192, 256, 2)
     )
     torch.manual_seed(0)
-    model = _transformer(name, layers, width, heads, vocabulary, length).train().to(device)
-    tokens = torch.randint(0, vocabulary, (batch_size, length), device=device)
+    model = _transformer(name, layers, width, heads, vocabulary, length)
+    return _on_tokens(model, vocabulary, (batch_size, length), device, {"num_layers": layers, "width": width})
+
+
+def _on_tokens(
+    model: nn.Module, vocabulary: int, shape: tuple[int, int], device: torch.device, sizes: dict[str, Any]
+) -> Workload:
+    """A language model on random tokens."""
+    model = model.train().to(device)
+    batch_size, length = shape
     return Workload(
         model=model,
-        batch=(tokens,),
+        batch=(torch.randint(0, vocabulary, shape, device=device),),
         loss=_language_model_loss,
-        config={
-            "batch_size": batch_size, "length": length, "num_layers": layers, "width": width, "vocabulary": vocabulary,
-        },
-    )  # fmt: skip
+        config={"batch_size": batch_size, "length": length, "vocabulary": vocabulary, **sizes},
+    )
 
 
 def _transformer(name: str, layers: int, width: int, heads: int, vocabulary: int, length: int) -> nn.Module:

@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_offload.accelerators import kind_of, memory_of, synchronize
 from lightning_offload.callbacks.tuning.accumulation import accumulating
 from lightning_offload.callbacks.tuning.batches import loaders_in
+from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
 from lightning_offload.callbacks.tuning.freezing import thaw
 from lightning_offload.callbacks.tuning.pilot import GradientWatch
 from lightning_offload.callbacks.tuning.turns import OptimizerTurns
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _SHARE = 0.9  # of the budget that a prediction may fill
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 
 
 def reason_not_to_run_out(trainer: Any, module: Any, provoke_oom: bool | None) -> str:
@@ -66,10 +66,9 @@ def reason_not_to_run_out(trainer: Any, module: Any, provoke_oom: bool | None) -
     """
     if provoke_oom is not None:
         return "" if provoke_oom else "provoke_oom=False"
-    name = next((cls.__name__ for cls in type(trainer.strategy).__mro__ if cls.__name__ in _SHARDED), None)
-    if name is not None:
+    if name := sharding_of(trainer):
         return f"{name} gathers parameters within a step"
-    if trainer.world_size > 1 and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+    if is_batch_norm_shared(trainer, module):
         return "SyncBatchNorm talks to other ranks within a step"
     return ""
 

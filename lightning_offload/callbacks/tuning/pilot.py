@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
 from lightning_offload.tuning.noise_scale import GradientSquares
 
 __all__ = ["GradientWatch", "counted", "why_no_noise_scale"]
-
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 
 
 def why_no_noise_scale(trainer: Any, module: Any) -> str:
@@ -33,10 +32,9 @@ def why_no_noise_scale(trainer: Any, module: Any) -> str:
         return "with manual optimization its gradients cannot be told apart"
     if len(trainer.optimizers) != 1:
         return f"there are {len(trainer.optimizers)} optimizers"
-    name = next((cls.__name__ for cls in type(trainer.strategy).__mro__ if cls.__name__ in _SHARDED), None)
-    if name is not None:
+    if name := sharding_of(trainer):
         return f"{name} shards the gradients"
-    if trainer.world_size > 1 and any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+    if is_batch_norm_shared(trainer, module):
         return "SyncBatchNorm ties the ranks' gradients together"
     return ""
 
