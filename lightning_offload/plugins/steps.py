@@ -1,0 +1,525 @@
+"""The steps of a training under a plugin: each is recorded, planned and followed, or runs as it is.
+
+One step is open at a time, in one thread of training: from its forward, through its backward, which may come after
+the scope was closed, until the next one begins. Whoever wants a step's figures finishes it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_offload.accelerators import is_capturing, kind_of, memory_of
+from lightning_offload.capture.live import Census, CensusClock
+from lightning_offload.errors import BudgetInfeasibleError, UnsupportedError
+from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
+from lightning_offload.plugins.devices import find_device, supported
+from lightning_offload.plugins.hardware import Hardware, TierUse
+from lightning_offload.plugins.misuse import Misuse
+from lightning_offload.plugins.out_of_memory import out_of_memory
+from lightning_offload.plugins.persistent import PersistentState
+from lightning_offload.plugins.plain_steps import PlainStep
+from lightning_offload.plugins.plan_cache import PlanCache
+from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.settings import Settings, budget_bytes_on
+from lightning_offload.plugins.shadowed import Shadows
+from lightning_offload.plugins.shape_families import StepShape, of_shapes, shape_of
+from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
+from lightning_offload.runtime.aligned_executor import AlignedExecutor
+from lightning_offload.runtime.executor import Executor
+from lightning_offload.runtime.hooks import executing, listen, mode_off, seeing_user_code, watch_backward
+
+_SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
+_COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
+
+
+class Steps:
+    """Serves a model's steps: has each one recorded, planned, executed and learned from.
+
+    Args:
+        settings: What the user asked for.
+        module: The model, where it is known.
+        device: The compute device, where it is known.
+
+    Attributes:
+        settings: What the user asked for.
+        device: The compute device, where it is known; found from the model or the inputs of the first step otherwise.
+        hardware: The device with its lower tiers; None before the first step, and while detached.
+        state: What is on the device beside the steps.
+        cache: The kinds of step met so far.
+        peaks: What the device's allocator counts.
+        tier_use: How much of the lower tiers was in use when the plugin was detached.
+        executors: Those that still hold something.
+        optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
+        shadows: What the hooks of steps do not see.
+        misuse: What was told of steps that the plugin does not serve.
+        is_attached: Whether a model is served.
+    """
+
+    def __init__(self, settings: Settings, module: torch.nn.Module | None, device: torch.device | None) -> None:
+        self.settings = settings
+        self.device = device
+        self.hardware: Hardware | None = None
+        self.state = PersistentState(self._before_optimizer_step, self._after_optimizer_step)
+        self.cache = PlanCache()
+        self.peaks = DevicePeaks()
+        self.tier_use = TierUse()
+        self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+        self.optimizer_ran_inside = False
+        self.shadows = Shadows()
+        self.misuse = Misuse()
+        self._module = weakref.ref(module) if module is not None else None
+        self._undo = contextlib.ExitStack()
+        self._run: StepRun | None = None
+        self._plain: tuple[PlanEntry, PlainStep] | None = None
+        self.is_attached = self._was_attached = False
+        self._is_open = False
+        self._census_clock = CensusClock()
+        self._num_optimizers = 0  # whose step is under way: one may call another
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The model, while it lives; under DDP that inside the wrapper."""
+        module = self._module() if self._module is not None else None
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None without one, or before the device is known that a fraction is of."""
+        if self.device is None and (self.settings.budget is None or isinstance(self.settings.budget, float)):
+            return None
+        if self.hardware is not None:
+            return self.hardware.budget_bytes
+        return budget_bytes_on(self.settings, self.device or torch.device("cpu"))
+
+    # ---- attaching
+
+    def attach(self, module: torch.nn.Module | None, device: torch.device | None) -> None:
+        """Begin to serve a model; idempotent."""
+        if module is not None:
+            self._module = weakref.ref(module)
+        if device is not None:
+            self.device = device
+        if not self.settings.enabled:
+            return
+        model = self._module() if self._module is not None else None
+        wrapper = model if isinstance(model, DistributedDataParallel) else None
+        self.state.data_parallel.called = wrapper
+        if wrapper is not None:
+            self.state.data_parallel.watch(wrapper)
+            run_unseen_around_forward(wrapper)
+            self._undo.callback(_run_as_usual, weakref.ref(wrapper))
+        self.state.attach(self.module)
+        if not self.is_attached:
+            self._undo.callback(watch_backward(self._around_backward))
+            self._undo.callback(listen())
+        self.is_attached = self._was_attached = True
+
+    def detach(self) -> None:
+        """Take every hook off and end every thread; idempotent."""
+        self.finish()
+        self.peaks.end_optimizer(is_whole=False)
+        self.state.detach()
+        self._undo.close()
+        if self.hardware is not None:
+            self.tier_use = self.hardware.use()
+            self.hardware.tiers.close()
+            self.hardware = None
+        self.is_attached = False
+
+    # ---- scopes
+
+    @contextlib.contextmanager
+    def step(self, inputs: tuple[Any, ...], wrapper: DistributedDataParallel | None = None) -> Iterator[None]:
+        """Around one forward and its backward, or around forward alone.
+
+        Args:
+            inputs: What the step is given; shapes and dtypes of the tensors in it choose the cached plan.
+            wrapper: The DDP model in whose forward the step begins, if it does.
+
+        Raises:
+            BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
+            UnsupportedError: On entering: a CUDA graph is being captured.
+        """
+        if not self.is_attached or _thread.num_open or not torch.is_grad_enabled():
+            self._tell_why_idle()
+            yield
+            return
+        self.misuse.note_step()
+        if is_capturing():
+            raise UnsupportedError(
+                "a step cannot begin while a CUDA graph is captured, whose memory is not the plugin's to manage: begin "
+                "the capture within memory.step(), or capture the whole step with LIGHTNING_OFFLOAD=0 or enabled=False"
+            )
+        self.finish()
+        called = self.state.data_parallel.called
+        if called is not None:
+            self.state.buckets.lay_out(called)
+        run = self._begin((*inputs, *mark_of(wrapper or called)))
+        del inputs  # the caller's to free
+        if run is None:
+            with self._plainly():
+                yield
+            return
+        with self._opened(run, hooks=True):
+            yield
+
+    def _tell_why_idle(self) -> None:
+        """Warn where a step has no effect and that can hardly be meant."""
+        if not self.settings.enabled or not torch.is_grad_enabled():
+            return
+        if _thread.num_open:
+            if _thread.owner is not self:
+                self.misuse.tell("within another", stacklevel=5)
+        elif not self._was_attached:
+            self.misuse.tell("not attached", stacklevel=5)
+
+    @contextlib.contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Around a backward of the step opened last, so that its ops and its peak are measured."""
+        run = self._run
+        if run is None or self._is_open:
+            yield
+            return
+        with self._opened(run, hooks=False):
+            yield
+
+    @contextlib.contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        """Around every backward of the process: those of the open or pending step are watched where they must be."""
+        run = self._run
+        is_nested = torch._C._current_graph_task_id() != -1
+        self.peaks.end_optimizer(is_whole=False)  # a mode would change it: Note [modes change backward]
+        if run is None and not is_nested and threading.get_ident() == self.state.thread:
+            with self._plainly():
+                yield
+            return
+        if run is None or run.executor.is_spent or not (is_nested or threading.get_ident() == self.state.thread):
+            yield  # another's
+            return
+        executor = run.executor
+        with contextlib.ExitStack() as stack:
+            if not is_nested:
+                executor.backward_begins()
+            if not (is_nested or self._is_open):
+                stack.enter_context(self._opened(run, hooks=False))
+            elif not executor.watches_backward:
+                stack.enter_context(mode_off())
+            if executor.sees_user_code:
+                stack.enter_context(seeing_user_code(executor.dispatch, executor.made))
+            yield
+
+    @contextlib.contextmanager
+    def _plainly(self) -> Iterator[None]:
+        """Around each scope of a step that runs plainly: watched, where that is for it to fit the budget."""
+        if self._plain is None or self.device is None:
+            yield
+            return
+        kind, step = self._plain
+        _thread.begin(self)
+        self.state.thread = threading.get_ident()
+        try:
+            with step.scope():
+                yield
+        except torch.OutOfMemoryError as error:
+            self._plain = None
+            raise out_of_memory(error, self.device, kind, self.budget_bytes) from None
+        finally:
+            _thread.end()
+            kind.measured_peak_bytes = step.peak_bytes
+
+    @contextlib.contextmanager
+    def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
+        self._is_open = True
+        _thread.begin(self)
+        self.state.thread = threading.get_ident()
+        try:
+            shadowed = self.shadows.around(run.executor.pack) if hooks else contextlib.nullcontext()
+            with run.timed(), executing(run.executor, hooks=hooks), shadowed:
+                yield
+        except BaseException as error:
+            self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside
+            if self.hardware is not None:
+                with contextlib.suppress(Exception):  # the step's own error is the one to tell
+                    self.hardware.tiers.drain()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise out_of_memory(error, run.device, run.kind, self.budget_bytes) from None
+            raise
+        finally:
+            self._is_open = False
+            _thread.end()
+            run.tiers.tidy()
+
+    # ---- a step's begin and end
+
+    def before_ddp(self, model: DistributedDataParallel) -> None:
+        """Before DDP's forward, where steps begin inside of it: let it lay its buckets out anew if it is about to."""
+        if torch.is_grad_enabled() and not self._is_open:
+            self.finish()  # the last step must have noted the buckets that it used
+            self.state.buckets.lay_out(model)
+
+    def _begin(self, inputs: Any) -> StepRun | None:
+        """Choose what the coming step does; None to leave it alone."""
+        hardware = self.hardware_for(inputs)
+        if kind_of(hardware.device).has_cudnn and torch.backends.cudnn.benchmark:
+            inputs = (*inputs, _TryingAlgorithms())
+        shape, peaks = shape_of(inputs), self.peaks
+        kind = self.cache.choose(shape)
+        hardware.forget(self.cache.take_dropped())
+        peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
+        self._num_optimizers = 0
+        hardware.refresh()
+        is_up_to_date = kind.phase == "unplanned" or kind.hardware_version == hardware.version
+        if is_up_to_date and kind.runs_plainly(hardware.budget_bytes, hardware.device):
+            self._begin_plainly(kind, hardware)
+            return None
+        gradients = self.state.gradients()
+        kind.note_gradients(sum(gradients.values()), 0)
+        there = self._look_beside(kind, hardware, gradients, has_inputs=True)
+        with peaks.paused(hardware.device):
+            chosen, kind = kind, self._plan(kind, shape, hardware)
+        if kind is not chosen and kind.phase == "recording":
+            there = self._look_beside(kind, hardware, gradients, has_inputs=True)
+        device, verify = hardware.device, self.settings.verify
+        if kind.runs_plainly(hardware.budget_bytes, device):
+            self._begin_plainly(kind, hardware)
+            return None
+        self.cache.begin_step()
+        out_of_sight, held, room = self.state.buckets.expected_bytes(device), None, None
+        if kind.phase == "recording":
+            held = _held_bytes(device, there, gradients)
+            if held is not None:
+                room = self.cache.room_to_record(hardware.budget_bytes, held + out_of_sight)
+        run = start_run(kind, hardware.tiers, device, self.module, verify, peaks, there, self.state.identities, room)
+        run.held_bytes = held
+        if kind.phase != "recording":
+            run.bytes_out_of_sight = out_of_sight
+        peaks.begin_step(device, is_watched=run.is_watched)
+        run.note_there()
+        run.state_version = self.state.version
+        run.watch_gradients(gradients, self.state.gradients)
+        self.executors.add(run.executor)
+        self._run = run
+        return run
+
+    def _plan(self, kind: PlanEntry, shape: StepShape, hardware: Hardware) -> PlanEntry:
+        """Have a plan for the coming step; the kind that it is for.
+
+        Raises:
+            BudgetInfeasibleError: No plan can meet the budget.
+        """
+        kind.weigh_search()
+        is_searched = kind.must_search
+        with self.cache.figures.planning() as took:
+            try:
+                ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+            except BudgetInfeasibleError as error:
+                is_for_others = kind.family is not None or kind.spans_sizes
+                kind.is_too_large = kind.spans_sizes
+                exact = self.cache.choose(shape, is_exact=True) if is_for_others else kind
+                if exact is not kind and exact.spans_sizes:
+                    self._look_beside(exact, hardware, self.state.gradients(), has_inputs=True)
+                    return self._plan(exact, shape, hardware)
+                if exact is kind and kind.family is None:
+                    if kind.gives_up(error):
+                        if kind.phase == "unplanned":
+                            return kind
+                        self._look_beside(kind, hardware, self.state.gradients(), has_inputs=True)
+                        return self._plan(kind, shape, hardware)
+                    raise of_shapes(error, shape) from None
+                exact.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
+                exact.follow_family(hardware.budget_bytes)
+                try:
+                    ensure_plan(self.cache.key, exact, hardware, self.state, self.settings)
+                except BudgetInfeasibleError as error_of_exact:
+                    family, derived = exact.family, exact.derived
+                    if family is not None and derived is not None and not family.is_sure_of(derived.actual):
+                        return self.cache.record(shape)
+                    raise of_shapes(error_of_exact, shape) from None
+                return exact
+        if kind.graph is not None and self.settings.plan is None:
+            self.misuse.check_keep(self.settings.keep, kind.graph)
+        if is_searched and kind.family is not None:
+            kind.family.search_seconds = took()
+        return kind
+
+    def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:
+        self.cache.begin_step()
+        memory = memory_of(hardware.device)
+        is_watched = kind.phase == "unplanned" or kind.is_aligned
+        if not is_watched or hardware.budget_bytes is None or memory is None:
+            return
+        self.peaks.begin_step(hardware.device, is_watched=False)
+        kind.swapped_bytes = kind.stayed_bytes = 0
+        self._plain = kind, PlainStep(kind.plain, memory, hardware.budget_bytes)
+
+    def _look_beside(
+        self, kind: PlanEntry, hardware: Hardware, gradients: dict[int, int], *, has_inputs: bool
+    ) -> Census | None:
+        """Count what is on the device beside a kind of step, where its plan is about to be made or time allows.
+
+        Args:
+            kind: The kind of step.
+            hardware: Where it runs.
+            gradients: The sizes of gradients that are there.
+            has_inputs: Whether the inputs of the coming step are there.
+
+        Returns:
+            The storages that are there, if they were listed.
+        """
+        clock, device, memory = self._census_clock, hardware.device, memory_of(hardware.device)
+        is_cheap = memory is not None and kind.family is not None
+        if not (is_cheap or kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
+            kind.follow_family(hardware.budget_bytes)
+            return None
+        with clock:
+            there: Census | None = None
+            if memory is None or kind.phase == "recording":
+                if kind.phase == "recording" and clock.is_due(_COLLECTING_SHARE):
+                    gc.collect()  # what waits for it is no part of the steps to come
+                there = self.state.storages(device)
+            beside: int | None = None
+            if memory is not None:
+                allocated_bytes = memory.allocated_bytes()
+                beside = kind.bytes_beside_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
+            elif there is not None:
+                beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
+        if beside is not None:
+            beside += self.state.buckets.expected_bytes(device)
+            if kind.family is None:
+                kind.note_beside(beside, hardware.budget_bytes)
+            self.cache.note_beside(beside)
+        kind.follow_family(hardware.budget_bytes)
+        return there
+
+    def hardware_for(self, inputs: Any) -> Hardware:
+        """The hardware that a step with these inputs runs on."""
+        if self.device is None:
+            self.device = supported(find_device(self.module, inputs))
+        if self.hardware is None:
+            self.hardware = Hardware(self.device, self.settings)
+        return self.hardware
+
+    def finish(self) -> None:
+        """Take over what the last step showed, once its backward has run."""
+        self._plain = None
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if run.recorder is not None:
+            self.state.learn_leaves(run.recorder.leaves)
+        if run.slack_bytes is not None and self.hardware is not None:
+            self.hardware.read_budget_again(run.slack_bytes)
+        budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
+        run.finish(self.state, budget_bytes)
+        astray_bytes = run.executor.astray_bytes if isinstance(run.executor, AlignedExecutor) else None
+        self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
+        run.kind.note_retries(self.peaks.take_retries(run.device))
+        self.cache.end_step(run.seconds, run.stall_seconds)
+        if self.hardware is not None:
+            learn_from(run, self.hardware)
+
+    def finish_if_read(self) -> None:
+        """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""
+        if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
+            self.finish()
+
+    def plan_if_needed(self) -> None:
+        """Have a plan for the kind of step that ran last, if there can be one; its next step raises if not."""
+        kind, hardware = self.cache.kind, self.hardware
+        if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
+            if not kind.is_beside_known:
+                self._look_beside(kind, hardware, self.state.gradients(), has_inputs=self._is_open)
+            with contextlib.suppress(BudgetInfeasibleError), self.peaks.paused(hardware.device):
+                ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+
+    def forget(self, keep: Collection[str]) -> None:
+        """Drop the kinds of step whose signatures are not among those to keep.
+
+        Raises:
+            UnsupportedError: A step is open.
+        """
+        if self._is_open:
+            raise UnsupportedError("a plugin cannot forget kinds of step within a step: call forget() between steps")
+        self.finish()
+        self.cache.forget(keep)
+
+    def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
+        run = self._run
+        self.misuse.note_optimizer(parameters, self.module)
+        if self._is_open and run is not None:
+            run.optimizer_ran_inside = True
+        for executor in list(self.executors):
+            if executor.is_recomputing:
+                executor.settle_readers_of(parameters)
+        if threading.get_ident() != self.state.thread:
+            return
+        self._num_optimizers += 1
+        device = self.device
+        if self._num_optimizers > 1 or run is None or device is None or kind_of(device).counts_memory:
+            return
+        if self._is_open:
+            if run.live is not None:
+                run.live.begin_lap()
+        elif run.is_watched:
+            there = self.state.storages(device).values()
+            self.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
+
+    def _after_optimizer_step(self) -> None:
+        self.misuse.note_optimizer_end()
+        if not self._num_optimizers or threading.get_ident() != self.state.thread:
+            return  # a training step began within it, or it is another thread's
+        self._num_optimizers -= 1
+        if self._num_optimizers:  # that of an optimizer which has another one inside
+            return
+        peaks, run = self.peaks, self._run
+        peaks.end_optimizer(is_whole=True)
+        if self._is_open and run is not None and run.live is not None:
+            peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
+
+
+def _held_bytes(device: torch.device, there: Census | None, gradients: dict[int, int]) -> int | None:
+    """What is on a device, gradients aside; None where nobody counted it."""
+    memory = memory_of(device)
+    if memory is not None:
+        return memory.allocated_bytes() - sum(gradients.values())
+    return (
+        sum(storage.nbytes() for key, storage in there.items() if key not in gradients) if there is not None else None
+    )
+
+
+class _TryingAlgorithms:
+    """Given among a step's inputs: cuDNN tries its algorithms, so that no convolution can be replayed."""
+
+
+class _Thread(threading.local):
+    """Steps open in a thread; inside one, another is a no-op, whoever's it is: the outermost plugin serves."""
+
+    num_open = 0
+    owner: Steps | None = None
+
+    def begin(self, steps: Steps) -> None:
+        self.num_open += 1
+        self.owner = steps
+
+    def end(self) -> None:
+        self.num_open -= 1
+        if not self.num_open:
+            self.owner = None
+
+
+_thread = _Thread()
+
+
+def _run_as_usual(wrapper: weakref.ref[DistributedDataParallel]) -> None:
+    model = wrapper()
+    if model is not None:
+        run_as_usual(model)
