@@ -14,6 +14,7 @@ from lightning_offload import MemoryPlugin
 from tests.calibrated_once import calibrated_once as calibrated_once
 from tests.calibrated_once import calibrations as calibrations
 from tests.engine.live_tracker import LiveStorageTracker
+from tests.shares import pairs
 from tests.zoo.models import hugging_face
 
 NUM_STEPS = 50
@@ -222,8 +223,7 @@ def _budget(name: str, plain: Trained, height: float) -> int:
     return int(floor + height * (max(plain.peaks) - floor))
 
 
-@pytest.mark.parametrize("height", [0.5, 0.2])
-@pytest.mark.parametrize("name", list(JOBS))
+@pytest.mark.parametrize(("name", "height"), pairs(list(JOBS), [0.5, 0.2], every=2))
 def test_steps_of_changing_structure_follow_a_plan(name: str, height: float) -> None:
     """Nine of ten from the twentieth on; within the budget from the tenth on; to the bit as without the plugin."""
     plain = Trained(name)
