@@ -112,8 +112,17 @@ def _best_policy(search: Search) -> MemoryPlan | None:
     return min(plans, key=lambda plan: plan.predicted_step_seconds, default=None)
 
 
-def shortest_prefix(search: Search, order: Order, codes: Codes | None = None) -> Choice | None:
-    """What the shortest feasible prefix of an order comes to, beside other actions."""
+def shortest_prefix(
+    search: Search, order: Order, codes: Codes | None = None, *, guess: int | None = None
+) -> Choice | None:
+    """What the shortest feasible prefix of an order comes to, beside other actions.
+
+    Args:
+        search: Simulates choices.
+        order: The actions, in the order in which they are taken.
+        codes: The other actions.
+        guess: How many it will take; a good one spares simulations.
+    """
     problem = search.request.problem
     base = np.zeros(len(problem.candidates), dtype=np.int8) if codes is None else codes
     numbers = np.array([problem.number[s] for s, _ in order], dtype=np.int64)
@@ -125,21 +134,30 @@ def shortest_prefix(search: Search, order: Order, codes: Codes | None = None) ->
         choice = search.try_(tried)
         return choice if choice.is_feasible else None
 
-    return first_that_fits(0, len(order), prefix, lambda: search.is_over)
+    return first_that_fits(0, len(order), prefix, lambda: search.is_over, guess=guess)
 
 
 def first_that_fits(
-    low: int, high: int, try_: Callable[[int], _T | None], is_over: Callable[[], bool] = lambda: False
+    low: int,
+    high: int,
+    try_: Callable[[int], _T | None],
+    is_over: Callable[[], bool] = lambda: False,
+    *,
+    guess: int | None = None,
 ) -> _T | None:
     """What the shortest prefix gives that fits, by bisection; longer ones need not, since replays take memory too.
 
     Args:
         low: The least length.
-        high: The greatest, which is tried first.
+        high: The greatest, which is tried first where there is no guess.
         try_: Gives what a prefix of a length comes to; None where it does not fit.
         is_over: Whether to stop, with the best so far.
+        guess: A length from which the search widens in steps that double.
     """
-    best = try_(high)
+    if guess is None:
+        best = try_(high)
+    else:
+        low, high, best = _around(min(max(guess, low), high), low, high, try_, is_over)
     while low < high and not is_over():
         middle = (low + high) // 2
         found = try_(middle)
@@ -148,6 +166,26 @@ def first_that_fits(
         else:
             low = middle + 1
     return best
+
+
+def _around(
+    length: int, low: int, high: int, try_: Callable[[int], _T | None], is_over: Callable[[], bool]
+) -> tuple[int, int, _T | None]:
+    """Between which lengths the shortest one is that fits, and what the upper one gives, from near a length."""
+    best, step = try_(length), 1
+    if best is not None:
+        high = length
+        while low < high and not is_over():
+            length = max(low, high - step)
+            found = try_(length)
+            if found is None:
+                return length + 1, high, best
+            best, high, step = found, length, 2 * step
+        return low, high, best
+    while best is None and length < high and not is_over():
+        low, length = length + 1, min(high, length + step)
+        best, step = try_(length), 2 * step
+    return low, length, best
 
 
 def _filled(search: Search, codes: Codes, rest: Order) -> Choice | None:

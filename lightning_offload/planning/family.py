@@ -13,9 +13,13 @@ its lower bound is the plain step's duration. Policies other than "auto" plan as
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
@@ -54,6 +58,7 @@ class FamilyPlanner:
         self._best: dict[int, Family | None] = {}
         self._best_quiet: dict[int, int | None] = {}
         self._thorough: OrderedDict[_Leaving, None] = OrderedDict()
+        self._taken = 1.0  # bytes that leave the device for each byte too many, as it was last
         expect(_NUM_EXPECTED * self._problem.num_rows)
 
     def keeping(self, keep: frozenset[int]) -> FamilyPlanner:
@@ -144,16 +149,28 @@ class FamilyPlanner:
         place = _excess(request)
         is_new, best = _nearby(self._best, place)
         order = order_of(request, best) if best is not None else []
-        if is_new or (best is not None and not shortest_prefix(search, order)):
+        if is_new or (best is not None and not self._shortest(search, order)):
             best = self._best[place] = self._try_all(search)
             order = order_of(request, best) if best is not None else []
         if best is not None:
             for leaving in self._thorough:
-                shortest_prefix(search, _leaving_first(request, leaving, order))
+                self._shortest(search, _leaving_first(request, leaving, order))
         made = _written(request, search.best)
         if made is None:  # each copy is waited for
             return build_plan(request, "auto", request.floor_actions, request.floor)
         return made
+
+    def _shortest(self, search: Search, order: Order) -> Choice | None:
+        """The shortest feasible prefix of an order, looked for where it was at the sizes before."""
+        request, candidates = search.request, search.request.problem.candidates
+        assert request.budget_bytes is not None
+        taken = list(itertools.accumulate(candidates[storage].num_bytes for storage, _ in order))
+        excess = request.plain.peak_bytes - request.budget_bytes
+        guess = bisect.bisect_left(taken, self._taken * excess) + 1
+        choice = shortest_prefix(search, order, guess=guess)
+        if choice is not None and (length := np.count_nonzero(choice.codes)):
+            self._taken = taken[length - 1] / excess
+        return choice
 
     @staticmethod
     def _try_all(search: Search) -> Family | None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import Decision, MemoryPlan, StepGraph
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND
+from lightning_offload.planning.auto import first_that_fits
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
@@ -214,3 +215,19 @@ def test_below_the_floor_is_infeasible(graph: StepGraph) -> None:
     with pytest.raises(BudgetInfeasibleError) as caught:
         plan(graph, DEVICE, low - 1)
     assert caught.value.floor_bytes == low
+
+
+@given(st.integers(0, 60), st.integers(0, 61), st.integers(-5, 70))
+def test_a_guess_changes_what_a_search_costs_not_what_it_finds(high: int, shortest: int, guess: int) -> None:
+    """From any guess the shortest length is found that fits, or none; from a good one after few tries."""
+    tried = []
+
+    def fits(length: int) -> int | None:
+        tried.append(length)
+        return length if length >= shortest else None
+
+    assert first_that_fits(0, high, fits, guess=guess) == first_that_fits(0, high, fits)
+    tried.clear()
+    if 0 < shortest <= high:
+        assert first_that_fits(0, high, fits, guess=shortest) == shortest
+        assert sorted(tried) == [shortest - 1, shortest]
