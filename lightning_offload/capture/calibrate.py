@@ -8,11 +8,17 @@ of the machine. A disk's rate is that of all trials together: the fastest of the
 
 Both directions at once: a thread for each repeats its transfer until both have made their trials, so the other
 direction is busy throughout what counts.
+
+Where the host computes, a thread that copies takes a part of what compute has. Products of matrices and passes over
+memory are timed alone and while a thread swaps out one block after another: what they lose, over what as many copies
+take alone, is the share of a copy's duration that compute loses.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -23,9 +29,13 @@ import torch
 from lightning_offload.accelerators import kind_of, name_of, synchronize, total_bytes_of
 from lightning_offload.graph.device_spec import DeviceSpec
 
-_CPU_INTERFERENCE = 0.5  # a worker thread that copies takes about half of what two compute threads have
+_ASSUMED_INTERFERENCE = 0.5  # of copies by a host that computes, where nothing was measured
 _OVERHEAD_SECONDS = 30e-6
 _NUM_TRIALS = 3
+_NUM_COPIES = 4  # that compute is timed beside, at the least
+_PROBE_SECONDS = 0.05  # of compute, at the least
+_NUM_ROUNDS = 32  # of compute alone
+_PROBE_SIZE, _PROBE_ELEMENTS = 256, 1 << 20
 
 Transfer = Callable[[torch.UntypedStorage], object]
 """Copies a storage and returns when the copy is complete."""
@@ -120,18 +130,86 @@ def measure_device(
         num_bytes=num_bytes,
         disk_bytes=disk_bytes,
     )
-    return spec_of(device, rates)
+    if kind_of(device).has_streams:  # and engines that copy
+        return spec_of(device, rates)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+    share = measure_interference(lambda: swap_out(source), num_bytes / rates.d2h_bytes_per_second)
+    return spec_of(device, rates, copy_interference=share)
 
 
-def spec_of(device: torch.device, rates: LinkRates) -> DeviceSpec:
-    """What a planner needs of a device whose links were measured: the rates of one direction at a time."""
+def measure_interference(copy: Callable[[], object], copy_seconds: float) -> float:
+    """Share of a copy's duration that the host's compute loses meanwhile, in [0, 1].
+
+    Args:
+        copy: Makes a copy and waits for it; called from another thread.
+        copy_seconds: What it takes alone.
+
+    Raises:
+        Exception: What the copy raised.
+    """
+    matrix, vector = torch.ones(_PROBE_SIZE, _PROBE_SIZE), torch.ones(_PROBE_ELEMENTS)
+
+    def compute() -> float:
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        torch.neg(vector)
+        return time.perf_counter() - start
+
+    alone = statistics.median([compute() for _ in range(_NUM_ROUNDS)][_NUM_ROUNDS // 2 :])  # the first are cold
+    begun, done = threading.Event(), threading.Event()
+
+    def copy_on() -> int:
+        num_copies = 0
+        try:
+            copy()  # a thread's first one takes longer
+        finally:
+            begun.set()
+        while not done.is_set():
+            copy()
+            num_copies += 1
+        return num_copies
+
+    with ThreadPoolExecutor(1, thread_name_prefix="lightning-offload-links") as pool:
+        copies = pool.submit(copy_on)
+        begun.wait()
+        num_rounds = math.ceil(max(_PROBE_SECONDS, _NUM_COPIES * copy_seconds) / alone)
+        try:
+            beside = statistics.median(compute() for _ in range(num_rounds))
+        finally:
+            done.set()
+        num_copies = copies.result()
+    return share_lost(num_rounds * alone, num_rounds * beside, num_copies * copy_seconds)
+
+
+def share_lost(alone_seconds: float, beside_seconds: float, copy_seconds: float) -> float:
+    """Share of the copies' duration that compute lost to them, in [0, 1].
+
+    Args:
+        alone_seconds: What it takes alone.
+        beside_seconds: What it took beside the copies.
+        copy_seconds: What these take alone.
+    """
+    lost_seconds = beside_seconds - alone_seconds
+    return min(max(lost_seconds / copy_seconds, 0.0), 1.0) if copy_seconds > 0 else 0.0
+
+
+def spec_of(device: torch.device, rates: LinkRates, *, copy_interference: float | None = None) -> DeviceSpec:
+    """What a planner needs of a device whose links were measured: the rates of one direction at a time.
+
+    Args:
+        device: The device.
+        rates: Of its links.
+        copy_interference: Share of a copy's duration that compute loses meanwhile; None where it was not measured.
+    """
+    if copy_interference is None:
+        copy_interference = 0.0 if kind_of(device).has_streams else _ASSUMED_INTERFERENCE
     return DeviceSpec(
         name=name_of(device),
         kind=device.type,
         memory_bytes=total_bytes_of(device),
         d2h_bytes_per_second=rates.d2h_bytes_per_second,
         h2d_bytes_per_second=rates.h2d_bytes_per_second,
-        copy_interference=0.0 if kind_of(device).has_streams else _CPU_INTERFERENCE,
+        copy_interference=copy_interference,
         overhead_seconds=_OVERHEAD_SECONDS,
         disk_write_bytes_per_second=rates.disk_write_bytes_per_second or 0.0,
         disk_read_bytes_per_second=rates.disk_read_bytes_per_second or 0.0,

@@ -39,6 +39,7 @@ from lightning_offload.planning.planner import Make, beside, plan_with_margin, p
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import Figures, with_lifetimes_of
 from lightning_offload.plugins.cadence import Cadence, HookShedding
+from lightning_offload.plugins.pace import Expected, Pace, StepTimes
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.replanning import Corrections, with_unforeseen
 from lightning_offload.plugins.resizing import Shapes
@@ -81,6 +82,7 @@ class PlanEntry:
         hardware_version: Version of the hardware that it was made for.
         usable_bytes: Device memory that there turned out to be, after running out of it.
         corrections: Plans that were made again for what steps under them showed.
+        pace: What steps under the plan in force took, on a host that computes.
         recorded_gradient_bytes: Gradients of earlier steps that the recorded step accumulated into.
         bare_bytes: What the recorded step needed beyond what was there before, gradients of earlier steps aside, with
             all that it saved swapped out; None if some stayed, or where that is not known.
@@ -133,6 +135,7 @@ class PlanEntry:
     hardware_version: int = -1
     usable_bytes: int | None = None
     corrections: Corrections = dataclasses.field(default_factory=Corrections)
+    pace: Pace = dataclasses.field(default_factory=Pace)
     recorded_gradient_bytes: int = 0
     bare_bytes: int | None = None
     differs: bool = False
@@ -712,6 +715,19 @@ class PlanEntry:
             self.graph = scaled(self.graph, factor) if factor != 1 else self.graph
             self.superseded, self.program = plan, None
 
+    def paced(self, times: StepTimes) -> None:
+        """Note what a planned step took that was not measured otherwise."""
+        if self.plan is not None and self.phase == "planned" and self.family is None and not self.aligns:
+            self.pace.note(self.plan, times)
+
+    @property
+    def expected(self) -> Expected | None:
+        """What its steps take under the plan in force, or the last one; None without."""
+        plan = self.plan or self.superseded
+        if plan is None or self.graph is None or self.spec is None:
+            return Expected(plan.predicted_step_seconds, plan.plain_step_seconds) if plan is not None else None
+        return self.pace.expected(plan, self.graph, self.spec)
+
     def ran_out_of_memory(self) -> None:
         """Plan tighter: the device has less than the plan counted on."""
         if self.plan is None:
@@ -795,6 +811,8 @@ class PlanEntry:
 
         try:
             plan = make(self.margin_bytes, must_fit=True)
+            if self.headroom_bytes:  # which is given up where there is no room for it: a smaller budget does
+                plan = dataclasses.replace(plan, floor_bytes=plan.floor_bytes - self.headroom_bytes)
         except BudgetInfeasibleError as error:
             without_margin_bytes = error.floor_bytes - self.margin_bytes
             needed_bytes = without_margin_bytes + self.shortfall_bytes

@@ -47,10 +47,12 @@ class Report(Printed):
         plain_peak_bytes: Predicted peak with everything kept.
         predicted_peak_bytes: Predicted peak under the plan.
         measured_peak_bytes: Peak of the last step that was measured.
-        predicted_step_seconds: Predicted duration under the plan.
+        predicted_step_seconds: Predicted duration under the plan: by its ops, and on a host that computes, once three
+            steps have run under it, by the last of them.
         measured_step_seconds: Duration of the last step.
-        plain_step_seconds: Predicted duration with everything kept.
-        bound_seconds: Lower bound on the duration of any plan within the budget.
+        plain_step_seconds: Predicted duration with everything kept: by its ops, or by these steps, without what replays,
+            copies and waiting took of them.
+        bound_seconds: Lower bound on the duration of any plan within the budget, above the plain step's as it is shown.
         kept_bytes: Saved bytes that stay on the device, under the plan; without one of the step's own, those that did.
         swapped_bytes: Saved bytes that are swapped, under the plan; without one of the step's own, those that were.
         recomputed_bytes: Saved bytes that are recomputed.
@@ -216,7 +218,7 @@ def make_report(
     shapes: ShapeFigures,
 ) -> Report:
     """The report of a kind of step, from its plan and from what the plugin measured."""
-    plan, graph = kind.plan or kind.superseded, kind.graph
+    plan, graph, expected = kind.plan or kind.superseded, kind.graph, kind.expected
     if phase in ("recording", "unplanned") or kind.aligns:  # a plan there may be is not what the last step did
         num_bytes: dict[Action, int] = {"keep": kind.stayed_bytes, "swap": kind.swapped_bytes, "recompute": 0}
     else:
@@ -230,10 +232,12 @@ def make_report(
         plain_peak_bytes=plan.plain_peak_bytes if plan else None,
         predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
         measured_peak_bytes=kind.measured_peak_bytes,
-        predicted_step_seconds=plan.predicted_step_seconds if plan else None,
+        predicted_step_seconds=expected.step if expected else None,
         measured_step_seconds=measured_step_seconds,
-        plain_step_seconds=plan.plain_step_seconds if plan else None,
-        bound_seconds=plan.bound_seconds if plan else None,
+        plain_step_seconds=expected.plain if expected else None,
+        bound_seconds=min(plan.bound_seconds + expected.plain - plan.plain_step_seconds, expected.step)
+        if plan and expected
+        else None,
         kept_bytes=num_bytes["keep"],
         swapped_bytes=num_bytes["swap"],
         recomputed_bytes=num_bytes["recompute"],

@@ -34,6 +34,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
+from lightning_offload.plugins.pace import StepTimes
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.settings import Settings
@@ -197,6 +198,8 @@ class StepRun:
             kind.measured(self.times, self._bytes_by_op())
         elif self.is_watched:
             kind.check_peak(budget_bytes, self._bytes_by_op())
+        elif self.seconds is not None:
+            kind.paced(StepTimes(self.seconds, self.stall_seconds, self.executor.replay_seconds))
 
     def _bare_bytes(self) -> int | None:
         """What a recorded step needed beyond what was there before, gradients of earlier steps aside."""

@@ -151,6 +151,11 @@ class StepExecutor:
         return self._materializer.stall_seconds
 
     @property
+    def replay_seconds(self) -> float:
+        """Host time in which values were made again."""
+        return self._materializer.replay_seconds
+
+    @property
     def is_recomputing(self) -> bool:
         """Whether calls of this step may have to be replayed."""
         return self.program is not None and self.program.is_recomputing
@@ -683,6 +688,11 @@ class KeepingExecutor:
     def stall_seconds(self) -> float:
         """Time that compute waited for copies."""
         return self._rest.stall_seconds if self._rest is not None else 0.0
+
+    @property
+    def replay_seconds(self) -> float:
+        """Host time in which values were made again."""
+        return self._rest.replay_seconds if self._rest is not None else 0.0
 
     def backward_begins(self) -> None:
         """Tell who wants to know, once."""

@@ -6,6 +6,7 @@ All methods run under the executor's lock. Device memory is allocated here, by t
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
@@ -32,6 +33,7 @@ class Materializer:
 
     Attributes:
         stall_seconds: Time for which threads waited for copies.
+        replay_seconds: Host time in which values were made again, waiting aside.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Materializer:
         observer: StepObserver | None,
         verifier: Verifier | None,
     ) -> None:
-        self.stall_seconds = 0.0
+        self.stall_seconds = self.replay_seconds = 0.0
         self._device = device
         self._tiers = tiers
         self._table = table
@@ -156,6 +158,7 @@ class Materializer:
 
     def _made(self, value: LiveValue) -> torch.UntypedStorage:
         """A value made again; from its original where that is there and the replay fails."""
+        begin, waited = time.perf_counter(), self.stall_seconds
         try:
             return self._replay.make(value)
         except (ReplayError, StaleInputError) as error:
@@ -165,6 +168,8 @@ class Materializer:
             self._notice(storage)
             self._verifier.refute(value, storage, error)
             return storage
+        finally:
+            self.replay_seconds += time.perf_counter() - begin - (self.stall_seconds - waited)
 
     def rehearse(self, value: LiveValue, storage: torch.UntypedStorage, geometry: Geometry) -> bool:
         """Whether a replay gives the bits of a saved tensor that is still there: Note [Rehearsals]."""

@@ -13,7 +13,9 @@ from lightning_offload.capture.calibrate import (
     LinkRates,
     Transfer,
     measure_device,
+    measure_interference,
     measure_transfers,
+    share_lost,
     spec_of,
 )
 from lightning_offload.graph import DeviceSpec
@@ -39,10 +41,14 @@ class Counting:
 
 
 def test_measured_device_is_a_device_spec() -> None:
-    """Each direction is tried once to warm up and three times to measure, on a block of the size asked for."""
+    """Each direction is tried once to warm up and three times to measure, on a block of the size asked for.
+
+    On a CPU more is swapped out, beside compute.
+    """
     counting = Counting()
     device = measure_device(CPU, counting.transfer("out"), counting.transfer("in"), num_bytes=4096)
-    assert counting.calls == {"out": 4, "in": 4}
+    assert counting.calls["in"] == 4
+    assert counting.calls["out"] > 4
     assert counting.sizes == {4096}
     assert device.d2h_bytes_per_second > 0
     assert device.h2d_bytes_per_second > 0
@@ -60,7 +66,8 @@ def test_a_disk_is_measured_where_there_is_one() -> None:
 
     out, back, write, read = map(transfer, names)
     device = measure_device(CPU, out, back, disk_write=write, disk_read=read, num_bytes=4096)
-    assert order == [name for name in names for _ in range(4)]
+    assert order[:16] == [name for name in names for _ in range(4)]
+    assert set(order[16:]) == {"out"}
     assert device.disk_write_bytes_per_second > 0
     assert device.disk_read_bytes_per_second > 0
 
@@ -131,7 +138,42 @@ def test_the_source_was_written() -> None:
         seen.append(sum(storage))
 
     measure_device(CPU, swap_out, lambda storage: None, num_bytes=64)
-    assert seen == [64] * 4
+    assert len(seen) > 4
+    assert set(seen) == {64}
+
+
+@pytest.mark.parametrize(
+    ("alone", "beside", "copies", "share"),
+    [(1.0, 1.5, 1.0, 0.5), (1.0, 1.0, 1.0, 0.0), (1.0, 0.9, 1.0, 0.0), (1.0, 9.0, 1.0, 1.0), (1.0, 2.0, 0.0, 0.0)],
+)
+def test_what_compute_lost_is_a_share_of_what_copies_take(
+    alone: float, beside: float, copies: float, share: float
+) -> None:
+    """Noise makes it neither negative nor more than all of it."""
+    assert share_lost(alone, beside, copies) == share
+
+
+def test_interference_is_measured_while_another_thread_copies() -> None:
+    """Copies are made in a thread of its own until compute was timed, and none after that."""
+    threads = set()
+
+    def copy() -> None:
+        threads.add(threading.current_thread())
+
+    assert 0.0 <= measure_interference(copy, 1e-3) <= 1.0
+    (thread,) = threads
+    assert thread is not threading.main_thread()
+    assert not thread.is_alive()
+
+
+def test_a_copy_that_fails_beside_compute_is_heard() -> None:
+    """Its error reaches the caller, and no thread is left."""
+
+    def copy() -> None:
+        raise RuntimeError("a copy failed")
+
+    with pytest.raises(RuntimeError, match="a copy failed"):
+        measure_interference(copy, 1e-3)
 
 
 def test_spec_has_the_rates_of_one_direction_at_a_time() -> None:

@@ -101,6 +101,22 @@ def test_not_every_growth_takes_another_plan(monkeypatch: pytest.MonkeyPatch) ->
     assert 1 <= num_plans <= 5
 
 
+def test_what_a_plan_leaves_free_is_not_in_the_floor() -> None:
+    """The smallest feasible budget grows by what is there, not by what may come; keeping everything needs no less."""
+    model, batch, floor = net(), rows(), floor_of_net()
+    budget, kept = middle_budget(model, batch), list[Tensor]()
+    with attached(model, budget=budget) as memory:
+        for _ in range(5):
+            train_step(model, batch, memory)
+        for num in range(1, 7):
+            kept.append(torch.ones(256 * KIB // 4))
+            train_step(model, batch, memory)
+            report = memory.report()
+            assert report.floor_bytes is not None
+            assert report.floor_bytes <= floor + num * 256 * KIB
+            assert report.floor_bytes <= (report.plain_peak_bytes or 0)
+
+
 def test_a_plan_made_between_steps_is_that_of_the_next_step() -> None:
     """A report has a plan made; the last batch is gone then, and the coming one is not there yet."""
     model = net()

@@ -1,0 +1,82 @@
+"""What planned steps take on a host that computes, by those that ran: more than their ops were timed to take.
+
+Ops are timed one by one. Between them there are the interpreter and autograd, which no op's duration has; replays
+touch memory that forward found warm; and machines drift. So a plan's own figures are too short, by a few per cent for
+large ops and by a multiple for tiny ones. The steps that run under the plan tell: a median of the last few is what
+the next will take, and without what replays, copies and waiting took of it, what a plain step would.
+
+An accelerator computes ops back to back while the host runs ahead, so there a step that takes other than predicted
+tells of its ops: :mod:`~lightning_offload.plugins.replanning`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.trace import follow
+
+_NUM_LAST = 9
+_NUM_FIRST = 3  # steps that one that was slow once does not decide
+
+
+class StepTimes(NamedTuple):
+    """What a step took by the host's clock, in seconds.
+
+    Attributes:
+        step: All of it.
+        stall: The part in which compute waited for copies.
+        replay: The part in which values were made again.
+    """
+
+    step: float
+    stall: float
+    replay: float
+
+
+class Expected(NamedTuple):
+    """What the coming steps take, in seconds.
+
+    Attributes:
+        step: Under the plan.
+        plain: With everything kept.
+    """
+
+    step: float
+    plain: float
+
+
+@dataclasses.dataclass(slots=True)
+class Pace:
+    """The last steps under one plan."""
+
+    _plan: MemoryPlan | None = None
+    _last: deque[StepTimes] = dataclasses.field(default_factory=lambda: deque(maxlen=_NUM_LAST))
+    _slowdown_seconds: float | None = None
+
+    def note(self, plan: MemoryPlan, times: StepTimes) -> None:
+        """A step has run under a plan, and nothing about it was measured but these."""
+        if plan is not self._plan:
+            self._plan, self._slowdown_seconds = plan, None
+            self._last.clear()
+        self._last.append(times)
+
+    def expected(self, plan: MemoryPlan, graph: StepGraph, device: DeviceSpec) -> Expected:
+        """What steps take under a plan: what it says itself, until a few have run under it.
+
+        Args:
+            plan: The plan in force.
+            graph: The step that it was made for.
+            device: The device that it was made for.
+        """
+        if plan is not self._plan or len(self._last) < _NUM_FIRST:
+            return Expected(plan.predicted_step_seconds, plan.plain_step_seconds)
+        if self._slowdown_seconds is None:
+            self._slowdown_seconds = follow(graph, plan, device).slowdown_seconds if plan.decisions else 0.0
+        step, stall, replay = (statistics.median(column) for column in zip(*self._last, strict=True))
+        return Expected(step, max(0.0, step - stall - replay - self._slowdown_seconds))

@@ -1,0 +1,67 @@
+"""What planned steps take on a host that computes is told by those that ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_offload.planning.planner import plan
+from lightning_offload.planning.trace import follow
+from lightning_offload.plugins.pace import Expected, Pace, StepTimes
+from tests.graph.building import DEVICE, chain
+from tests.plugins.training import attached, net, rows, train_step
+
+NET = chain(*(100 + 10 * i for i in range(12)))
+FULL = plan(NET, DEVICE, None)
+PLAN = plan(NET, DEVICE, FULL.plain_peak_bytes * 3 // 4)
+
+
+def test_a_plan_is_believed_until_three_steps_ran_under_it() -> None:
+    """One step that was slow decides nothing, and steps under another plan tell nothing of this one."""
+    pace = Pace()
+    believed = Expected(PLAN.predicted_step_seconds, PLAN.plain_step_seconds)
+    assert pace.expected(PLAN, NET, DEVICE) == believed
+    for _ in range(2):
+        pace.note(PLAN, StepTimes(100.0, 0.0, 0.0))
+        assert pace.expected(PLAN, NET, DEVICE) == believed
+    pace.note(PLAN, StepTimes(100.0, 0.0, 0.0))
+    assert pace.expected(PLAN, NET, DEVICE).step == 100.0
+    pace.note(FULL, StepTimes(50.0, 0.0, 0.0))
+    assert pace.expected(PLAN, NET, DEVICE) == believed
+    assert pace.expected(FULL, NET, DEVICE) == Expected(FULL.predicted_step_seconds, FULL.plain_step_seconds)
+
+
+def test_a_plain_step_is_what_replays_copies_and_waiting_leave() -> None:
+    """The median of the last steps, so that neither one that stood still nor those of an hour ago count."""
+    pace, slowdown = Pace(), follow(NET, PLAN, DEVICE).slowdown_seconds
+    for step in [900.0] * 9 + [50.0] * 4 + [51.0, 3000.0] + [50.0] * 3:
+        pace.note(PLAN, StepTimes(step, 2.0, 3.0))
+    step, plain = pace.expected(PLAN, NET, DEVICE)
+    assert step == 50.0
+    assert plain == pytest.approx(45.0 - slowdown)
+
+
+def test_a_plan_that_keeps_everything_takes_what_its_steps_took() -> None:
+    """There the step is the plain one."""
+    pace = Pace()
+    for step in (7.0, 8.0, 9.0):
+        pace.note(FULL, StepTimes(step, 0.0, 0.0))
+    assert pace.expected(FULL, NET, DEVICE) == Expected(8.0, 8.0)
+
+
+def test_the_report_predicts_by_the_steps_that_ran() -> None:
+    """A planned step's figure is the median of the last; what replays took is no part of a plain one."""
+    model, batch, seen = net(), rows(), list[float]()
+    with attached(model, budget="1TiB", policy="all-recompute") as memory:
+        while len(seen) < 12:
+            train_step(model, batch, memory)
+            report = memory.report()
+            if report.phase == "planned":
+                assert report.measured_step_seconds is not None
+                seen.append(report.measured_step_seconds)
+    assert report.planned is not None
+    assert report.recomputed_bytes > 0
+    assert report.predicted_step_seconds is not None
+    assert report.plain_step_seconds is not None
+    assert report.predicted_step_seconds != report.planned.plan.predicted_step_seconds
+    assert min(seen) <= report.predicted_step_seconds <= max(seen)
+    assert report.plain_step_seconds < report.predicted_step_seconds
