@@ -50,8 +50,8 @@ class Report(Printed):
         predicted_step_seconds: Predicted duration under the plan: by its ops, and on a host that computes, once three
             steps have run under it, by the last of them.
         measured_step_seconds: Duration of the last step.
-        plain_step_seconds: Predicted duration with everything kept: by its ops, or by these steps, without what replays,
-            copies and waiting took of them.
+        plain_step_seconds: Predicted duration with everything kept: by its ops, or by these steps, without what
+            replays, copies and waiting took of them.
         bound_seconds: Lower bound on the duration of any plan within the budget, above the plain step's as it is shown.
         kept_bytes: Saved bytes that stay on the device, under the plan; without one of the step's own, those that did.
         swapped_bytes: Saved bytes that are swapped, under the plan; without one of the step's own, those that were.
