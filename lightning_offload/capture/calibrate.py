@@ -10,8 +10,8 @@ Both directions at once: a thread for each repeats its transfer until both have 
 direction is busy throughout what counts.
 
 Where the host computes, a thread that copies takes a part of what compute has. Products of matrices and passes over
-memory are timed alone and while a thread swaps out one block after another: what they lose, over what as many copies
-take alone, is the share of a copy's duration that compute loses.
+memory are timed alone and while a thread swaps one block after another out and in: what they lose, over what as many
+copies take alone, is the share of a copy's duration that compute loses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _OVERHEAD_SECONDS = 30e-6
 _NUM_TRIALS = 3
 _NUM_COPIES = 4  # that compute is timed beside, at the least
 _PROBE_SECONDS = 0.05  # of compute, at the least
-_NUM_ROUNDS = 32  # of compute alone
+_MOST_PROBE_SECONDS = 0.5  # on a machine that others load
+_NUM_ROUNDS = 8  # of compute, by which its speed is known
 _PROBE_SIZE, _PROBE_ELEMENTS = 256, 1 << 20
 
 Transfer = Callable[[torch.UntypedStorage], object]
@@ -133,7 +134,13 @@ def measure_device(
     if kind_of(device).has_streams:  # and engines that copy
         return spec_of(device, rates)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
-    share = measure_interference(lambda: swap_out(source), num_bytes / rates.d2h_bytes_per_second)
+
+    def there_and_back() -> None:
+        swap_out(source)
+        swap_in(new_storage(num_bytes, device))
+
+    seconds = num_bytes / rates.d2h_bytes_per_second + num_bytes / rates.h2d_bytes_per_second
+    share = measure_interference(there_and_back, seconds)
     return spec_of(device, rates, copy_interference=share)
 
 
@@ -149,36 +156,46 @@ def measure_interference(copy: Callable[[], object], copy_seconds: float) -> flo
     """
     matrix, vector = torch.ones(_PROBE_SIZE, _PROBE_SIZE), torch.ones(_PROBE_ELEMENTS)
 
-    def compute() -> float:
-        start = time.perf_counter()
-        torch.mm(matrix, matrix)
-        torch.neg(vector)
-        return time.perf_counter() - start
+    def compute(num_rounds: int) -> tuple[float, int]:
+        start, seconds, num_done = time.perf_counter(), 0.0, 0
+        while num_done < num_rounds and seconds < _MOST_PROBE_SECONDS:
+            torch.mm(matrix, matrix)
+            torch.neg(vector)
+            seconds, num_done = time.perf_counter() - start, num_done + 1
+        return seconds, num_done
 
-    alone = statistics.median([compute() for _ in range(_NUM_ROUNDS)][_NUM_ROUNDS // 2 :])  # the first are cold
-    begun, done = threading.Event(), threading.Event()
+    compute(_NUM_ROUNDS)  # the first are cold
+    seconds, num_done = compute(_NUM_ROUNDS)
+    num_rounds = math.ceil(max(_PROBE_SECONDS, _NUM_COPIES * copy_seconds) * num_done / seconds)
 
-    def copy_on() -> int:
-        num_copies = 0
-        try:
-            copy()  # a thread's first one takes longer
-        finally:
-            begun.set()
-        while not done.is_set():
-            copy()
-            num_copies += 1
-        return num_copies
+    def beside() -> tuple[float, int, int]:
+        begun, done = threading.Event(), threading.Event()
 
-    with ThreadPoolExecutor(1, thread_name_prefix="lightning-offload-links") as pool:
-        copies = pool.submit(copy_on)
-        begun.wait()
-        num_rounds = math.ceil(max(_PROBE_SECONDS, _NUM_COPIES * copy_seconds) / alone)
-        try:
-            beside = statistics.median(compute() for _ in range(num_rounds))
-        finally:
-            done.set()
-        num_copies = copies.result()
-    return share_lost(num_rounds * alone, num_rounds * beside, num_copies * copy_seconds)
+        def copy_on() -> int:
+            num_copies = 0
+            try:
+                copy()  # a thread's first one takes longer
+            finally:
+                begun.set()
+            while not done.is_set():
+                copy()
+                num_copies += 1
+            return num_copies
+
+        with ThreadPoolExecutor(1, thread_name_prefix="lightning-offload-links") as pool:
+            copies = pool.submit(copy_on)
+            begun.wait()
+            try:
+                seconds, num_done = compute(num_rounds)
+            finally:
+                done.set()
+            return seconds, num_done, copies.result()
+
+    found = []
+    for _ in range(_NUM_TRIALS):
+        (alone_seconds, num_alone), (beside_seconds, num_beside, num_copies) = compute(num_rounds), beside()
+        found.append(share_lost(alone_seconds * num_beside / num_alone, beside_seconds, num_copies * copy_seconds))
+    return statistics.median(found)
 
 
 def share_lost(alone_seconds: float, beside_seconds: float, copy_seconds: float) -> float:

@@ -43,11 +43,11 @@ class Counting:
 def test_measured_device_is_a_device_spec() -> None:
     """Each direction is tried once to warm up and three times to measure, on a block of the size asked for.
 
-    On a CPU more is swapped out, beside compute.
+    On a CPU more is swapped, beside compute.
     """
     counting = Counting()
     device = measure_device(CPU, counting.transfer("out"), counting.transfer("in"), num_bytes=4096)
-    assert counting.calls["in"] == 4
+    assert counting.calls["in"] > 4
     assert counting.calls["out"] > 4
     assert counting.sizes == {4096}
     assert device.d2h_bytes_per_second > 0
@@ -67,7 +67,7 @@ def test_a_disk_is_measured_where_there_is_one() -> None:
     out, back, write, read = map(transfer, names)
     device = measure_device(CPU, out, back, disk_write=write, disk_read=read, num_bytes=4096)
     assert order[:16] == [name for name in names for _ in range(4)]
-    assert set(order[16:]) == {"out"}
+    assert set(order[16:]) == {"out", "in"}
     assert device.disk_write_bytes_per_second > 0
     assert device.disk_read_bytes_per_second > 0
 
@@ -154,16 +154,16 @@ def test_what_compute_lost_is_a_share_of_what_copies_take(
 
 
 def test_interference_is_measured_while_another_thread_copies() -> None:
-    """Copies are made in a thread of its own until compute was timed, and none after that."""
+    """Copies are made in threads of their own until compute was timed, and none after that."""
     threads = set()
 
     def copy() -> None:
         threads.add(threading.current_thread())
 
     assert 0.0 <= measure_interference(copy, 1e-3) <= 1.0
-    (thread,) = threads
-    assert thread is not threading.main_thread()
-    assert not thread.is_alive()
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_copy_that_fails_beside_compute_is_heard() -> None:
