@@ -1,4 +1,4 @@
-"""How a training loop runs a model: in which precision, for which loss, how often before an update, with which optimizer.
+"""How a training loop runs a model: precision, loss, micro-batches of an update, optimizer.
 
 Lightning's Trainer divides the loss by the number of micro-batches, also where that is one, and drops the gradients of
 the last step between forward and backward; other loops drop them before forward.
@@ -57,12 +57,13 @@ class Loop:
             return contextlib.nullcontext()
         return torch.autocast(device.kind if device.kind in KINDS else HOST.type, dtype=self.autocast)
 
-    def optimizer_bytes(self, model: nn.Module, trained: Iterable[Tensor]) -> int:
+    def optimizer_bytes(self, model: nn.Module, trained: Iterable[Tensor], device: DeviceSpec) -> int:
         """What the optimizer's state takes on the device. Call it under FakeTensorMode.
 
         Args:
             model: The model.
             trained: The parameters that are trained.
+            device: Where they are; counts of steps lie on the host.
 
         Raises:
             UnsupportedError: The model's own optimizer cannot be made, or cannot step, without a Trainer.
@@ -71,7 +72,7 @@ class Loop:
             sizes = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in trained}
             return STATE_COPIES[self.optimizer] * sum(sizes.values())
         try:
-            return _bytes_of_state(model)
+            return _bytes_of_state(model, with_counts=device.kind == HOST.type)
         except Exception as error:
             raise UnsupportedError(
                 f"{type_of(model)}.configure_optimizers() could not be called without a Trainer: {describe(error)}; "
@@ -86,7 +87,7 @@ def is_configured(model: Any) -> bool:
     return callable(method) and owner != "LightningModule.configure_optimizers"
 
 
-def _bytes_of_state(model: Any) -> int:
+def _bytes_of_state(model: Any, *, with_counts: bool) -> int:
     """Run a step of each optimizer of a model on gradients without contents, and count what they keep."""
     num_bytes = 0
     for optimizer in _optimizers_in(model.configure_optimizers()):
@@ -98,7 +99,7 @@ def _bytes_of_state(model: Any) -> int:
         optimizer.step()
         optimizer.zero_grad()
         states = tensors_in(list(optimizer.state.values()))
-        num_bytes += sum(state.untyped_storage().nbytes() for state in states if state.ndim)
+        num_bytes += sum(state.untyped_storage().nbytes() for state in states if state.ndim or with_counts)
     return num_bytes
 
 

@@ -91,7 +91,7 @@ def check_options(options: PlanOptions) -> Checked:
             f"--batch-size {options.batch_size} is not positive: give the samples in a batch, from 1"
         )
     if options.accumulate < 1:
-        raise UnsupportedError(f"--accumulate {options.accumulate} is not positive: give the micro-batches of an update")
+        raise UnsupportedError(f"--accumulate {options.accumulate} is not positive: give micro-batches of an update")
     check_policy(options.policy)
     dtype = catalog.check_dtype(options.dtype)
     device = find_device(options.device, _computed_in(options.precision, dtype))
@@ -120,25 +120,25 @@ def _workload(options: PlanOptions, dtype: catalog.DType) -> Workload:
         import torch
     except ImportError:
         raise UnsupportedError("planning for a model needs torch: pip install torch") from None
+    from lightning_offload.cli import loop
     from lightning_offload.cli.inputs import parse_dtype, parse_inputs
-    from lightning_offload.cli.loop import CONFIGURED, STATE_COPIES, USUAL, Loop, is_configured, parse_loss, parse_precision
     from lightning_offload.cli.steps import find_target
     from lightning_offload.cli.workload import Workload
 
-    if options.optimizer not in (None, CONFIGURED, *STATE_COPIES):
-        known = ", ".join((*STATE_COPIES, CONFIGURED))
+    if options.optimizer not in (None, loop.CONFIGURED, *loop.STATE_COPIES):
+        known = ", ".join((*loop.STATE_COPIES, loop.CONFIGURED))
         raise UnsupportedError(f"--optimizer {options.optimizer!r} is not known: choose one of {known}")
-    autocast, loss = parse_precision(options.precision), parse_loss(options.loss)
+    autocast, loss = loop.parse_precision(options.precision), loop.parse_loss(options.loss)
     input_dtype = parse_dtype(options.input_dtype, "--input-dtype") if options.input_dtype is not None else None
     inputs = parse_inputs(options.inputs)
     target = find_target(options.target)
-    own = CONFIGURED if is_configured(target.found) else USUAL
+    own = loop.CONFIGURED if loop.is_configured(target.found) else loop.USUAL
     return Workload(
         target=target,
         inputs=inputs,
         dtype=getattr(torch, catalog.stored_dtype(dtype)),
         input_dtype=input_dtype,
-        loop=Loop(autocast=autocast, accumulate=options.accumulate, loss=loss, optimizer=options.optimizer or own),
+        loop=loop.Loop(autocast=autocast, accumulate=options.accumulate, loss=loss, optimizer=options.optimizer or own),
     )
 
 

@@ -8,8 +8,8 @@ A target is a module, or a class or function that makes one without arguments. T
   that is given a single input of ids gets them as ``labels`` too, so that it has one;
 * the sum of all outputs that are differentiable.
 
-Forward runs as a :class:`~lightning_offload.cli.loop.Loop` says. Without a Trainer ``self.log`` does nothing: the ops that
-it adds to a training step have nothing to do with a plan.
+Forward runs as a :class:`~lightning_offload.cli.loop.Loop` says. Without a Trainer ``self.log`` does nothing: the ops
+that it adds are none of a plan's business.
 
 Shortfall: the last one leaves out what a criterion would save, which matters where outputs are large.
 """

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_offload.accelerators import HOST
 from lightning_offload.cli.inputs import ExampleInputs
 from lightning_offload.cli.loading import describe
 from lightning_offload.cli.loop import Loop
@@ -21,6 +22,10 @@ from lightning_offload.errors import OffloadError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.fake import record_fake_step
+
+LOOP_BYTES = 64 << 10
+"""What a loop keeps on the device beside the step: losses, metrics, counters."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
@@ -53,7 +58,7 @@ class Workload:
     inputs: ExampleInputs
     dtype: torch.dtype
     input_dtype: torch.dtype | None
-    loop: Loop = Loop()
+    loop: Loop = dataclasses.field(default_factory=Loop)
 
     def capture(self, batch_size: int, device: DeviceSpec) -> Captured:
         """Record a step on FakeTensors.
@@ -74,9 +79,13 @@ class Workload:
             leaves: list[Any] = tree_leaves(inputs)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             sizes["known"] = _bytes_of((*model.parameters(), *model.buffers(), *tensors))
-            sizes["optimizer"] = self.loop.optimizer_bytes(model, (p for p in model.parameters() if p.requires_grad))
+            trained = [p for p in model.parameters() if p.requires_grad]
+            sizes["optimizer"] = self.loop.optimizer_bytes(model, trained, device)
             drops_late = is_lightning(model)  # gradients of the step before, which forward has beside it
             is_first_of_few = self.loop.accumulate > 1
+            sizes["loop"] = LOOP_BYTES if drops_late or self.loop.loss is not None else 0
+            if device.kind == HOST.type:  # where the loader's next batch lies as well
+                sizes["loop"] += _bytes_of(tensors)
             sizes["old"] = sizes["parameters"] if drops_late or is_first_of_few else 0
             sizes["accumulated"] = sizes["parameters"] if is_first_of_few else 0
             return model, step_of(model, inputs, self.loop, device)
@@ -85,7 +94,7 @@ class Workload:
         untouched = max(0, sizes["known"] - graph.persistent_bytes)
         graph = dataclasses.replace(
             graph,
-            extra_bytes=graph.extra_bytes + untouched + sizes["optimizer"],
+            extra_bytes=graph.extra_bytes + untouched + sizes["optimizer"] + sizes["loop"],
             old_gradient_bytes=sizes["old"],
             accumulated_bytes=sizes["accumulated"],
         )

@@ -269,7 +269,7 @@ class PlanEntry:
     def take_given(self, plan: MemoryPlan, graph: StepGraph) -> None:
         """Follow a plan from the first step on, for a step that was captured elsewhere.
 
-        What is on the device beside the step is counted here, and so are gradients of earlier steps where they are more.
+        What is on the device beside the step is counted here, as are gradients of earlier steps where they are more.
         """
         self.phase, self.graph, self.given_plan, self.is_step_given = "planned", graph, plan, True
         self.old_gradient_bytes, self.accumulated_bytes = graph.old_gradient_bytes, graph.accumulated_bytes
@@ -821,10 +821,11 @@ class PlanEntry:
         if any(d.storage in self.mismatched for d in given.decisions if d.action == "recompute"):
             return None
         peak_bytes = simulate_plan(Problem(self.graph), given.decisions, device).peak_bytes + self.shortfall_bytes
-        if budget_bytes is not None and peak_bytes > budget_bytes:
+        limit_bytes = min((n for n in (budget_bytes, self.usable_bytes) if n is not None), default=None)
+        if limit_bytes is not None and peak_bytes > limit_bytes:
             _log.info(
-                "the given plan would need %s of the budget of %s with what is on the device here: its step is "
-                "planned anew", format_bytes(peak_bytes), format_bytes(budget_bytes),
+                "the given plan would need %s with what is on the device here, where %s may be used: its step is "
+                "planned anew", format_bytes(peak_bytes), format_bytes(limit_bytes),
             )  # fmt: skip
             return None
         return beside(given, peak_bytes - given.predicted_peak_bytes)

@@ -92,7 +92,7 @@ def check_settings(
         _log.info("spill_dir=%r is not used with tier='host', which has no disk", str(spill_dir))
     found, step = _load_plan(plan)
     return Settings(
-        budget=found.budget_bytes if budget is None and found is not None else budget,
+        budget=_budget_of(found) if budget is None and found is not None else budget,
         policy=check_policy(policy),
         tier=tier,  # type: ignore[arg-type]
         spill_dir=Path(spill_dir) if spill_dir is not None else None,
@@ -125,6 +125,11 @@ def _check_folder(folder: Path) -> None:
         raise SpillError(f"spill_dir {str(folder)!r} is not writable: change its permissions, or name another")
 
 
+def _budget_of(plan: MemoryPlan) -> Budget:
+    """The budget that a plan was made for, as a user would write it."""
+    return f"{plan.budget_bytes}B" if plan.budget_bytes is not None else None
+
+
 def _load_plan(
     plan: MemoryPlan | str | os.PathLike[str] | None,
 ) -> tuple[MemoryPlan | None, StepGraph | None]:
@@ -144,8 +149,8 @@ def _load_plan(
         step = StepGraph.from_json(read_file(path))
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"{str(path)!r}, the step of plan {str(plan)!r}, cannot be read: {error}; `lightning-offload plan --output` "
-            "writes both"
+            f"{str(path)!r}, the step of plan {str(plan)!r}, cannot be read: {error}; `lightning-offload plan "
+            "--output` writes both"
         ) from None
     try:
         found.check(step)

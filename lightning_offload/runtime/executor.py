@@ -299,7 +299,8 @@ class StepExecutor:
         Another structure may need more memory than the planned one. So in forward, while memory still grows, what the
         plan kept leaves the device, too.
         """
-        self.deviation = f"after {self._num_packs} saved tensors {how}"
+        where = self._given.where() if self._given is not None else ""
+        self.deviation = f"after {self._num_packs} saved tensors{where} {how}"
         _log.debug("the step left its plan: %s", self.deviation)
         for value in self._table.all_indexed():
             self._materializer.release(value)
@@ -749,7 +750,8 @@ class KeepingExecutor:
 
     def _leave_program(self, how: str, tensor: Tensor) -> _Packed | Handle:
         """End the program at a tensor that it does not have; what that saves from then on may leave the device."""
-        self.deviation = f"after {self._num_packs - 1} saved tensors {how}"
+        where = self._given.where() if self._given is not None else ""
+        self.deviation = f"after {self._num_packs - 1} saved tensors{where} {how}"
         if self._make_rest is None:
             return tensor, tensor._version, self._lease
         self._rest = self._make_rest()

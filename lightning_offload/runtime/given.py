@@ -5,7 +5,7 @@ metrics: ops come and go that the plan has nothing to do for, and so do a few sa
 followed in order, by size. A saved tensor that the plan lets leave must come; one that it keeps may be missing; one of
 :data:`TINY_BYTES` or fewer may come in between. Anything else ends the plan, and the step says where.
 
-Unpacks are known by what they unpack, so that copies back are issued where the plan has them, whatever else is unpacked.
+Unpacks are known by what they unpack, so that copies come back where the plan has them, whatever else is unpacked.
 
 A wrong guess costs memory or time, never exactness: storages are recognised by identity, and calls are replayed that
 were recorded in the very step.
@@ -122,6 +122,9 @@ class GivenCursor:
         """What the plan has next, for messages."""
         if self.place >= len(self._route.pack_bytes):
             return "nothing more was expected"
-        module = self._route.modules[self.place]
-        where = f" in `{module}`" if module else ""
-        return f"one of {self._route.pack_bytes[self.place]} bytes was expected{where}"
+        return f"one of {self._route.pack_bytes[self.place]} bytes was expected"
+
+    def where(self) -> str:
+        """Near which module that is, for messages."""
+        module = self._route.modules[self.place] if self.place < len(self._route.modules) else ""
+        return f", in `{module}`," if module else ""

@@ -13,6 +13,9 @@ import torch
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.graph.catalog import device_spec
+from lightning_offload.graph.files import beside
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
 from tests.adapters import trainings
 from tests.adapters.test_transformers import quiet as quiet
 from tests.adapters.trainings import BATCH_SIZE, NUM_STEPS, NUM_TOKENS, Seen
@@ -21,6 +24,7 @@ from tests.calibrated_once import calibrations as calibrations
 from tests.cli.running import json_of
 
 IMAGES = ("--input", "3x16x16", "--input", "int64:")
+CRITERION = ("--loss", "torch.nn.functional:cross_entropy")
 TOKENS = ("--input", f"input_ids=int64:{NUM_TOKENS}", "--input", f"labels=int64:{NUM_TOKENS}")
 Train = Callable[[Path, "dict[str, Any] | None"], Seen]
 
@@ -55,7 +59,7 @@ SETTINGS = {
     "bf16-mixed": lightning("LitLogging", "--precision", "bf16-mixed", precision="bf16-mixed"),
     "accumulation": lightning("LitLogging", "--accumulate", "3", accumulate_grad_batches=3),
     "Accelerate": Setting(
-        ("tests.adapters.trainings:net", *IMAGES, "--loss", "torch.nn.functional:cross_entropy", "--optimizer", "adamw"),
+        ("tests.adapters.trainings:net", *IMAGES, *CRITERION, "--optimizer", "adamw"),
         lambda folder, offload: trainings.accelerate(offload),
     ),
     "HF Trainer": Setting(("tests.adapters.trainings:gpt2", *TOKENS, "--optimizer", "adamw"), trainings.hugging_face),
@@ -107,5 +111,8 @@ def test_in_force_from_the_first_step(
     budget = seen.memory.budget_bytes
     assert budget is not None
     assert max(seen.peaks) <= budget < max(plain.peaks)
+    plan, graph = MemoryPlan.from_json(path.read_text()), StepGraph.from_json(beside(path).read_text())
     report = seen.memory.report()
+    assert report.swapped_bytes == plan.bytes_of(graph, "swap")
+    assert report.recomputed_bytes == plan.bytes_of(graph, "recompute")
     assert report.swapped_bytes + report.recomputed_bytes > 0
