@@ -1,8 +1,8 @@
 """Searches over batch sizes: the largest that fits, and those that are about as efficient as the best.
 
-Each evaluation captures and plans a step, which takes seconds: memory is nearly affine in the batch size, so the
-largest batch is found by interpolation, guarded by bisection, in a handful of evaluations; the most efficient one on a
-geometric grid that is refined around its best point.
+Each evaluation plans a step, and perhaps captures it, which takes seconds: memory is nearly affine in the batch size,
+so the largest batch is found by interpolation, guarded by bisection, in a handful of evaluations; the most efficient
+one on a geometric grid that is refined around its best point.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import typer
 
 from lightning_offload._version import __version__
 from lightning_offload.cli.options import (
+    AccumulateOption,
     BatchSizeOption,
     BudgetOption,
     DeviceOption,
@@ -18,8 +19,10 @@ from lightning_offload.cli.options import (
     InputOption,
     JsonOption,
     KeepOption,
+    LossOption,
     OptimizerOption,
     PolicyOption,
+    PrecisionOption,
     TargetArgument,
 )
 from lightning_offload.cli.output import say
@@ -70,7 +73,10 @@ def _plan(
     host_budget: HostBudgetOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "float32",
-    optimizer: OptimizerOption = "momentum",
+    precision: PrecisionOption = None,
+    loss: LossOption = None,
+    optimizer: OptimizerOption = None,
+    accumulate: AccumulateOption = 1,
     policy: PolicyOption = "auto",
     keep: KeepOption = None,
     output: Annotated[
@@ -95,16 +101,17 @@ def _plan(
 
     The loss is the model's own, if it returns one, else the sum of its outputs.
     """
-    from lightning_offload.cli.explain import beside
     from lightning_offload.cli.plan import Outputs, plan_step
     from lightning_offload.cli.setting import PlanOptions
+    from lightning_offload.graph.files import beside
 
     plan_path = Path(output) if output else None
     default = beside(plan_path) if plan_path is not None else None
     graph_path = default if graph is None else Path(graph) if graph else None
     options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
-        host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, policy=policy,
+        host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss,
+        optimizer=optimizer, accumulate=accumulate, policy=policy,
         keep=tuple(keep or ()),
     )  # fmt: skip
     plan_step(options, Outputs(plan=plan_path, graph=graph_path, report=report, trace=trace), as_json=as_json)
@@ -118,7 +125,9 @@ def _max_batch(
     host_budget: HostBudgetOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "float32",
-    optimizer: OptimizerOption = "momentum",
+    precision: PrecisionOption = None,
+    loss: LossOption = None,
+    optimizer: OptimizerOption = None,
     policy: PolicyOption = "auto",
     keep: KeepOption = None,
     limit: Annotated[int, typer.Option(metavar="N", help="The largest batch size to try.")] = 1 << 16,
@@ -136,7 +145,8 @@ def _max_batch(
 
     options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, budget=budget, host_budget=host_budget,
-        device=device, dtype=dtype, optimizer=optimizer, policy=policy, keep=tuple(keep or ()),
+        device=device, dtype=dtype, precision=precision, loss=loss,
+        optimizer=optimizer, policy=policy, keep=tuple(keep or ()),
     )  # fmt: skip
     max_batch(options, limit=limit, tolerance=tolerance, only_max=only_max, as_json=as_json)
 
@@ -150,7 +160,9 @@ def _compare(
     host_budget: HostBudgetOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "float32",
-    optimizer: OptimizerOption = "momentum",
+    precision: PrecisionOption = None,
+    loss: LossOption = None,
+    optimizer: OptimizerOption = None,
     keep: KeepOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -160,7 +172,8 @@ def _compare(
 
     options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
-        host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, keep=tuple(keep or ()),
+        host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss,
+        optimizer=optimizer, keep=tuple(keep or ()),
     )  # fmt: skip
     compare(options, as_json=as_json)
 
@@ -174,7 +187,9 @@ def _scale(
     host_budget: HostBudgetOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "float32",
-    optimizer: OptimizerOption = "momentum",
+    precision: PrecisionOption = None,
+    loss: LossOption = None,
+    optimizer: OptimizerOption = None,
     policy: PolicyOption = "auto",
     keep: KeepOption = None,
     devices: Annotated[
@@ -222,7 +237,8 @@ def _scale(
 
     options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
-        host_budget=host_budget, device=device, dtype=dtype, optimizer=optimizer, policy=policy,
+        host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss,
+        optimizer=optimizer, policy=policy,
         keep=tuple(keep or ()),
     )  # fmt: skip
     wanted = ScaleOptions(

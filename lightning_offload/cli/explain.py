@@ -17,7 +17,7 @@ from lightning_offload.cli.setting import Checked, PlanOptions, check_options, f
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.catalog import check_dtype
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.files import read_file
+from lightning_offload.graph.files import beside, read_file
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.findings import FloorFinding, explain_floor
@@ -81,11 +81,6 @@ def explain(
         write_json(_payload(plan, graph, finding))
     else:
         _print(path, plan, graph, finding, is_whole=is_whole)
-
-
-def beside(path: Path) -> Path:
-    """Where ``plan`` writes the step of a plan unless `--graph` names another file: plan.json and plan.graph.json."""
-    return path.with_suffix(".graph.json")
 
 
 def _finding(

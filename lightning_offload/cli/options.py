@@ -54,11 +54,27 @@ DeviceOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option(metavar="DTYPE", help="What the model is held and computed in: float32, float16 or bfloat16.")
 ]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="As the Trainer's: bf16-mixed or 16-mixed run forward under autocast."),
+]
+AccumulateOption = Annotated[
+    int, typer.Option(metavar="N", help="Micro-batches of one update, whose gradients stay on the device.")
+]
+LossOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:ATTRIBUTE",
+        help="What the loop computes of the model's output and the last --input, such as "
+        "torch.nn.functional:cross_entropy. [default: the model's own loss, or the sum of its outputs]",
+    ),
+]
 OptimizerOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="NAME",
-        help="Whose state lies on the device: none, sgd (none), momentum (1 x parameters), adam or adamw (2 x).",
+        help="Whose state lies on the device: none, sgd (none), momentum (1 x parameters), adam or adamw (2 x), or "
+        "configured, that of a LightningModule itself. [default: configured where there is one, else momentum]",
     ),
 ]
 PolicyOption = Annotated[

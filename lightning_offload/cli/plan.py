@@ -100,7 +100,7 @@ def _print(checked: Checked, captured: Captured, plan: MemoryPlan, saved: Sequen
     say(title, style="bold")
     state = (
         f"{size(graph.persistent_bytes)} (parameters {size(captured.parameter_bytes)}, "
-        f"{options.optimizer} state {size(captured.optimizer_bytes)})"
+        f"{checked.workload.loop.optimizer} state {size(captured.optimizer_bytes)})"
     )
     step = f"{len(graph.ops):,} ops, {len(saved):,} saved storages"
     rows = [

@@ -34,7 +34,10 @@ class PlanOptions:
     host_budget: str | None = None
     device: str | None = None
     dtype: str = "float32"
-    optimizer: str = "momentum"
+    precision: str | None = None
+    accumulate: int = 1
+    loss: str | None = None
+    optimizer: str | None = None
     policy: str = "auto"
     keep: tuple[str, ...] = ()
 
@@ -68,7 +71,10 @@ class Checked:
             "inputs": list(self.options.inputs),
             "batch_size": self.options.batch_size,
             "dtype": catalog.check_dtype(self.options.dtype),
-            "optimizer": self.options.optimizer,
+            "precision": self.options.precision,
+            "accumulate": self.options.accumulate,
+            "loss": self.options.loss,
+            "optimizer": self.workload.loop.optimizer,
             "device": self.device.name,
             "device_bytes": self.device.memory_bytes,
         }
@@ -84,9 +90,11 @@ def check_options(options: PlanOptions) -> Checked:
         raise UnsupportedError(
             f"--batch-size {options.batch_size} is not positive: give the samples in a batch, from 1"
         )
+    if options.accumulate < 1:
+        raise UnsupportedError(f"--accumulate {options.accumulate} is not positive: give micro-batches of an update")
     check_policy(options.policy)
     dtype = catalog.check_dtype(options.dtype)
-    device = find_device(options.device, dtype)
+    device = find_device(options.device, _computed_in(options.precision, dtype))
     host_bytes = _budget("--host-budget", options.host_budget, None)
     device = dataclasses.replace(device, host_memory_bytes=host_bytes)
     budget = _budget("--budget", options.budget, device.memory_bytes)
@@ -101,26 +109,36 @@ def check_options(options: PlanOptions) -> Checked:
     )
 
 
+def _computed_in(precision: str | None, dtype: catalog.DType) -> catalog.DType:
+    """The type whose rates the device is priced at."""
+    mixed: dict[str | None, catalog.DType] = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+    return mixed.get(precision, dtype)
+
+
 def _workload(options: PlanOptions, dtype: catalog.DType) -> Workload:
     try:
         import torch
     except ImportError:
         raise UnsupportedError("planning for a model needs torch: pip install torch") from None
+    from lightning_offload.cli import loop
     from lightning_offload.cli.inputs import parse_dtype, parse_inputs
     from lightning_offload.cli.steps import find_target
-    from lightning_offload.cli.workload import STATE_COPIES, Workload
+    from lightning_offload.cli.workload import Workload
 
-    if options.optimizer not in STATE_COPIES:
-        known = ", ".join(STATE_COPIES)
+    if options.optimizer not in (None, loop.CONFIGURED, *loop.STATE_COPIES):
+        known = ", ".join((*loop.STATE_COPIES, loop.CONFIGURED))
         raise UnsupportedError(f"--optimizer {options.optimizer!r} is not known: choose one of {known}")
+    autocast, loss = loop.parse_precision(options.precision), loop.parse_loss(options.loss)
     input_dtype = parse_dtype(options.input_dtype, "--input-dtype") if options.input_dtype is not None else None
     inputs = parse_inputs(options.inputs)
+    target = find_target(options.target)
+    own = loop.CONFIGURED if loop.is_configured(target.found) else loop.USUAL
     return Workload(
-        target=find_target(options.target),
+        target=target,
         inputs=inputs,
         dtype=getattr(torch, catalog.stored_dtype(dtype)),
         input_dtype=input_dtype,
-        optimizer=options.optimizer,
+        loop=loop.Loop(autocast=autocast, accumulate=options.accumulate, loss=loss, optimizer=options.optimizer or own),
     )
 
 

@@ -3,9 +3,13 @@
 A target is a module, or a class or function that makes one without arguments. The step is, in this order:
 
 * a LightningModule's ``training_step(batch, 0)``, the batch being the one input, or the tuple or dict of them;
+* the loss that was named, of the model's output and the last input, which the model is not given;
 * the model's own loss, if its output has one (``output.loss`` or ``output["loss"]``). A language model of transformers
   that is given a single input of ids gets them as ``labels`` too, so that it has one;
 * the sum of all outputs that are differentiable.
+
+Forward runs as a :class:`~lightning_offload.cli.loop.Loop` says. Without a Trainer ``self.log`` does nothing: the ops
+that it adds are none of a plan's business.
 
 Shortfall: the last one leaves out what a criterion would save, which matters where outputs are large.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_offload.cli.inputs import fake_like
 from lightning_offload.cli.loading import check_callable, describe, load_attribute
+from lightning_offload.cli.loop import Loop
 from lightning_offload.errors import UnsupportedError, type_of
+from lightning_offload.graph.device_spec import DeviceSpec
 
 _HAS_LANGUAGE_HEAD = ("CausalLM", "LMHead", "MaskedLM", "ForPreTraining", "ForConditionalGeneration")
 
@@ -117,23 +123,67 @@ def default_input_dtype(model: nn.Module, dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if _main_input(model) == "input_ids" else dtype
 
 
-def step_of(model: nn.Module, inputs: Any) -> Callable[[], None]:
-    """A forward and backward of a model on its inputs."""
-    if callable(getattr(model, "training_step", None)):
+def step_of(model: nn.Module, inputs: Any, loop: Loop, device: DeviceSpec) -> Callable[[], None]:
+    """A forward and backward of a model on its inputs.
+
+    Args:
+        model: The model, or a LightningModule.
+        inputs: A tuple of them, a dict, or one.
+        loop: How it is run.
+        device: Where.
+
+    Raises:
+        UnsupportedError: A loss was named, and there is no input for it.
+    """
+    if is_lightning(model):
         batch = inputs[0] if isinstance(inputs, tuple) and len(inputs) == 1 else inputs
+        args: tuple[Any, ...] = (batch, 0) if _takes_index(model.training_step) else (batch,)
 
         def step() -> None:
-            loss_of(model.training_step(batch, 0)).backward()  # type: ignore[operator]
+            with loop.casting(device):
+                loss = loss_of(model.training_step(*args))  # type: ignore[operator]
+            (loss / loop.accumulate).backward()
 
         return step
+    return _plain_step(model, inputs, loop, device)
+
+
+def is_lightning(model: Any) -> bool:
+    """Whether a model, or the class of one, has a training step of its own."""
+    return callable(getattr(model, "training_step", None))
+
+
+def _takes_index(training_step: Any) -> bool:
+    """Whether it takes the batch's index, as the Trainer finds out."""
+    parameters = inspect.signature(training_step).parameters
+    return "batch_idx" in parameters or len(parameters) > 1
+
+
+def _plain_step(model: nn.Module, inputs: Any, loop: Loop, device: DeviceSpec) -> Callable[[], None]:
     args, kwargs = _arguments(inputs)
-    if len(args) == 1 and not kwargs and _wants_labels(model):
+    target: Any = None
+    if loop.loss is not None:
+        if len(args) + len(kwargs) < 2:
+            raise UnsupportedError("--loss needs the target as the last --input: give the model's inputs and then that")
+        if kwargs:
+            target = kwargs.pop(next(reversed(kwargs)))
+        else:
+            *args, target = args
+    elif len(args) == 1 and not kwargs and _wants_labels(model):
         kwargs = {"labels": args[0]}
 
-    def plain_step() -> None:
-        loss_of(model(*args, **kwargs)).backward()
+    def step() -> None:
+        with loop.casting(device):
+            output = model(*args, **kwargs)
+        if loop.loss is not None:
+            if loop.autocast is not None and isinstance(output, Tensor):
+                output = output.float()
+            loss = loss_of(loop.loss(output, target))
+        else:
+            loss = loss_of(output)
+        (loss / loop.accumulate if loop.accumulate > 1 else loss).backward()
 
-    return plain_step
+    return step
 
 
 def loss_of(output: Any) -> Tensor:
@@ -148,7 +198,8 @@ def loss_of(output: Any) -> Tensor:
     total: Tensor | None = None
     for leaf in _tensors(output):
         if leaf.requires_grad and leaf.is_floating_point():
-            total = leaf.sum() if total is None else total + leaf.sum()
+            part = leaf.sum() if leaf.ndim else leaf
+            total = part if total is None else total + part
     if total is None:
         raise UnsupportedError(
             f"the model returned {type_of(output)} with nothing to differentiate: it must return a loss, or "
@@ -162,7 +213,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     yield from (leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor))
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(inputs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):

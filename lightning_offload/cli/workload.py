@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_offload.accelerators import HOST
 from lightning_offload.cli.inputs import ExampleInputs
 from lightning_offload.cli.loading import describe
-from lightning_offload.cli.steps import Target, default_input_dtype, step_of
+from lightning_offload.cli.loop import Loop
+from lightning_offload.cli.steps import Target, default_input_dtype, is_lightning, step_of
 from lightning_offload.errors import OffloadError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.fake import record_fake_step
 
-STATE_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""Tensors of an optimizer's state for each parameter, each as large as the parameter."""
+LOOP_BYTES = 64 << 10
+"""What a loop keeps on the device beside the step: losses, metrics, counters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +51,14 @@ class Workload:
         inputs: Its example inputs.
         dtype: What floating-point parameters, buffers and inputs are in; float32 leaves the model as it is made.
         input_dtype: Type of inputs that name none; None for the default.
-        optimizer: Name of an optimizer, cf. :data:`STATE_COPIES`.
+        loop: How a training runs it.
     """
 
     target: Target
     inputs: ExampleInputs
     dtype: torch.dtype
     input_dtype: torch.dtype | None
-    optimizer: str
+    loop: Loop = dataclasses.field(default_factory=Loop)
 
     def capture(self, batch_size: int, device: DeviceSpec) -> Captured:
         """Record a step on FakeTensors.
@@ -68,7 +70,7 @@ class Workload:
         Raises:
             UnsupportedError: The step cannot be recorded; says what the model complained about.
         """
-        sizes = {}
+        sizes: dict[str, int] = {}
 
         def build() -> tuple[nn.Module, Callable[[], None]]:
             model = self.target.make(self.dtype)
@@ -77,13 +79,26 @@ class Workload:
             leaves: list[Any] = tree_leaves(inputs)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             sizes["known"] = _bytes_of((*model.parameters(), *model.buffers(), *tensors))
-            return model, step_of(model, inputs)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            sizes["optimizer"] = self.loop.optimizer_bytes(model, trained, device)
+            drops_late = is_lightning(model)  # gradients of the step before, which forward has beside it
+            is_first_of_few = self.loop.accumulate > 1
+            sizes["loop"] = LOOP_BYTES if drops_late or self.loop.loss is not None else 0
+            if device.kind == HOST.type:  # where the loader's next batch lies as well
+                sizes["loop"] += _bytes_of(tensors)
+            sizes["old"] = sizes["parameters"] if drops_late or is_first_of_few else 0
+            sizes["accumulated"] = sizes["parameters"] if is_first_of_few else 0
+            return model, step_of(model, inputs, self.loop, device)
 
         graph = self._record(build, device)
-        optimizer_bytes = STATE_COPIES[self.optimizer] * sizes["parameters"]
         untouched = max(0, sizes["known"] - graph.persistent_bytes)
-        graph = dataclasses.replace(graph, extra_bytes=graph.extra_bytes + untouched + optimizer_bytes)
-        return Captured(graph=graph, parameter_bytes=sizes["parameters"], optimizer_bytes=optimizer_bytes)
+        graph = dataclasses.replace(
+            graph,
+            extra_bytes=graph.extra_bytes + untouched + sizes["optimizer"] + sizes["loop"],
+            old_gradient_bytes=sizes["old"],
+            accumulated_bytes=sizes["accumulated"],
+        )
+        return Captured(graph=graph, parameter_bytes=sizes["parameters"], optimizer_bytes=sizes["optimizer"])
 
     def _record(self, build: Callable[[], tuple[nn.Module, Callable[[], None]]], device: DeviceSpec) -> StepGraph:
         try:

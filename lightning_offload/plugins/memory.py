@@ -45,7 +45,8 @@ class MemoryPlugin:
             this host.
         spill_dir: Folder for the spill file, which has no name there and goes with the process; by default that of
             temporary files.
-        plan: A plan, or the path of one, to use instead of planning.
+        plan: A plan, or the path of one, to use instead of planning: with its step beside it, as ``lightning-offload
+            plan --output`` writes them, from the first step on. Without a budget that of the plan is kept.
         keep: Patterns of module names whose saved tensors stay on the device.
         enabled: False makes everything a no-op, as does ``LIGHTNING_OFFLOAD=0`` in the environment.
         verify: Compare replays with their originals in the "first" step under a plan, "always" or "never".

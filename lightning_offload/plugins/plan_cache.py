@@ -332,7 +332,11 @@ class PlanCache:
         plans = {
             signature: {"signature": signature, "graph": kind.graph.to_json(), "plan": kind.plan.to_json()}
             for signature, kind in self.kinds.items()
-            if kind.family is None and not kind.spans_sizes and kind.graph is not None and kind.plan is not None
+            if kind.family is None
+            and not kind.spans_sizes
+            and kind.graph is not None
+            and kind.plan is not None
+            and not kind.is_step_given  # whoever goes on gives it again
         }
         families = [
             {

@@ -36,8 +36,10 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import Op, StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.planner import Make, beside, plan_with_margin, plan_without_ops
+from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import Figures, with_lifetimes_of
+from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.plugins.cadence import Cadence, HookShedding
 from lightning_offload.plugins.pace import Expected, Pace, StepTimes
 from lightning_offload.plugins.plain_steps import PlainNeed
@@ -121,6 +123,9 @@ class PlanEntry:
         varying_share: Which part of what the widest recorded structure saves varies with the size.
         aligned_version: Version of the recorded structures that this was chosen from.
         given: The shapes of the tensors that the coming step is given.
+        given_plan: The plan that a user made for it, while that is followed; None for none.
+        is_step_given: Whether its graph came with that, and was recorded elsewhere.
+        has_left_given: Whether it was not followed.
     """
 
     phase: Phase = "recording"
@@ -177,6 +182,9 @@ class PlanEntry:
     varying_share: float = 0.0
     aligned_version: int = 0
     given: Shapes = ()
+    given_plan: MemoryPlan | None = None
+    is_step_given: bool = False
+    has_left_given: bool = False
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -261,6 +269,23 @@ class PlanEntry:
             made.takes_data = like.takes_data
         return made
 
+    def take_given(self, plan: MemoryPlan, graph: StepGraph) -> None:
+        """Follow a plan from the first step on, for a step that was captured elsewhere.
+
+        What is on the device beside the step is counted here, as are gradients of earlier steps where they are more.
+        """
+        self.phase, self.graph, self.given_plan, self.is_step_given = "planned", graph, plan, True
+        self.old_gradient_bytes, self.accumulated_bytes = graph.old_gradient_bytes, graph.accumulated_bytes
+
+    def leave_given(self) -> None:
+        """Record the next step in place of a plan that was not made for it."""
+        self.given_plan, self.has_left_given = None, True
+        if self.is_step_given:
+            self.graph, self.is_step_given, self.touched = None, False, Touched()
+            self.old_gradient_bytes = self.accumulated_bytes = self.shortfall_bytes = self.headroom_bytes = 0
+            self.mismatched.clear()
+            self.record_again()
+
     @property
     def spans_sizes(self) -> bool:
         """Whether it serves steps of several sizes whose structure changes."""
@@ -335,14 +360,28 @@ class PlanEntry:
         if self.family is not None and self.graph is not None and has_inputs:
             held_bytes = sum(storage.nbytes() for key, storage in there.items() if key not in gradients)
             return max(0, held_bytes - self._given_bytes)
+        if self._counts_given and self.graph is not None and has_inputs:
+            held_bytes = sum(storage.nbytes() for key, storage in there.items() if key not in gradients)
+            return max(0, held_bytes - self._touched_bytes(self.graph))
         return self.touched.bytes_beside(there, gradients, has_inputs=has_inputs)
 
     def bytes_beside_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
         """The same of the allocator's figure."""
         if self.family is not None and self.graph is not None and has_inputs:
             return max(0, allocated_bytes - gradient_bytes - self._given_bytes)
+        if self._counts_given and self.graph is not None and has_inputs:
+            return max(0, allocated_bytes - gradient_bytes - self._touched_bytes(self.graph))
         taken = self.graph.taken_bytes if self.graph is not None else int
         return self.touched.bytes_beside_of(allocated_bytes, gradient_bytes, taken, has_inputs=has_inputs)
+
+    @property
+    def _counts_given(self) -> bool:
+        """Whether what its steps touch is known by the captured step alone: none was counted yet."""
+        return self.is_step_given and self.touched.known is None
+
+    def _touched_bytes(self, graph: StepGraph) -> int:
+        """What a captured step finds on the device and reads or writes."""
+        return sum(graph.taken_bytes(storage.num_bytes) for storage in graph.storages if storage.is_persistent)
 
     @property
     def _given_bytes(self) -> int:
@@ -440,6 +479,7 @@ class PlanEntry:
             if self.changes.failed() == "unplan":
                 self.phase = "unplanned"
             return
+        self.given_plan, self.is_step_given = None, False
         if self.graph is None or self.graph.digest() != graph.digest():
             self.mismatched.clear()
             self.verified.clear()
@@ -582,7 +622,7 @@ class PlanEntry:
             self.program = None
             if self.family is not None:
                 self.family.version += 1
-            elif self.phase != "recording":
+            elif self.phase != "recording" and not self.is_step_given:
                 self.phase = "verifying"
 
     def measured(self, times: OpTimes, bytes_by_op: Sequence[int] = ()) -> None:
@@ -769,20 +809,42 @@ class PlanEntry:
         keep: tuple[str, ...],
         given: MemoryPlan | None,
     ) -> None:
-        """Make the plan for the graph, or take the given one.
+        """Make the plan for the graph, or take the given one where that is within the budget.
 
         Raises:
             BudgetInfeasibleError: The budget is below the floor.
-            PlanError: The given plan is for another graph.
+            PlanError: The given plan is for another graph, or cannot be carried out.
         """
         assert self.graph is not None
         self.spec, self.corrections.computing_seconds = device, None
         self._begin_anew()
         self.seen_by_op, self.superseded = (), None
         if given is not None and not self.aligns:
-            self.program = compile_plan(self.graph, given)
-            return
+            found = self._given_within(given, device, budget_bytes)
+            if found is not None:
+                self.program = compile_plan(self.graph, found, is_given=True)
+                return
         self._plan_within(device, budget_bytes, policy, keep)
+
+    def _given_within(self, given: MemoryPlan, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan | None:
+        """The given plan with what is predicted of it here; None where that is beyond the budget.
+
+        Raises:
+            PlanError: It cannot be carried out.
+        """
+        assert self.graph is not None
+        given.check(self.graph)
+        if any(d.storage in self.mismatched for d in given.decisions if d.action == "recompute"):
+            return None
+        peak_bytes = simulate_plan(Problem(self.graph), given.decisions, device).peak_bytes + self.shortfall_bytes
+        limit_bytes = min((n for n in (budget_bytes, self.usable_bytes) if n is not None), default=None)
+        if limit_bytes is not None and peak_bytes > limit_bytes:
+            _log.info(
+                "the given plan would need %s with what is on the device here, where %s may be used: its step is "
+                "planned anew", format_bytes(peak_bytes), format_bytes(limit_bytes),
+            )  # fmt: skip
+            return None
+        return beside(given, peak_bytes - given.predicted_peak_bytes)
 
     def _plan_within(self, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]) -> None:
         assert self.graph is not None
@@ -827,7 +889,9 @@ class PlanEntry:
         self.must_search = self.changes.is_retried = False
         forms = self.forms if self.aligns else None
         try:
-            self.program = compile_plan(self.graph, plan, is_bound=self.family is not None, forms=forms)
+            self.program = compile_plan(
+                self.graph, plan, is_bound=self.family is not None, forms=forms, is_given=self.is_step_given
+            )
         except PlanError as error:
             if not self.aligns:
                 raise

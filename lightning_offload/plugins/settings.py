@@ -13,8 +13,9 @@ import torch
 
 from lightning_offload.accelerators import memory_of, total_bytes_of
 from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError, type_of
-from lightning_offload.graph.files import read_file
+from lightning_offload.graph.files import beside, read_file
 from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import check_policy
 from lightning_offload.units import resolve_budget
 
@@ -32,7 +33,10 @@ _MOST_SLACK = 0.1  # counted as lost to fragmentation
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Checked keywords of a memory plugin; cf. its docstring."""
+    """Checked keywords of a memory plugin; cf. its docstring.
+
+    The budget is that of the plan where none was given; ``plan_step`` is the step that lay beside the plan's file.
+    """
 
     budget: Budget
     policy: str
@@ -40,6 +44,8 @@ class Settings:
     host_budget_bytes: int | None
     spill_dir: Path | None
     plan: MemoryPlan | None
+    plan_step: StepGraph | None
+    plan_name: str | None
     keep: tuple[str, ...]
     enabled: bool
     verify: Verify
@@ -62,7 +68,7 @@ def check_settings(
     Raises:
         BudgetError: A budget cannot be read.
         PolicyError: No such policy, or ``tier`` or ``verify`` is none of the allowed words.
-        PlanError: The plan file is missing or malformed.
+        PlanError: The plan file is missing or malformed, or the step beside it is malformed or another one.
         SpillError: The spill folder is missing or not writable, and would be used.
     """
     if not isinstance(budget, float):
@@ -84,13 +90,16 @@ def check_settings(
         )
     if tier == "host" and spill_dir is not None:
         _log.info("spill_dir=%r is not used with tier='host', which has no disk", str(spill_dir))
+    found, step = _load_plan(plan)
     return Settings(
-        budget=budget,
+        budget=_budget_of(found) if budget is None and found is not None else budget,
         policy=check_policy(policy),
         tier=tier,  # type: ignore[arg-type]
         spill_dir=Path(spill_dir) if spill_dir is not None else None,
         host_budget_bytes=resolve_budget(host_budget, device_bytes=None),
-        plan=_load_plan(plan),
+        plan=found,
+        plan_step=step,
+        plan_name=os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else None,
         keep=(keep,) if isinstance(keep, str) else tuple(keep),
         enabled=enabled and os.environ.get(_SWITCH, "1") != "0",
         verify=verify,  # type: ignore[arg-type]
@@ -116,16 +125,39 @@ def _check_folder(folder: Path) -> None:
         raise SpillError(f"spill_dir {str(folder)!r} is not writable: change its permissions, or name another")
 
 
-def _load_plan(plan: MemoryPlan | str | os.PathLike[str] | None) -> MemoryPlan | None:
+def _budget_of(plan: MemoryPlan) -> Budget:
+    """The budget that a plan was made for, as a user would write it."""
+    return f"{plan.budget_bytes}B" if plan.budget_bytes is not None else None
+
+
+def _load_plan(
+    plan: MemoryPlan | str | os.PathLike[str] | None,
+) -> tuple[MemoryPlan | None, StepGraph | None]:
+    """A plan, with the step that lies beside its file."""
     if plan is None or isinstance(plan, MemoryPlan):
-        return plan
+        return plan, None
     try:
         text = read_file(plan)
     except (OSError, ValueError) as error:
         raise PlanError(
             f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package"
         ) from None
-    return MemoryPlan.from_json(text)
+    found, path = MemoryPlan.from_json(text), beside(plan)
+    if not path.is_file():
+        return found, None
+    try:
+        step = StepGraph.from_json(read_file(path))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{str(path)!r}, the step of plan {str(plan)!r}, cannot be read: {error}; `lightning-offload plan "
+            "--output` writes both"
+        ) from None
+    try:
+        found.check(step)
+    except PlanError:
+        _log.warning("%r is the step of another plan than %r, and is not used", str(path), str(plan))
+        return found, None
+    return found, step
 
 
 def budget_bytes_on(settings: Settings, device: torch.device, slack_bytes: int = 0) -> int | None:

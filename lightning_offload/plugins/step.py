@@ -180,7 +180,8 @@ class StepRun:
             return
         kind.note_gradients(0, accumulated_bytes)
         if self.executor.has_deviated:
-            kind.deviated()
+            if not kind.is_step_given:
+                kind.deviated()
             return
         kind.followed()
         if isinstance(self.executor, AlignedExecutor):
@@ -517,6 +518,7 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
 
     Raises:
         BudgetInfeasibleError: No plan can meet the budget.
+        PlanError: A plan that was given cannot be carried out.
         SpillError: The disk has no room, and only disk may be used.
     """
     if kind.graph is None:
@@ -532,7 +534,7 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
         if kind.program is None or kind.hardware_version != hardware.version:
             kind.hardware_version = hardware.version
             spec = shared_spec(hardware.planning_spec(kind.saved_bytes), kind.graph, hardware.device)
-            given = hardware.adapted(settings.plan) if settings.plan is not None else None
+            given = hardware.adapted(kind.given_plan) if kind.given_plan is not None else None
             kind.replan(spec, hardware.budget_bytes, settings.policy, settings.keep, given)
         assert kind.program is not None
         if kind.phase == "unplanned" or hardware.prepare(key, kind.program.layout):

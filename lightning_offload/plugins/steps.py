@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.capture.live import Census, CensusClock
-from lightning_offload.errors import BudgetInfeasibleError, UnsupportedError
+from lightning_offload.errors import BudgetInfeasibleError, PlanError, UnsupportedError
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
+from lightning_offload.plugins.given_plan import GivenPlan
 from lightning_offload.plugins.hardware import Hardware, TierUse
 from lightning_offload.plugins.misuse import Misuse
 from lightning_offload.plugins.out_of_memory import out_of_memory
@@ -55,6 +56,7 @@ class Steps:
         hardware: The device with its lower tiers; None before the first step, and while detached.
         state: What is on the device beside the steps.
         cache: The kinds of step met so far.
+        given: The plan that the user gave, if any.
         peaks: What the device's allocator counts.
         tier_use: How much of the lower tiers was in use when the plugin was detached.
         executors: Those that still hold something.
@@ -70,6 +72,7 @@ class Steps:
         self.hardware: Hardware | None = None
         self.state = PersistentState(self._before_optimizer_step, self._after_optimizer_step)
         self.cache = PlanCache()
+        self.given = GivenPlan(settings)
         self.peaks = DevicePeaks()
         self.tier_use = TierUse()
         self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
@@ -273,6 +276,7 @@ class Steps:
             inputs = (*inputs, _TryingAlgorithms())
         shape, peaks = shape_of(inputs), self.peaks
         kind = self.cache.choose(shape)
+        self.given.offer(kind)
         hardware.forget(self.cache.take_dropped())
         peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
         self._num_optimizers = 0
@@ -286,7 +290,7 @@ class Steps:
         there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
             chosen, kind = kind, self._plan(kind, shape, hardware)
-        if kind is not chosen and kind.phase == "recording":
+        if kind.phase == "recording" and (kind is not chosen or there is None):
             there = self._look_beside(kind, hardware, gradients, has_inputs=True)
         device, verify = hardware.device, self.settings.verify
         if kind.runs_plainly(hardware.budget_bytes, device):
@@ -320,8 +324,14 @@ class Steps:
         is_searched = kind.must_search
         with self.cache.figures.planning() as took:
             try:
+                self.given.offer_recorded(kind)
                 ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
-            except BudgetInfeasibleError as error:
+            except (BudgetInfeasibleError, PlanError) as error:
+                if kind.given_plan is not None:
+                    self.given.refuse(kind, str(error))
+                    return self._plan(kind, shape, hardware)
+                if not isinstance(error, BudgetInfeasibleError):
+                    raise
                 is_for_others = kind.family is not None or kind.spans_sizes
                 kind.is_too_large = kind.spans_sizes
                 exact = self.cache.choose(shape, is_exact=True) if is_for_others else kind
@@ -345,7 +355,7 @@ class Steps:
                         return self.cache.record(shape)
                     raise of_shapes(error_of_exact, shape) from None
                 return exact
-        if kind.graph is not None and self.settings.plan is None:
+        if kind.graph is not None and kind.given_plan is None:
             self.misuse.check_keep(self.settings.keep, kind.graph)
         if is_searched and kind.family is not None:
             kind.family.search_seconds = took()
@@ -419,7 +429,10 @@ class Steps:
         if run.slack_bytes is not None and self.hardware is not None:
             self.hardware.read_budget_again(run.slack_bytes)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
+        is_given = run.kind.is_step_given and run.executor.program is not None
         run.finish(self.state, budget_bytes)
+        if is_given and (run.executor.num_unpacks or run.executor.has_deviated):
+            self.given.note(run.kind, run.executor.deviation)
         astray_bytes = run.executor.astray_bytes if isinstance(run.executor, AlignedExecutor) else None
         self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
         run.kind.note_retries(self.peaks.take_retries(run.device))
@@ -438,7 +451,7 @@ class Steps:
         if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
             if not kind.is_beside_known:
                 self._look_beside(kind, hardware, self.state.gradients(), has_inputs=self._is_open)
-            with contextlib.suppress(BudgetInfeasibleError), self.peaks.paused(hardware.device):
+            with contextlib.suppress(BudgetInfeasibleError, PlanError), self.peaks.paused(hardware.device):
                 ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
 
     def forget(self, keep: Collection[str]) -> None:

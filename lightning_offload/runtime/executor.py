@@ -38,6 +38,7 @@ from torch import Tensor
 from lightning_offload.accelerators import is_capturing, kind_of
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
+from lightning_offload.runtime.given import GivenCursor
 from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight, past_own_mode
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.materialize import Materializer
@@ -121,6 +122,8 @@ class StepExecutor:
         self._persistent = functools.cache(persistent)
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
+        self._given = _given_cursor(program)
+        self._packs_behind = 0  # of the program's packs
         self._num_packs = 0
         self._pack_keys: dict[int, int] = {}
         self._has_begun_backward = False
@@ -301,7 +304,8 @@ class StepExecutor:
         Another structure may need more memory than the planned one. So in forward, while memory still grows, what the
         plan kept leaves the device, too.
         """
-        self.deviation = f"after {self._num_packs} saved tensors {how}"
+        where = self._given.where() if self._given is not None else ""
+        self.deviation = f"after {self._num_packs} saved tensors{where} {how}"
         _log.debug("the step left its plan: %s", self.deviation)
         for value in self._table.all_indexed():
             self._materializer.release(value)
@@ -364,9 +368,11 @@ class StepExecutor:
         bypass_mode.depth += 1
         try:
             with NotSeen():
+                before = self._packs_behind
                 handle = self._pack(*as_saved(tensor))
                 if not (self.sees_ops or self.deviation) and self.program is not None:
-                    released = self.program.release_at_pack.get(handle.index, ())
+                    passed = range(before, self._packs_behind)
+                    released = [s for place in passed for s in self.program.release_at_pack.get(place, ())]
                     if released and not (self._can_capture and is_capturing()):  # a graph must not wait for copies
                         self._release(released)
                 return handle
@@ -380,7 +386,8 @@ class StepExecutor:
         plain = plain and not (self._can_capture and is_capturing())
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
-        is_planned = plain and self.program is not None and self._is_as_planned(index, tensor)
+        place = self._place_of(index, tensor, plain)
+        self._packs_behind = max(self._packs_behind, place + 1)
         if not plain:
             value = None
         elif self.deviation and not self.sees_ops:
@@ -390,27 +397,27 @@ class StepExecutor:
         elif self.sees_ops:
             value = self._table.find(tensor.untyped_storage())
         else:
-            value = self._value_by_ordinal(handle, tensor, is_planned=is_planned)
+            value = self._value_by_ordinal(handle, tensor, place)
         handle.value = value
         if value is not None and self._leave(value, tensor):
             self._let_go(handle, value, tensor)
             return handle
         handle.kept = tensor
-        if is_planned and self.program is not None:
-            if index in self.program.made_packs:
+        if plain and place >= 0 and self.program is not None:
+            if place in self.program.made_packs:
                 self._kept.append(weakref.ref(handle))
             if value is None and self.program.records_backward:
                 self._tracker.know(tensor)
         return handle
 
-    def _value_by_ordinal(self, handle: Handle, tensor: Tensor, *, is_planned: bool) -> LiveValue | None:
+    def _value_by_ordinal(self, handle: Handle, tensor: Tensor, place: int) -> LiveValue | None:
         """The value that a pack is about, by what the program says of it; None where it stays on the device.
 
         One that left the device stands for another save of its storage only where nothing was written in between.
         """
         assert self.program is not None
         storage = tensor.untyped_storage()
-        index = self.program.pack_storages[handle.index] if is_planned else -1
+        index = self.program.pack_storages[place] if place >= 0 else -1
         value = self._table.find(storage)
         if value is not None and value.is_given:  # what exposed it may have come before
             self.took_data |= index >= 0
@@ -426,6 +433,18 @@ class StepExecutor:
             return None
         value.guards = ((handle.version_alias, handle.version),)
         return value
+
+    def _place_of(self, index: int, tensor: Tensor, plain: bool) -> int:
+        """Which of the program's packs comes now; -1 for none of them."""
+        if self._given is None:
+            return index if self.program is not None and not (plain and not self._is_as_planned(index, tensor)) else -1
+        if self.deviation:
+            return -1
+        place = self._given.next(index, tensor.untyped_storage().nbytes() if plain else 0)
+        if place is None:
+            self.deviate(_not_as_given(self._given, tensor))
+            return -1
+        return place
 
     def _is_as_planned(self, index: int, tensor: Tensor) -> bool:
         """Whether the step still follows its program; another tensor saved than the planned one ends that."""
@@ -531,14 +550,16 @@ class StepExecutor:
     def _bring_back(self, program: Program, handle: Handle) -> None:
         """Begin to bring back what is read now, and what the plan has come back next."""
         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
-        ordinal = self.num_unpacks - 1
+        ordinals = (self.num_unpacks - 1,) if self._given is None else self._given.passed_by(handle.index)
         if not self.sees_ops:
-            self._release(program.release_at_unpack.get(ordinal, ()))
+            for ordinal in ordinals:
+                self._release(program.release_at_unpack.get(ordinal, ()))
         if handle.value is not None and handle.value.block is not None:
             self._materializer.fetch(handle.value)
-        indices = program.prefetch.get(ordinal)
-        if indices is not None:
-            self._materializer.prefetch(indices)
+        for ordinal in ordinals:
+            indices = program.prefetch.get(ordinal)
+            if indices is not None:
+                self._materializer.prefetch(indices)
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:
@@ -580,12 +601,15 @@ class StepExecutor:
 
         A step of another structure among those of a family keeps what the plan wanted away, op by op a stray one.
         """
-        program, cursor = self.program, self._cursor
-        if program is None or cursor is None or not program.is_bound or self.deviation:
+        program, cursor, given = self.program, self._cursor, self._given
+        if program is None or cursor is None or not (program.is_bound or given is not None) or self.deviation:
             return
         how = ""
         if self.sees_ops and not cursor.is_through(program.num_first_ops):
             how = f"forward ended before {cursor.expected}"
+        elif given is not None:
+            if not given.is_through(program.num_first_packs):
+                how = f"backward began where {given.expected()}"
         elif self._num_packs < program.num_first_packs:
             how = f"backward began where {program.num_first_packs} saved tensors were expected"
         if how:
@@ -609,6 +633,14 @@ class StepExecutor:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
         for tensor in tensors:
             self._writes.before(tensor)
+
+
+def _given_cursor(program: Program | None) -> GivenCursor | None:
+    return GivenCursor(program.given) if program is not None and program.given is not None else None
+
+
+def _not_as_given(cursor: GivenCursor, tensor: Tensor) -> str:
+    return f"one of {tensor.untyped_storage().nbytes()} bytes was saved where {cursor.expected()}"
 
 
 def next_node() -> int:
@@ -669,6 +701,7 @@ class KeepingExecutor:
         self._rest: StepExecutor | None = None
         self._exposed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.num_nodes: int | None = None
+        self._given = _given_cursor(program)
         self._first_node = next_node()
         self.decisions = {}
         self.deviation = ""
@@ -713,18 +746,27 @@ class KeepingExecutor:
         index = self._num_packs
         self._num_packs = index + 1
         tensor, plain = as_saved(tensor)
-        if plain and not self.deviation:
+        if self._given is not None and not self.deviation:
+            if self._given.next(index, tensor.untyped_storage().nbytes() if plain else 0) is None:
+                return self._leave_program(_not_as_given(self._given, tensor), tensor)
+        elif plain and not self.deviation:
             storage = tensor.untyped_storage()
             expected, num_bytes = self.program.pack_bytes, storage.nbytes()
             is_as_planned = self.program.expects(index, num_bytes)
             if not (is_as_planned and self.program.shares(index, storage._cdata, self._pack_keys)):
                 planned = f"{expected[index]} were" if index < len(expected) else "nothing was"
-                self.deviation = f"saved tensor {index} has {num_bytes} bytes where {planned} expected"
-                if self._make_rest is not None:
-                    self._rest = self._make_rest()
-                    self._rest.begin_late(self.deviation, self._exposed.values())
-                    return self._rest.pack(tensor)
+                return self._leave_program(f"one of {num_bytes} bytes was saved where {planned} expected", tensor)
         return tensor, tensor._version, self._lease
+
+    def _leave_program(self, how: str, tensor: Tensor) -> _Packed | Handle:
+        """End the program at a tensor that it does not have; what that saves from then on may leave the device."""
+        where = self._given.where() if self._given is not None else ""
+        self.deviation = f"after {self._num_packs - 1} saved tensors{where} {how}"
+        if self._make_rest is None:
+            return tensor, tensor._version, self._lease
+        self._rest = self._make_rest()
+        self._rest.begin_late(self.deviation, self._exposed.values())
+        return self._rest.pack(tensor)
 
     @out_of_compilers_sight
     def unpack(self, packed: _Packed | Handle) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph, by_structure
 from lightning_offload.runtime.alignment import Route
+from lightning_offload.runtime.given import GivenRoute
 from lightning_offload.runtime.tiers import Place
 from lightning_offload.tensors.saved_forms import SavedForm
 
@@ -78,6 +80,7 @@ class Program:
         is_recomputing: Whether anything is recomputed.
         records_backward: Whether anything is that backward made, for a backward of its own.
         route: What steps of other structures follow it by; None where only those of its own do.
+        given: What steps follow it by, if it was made elsewhere; None where it was made for a step that was seen here.
     """
 
     plan: MemoryPlan
@@ -101,6 +104,7 @@ class Program:
     is_recomputing: bool
     records_backward: bool
     route: Route | None = None
+    given: GivenRoute | None = None
 
     def expects(self, index: int, num_bytes: int) -> bool:
         """Whether a storage of this size may be behind a pack."""
@@ -189,7 +193,12 @@ def _skeleton(graph: StepGraph) -> _Skeleton:
 
 
 def compile_plan(
-    graph: StepGraph, plan: MemoryPlan, *, is_bound: bool = False, forms: Sequence[SavedForm] | None = None
+    graph: StepGraph,
+    plan: MemoryPlan,
+    *,
+    is_bound: bool = False,
+    forms: Sequence[SavedForm] | None = None,
+    is_given: bool = False,
 ) -> Program:
     """Compile a plan for a graph.
 
@@ -199,6 +208,7 @@ def compile_plan(
         is_bound: Whether the plan serves steps whose tensors are smaller, too.
         forms: By pack: what is saved, for a plan that serves steps of other structures, too; None for one that does
             not. Such a plan recomputes nothing, and releases device copies at packs and unpacks alone.
+        is_given: Whether the step was captured elsewhere, so that what the plan has nothing to do for may differ.
 
     Raises:
         PlanError: The plan is for another graph, recomputes what cannot be, or is none that other structures follow.
@@ -252,6 +262,7 @@ def compile_plan(
         is_recomputing=is_recomputing,
         records_backward=any(in_backward[i] and step.record for i, step in busy.items()),
         route=Route.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
+        given=GivenRoute.of(graph, decisions) if is_given else None,
     )
 
 
@@ -325,6 +336,7 @@ class ProgramCursor:
     def __init__(self, program: Program) -> None:
         self._ops = program.ops
         self._is_strict = program.is_strict
+        self._most_stray = MAX_STRAY_OPS if program.given is None else sys.maxsize  # what is saved tells of a given one
         self._next = 0
         self._num_stray_ops = 0
         self._stray: list[str] = []  # in a row, the last few
@@ -368,4 +380,4 @@ class ProgramCursor:
                 self._next, self._stray = index + 1, []
                 return self._ops[index]
         self._num_stray_ops += 1
-        return _NOTHING if self._num_stray_ops <= MAX_STRAY_OPS else None
+        return _NOTHING if self._num_stray_ops <= self._most_stray else None

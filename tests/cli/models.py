@@ -118,6 +118,24 @@ class Classifier(pl.LightningModule):
         return {"loss": loss}
 
 
+class Configured(Classifier):
+    """The same with an optimizer and a schedule, and a training step that takes no index."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+class NeedsTrainer(Classifier):
+    """The same with an optimizer that asks a Trainer for something."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.max_steps)
+
+
 def gpt2() -> nn.Module:
     from tests.zoo.models import hugging_face
 

@@ -20,7 +20,9 @@ from lightning_offload.graph.step_graph import StepGraph
 from tests.cli import models
 from tests.cli.running import SMALL, json_of, option, output_of, refused
 
-HEADER_KEYS = {"target", "inputs", "batch_size", "dtype", "optimizer", "device", "device_bytes"}
+HEADER_KEYS = {
+    "target", "inputs", "batch_size", "dtype", "precision", "loss", "accumulate", "optimizer", "device", "device_bytes",
+}  # fmt: skip
 PREDICTION_KEYS = {
     "policy", "graph_digest", "budget_bytes", "fits_plainly", "plain_peak_bytes", "predicted_peak_bytes",
     "floor_bytes", "floor_op", "plain_step_seconds", "predicted_step_seconds", "predicted_stall_seconds",
@@ -113,14 +115,12 @@ def test_the_plan_is_for_the_real_step(capsys: pytest.CaptureFixture[str]) -> No
     planned = copy.deepcopy(plain)
     batches = [torch.randn(8, 3, 32, 32) for _ in range(4)]
     expected = [gradients(plain, x, contextlib.nullcontext()) for x in batches]
-    with MemoryPlugin(plan="plan.json", module=planned) as memory:
+    with MemoryPlugin("1GiB", plan="plan.json", module=planned) as memory:
         for x, wanted in zip(batches, expected, strict=True):
             found = gradients(planned, x, memory.step(x))
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         report = memory.report()
-    plan = MemoryPlan.from_json(Path("plan.json").read_text())
     assert report.phase == "planned"
-    assert report.predicted_peak_bytes == plan.predicted_peak_bytes
     assert report.swapped_bytes + report.recomputed_bytes > 0
     assert report.num_mismatched == 0
 

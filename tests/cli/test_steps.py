@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload.cli.inputs import parse_inputs
+from lightning_offload.cli.loop import Loop, is_configured, parse_loss, parse_precision
 from lightning_offload.cli.steps import find_target, loss_of
 from lightning_offload.cli.workload import Captured, Workload
 from lightning_offload.errors import OffloadError, UnsupportedError
 from lightning_offload.graph.catalog import device_spec
+from lightning_offload.graph.device_spec import DeviceSpec
 from tests.capture.recording import record
 from tests.cli import models
 
@@ -22,7 +25,7 @@ HERE = dataclasses.replace(device_spec("k40c"), kind="cpu")
 
 
 def captured(
-    model: str, *inputs: str, batch: int = 4, optimizer: str = "none", dtype: torch.dtype = torch.float32
+    model: str, *inputs: str, batch: int = 4, dtype: torch.dtype = torch.float32, device: DeviceSpec = HERE, **loop: Any
 ) -> Captured:
     """A step of a model of tests.cli.models."""
     workload = Workload(
@@ -30,9 +33,9 @@ def captured(
         inputs=parse_inputs(inputs),
         dtype=dtype,
         input_dtype=None,
-        optimizer=optimizer,
+        loop=Loop(**{"optimizer": "none", **loop}),
     )
-    return workload.capture(batch, HERE)
+    return workload.capture(batch, device)
 
 
 def test_a_factory_gives_the_step_that_training_has() -> None:
@@ -56,14 +59,14 @@ def test_a_model_that_exists_is_planned_without_being_touched() -> None:
 
 
 def test_persistent_bytes_are_counted_once_and_completely() -> None:
-    """Tied weights once, unused and frozen parameters, buffers, the batch, and the optimizer's state."""
+    """Tied weights once, unused and frozen parameters, buffers, two batches on a CPU, and the optimizer's state."""
     embedding, unused, small = 50 * 16 * 4, (64 * 64 + 64) * 4, 16 * 4
     batch = 4 * 8 * 8
     for optimizer, copies in (("none", 0), ("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2)):
         found = captured("Tied", "int64:8", optimizer=optimizer)
         assert found.parameter_bytes == embedding + unused
         assert found.optimizer_bytes == copies * found.parameter_bytes
-        state = embedding + unused + 2 * small + batch
+        state = embedding + unused + 2 * small + 2 * batch
         assert found.graph.persistent_bytes == state + found.optimizer_bytes
 
 
@@ -72,6 +75,75 @@ def test_a_lightning_module_is_its_training_step() -> None:
     graph = captured("Classifier", "3x32x32", "int64:").graph
     assert any(op.name.startswith("aten._log_softmax.") for op in graph.ops)
     assert any(save.module == "net.0" for save in graph.saves)
+
+
+def ops_of(found: Captured) -> list[str]:
+    return [op.name.removeprefix("aten.").split(".")[0] for op in found.graph.ops]
+
+
+def test_a_lightning_module_runs_as_the_trainer_runs_it() -> None:
+    """Its loss is divided, not summed; old gradients lie beside forward, and in backward where they add up."""
+    found = captured("Classifier", "3x32x32", "int64:")
+    assert "aten.sum.default" not in {op.name for op in found.graph.ops}
+    assert "div" in ops_of(found)
+    assert (found.graph.old_gradient_bytes, found.graph.accumulated_bytes) == (found.parameter_bytes, 0)
+    adding = captured("Classifier", "3x32x32", "int64:", accumulate=4).graph
+    assert (adding.old_gradient_bytes, adding.accumulated_bytes) == (found.parameter_bytes, found.parameter_bytes)
+    assert captured("small", "3x32x32").graph.old_gradient_bytes == 0
+
+
+def test_autocast_leaves_the_parameters_as_they_are() -> None:
+    """What convolutions save is half as large; an attention's kernels are chosen within it on a GPU too."""
+    full, mixed = captured("small", "3x32x32"), captured("small", "3x32x32", autocast=torch.bfloat16)
+    assert mixed.parameter_bytes == full.parameter_bytes
+    assert ops_of(mixed).count("_to_copy") > ops_of(full).count("_to_copy") == 0
+    on_gpu = captured("small", "3x32x32", autocast=torch.bfloat16, device=device_spec("a100"))
+    assert ops_of(on_gpu).count("_to_copy") > 0
+
+
+def test_a_loss_of_the_loop() -> None:
+    """It gets the output and the last input, with or without names; without a last input that is an error."""
+    found = captured("small", "3x32x32", "int64:", loss=nn.functional.cross_entropy)
+    assert "_log_softmax" in ops_of(found)
+    assert "aten.sum.default" not in {op.name for op in found.graph.ops}
+    loss = lambda output, target: (output["scores"] - target).square().mean()  # noqa: E731
+    named = captured("Heads", "x=16", "target=4", loss=loss)
+    assert "mean" in ops_of(named)
+    with pytest.raises(UnsupportedError, match="--loss needs the target as the last --input"):
+        captured("small", "3x32x32", loss=nn.functional.cross_entropy)
+
+
+def test_the_optimizer_of_a_lightning_module() -> None:
+    """Its state is counted as it is; one that needs a Trainer is an error that says what to name."""
+    found = captured("Configured", "3x32x32", "int64:", optimizer="configured", device=device_spec("t4"))
+    assert found.optimizer_bytes == 2 * found.parameter_bytes
+    here = captured("Configured", "3x32x32", "int64:", optimizer="configured")
+    assert found.optimizer_bytes < here.optimizer_bytes < 1.01 * found.optimizer_bytes  # counts of steps lie there too
+    with pytest.raises(UnsupportedError, match=r"could not be called without a Trainer: .*--optimizer momentum"):
+        captured("NeedsTrainer", "3x32x32", "int64:", optimizer="configured")
+    assert is_configured(models.Configured)
+    assert not is_configured(models.Classifier)
+    assert not is_configured(models.small)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (parse_precision, "bf16-true", "--precision 'bf16-true' is not known: choose one of 32-true, bf16-mixed"),
+        (parse_loss, "tests.cli.models:NUMBER", "--loss 'tests.cli.models:NUMBER' is an int: name a function"),
+        (parse_loss, "tests.cli.models:nothing", "has no attribute 'nothing'"),
+    ],
+)
+def test_what_a_loop_cannot_be(parse: Any, text: str, message: str) -> None:
+    """One line with the value and what is allowed."""
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        parse(text)
+
+
+def test_a_loss_may_be_a_class() -> None:
+    """Of a module, which is made without arguments."""
+    loss = parse_loss("torch.nn:CrossEntropyLoss")
+    assert isinstance(loss, nn.CrossEntropyLoss)
 
 
 def test_a_language_model_gets_its_ids_as_labels() -> None:
@@ -153,7 +225,7 @@ def test_a_model_that_cannot_be_copied() -> None:
 
     workload = Workload(
         target=type(find_target("tests.cli.models:INSTANCE"))(text="a:b", found=Locked()),
-        inputs=parse_inputs(["2"]), dtype=torch.float32, input_dtype=None, optimizer="none",
+        inputs=parse_inputs(["2"]), dtype=torch.float32, input_dtype=None,
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match="could not be copied: TypeError: cannot copy; name a function"):
         workload.capture(1, HERE)

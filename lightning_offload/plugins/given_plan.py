@@ -1,0 +1,96 @@
+"""A plan that the user gives: with the step that it was made for it is in force from the first training step on.
+
+The command line writes a plan and the step beside it, captured on FakeTensors. Steps follow it as far as what it
+decides about is there (:mod:`~lightning_offload.runtime.given`). Where one does not, one line says where, and from the
+next step on steps are recorded and planned as without it. Where what is on the device leaves it no room, the captured
+step is planned anew within the budget. Without its step a plan waits for the first recording, and is taken if it is
+for that.
+
+It is for one kind of step: for the shapes of the first one that followed it to its end.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.resizing import Shapes
+from lightning_offload.plugins.settings import Settings
+
+_log = logging.getLogger(__name__)
+_MOST_TRIES = 3  # kinds of step that did not follow it, before it is given up
+
+
+class GivenPlan:
+    """Gives kinds of step the plan that the user gave.
+
+    Args:
+        settings: What the user asked for.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._plan, self._step = settings.plan, settings.plan_step
+        self._name = "plan=" if settings.plan_name is None else f"plan {settings.plan_name!r}"
+        self._num_left = 0
+        self._shapes: Shapes | None = None
+        self._has_told = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is one that kinds of step may still be given."""
+        return self._plan is not None and self._num_left < _MOST_TRIES
+
+    def offer(self, kind: PlanEntry) -> None:
+        """Give it to a kind of step that is about to begin, if nothing is known of that."""
+        if self._plan is None or self._step is None or not self.is_given:
+            return
+        is_new = kind.phase == "recording" and kind.graph is None and not kind.has_left_given
+        if is_new and self._shapes in (None, kind.given):
+            kind.take_given(self._plan, self._step)
+
+    def offer_recorded(self, kind: PlanEntry) -> None:
+        """Give it to a kind of step that was recorded, where it is for that and came without a step of its own."""
+        plan, graph = self._plan, kind.graph
+        if plan is None or self._step is not None or graph is None or not self.is_given:
+            return
+        if kind.phase != "verifying" or kind.given_plan is not None or kind.has_left_given:
+            return
+        if plan.graph_digest == graph.digest():
+            kind.given_plan = plan
+            return
+        kind.has_left_given = True
+        self._num_left += 1
+        self._tell(
+            f"is for another step than the recorded one (graph {plan.graph_digest}, here {graph.digest()}), and came "
+            "without its step, which `plan --output` writes beside it"
+        )
+
+    def note(self, kind: PlanEntry, how: str) -> None:
+        """A step has ended under it.
+
+        Args:
+            kind: The kind of step.
+            how: How it left the plan; "" where it did not.
+        """
+        if not how:
+            self._shapes = kind.given
+            return
+        kind.leave_given()
+        self._num_left += 1
+        self._tell(f"does not match the training step: {how}")
+
+    def refuse(self, kind: PlanEntry, why: str) -> None:
+        """It cannot be carried out, or not within the budget.
+
+        Args:
+            kind: The kind of step.
+            why: What is wrong.
+        """
+        kind.leave_given()
+        self._num_left = _MOST_TRIES
+        self._tell(f"is not used: {why}")
+
+    def _tell(self, what: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            _log.warning("%s %s; the step is recorded and planned here instead", self._name, what)
