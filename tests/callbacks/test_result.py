@@ -160,7 +160,7 @@ def test_without_matplotlib_there_is_one_warning_and_the_page(tmp_path: Path, mo
     """The picture is an extra; the training goes on without it."""
     pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(UnsupportedError, match="pip install matplotlib"):
+    with pytest.raises(UnsupportedError, match=r"pip install 'lightning-offload\[plots\]'"):
         save_tuning_png(tmp_path / "batch.png", curve_of(RESULT))
     with pytest.warns(UserWarning, match="no PNG plot") as caught:
         save_plots(RESULT, tmp_path / "plots", "lightning.pytorch")
