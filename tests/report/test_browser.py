@@ -31,7 +31,7 @@ def visit(page: Path, profile: Path, *options: str) -> tuple[str, list[str]]:
             "--enable-logging=stderr", "--virtual-time-budget=20000", "--window-size=1200,900", *options,
             "--dump-dom", page.as_uri(),
         ],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -129,7 +129,7 @@ def test_nothing_is_cut_off_at_the_side(width: int, tmp_path: Path) -> None:
     text, ready = path.read_text(encoding="utf-8"), 'root.dataset.ready = "true";'
     path.write_text(text.replace(ready, ready + OVERFLOW), encoding="utf-8")
     frame.write_text(FRAME.format(page=path.as_uri(), width=width), encoding="utf-8")  # windows have a least width
-    dom, console = visit(frame, tmp_path / "profile", "--window-size=1500,1000")
+    dom, console = visit(frame, tmp_path / "profile", "--window-size=1500,1000", "--hide-scrollbars")
     assert console == []
     (encoded,) = re.findall(r'data-found="([^"]*)"', dom)
     assert json.loads(base64.b64decode(encoded)) == {"screen": width, "page": width, "tables": "", "labels": ""}
