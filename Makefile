@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(ENVIRONMENT) ## train a ResNet-50 on digits, plain and within a budget, and compare
+demo: $(ENVIRONMENT) ## train a ResNet-50 on digits, plain and within a budget, and compare (lightning-offload demo)
 	$(PY) -m examples.demo
 
 test: $(ENVIRONMENT) ## run the tests (those that need a GPU are skipped without one)

@@ -1,11 +1,6 @@
 """The method of every comparison of step times: interleaved pairs and the median of their ratios.
 
-Times on a shared machine drift by more than the differences of interest. Two steps that follow each other
-see nearly the same machine, so each pair gives one ratio; which of the two goes first alternates. The median
-ratio comes with a 95% bootstrap interval (percentile method, fixed seed).
-
-Known shortfall: neighbouring pairs are not independent when the machine drifts slowly, so the interval is
-somewhat too narrow.
+What a pair is, and how far the median of ratios can be trusted, is the demo's: `lightning_offload.demo.pairs`.
 """
 
 from __future__ import annotations
@@ -13,39 +8,13 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy import stats
 
+from lightning_offload.demo.pairs import PairedTimes, Ratio, ratio_of
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairedTimes:
-    """Seconds of the steps of each pair.
-
-    Attributes:
-        plain_seconds: Times of the plain step.
-        other_seconds: Times of the step it is compared with, in the same order.
-    """
-
-    plain_seconds: tuple[float, ...]
-    other_seconds: tuple[float, ...]
-
-    @property
-    def ratios(self) -> list[float]:
-        """Other over plain, pair by pair."""
-        pairs = zip(self.other_seconds, self.plain_seconds, strict=True)
-        return [other / plain for other, plain in pairs]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
-    """A median ratio and its 95% interval."""
-
-    median: float
-    low: float
-    high: float
+__all__ = ["PairedTimes", "Ratio", "quartiles", "ratio_of", "synchronize", "time_pairs", "time_rounds"]
 
 
 def time_pairs(
@@ -120,14 +89,6 @@ def time_rounds(
             else:
                 seconds[name].append(clock() - start)
     return seconds
-
-
-def ratio_of(times: PairedTimes) -> Ratio:
-    """Return the median of the pairs' ratios with its 95% bootstrap interval."""
-    interval = stats.bootstrap(
-        (times.ratios,), np.median, confidence_level=0.95, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
-    return Ratio(median=float(np.median(times.ratios)), low=float(interval.low), high=float(interval.high))
 
 
 def quartiles(seconds: Sequence[float]) -> list[float]:

@@ -142,6 +142,8 @@ NAMED = {
     "capture/recorder.py": "which ops are exact again is known for CPUs and for CUDA: tensors/op_facts.py",
     "capture/spec_cache.py": "a CPU's rates depend on its threads, others' on a driver",
     "cli/links.py": "a CPU is always there",
+    "demo/state.py": "it checks on the library, and does not ask it",
+    "demo/tracker.py": "it checks on the library, and does not ask it",
     "graph/catalog.py": "data",
     "planning/links.py": "data: the kind that a spec has",
     "planning/planner.py": "data: the kind that a spec has",

@@ -45,7 +45,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def test_nothing_imports_what_it_must_not() -> None:
-    """No pickle, no network, no other programs, in no file of the package."""
+    """No pickle and no network in any file of the package, and other programs in the demo's alone."""
     found = set()
     for name, tree in sources():
         for node in ast.walk(tree):
@@ -54,11 +54,11 @@ def test_nothing_imports_what_it_must_not() -> None:
             elif isinstance(node, ast.ImportFrom):
                 found.add((name, (node.module or "").partition(".")[0]))
     assert len(found) > 500
-    assert sorted(each for each in found if each[1] in NEVER) == []
+    assert sorted(each for each in found if each[1] in NEVER) == [("demo/program.py", "subprocess")]
 
 
 def test_nothing_runs_text() -> None:
-    """Neither eval nor exec but once, and no torch.load or torch.save, nor a shell."""
+    """Neither eval nor exec but once, torch.load and torch.save in the demo alone, and no shell."""
     found = set()
     for name, tree in sources():
         for node in ast.walk(tree):
@@ -75,7 +75,11 @@ def test_nothing_runs_text() -> None:
                     "os.popen",
                 }:
                     found.add((name, called))
-    assert found == {("runtime/environment.py", "eval")}
+    assert found == {
+        ("demo/state.py", "torch.load"),
+        ("demo/state.py", "torch.save"),
+        ("runtime/environment.py", "eval"),
+    }
 
 
 def test_the_environment_that_is_read() -> None:

@@ -90,6 +90,7 @@ def code_digest() -> str:
     ):
         for path in sorted((_CHECKOUT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
+    digest.update((_CHECKOUT / "lightning_offload/demo/residual.py").read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -10,8 +10,8 @@ from typing import Any, get_args
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.report.plan_view import MeasuredStep, PlanView, PolicyOutcome
 from lightning_offload.report.rows import module_rows
-from lightning_offload.report.scale import bytes_unit, escape, format_share, seconds_unit, shorten
-from lightning_offload.report.timeline_plots import MARGIN_LEFT, Plot
+from lightning_offload.report.scale import bytes_unit, escape, format_share, label_margin, seconds_unit, shorten
+from lightning_offload.report.timeline_plots import Plot
 from lightning_offload.units import format_bytes
 
 __all__ = ["WORDS", "measured_plot", "measured_rows", "modules_plot", "policies_plot"]
@@ -42,20 +42,22 @@ def modules_plot(view: PlanView) -> Plot | None:
         }
         for action in get_args(Action)
     ]  # fmt: skip
-    height = 22 * len(rows) + 110
+    labels, short = ([shorten(row.label, length) for row in rows] for length in (32, 16))
     return {
         "data": data,
         "layout": {
-            "height": height,
+            "height": 22 * len(rows) + 110,
             "barmode": "stack",
             "bargap": 0.28,
             "hovermode": "closest",
-            "margin": {"l": 210, "r": 24, "t": 40, "b": 46},
+            "margin": {"l": label_margin(labels), "r": 24, "t": 40, "b": 46},
             "legend": _LEGEND,
             "xaxis": {"title": {"text": f"saved bytes ({unit.name})"}, "rangemode": "tozero", "fixedrange": True},
-            "yaxis": {"tickvals": places, "ticktext": [escape(shorten(row.label, 32)) for row in rows],
+            "yaxis": {"tickvals": places, "ticktext": [escape(label) for label in labels],
                       "range": [0.4, len(rows) + 0.6], "fixedrange": True, "showgrid": False, "ticklabelstandoff": 8},
         },
+        "narrow": {"margin": {"l": label_margin(short), "r": 12, "t": 40, "b": 46},
+                   "yaxis": {"ticktext": [escape(label) for label in short]}},
     }  # fmt: skip
 
 
@@ -80,48 +82,55 @@ def measured_plot(view: PlanView) -> Plot | None:
     rows = measured_rows(view)
     if all(measured is None for *_, measured in rows):
         return None
+    by_kind = {kind: [row for row in rows if row[1] == kind] for kind in ("bytes", "seconds")}
+    pixels = {kind: _ROW_PIXELS * len(chosen) for kind, chosen in by_kind.items()}
+    height = sum(pixels.values()) + _GAP_PIXELS
+    domains = {"bytes": [1 - pixels["bytes"] / height, 1.0], "seconds": [0.0, pixels["seconds"] / height]}
     data: list[dict[str, Any]] = []
     layout: dict[str, Any] = {
-        "height": 320,
+        "height": height + 40 + 46,
         "barmode": "group",
-        "bargap": 0.35,
+        "bargap": 0.3,
         "bargroupgap": 0.08,
         "hovermode": "closest",
-        "margin": {"l": MARGIN_LEFT, "r": 24, "t": 40, "b": 40},
+        "margin": {"l": label_margin(row[0] for row in rows), "r": 24, "t": 40, "b": 46},
         "legend": _LEGEND,
     }
-    for kind, suffix, domain in (("bytes", "", [0, 0.66]), ("seconds", "2", [0.76, 1])):
-        chosen = [row for row in rows if row[1] == kind]
+    for (kind, chosen), suffix, title in zip(by_kind.items(), ("", "2"), ("peak", "time"), strict=True):
         largest = max((value for row in chosen for value in row[2:] if value is not None), default=1)
         unit = bytes_unit(largest) if kind == "bytes" else seconds_unit(largest)
-        for column, name, color in ((2, "predicted", "predicted"), (3, "measured", "measured")):
+        for column, name in ((2, "predicted"), (3, "measured")):
             values = [row[column] for row in chosen]
             data.append({
-                "type": "bar", "name": name, "legendgroup": name, "showlegend": kind == "bytes",
-                "x": [row[0] for row in chosen],
-                "y": [None if not isinstance(value, int | float) else value / unit.size for value in values],
-                "xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "marker": {"color": f"var(--{color})"},
-                "hovertemplate": f"{name} %{{x}}: <b>%{{y:.3~f}} {unit.name}</b><extra></extra>",
+                "type": "bar", "orientation": "h", "name": name, "legendgroup": name, "showlegend": kind == "bytes",
+                "y": [row[0] for row in chosen],
+                "x": [None if not isinstance(value, int | float) else value / unit.size for value in values],
+                "xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "marker": {"color": f"var(--{name})"},
+                "hovertemplate": f"{name} %{{y}}: <b>%{{x:.3~f}} {unit.name}</b><extra></extra>",
             })  # fmt: skip
-        layout[f"xaxis{suffix}"] = {"domain": domain, "anchor": f"y{suffix}", "fixedrange": True, "showgrid": False}
-        title = "peak" if kind == "bytes" else "time"
-        layout[f"yaxis{suffix}"] = {"title": {"text": f"{title} ({unit.name})"}, "anchor": f"x{suffix}",
+        layout[f"xaxis{suffix}"] = {"title": {"text": f"{title} ({unit.name})"}, "anchor": f"y{suffix}",
                                     "rangemode": "tozero", "fixedrange": True}  # fmt: skip
+        layout[f"yaxis{suffix}"] = {"domain": domains[kind], "anchor": f"x{suffix}", "autorange": "reversed",
+                                    "fixedrange": True, "showgrid": False, "ticklabelstandoff": 8}  # fmt: skip
     return {"data": data, "layout": layout}
 
 
+_ROW_PIXELS, _GAP_PIXELS = 36, 64
+
+
 def policies_plot(view: PlanView) -> Plot | None:
-    """Overhead of each policy; those that are infeasible are grey and say their floor. None without a comparison."""
-    outcomes = view.comparison
-    if not outcomes:
+    """Overhead of each policy, the fastest on top; below, those that are infeasible. None without a comparison."""
+    if not view.comparison:
         return None
+    outcomes = sorted(view.comparison, key=lambda o: float("inf") if o.overhead is None else o.overhead)
+    names = [shorten(o.policy, 22) for o in outcomes]
     shares = [100 * o.overhead for o in outcomes if o.overhead is not None]
     longest = max([1.0, *shares])
     places = list(range(len(outcomes), 0, -1))
     rows = list(zip(places, outcomes, strict=True))
     bars = (
         _feasible([(y, o) for y, o in rows if o.overhead is not None], view.plan.policy),
-        _infeasible([(y, o) for y, o in rows if o.overhead is None], longest),
+        _infeasible([(y, o) for y, o in rows if o.overhead is None]),
     )
     return {
         "data": [trace for trace in bars if trace["y"]],
@@ -129,10 +138,10 @@ def policies_plot(view: PlanView) -> Plot | None:
             "height": 26 * len(outcomes) + 80,
             "barmode": "overlay",
             "hovermode": "closest",
-            "margin": {"l": 150, "r": 72, "t": 12, "b": 46},
+            "margin": {"l": label_margin(names), "r": 72, "t": 12, "b": 46},
             "xaxis": {"title": {"text": "step time beyond everything kept (%)"}, "fixedrange": True,
                       "range": [min([0.0, *shares]), 1.04 * longest]},
-            "yaxis": {"tickvals": places, "ticktext": [escape(shorten(o.policy, 22)) for o in outcomes],
+            "yaxis": {"tickvals": places, "ticktext": [escape(name) for name in names],
                       "range": [0.4, len(outcomes) + 0.6], "fixedrange": True, "showgrid": False,
                       "ticklabelstandoff": 8},
         },
@@ -162,19 +171,18 @@ def _feasible(rows: list[tuple[int, PolicyOutcome]], chosen: str) -> dict[str, A
     }
 
 
-def _infeasible(rows: list[tuple[int, PolicyOutcome]], longest: float) -> dict[str, Any]:
+def _infeasible(rows: list[tuple[int, PolicyOutcome]]) -> dict[str, Any]:
     floors = [o.floor_bytes for _, o in rows]
     return {
         **_BARS,
         "name": "infeasible",
         "y": [y for y, _ in rows],
-        "x": [longest] * len(rows),
+        "x": [0.0] * len(rows),
         "marker": {"color": "var(--grid)"},
-        "text": [f"infeasible: needs {format_bytes(floor)}" if floor is not None else "infeasible" for floor in floors],
-        "textposition": "inside",
-        "insidetextanchor": "start",
-        "constraintext": "none",
-        "textfont": {"color": "var(--muted)", "size": 12},
+        "text": [f" needs {format_bytes(floor)}" if floor is not None else " infeasible" for floor in floors],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "textfont": {"color": "var(--muted)"},
         "hovertext": [_outcome(o) for _, o in rows],
     }
 

@@ -3,6 +3,7 @@
   const plots = JSON.parse(document.getElementById("plots").textContent);
   const root = document.documentElement;
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const narrow = window.matchMedia("(max-width: 640px)"); // as in the style sheet
   const overTime = ["memory", "lanes"];
   const config = {
     responsive: true,
@@ -11,7 +12,7 @@
   };
   const configOverTime = {
     ...config,
-    displayModeBar: root.clientWidth > 640 ? "hover" : false,
+    displayModeBar: narrow.matches ? false : "hover",
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]], // the buttons there are: none sends data away
   };
 
@@ -54,12 +55,21 @@
     return result;
   };
 
+  // A layout with what it has otherwise on a narrow screen, key by key.
+  const fitted = (plot) => {
+    const layout = structuredClone(plot.layout);
+    for (const [key, value] of Object.entries((narrow.matches && plot.narrow) || {})) {
+      layout[key] = typeof value === "object" ? { ...layout[key], ...value } : value;
+    }
+    return layout;
+  };
+
   const draw = () => {
     const style = getComputedStyle(root);
     return Promise.all(Object.entries(plots).map(([name, plot]) => {
       const place = document.getElementById(`plot-${name}`);
-      const layout = themed(painted(plot.layout, style), style);
-      if (name === "lanes") layout.showlegend = root.clientWidth > 640; // it would cover the lanes
+      const layout = themed(painted(fitted(plot), style), style);
+      place.style.height = `${layout.height}px`;
       if (overTime.includes(name) && place.layout) layout.xaxis.range = place.layout.xaxis.range.slice();
       return Plotly.react(place, painted(plot.data, style), layout, overTime.includes(name) ? configOverTime : config);
     }));
@@ -88,6 +98,7 @@
     draw();
   });
   dark.addEventListener("change", draw);
+  narrow.addEventListener("change", draw);
 
   draw().then(() => {
     link("memory", "lanes");

@@ -85,7 +85,7 @@ def _body(view: PlanView, drawn: dict[str, Plot]) -> str:
     if "policies" in drawn:
         sections.append(section(
             "Policies",
-            "How much longer the step gets under each policy within the same budget. Grey ones cannot meet it.",
+            "How much longer the step gets under each policy within the budget; last, those that need more.",
             _place(view, "policies", drawn),
         ))  # fmt: skip
     if "modules" in drawn:

@@ -137,12 +137,12 @@ def storages_table(view: PlanView) -> str:
         what, how = in_words(stored)
         rows.append([
             _number(format_bytes(stored.num_bytes)),
-            f'<td class="name"><code>{escape(stored.module or "(no module)")}</code></td>',
-            f'<td class="name"><code>{escape(stored.op or "(input)")}</code></td>',
+            f'<td class="name" data-label="saved by"><code>{escape(stored.module or "(no module)")}</code></td>',
+            f'<td class="name" data-label="made by"><code>{escape(stored.op or "(input)")}</code></td>',
             f'<td class="short"><span class="dot {stored.action}"></span>{escape(what)}</td>',
             _cell(how),
         ])  # fmt: skip
-    return _table(("size", "saved by", "made by", "decision", "how"), {0}, rows)
+    return _table(("size", "saved by", "made by", "decision", "how"), {0}, rows, stacks=True)
 
 
 def in_words(stored: Stored) -> tuple[str, str]:
@@ -157,12 +157,14 @@ def in_words(stored: Stored) -> tuple[str, str]:
     return f"swapped to {decision.tier}", f"released {release}, brought back {back}"
 
 
-def _table(header: Iterable[str], right: set[int], rows: Iterable[list[str]]) -> str:
+def _table(header: Iterable[str], right: set[int], rows: Iterable[list[str]], *, stacks: bool = False) -> str:
+    """A table; one that stacks has the cells of a row below each other on a narrow screen."""
     cells = "".join(
         f'<th scope="col"{" class=number" if i in right else ""}>{escape(name)}</th>' for i, name in enumerate(header)
     )
     body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    name = ' class="stacks"' if stacks else ""
+    return f'<div class="scroll"><table{name}><thead><tr>{cells}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
 def _cell(text: str) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import html
+from collections.abc import Iterable
 
 from lightning_offload.units import format_bytes, format_seconds
 
-__all__ = ["Unit", "bytes_unit", "escape", "format_share", "or_dash", "seconds_unit", "shorten"]
+__all__ = ["Unit", "bytes_unit", "escape", "format_share", "label_margin", "or_dash", "seconds_unit", "shorten"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +57,15 @@ def or_dash(value: float | None, kind: str) -> str:
 def shorten(name: str, length: int = 34) -> str:
     """A dotted name from its end, which tells more than its beginning."""
     return name if len(name) <= length else f"…{name[1 - length :]}"
+
+
+def label_margin(labels: Iterable[str]) -> int:
+    """Pixels that the longest of an axis' labels takes beside a plot.
+
+    >>> label_margin(["compute", "disk write"])
+    84
+    """
+    return 14 + 7 * max(map(len, labels), default=0)
 
 
 def escape(text: str) -> str:

@@ -1,12 +1,13 @@
 """The plots over time: memory, and under it the lanes, on one and the same axis.
 
 A plot is a plain dict as plotly.js reads it. Colours are CSS variables such as ``var(--swap)``, which the page replaces
-by those of its theme. All names in it are the user's and are escaped.
+by those of its theme. All names in it are the user's and are escaped. What its layout has otherwise on a narrow screen
+is beside the layout, under ``narrow``. Lines that mark a level are named in the legend, where no label hides a curve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_offload.planning.trace import Lane, Span, StepTrace
@@ -15,7 +16,7 @@ from lightning_offload.report.scale import Unit, bytes_unit, escape, seconds_uni
 from lightning_offload.report.thinning import OpGroup, merge_spans, thin_curve
 from lightning_offload.units import format_bytes, format_seconds
 
-__all__ = ["Plot", "lanes_plot", "memory_plot", "step_axis"]
+__all__ = ["NARROW_MARGINS", "Plot", "lanes_plot", "level_line", "memory_plot", "step_axis"]
 
 Plot = dict[str, Any]
 
@@ -23,6 +24,7 @@ NUM_BINS = 500
 """Time is cut into so many; more can hardly be told apart on a screen, and make the page heavy."""
 
 MARGIN_LEFT, MARGIN_RIGHT = 84, 24
+NARROW_MARGINS = {"l": 70, "r": 12}
 
 
 def step_axis(view: PlanView) -> tuple[Unit, list[float]]:
@@ -43,10 +45,7 @@ def memory_plot(view: PlanView) -> Plot:
     shown = budget is not None and budget <= 1.4 * peak
     top = max(peak, budget if shown and budget is not None else 0)
     unit = bytes_unit(top)
-    shapes, notes = [*_boundary(view, time)], _phase_notes(view, time)
-    for line in _levels(view, unit, shown, top):
-        shapes.append(line["shape"])
-        notes.append(line["note"])
+    notes = _phase_notes(view, time)
     if budget is not None and not shown:
         notes.append({**_NOTE, "x": 1, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top",
                       "text": f"budget {format_bytes(budget)}: far above"})  # fmt: skip
@@ -54,12 +53,13 @@ def memory_plot(view: PlanView) -> Plot:
         "data": [
             _curve(view, view.plain, "everything kept", time, unit, color="plain", dash="dot"),
             _curve(view, view.planned, "under the plan", time, unit, color="compute", fill=True),
+            *_levels(view, unit, shown, extent),
         ],
         "layout": {
-            "height": 380,
+            "height": 396,
             "hovermode": "x",
             "hoverdistance": -1,
-            "margin": {"l": MARGIN_LEFT, "r": MARGIN_RIGHT, "t": 40, "b": 28},
+            "margin": {"l": MARGIN_LEFT, "r": MARGIN_RIGHT, "t": 56, "b": 28},  # buttons, and below them the legend
             "legend": _LEGEND,
             "xaxis": {**_time_axis(time, extent), "title": None},
             "yaxis": {
@@ -67,9 +67,10 @@ def memory_plot(view: PlanView) -> Plot:
                 "range": [0, 1.12 * top / unit.size],
                 "fixedrange": True,
             },
-            "shapes": shapes,
+            "shapes": _boundary(view, time),
             "annotations": notes,
         },
+        "narrow": {"height": 420, "margin": {**NARROW_MARGINS, "t": 84, "b": 28}},
     }
 
 
@@ -128,31 +129,35 @@ def _phase_notes(view: PlanView, time: Unit) -> list[dict[str, Any]]:
     ]
 
 
-def _levels(view: PlanView, unit: Unit, with_budget: bool, top: float) -> list[dict[str, Any]]:
-    """Horizontal lines with labels that never meet: the budget's above, the floor's below or, if low, on the left.
+def _levels(view: PlanView, unit: Unit, with_budget: bool, extent: list[float]) -> list[dict[str, Any]]:
+    """The lines of the budget, if it is within the axis, and of the floor."""
+    floor, budget = view.plan.floor_bytes, view.plan.budget_bytes
+    lines = [("budget", budget, "solid")] if with_budget and budget is not None else []
+    return [
+        level_line(f"{name} {format_bytes(size)}", size / unit.size, extent, color=name, dash=dash)
+        for name, size, dash in (*lines, ("floor", floor, "dash"))
+    ]
+
+
+def level_line(name: str, y: float, extent: Sequence[float], *, color: str, dash: str = "solid") -> dict[str, Any]:
+    """A horizontal line that the legend names.
 
     Args:
-        view: What is shown.
-        unit: Of the axis.
-        with_budget: Whether the budget is within the axis.
-        top: The largest bytes that are shown.
+        name: With its value.
+        y: Its height.
+        extent: Where it begins and where it ends.
+        color: Name of its colour on the page.
+        dash: How it is drawn.
     """
-    floor, budget = view.plan.floor_bytes, view.plan.budget_bytes
-    right = {"x": 1, "xanchor": "right"}
-    above, below = {**right, "yanchor": "bottom", "yshift": 2}, {**right, "yanchor": "top", "yshift": -2}
-    low = {**above, "x": 0, "xanchor": "left", "xshift": 6}
-    rows = [(floor, "floor", "dash", below if floor > 0.1 * top else low)]
-    if with_budget and budget is not None:
-        rows.append((budget, "budget", "solid", above))
-    return [
-        {
-            "shape": {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": size / unit.size, "y1": size / unit.size,
-                      "line": {"color": f"var(--{name})", "width": 1.5, "dash": dash}},
-            "note": {**_NOTE, **place, "y": size / unit.size, "text": f"{name} {format_bytes(size)}",
-                     "font": {"color": f"var(--{name})"}},
-        }
-        for size, name, dash, place in rows
-    ]  # fmt: skip
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": list(extent),
+        "y": [y, y],
+        "line": {"width": 1.5, "dash": dash, "color": f"var(--{color})"},
+        "hoverinfo": "skip",
+    }
 
 
 # ---- lanes
@@ -187,15 +192,15 @@ def lanes_plot(view: PlanView) -> Plot:
         blocks = [(row, block) for row, spans in bars.items() for block in merge_spans(spans, min_seconds)]
         if blocks:
             data.append(_bars(label, color, blocks, time, {row: len(order) - i for i, row in enumerate(order)}))
-    height = 34 * len(order) + 96
+    height = 34 * len(order) + 112
     return {
         "data": data,
         "layout": {
             "height": height,
             "barmode": "overlay",
             "hovermode": "closest",
-            "margin": {"l": MARGIN_LEFT, "r": MARGIN_RIGHT, "t": 34, "b": 46},
-            "legend": {**_LEGEND, "y": 1 + 8 / max(1, height - 80)},
+            "margin": {"l": MARGIN_LEFT, "r": MARGIN_RIGHT, "t": 50, "b": 46},
+            "legend": {**_LEGEND, "y": 1 + 8 / max(1, height - 96)},
             "xaxis": _time_axis(time, extent),
             "yaxis": {
                 "tickvals": list(range(len(order), 0, -1)),
@@ -208,6 +213,7 @@ def lanes_plot(view: PlanView) -> Plot:
             },
             "shapes": _boundary(view, time),
         },
+        "narrow": {"height": height + 20 * len(data), "margin": {**NARROW_MARGINS, "t": 34 + 20 * len(data), "b": 46}},
     }
 
 

@@ -30,7 +30,7 @@ def save_tuning_png(path: str | os.PathLike[str], curve: TuningCurve) -> None:
         # its Agg canvas is a figure's own, so no window system is asked
         figure_module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise UnsupportedError("a PNG of the trials needs matplotlib: pip install matplotlib") from error
+        raise UnsupportedError("a PNG of trials needs matplotlib: pip install 'lightning-offload[plots]'") from error
     figure = figure_module.Figure(figsize=(8, 7), layout="constrained")
     unit = bytes_unit(max([p.peak_bytes or 0 for p in curve.points] + [curve.budget_bytes or 0]))
     upper, lower = figure.subplots(2, 1, sharex=True)

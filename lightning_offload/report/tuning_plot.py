@@ -13,8 +13,8 @@ from typing import Any
 from lightning_offload._version import __version__
 from lightning_offload.report.files import check_path, write_text
 from lightning_offload.report.html import make_page, plot_place, plotly_script, section, table
-from lightning_offload.report.scale import Unit, bytes_unit
-from lightning_offload.report.timeline_plots import MARGIN_LEFT, Plot
+from lightning_offload.report.scale import bytes_unit
+from lightning_offload.report.timeline_plots import MARGIN_LEFT, NARROW_MARGINS, Plot, level_line
 from lightning_offload.units import format_bytes
 
 __all__ = ["PlotMark", "Simulated", "TuningCurve", "TuningPoint", "marks_of", "save_tuning_html", "tuning_plots"]
@@ -183,8 +183,8 @@ def tuning_plots(curve: TuningCurve) -> dict[str, Plot]:
         _trace(curve, is_predicted=False, value="peak_bytes", size=unit.size, suffix=unit.name),
     ]
     return {
-        "lanes": {"data": speed, "layout": _layout(curve, "samples per second")},
-        "memory": {"data": peak, "layout": _layout(curve, f"peak ({unit.name})", budget=unit)},
+        "lanes": _plot(curve, speed, "samples per second", "samples_per_second", 1.0),
+        "memory": _plot(curve, peak, f"peak ({unit.name})", "peak_bytes", unit.size, curve.budget_bytes),
     }
 
 
@@ -208,40 +208,37 @@ def _trace(curve: TuningCurve, *, is_predicted: bool, value: str, size: float, s
     }
 
 
-def _layout(curve: TuningCurve, title: str, budget: Unit | None = None) -> dict[str, Any]:
+def _plot(
+    curve: TuningCurve, data: list[dict[str, Any]], title: str, value: str, size: float, budget_bytes: int | None = None
+) -> Plot:
+    """The traces with the lines that mark sizes and the budget, all of which the legend names."""
     marks = marks_of(curve)
     sizes = [p.batch_size for p in curve.points] + [mark.batch_size for mark in marks]
     low, high = min(sizes), max(sizes)
-    shapes = [
-        {"type": "line", "x0": mark.batch_size, "x1": mark.batch_size, "yref": "paper", "y0": 0, "y1": 1,
+    top = 1.06 * max([getattr(p, value) or 0 for p in curve.points] + [budget_bytes or 0]) / size or 1.0
+    lines = [
+        {"type": "scatter", "mode": "lines", "name": f"{mark.text}: {mark.batch_size}", "hoverinfo": "skip",
+         "x": [mark.batch_size] * 2, "y": [0, top],
          "line": {"color": f"var(--{mark.color})", "width": 1.5, "dash": mark.dash}}
         for mark in marks
     ]  # fmt: skip
-    notes = [
-        {"x": math.log10(mark.batch_size), "y": 1 - 0.07 * row, "yref": "paper", "yanchor": "top", "showarrow": False,
-         "xanchor": "right" if mark.batch_size > math.sqrt(low * high) else "left",
-         "text": f" {mark.text}: {mark.batch_size} ", "font": {"size": 12, "color": f"var(--{mark.color})"}}
-        for row, mark in enumerate(marks)
-    ]  # fmt: skip
-    if budget is not None and curve.budget_bytes is not None:
-        y = curve.budget_bytes / budget.size
-        shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y,
-                       "line": {"color": "var(--budget)", "width": 1}})  # fmt: skip
-        notes.append({"xref": "paper", "x": 0, "y": y, "xanchor": "left", "yanchor": "bottom", "showarrow": False,
-                      "text": f"budget {format_bytes(curve.budget_bytes)}", "font": {"size": 12}})  # fmt: skip
+    if budget_bytes is not None:
+        name = f"budget {format_bytes(budget_bytes)}"
+        lines.append(level_line(name, budget_bytes / size, (low, high), color="budget"))
     margin = 0.04 * max(0.3, math.log10(high / low))
-    return {
-        "height": 340,
+    layout = {
+        "height": 360,
         "hovermode": "closest",
-        "margin": {"l": MARGIN_LEFT, "r": 24, "t": 36, "b": 46},
+        "margin": {"l": MARGIN_LEFT, "r": 24, "t": 56, "b": 46},
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "shapes": shapes,
-        "annotations": notes,
         "xaxis": {"title": {"text": "batch size of one rank"}, "type": "log", "tickvals": _ticks(low, high),
                   "ticktext": [str(tick) for tick in _ticks(low, high)],
                   "range": [math.log10(low) - margin, math.log10(high) + margin]},
-        "yaxis": {"title": {"text": title}, "rangemode": "tozero", "fixedrange": True},
+        "yaxis": {"title": {"text": title}, "range": [0, top], "fixedrange": True},
     }  # fmt: skip
+    top_pixels = 30 + 20 * (len(data) + len(lines))
+    narrow = {"height": 300 + top_pixels, "margin": {**NARROW_MARGINS, "t": top_pixels, "b": 46}}
+    return {"data": [*lines, *data], "layout": layout, "narrow": narrow}
 
 
 def _ticks(low: int, high: int) -> list[int]:

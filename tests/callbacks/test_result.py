@@ -123,16 +123,18 @@ def test_the_table_has_one_row_for_a_size() -> None:
 def test_the_plots_hold_the_figures_and_the_marks() -> None:
     """Measured and predicted values stand at their sizes; three sizes are marked in both."""
     plots = tuning_plots(curve_of(RESULT))
-    predicted, measured = plots["lanes"]["data"]
+    *_, predicted, measured = plots["lanes"]["data"]
     assert (measured["x"], measured["y"]) == ([32, 64], [640.0, 650.0])
     assert (predicted["x"], predicted["y"]) == ([32], [600.0])
-    predicted, measured = plots["memory"]["data"]
+    *_, predicted, measured = plots["memory"]["data"]
     assert (measured["x"], measured["y"]) == ([32, 64], [3.0, 6.0])
     for plot in plots.values():
-        texts = [note["text"].strip() for note in plot["layout"]["annotations"]]
-        assert texts[:3] == ["chosen: 32", "largest with plan: 100", "largest without plan: 40"]
-        assert [shape["x0"] for shape in plot["layout"]["shapes"][:3]] == [32, 100, 40]
-    assert "budget 8.0 GiB" in plots["memory"]["layout"]["annotations"][3]["text"]
+        marks = plot["data"][:3]
+        assert [mark["name"] for mark in marks] == ["chosen: 32", "largest with plan: 100", "largest without plan: 40"]
+        assert [mark["x"] for mark in marks] == [[32, 32], [100, 100], [40, 40]]
+        assert all(mark["y"] == plot["layout"]["yaxis"]["range"] for mark in marks)
+    budget = plots["memory"]["data"][3]
+    assert (budget["name"], budget["y"]) == ("budget 8.0 GiB", [8.0, 8.0])
 
 
 def test_the_page_is_complete(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_without_matplotlib_there_is_one_warning_and_the_page(tmp_path: Path, mo
     """The picture is an extra; the training goes on without it."""
     pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(UnsupportedError, match="pip install matplotlib"):
+    with pytest.raises(UnsupportedError, match=r"pip install 'lightning-offload\[plots\]'"):
         save_tuning_png(tmp_path / "batch.png", curve_of(RESULT))
     with pytest.warns(UserWarning, match="no PNG plot") as caught:
         save_plots(RESULT, tmp_path / "plots", "lightning.pytorch")

@@ -17,6 +17,7 @@ from tests.cli.running import output_of, refused
 from tests.test_lean_import import run_python
 
 COMMANDS = {
+    "demo": ["--output", "--json"],
     "plan": ["--input", "--batch-size", "--budget", "--device", "--dtype", "--report", "--trace", "--json"],
     "max-batch": ["--limit", "--tolerance", "--only-max", "--json"],
     "compare": ["--budget", "--json"],

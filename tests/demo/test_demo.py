@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from examples.demo import __main__ as demo
-from examples.demo import training
-from examples.demo.__main__ import main
-from examples.demo.state import save_state
-from examples.demo.training import DemoConfig, quiet_lightning, train
+from lightning_offload.demo import measurement
+from lightning_offload.demo import program as demo
+from lightning_offload.demo.program import main
+from lightning_offload.demo.state import save_state
+from lightning_offload.demo.training import DemoConfig, quiet_lightning, train
 
-SMALL = DemoConfig(batch_size=8, image_size=32, width=8, num_steps=8)
+SMALL = DemoConfig(batch_size=8, image_size=32, width=8, num_steps=8, num_pairs=3)
 
 
 def test_demo_is_identical_and_in_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -28,7 +29,11 @@ def test_demo_is_identical_and_in_budget(tmp_path: Path, capsys: pytest.CaptureF
     assert summary["floor_bytes"] < summary["budget_bytes"] < summary["plain_peak_bytes"]
     assert summary["measured_peak_bytes"] <= summary["budget_bytes"]
     assert summary["swapped_bytes"] + summary["recomputed_bytes"] > 0
+    assert summary["num_pairs"] == 3
+    assert 0 < summary["step_ratio_low"] <= summary["step_ratio"] <= summary["step_ratio_high"]
     assert "BatchNorm statistics" in output.out
+    assert "step time, 3 pairs in turns" in output.out
+    assert {path.name for path in tmp_path.iterdir()} >= {"plain.pt", "within_budget.pt", "summary.json"}
 
 
 def test_difference_fails_with_one_clear_error(
@@ -42,7 +47,7 @@ def test_difference_fails_with_one_clear_error(
                 next(module.parameters()).view(torch.uint8).reshape(-1)[0] ^= 1
         save_state(path, losses, module, optimizer)
 
-    monkeypatch.setattr(training, "save_state", save_with_a_flipped_bit)
+    monkeypatch.setattr(measurement, "save_state", save_with_a_flipped_bit)
     assert main(SMALL, tmp_path) == 1
     assert json.loads((tmp_path / "summary.json").read_text())["identical"] is False
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -65,6 +70,43 @@ def test_failure_leaves_no_old_summary(
     assert "demo failed: no" in capsys.readouterr().err
 
 
+def test_without_a_folder_nothing_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The saved states go to a temporary folder, which goes too, also where the demo fails."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    seen: list[Path] = []
+
+    def refuse(*_: object, state_path: Path, **__: object) -> None:
+        seen.append(state_path)
+        assert state_path.parent.is_dir()
+        raise demo.DemoError("no")
+
+    monkeypatch.setattr(demo, "train", refuse)
+    assert main(SMALL) == 1
+    assert seen[0].parent.parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It is named, before anything runs."""
+    (tmp_path / "file").write_text("")
+    assert main(SMALL, tmp_path / "file") == 1
+    assert "file' cannot be used: File exists; name another one" in capsys.readouterr().err
+
+
+def test_without_scikit_learn_the_error_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Before anything runs or is shown."""
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(SMALL) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "pip install 'lightning-offload[demo]'" in err
+
+
 def test_other_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The demo does not run on a network that is no ResNet-50."""
     monkeypatch.setattr(demo, "resnet50", lambda: nn.Linear(6, 1))
@@ -73,13 +115,13 @@ def test_other_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_plain_runs_repeat_and_measure(tmp_path: Path):
-    """Two plain runs give the same bits; tracked steps give a peak, the others a time, and every step counts."""
+    """Two plain runs give the same bits; tracked steps give a peak, no step is timed, and every step counts."""
     ticks: list[None] = []
     with quiet_lightning():
         first = train(SMALL, None, lambda: ticks.append(None), state_path=tmp_path / "a.pt")
         train(SMALL, None, lambda: None, state_path=tmp_path / "b.pt")
     assert len(ticks) == SMALL.num_steps
     assert first.peak_bytes > 0
-    assert first.step_seconds > 0
+    assert first.times is None
     assert first.report is None
     assert demo.compare_in_process(tmp_path / "a.pt", tmp_path / "b.pt")["identical"] is True

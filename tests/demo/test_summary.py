@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.demo.summary import DemoSummary, result_table
+from lightning_offload.demo.summary import DemoSummary, result_table
 
 MIB = 1 << 20
 GOOD = DemoSummary(
@@ -21,8 +21,12 @@ GOOD = DemoSummary(
     measured_peak_bytes=149 * MIB,
     predicted_peak_bytes=148 * MIB,
     floor_bytes=100 * MIB,
+    num_pairs=8,
     plain_step_seconds=0.5,
     step_seconds=0.55,
+    step_ratio=1.11,
+    step_ratio_low=1.04,
+    step_ratio_high=1.23,
     kept_bytes=10 * MIB,
     swapped_bytes=20 * MIB,
     recomputed_bytes=30 * MIB,
@@ -42,8 +46,12 @@ def test_file_holds_the_documented_keys(tmp_path: Path):
         "measured_peak_bytes",
         "predicted_peak_bytes",
         "floor_bytes",
+        "num_pairs",
         "plain_step_seconds",
         "step_seconds",
+        "step_ratio",
+        "step_ratio_low",
+        "step_ratio_high",
         "kept_bytes",
         "swapped_bytes",
         "recomputed_bytes",
@@ -68,10 +76,19 @@ def test_each_failure_is_named(change: dict[str, int], problem: str):
 
 
 def test_table_shows_figures_and_verdict():
-    """Budget, both peaks, both times and the verdict of each part can be read."""
+    """Budget, both peaks, both times, how far to trust them and the verdict of each part can be read."""
     output = io.StringIO()
-    Console(file=output, width=100).print(result_table(GOOD, {"losses": True, "statistics": False}, "a title"))
+    Console(file=output, width=80).print(result_table(GOOD, {"losses": True, "statistics": False}, "a title"))
     text = output.getvalue()
-    for expected in ("a title", "150.0 MiB", "149.0 MiB (74%)", "200.0 MiB", "550.0 ms (1.10x)", "20.0 MiB"):
+    for expected in (
+        "a title",
+        "150.0 MiB",
+        "149.0 MiB (74%)",
+        "200.0 MiB",
+        "550.0 ms (1.11x)",
+        "20.0 MiB",
+        "8 pairs",
+        "1.04x to 1.23x",
+    ):
         assert expected in text
     assert [line.split()[-2] for line in text.splitlines() if "statistics" in line] == ["different"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import shutil
 import subprocess
@@ -29,7 +31,7 @@ def visit(page: Path, profile: Path, *options: str) -> tuple[str, list[str]]:
             "--enable-logging=stderr", "--virtual-time-budget=20000", "--window-size=1200,900", *options,
             "--dump-dom", page.as_uri(),
         ],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -93,6 +95,44 @@ def test_plots_over_time_zoom_together(page: Path, tmp_path: Path, from_: str, t
     found = dict(re.findall(r'data-(before|zoomed|after)="([^"]*)"', dom))
     assert found["zoomed"] == "2-4"
     assert found["before"] == found["after"] != "2-4"
+
+
+OVERFLOW = """
+    const wide = (part) => part.getBoundingClientRect().right > root.clientWidth + 0.5;
+    const cut = (part) => {
+      const [inner, outer] = [part, part.closest(".plot")].map((each) => each.getBoundingClientRect());
+      return inner.left < outer.left - 0.5 || inner.right > outer.right + 0.5;
+    };
+    const found = (parts, is) => [...parts].filter(is).map((part) => part.textContent.slice(0, 30)).join("|");
+    const data = {
+      screen: root.clientWidth, page: root.scrollWidth, tables: found(document.querySelectorAll("td, dd"), wide),
+      labels: found(document.querySelectorAll(".plot text"), cut),
+    };
+    parent.postMessage(JSON.stringify(data), "*");
+"""
+FRAME = """<iframe src="{page}" style="border:0;width:{width}px;height:900px"></iframe>
+<script>onmessage = (message) => {{ document.documentElement.dataset.found = btoa(message.data); }}</script>"""
+
+
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_nothing_is_cut_off_at_the_side(width: int, tmp_path: Path) -> None:
+    """From a phone's width up: neither page nor tables are wider than the screen, nor labels than their plot."""
+    modules = [f"transformer.layers.{i}.self_attention.projection" for i in range(9)]
+    graph = net(*modules)
+    outcomes = [
+        PolicyOutcome(policy="checkpoint-sqrt", step_seconds=53.0, plain_step_seconds=18.0, peak_bytes=500),
+        PolicyOutcome(policy="superneurons", floor_bytes=123_456_789_012),
+    ]
+    plan = plan_of(graph, {1: "swap", 3: "recompute"}, budget_bytes=900)
+    path, frame = tmp_path / "plan.html", tmp_path / "frame.html"
+    save_plan_html(path, graph, plan, CARD, measured=MeasuredStep(step_seconds=15.0), comparison=outcomes)
+    text, ready = path.read_text(encoding="utf-8"), 'root.dataset.ready = "true";'
+    path.write_text(text.replace(ready, ready + OVERFLOW), encoding="utf-8")
+    frame.write_text(FRAME.format(page=path.as_uri(), width=width), encoding="utf-8")  # windows have a least width
+    dom, console = visit(frame, tmp_path / "profile", "--window-size=1500,1000", "--hide-scrollbars")
+    assert console == []
+    (encoded,) = re.findall(r'data-found="([^"]*)"', dom)
+    assert json.loads(base64.b64decode(encoded)) == {"screen": width, "page": width, "tables": "", "labels": ""}
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:

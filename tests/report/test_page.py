@@ -160,7 +160,7 @@ def test_long_steps_stay_light(tmp_path: Path) -> None:
     save_plan_html(page, graph, plan, CARD)
     plots = plots_of(page)
     assert page.stat().st_size < 6_000_000
-    plain, planned = plots["memory"]["data"]
+    plain, planned, *_ = plots["memory"]["data"]
     assert len(plain["x"]) == len(plain["y"]) == len(plain["text"]) < 2100
     assert max(plain["y"]) == pytest.approx(plan.plain_peak_bytes / 2**30, abs=1e-3)
     assert max(planned["y"]) == pytest.approx(plan.predicted_peak_bytes / 2**30, abs=1e-3)

@@ -15,7 +15,7 @@ from lightning_offload.report.page_parts import in_words
 from lightning_offload.report.plan_view import PlanView, view_plan
 from lightning_offload.report.timeline_plots import lanes_plot, memory_plot
 from tests.graph.building import GraphBuilder
-from tests.report.steps import CARD, DISK, MIXED, SIX, moved, plan_of
+from tests.report.steps import CARD, DISK, MIXED, SIX, moved, net, plan_of
 
 
 def view(budget_bytes: int | None = 600, device: DeviceSpec = CARD, **options: Any) -> PlanView:
@@ -29,7 +29,7 @@ def texts(plot: dict[str, Any]) -> list[str]:
 def test_memory_is_drawn_in_steps_to_the_end() -> None:
     """Both curves in bytes over seconds, from the first tick to the end of the step, with the layer at each point."""
     shown = view()
-    plain, planned = memory_plot(shown)["data"]
+    plain, planned, *_ = memory_plot(shown)["data"]
     assert (plain["name"], planned["name"]) == ("everything kept", "under the plan")
     assert max(planned["y"]) == shown.planned.peak_bytes
     assert max(plain["y"]) == shown.plain.peak_bytes
@@ -41,14 +41,17 @@ def test_memory_is_drawn_in_steps_to_the_end() -> None:
 
 
 def test_budget_floor_and_phases_are_marked() -> None:
-    """Two horizontal lines with their sizes, and a vertical one where backward begins."""
+    """Two horizontal lines across the axis, which the legend names with their sizes, and where backward begins."""
     shown = view()
     plot = memory_plot(shown)
-    lines = {shape["line"]["color"]: shape for shape in plot["layout"]["shapes"]}
-    assert lines["var(--budget)"]["y0"] == lines["var(--budget)"]["y1"] == 600
-    assert lines["var(--floor)"]["y0"] == shown.plan.floor_bytes
-    assert lines["var(--rule)"]["x0"] == pytest.approx(shown.planned.backward_seconds)
-    assert {"budget 600 B", "forward", "backward"} <= set(texts(plot))
+    lines = {curve["name"]: curve for curve in plot["data"][2:]}
+    assert list(lines) == ["budget 600 B", f"floor {shown.plan.floor_bytes} B"]
+    assert lines["budget 600 B"]["y"] == [600, 600]
+    assert all(line["x"] == plot["layout"]["xaxis"]["range"] for line in lines.values())
+    (boundary,) = plot["layout"]["shapes"]
+    assert boundary["x0"] == pytest.approx(shown.planned.backward_seconds)
+    assert texts(plot) == ["forward", "backward"]  # above the curves, which end below the axis' top
+    assert plot["layout"]["yaxis"]["range"][1] > 1.1 * shown.plain.peak_bytes
 
 
 def test_budget_far_above_does_not_flatten_the_curve() -> None:
@@ -56,24 +59,15 @@ def test_budget_far_above_does_not_flatten_the_curve() -> None:
     plot = memory_plot(view(budget_bytes=1 << 40))
     assert "budget 1.0 TiB: far above" in texts(plot)
     assert plot["layout"]["yaxis"]["range"][1] < 2000
-    assert not [text for text in texts(memory_plot(view(budget_bytes=None))) if "budget" in text]
-
-
-def test_labels_of_budget_and_floor_never_meet() -> None:
-    """One above, one below its line; a floor so low that its label would hang below the axis has it on the left."""
-    for floor, place in ((550, ("right", "top")), (20, ("left", "bottom"))):
-        plan = dataclasses.replace(plan_of(SIX, MIXED, budget_bytes=600), floor_bytes=floor)
-        layout = memory_plot(view_plan(SIX, plan, CARD))["layout"]
-        notes = {note["text"].split()[0]: note for note in layout["annotations"]}
-        assert (notes["budget"]["xanchor"], notes["budget"]["yanchor"]) == ("right", "bottom")
-        assert (notes["floor"]["xanchor"], notes["floor"]["yanchor"]) == place
+    assert "budget" not in json.dumps(memory_plot(view(budget_bytes=None)))
 
 
 def test_lanes_share_the_time_axis_of_memory() -> None:
-    """Same range and same margins, so that they stand under one another."""
-    memory, lanes = memory_plot(view())["layout"], lanes_plot(view())["layout"]
-    assert memory["xaxis"]["range"] == lanes["xaxis"]["range"]
-    assert all(memory["margin"][side] == lanes["margin"][side] for side in "lr")
+    """Same range and same margins, so that they stand under one another, on a narrow screen too."""
+    memory, lanes = memory_plot(view()), lanes_plot(view())
+    assert memory["layout"]["xaxis"]["range"] == lanes["layout"]["xaxis"]["range"]
+    for kind in ("layout", "narrow"):
+        assert all(memory[kind]["margin"][side] == lanes[kind]["margin"][side] for side in "lr")
 
 
 def test_each_lane_in_use_has_a_row() -> None:
@@ -113,15 +107,27 @@ def test_modules_are_stacked_by_action() -> None:
     }
 
 
+def test_names_of_modules_take_the_room_that_they_need() -> None:
+    """The margin is that of the longest; on a narrow screen long ones are cut at their beginning."""
+    for module, wide, narrow in (("a.b", "a.b", "a.b"), ("m" * 40, "…" + "m" * 31, "…" + "m" * 15)):
+        graph = net(module)
+        plot = modules_plot(view_plan(graph, plan_of(graph, {}), CARD))
+        assert plot is not None
+        assert plot["layout"]["yaxis"]["ticktext"] == [wide]
+        assert plot["narrow"]["yaxis"]["ticktext"] == [narrow]
+        assert plot["layout"]["margin"]["l"] == 14 + 7 * len(wide)
+        assert plot["narrow"]["margin"]["l"] == 14 + 7 * len(narrow)
+
+
 def test_measured_bars_stand_beside_predicted_ones() -> None:
-    """Peaks on the left, times on the right, with a gap for what is not known.
+    """Peaks above, times below, with a gap for what is not known.
 
     The host's page of 4 KiB makes the unit KiB; there is no plot where nothing is measured.
     """
     shown = view(measured=MeasuredStep(step_seconds=15.0, optimizer_peak_bytes=300))
     plot = measured_plot(shown)
     assert plot is not None
-    by_name = {(bars["name"], bars["xaxis"]): dict(zip(bars["x"], bars["y"], strict=True)) for bars in plot["data"]}
+    by_name = {(bars["name"], bars["xaxis"]): dict(zip(bars["y"], bars["x"], strict=True)) for bars in plot["data"]}
     assert by_name["measured", "x"]["optimizer peak"] == 300 / 1024
     assert by_name["predicted", "x"]["optimizer peak"] is None
     assert by_name["measured", "x2"]["step time"] == 15.0
@@ -131,20 +137,22 @@ def test_measured_bars_stand_beside_predicted_ones() -> None:
     assert measured_plot(view(measured=MeasuredStep())) is None
 
 
-def test_infeasible_policies_are_grey_with_their_floor() -> None:
-    """The plan's own policy has a colour of its own."""
+def test_policies_are_sorted() -> None:
+    """The fastest on top; last, those that are infeasible, with their floor and no bar. The plan's own is marked."""
     outcomes = [
-        PolicyOutcome(policy="auto", step_seconds=13.2, plain_step_seconds=12.0, peak_bytes=500),
         PolicyOutcome(policy="keep-all", floor_bytes=2048),
         PolicyOutcome(policy="all-swap", step_seconds=24.0, plain_step_seconds=12.0, peak_bytes=400),
+        PolicyOutcome(policy="auto", step_seconds=13.2, plain_step_seconds=12.0, peak_bytes=500),
     ]
     plot = policies_plot(view(comparison=outcomes))
     assert plot is not None
     feasible, infeasible = plot["data"]
-    assert (feasible["y"], feasible["x"]) == ([3, 1], [10.0, 100.0])
+    assert plot["layout"]["yaxis"]["tickvals"] == [3, 2, 1]
+    assert plot["layout"]["yaxis"]["ticktext"] == ["auto", "all-swap", "keep-all"]
+    assert (feasible["y"], feasible["x"]) == ([3, 2], [10.0, 100.0])
     assert feasible["marker"]["color"] == ["var(--accent)", "var(--predicted)"]
-    assert (infeasible["y"], infeasible["x"]) == ([2], [100.0])
-    assert infeasible["text"] == ["infeasible: needs 2.0 KiB"]
+    assert (infeasible["y"], infeasible["x"]) == ([1], [0.0])
+    assert infeasible["text"] == [" needs 2.0 KiB"]
     assert policies_plot(view()) is None
 
 
@@ -152,7 +160,7 @@ def test_only_infeasible_policies_can_be_drawn() -> None:
     """And a policy that is infeasible for a reason other than memory."""
     plot = policies_plot(view(comparison=[PolicyOutcome(policy="x")]))
     assert plot is not None
-    assert [bars["text"] for bars in plot["data"]] == [["infeasible"]]
+    assert [bars["text"] for bars in plot["data"]] == [[" infeasible"]]
 
 
 def test_decisions_are_told_in_words() -> None:

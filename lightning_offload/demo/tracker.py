@@ -121,6 +121,9 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from _tensors(list(tree.values()))
 
 
+_cuda: Any = torch.cuda  # one of whose functions is replaced for a while
+
+
 class CudaPeak:
     """The same protocol on a CUDA device, where the allocator itself keeps the peak (workspaces included).
 
@@ -132,24 +135,24 @@ class CudaPeak:
         self.device = device
         self.peak_bytes = 0
         self.reserved_bytes = 0
-        self._reset: Callable[[Any], None] = torch.cuda.reset_peak_memory_stats
+        self._reset: Callable[[Any], None] = _cuda.reset_peak_memory_stats
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Do nothing: the allocator knows its tensors."""
 
     def __enter__(self) -> CudaPeak:
-        self._reset = torch.cuda.reset_peak_memory_stats
+        self._reset = _cuda.reset_peak_memory_stats
         self._reset(self.device)
-        torch.cuda.reset_peak_memory_stats = self._note_and_reset
+        _cuda.reset_peak_memory_stats = self._note_and_reset
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        torch.cuda.reset_peak_memory_stats = self._reset
+        _cuda.reset_peak_memory_stats = self._reset
         self._note()
 
     def _note(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self.device))
-        self.reserved_bytes = max(self.reserved_bytes, torch.cuda.max_memory_reserved(self.device))
+        self.peak_bytes = max(self.peak_bytes, _cuda.max_memory_allocated(self.device))
+        self.reserved_bytes = max(self.reserved_bytes, _cuda.max_memory_reserved(self.device))
 
     def _note_and_reset(self, device: Any = None) -> None:
         self._note()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_offload.errors import UnsupportedError
 
 NUM_CLASSES = 10
 
@@ -21,7 +22,14 @@ def load_images(image_size: int, limit: int | None = None) -> tuple[Tensor, Tens
     Returns:
         float32 images of shape (samples, 3, image_size, image_size) and int64 labels of shape (samples,), in NumPy's
         memory: on a CPU a data set among torch's tensors would count as memory of the device.
+
+    Raises:
+        UnsupportedError: scikit-learn is not installed.
     """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UnsupportedError("the digits are scikit-learn's: pip install 'lightning-offload[demo]'") from error
     digits = load_digits()
     grey = torch.as_tensor(digits.images[:limit], dtype=torch.float32).unsqueeze(1)
     labels = torch.as_tensor(digits.target[:limit], dtype=torch.int64)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from lightning_offload.units import format_bytes, format_seconds
 
@@ -23,8 +24,12 @@ class DemoSummary:
         measured_peak_bytes: Measured peak within the budget, by the demo's own tracker.
         predicted_peak_bytes: Peak that the plan promised.
         floor_bytes: Smallest feasible budget.
-        plain_step_seconds: Median step time of the plain run.
-        step_seconds: Median step time within the budget.
+        num_pairs: Pairs of steps that were timed, one plain and one within the budget, in turns.
+        plain_step_seconds: Their median step time, plain.
+        step_seconds: Their median step time within the budget.
+        step_ratio: Median of the pairs' ratios, within the budget over plain.
+        step_ratio_low: Lower end of its 95% interval.
+        step_ratio_high: Upper end of it.
         kept_bytes: Saved bytes that stay on the device.
         swapped_bytes: Saved bytes that go to the host and back.
         recomputed_bytes: Saved bytes that are dropped and computed again.
@@ -37,8 +42,12 @@ class DemoSummary:
     measured_peak_bytes: int
     predicted_peak_bytes: int
     floor_bytes: int
+    num_pairs: int
     plain_step_seconds: float
     step_seconds: float
+    step_ratio: float
+    step_ratio_low: float
+    step_ratio_high: float
     kept_bytes: int
     swapped_bytes: int
     recomputed_bytes: int
@@ -72,7 +81,6 @@ def result_table(summary: DemoSummary, verdict: dict[str, bool], title: str) -> 
     table = Table(title=title, header_style="bold")
     for column in ("", "plain", "within budget"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    ratio = summary.step_seconds / summary.plain_step_seconds
     share = summary.measured_peak_bytes / summary.plain_peak_bytes
     table.add_row("budget", "-", format_bytes(summary.budget_bytes))
     table.add_row("smallest feasible budget", "-", format_bytes(summary.floor_bytes))
@@ -83,16 +91,19 @@ def result_table(summary: DemoSummary, verdict: dict[str, bool], title: str) -> 
         f"{format_bytes(summary.measured_peak_bytes)} ({share:.0%})",
     )
     table.add_row(
-        "step time",
+        f"step time, {summary.num_pairs} pairs in turns",
         format_seconds(summary.plain_step_seconds),
-        f"{format_seconds(summary.step_seconds)} ({ratio:.2f}x)",
+        f"{format_seconds(summary.step_seconds)} ({summary.step_ratio:.2f}x)",
     )
+    spread = f"{summary.step_ratio_low:.2f}x to {summary.step_ratio_high:.2f}x"
+    table.add_row("95% interval of their median ratio", "-", spread)
     table.add_section()
     for name in ("kept", "swapped", "recomputed"):
         table.add_row(f"saved tensors {name}", "-", format_bytes(getattr(summary, f"{name}_bytes")))
     table.add_section()
     for part, same in verdict.items():
-        table.add_row(_PART_LABELS.get(part, part), "", "[green]identical" if same else "[bold red]different")
+        verdict_text = Text("identical", style="green") if same else Text("different", style="bold red")
+        table.add_row(_PART_LABELS.get(part, part), "", verdict_text)
     return table
 
 

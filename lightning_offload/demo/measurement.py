@@ -1,21 +1,22 @@
-"""The Lightning callback that measures a run: losses of all steps, live bytes of some, times of the others.
+"""The Lightning callback that measures a run: its losses, live bytes of some steps, and the state it comes to.
 
-Counting ends before the optimizer steps, since a budget is about forward and backward; the times are of whole
-steps, optimizer included. Counting slows a step down, so no step is both counted and timed.
+Counting ends before the optimizer steps, since a budget is about forward and backward. It slows a step down, so no step
+is both counted and timed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from examples.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
+from lightning_offload.demo.state import save_state
+from lightning_offload.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
 
 if TYPE_CHECKING:
     from lightning_offload.plugins.report import Report
@@ -25,36 +26,37 @@ class Measurement(L.Callback):
     """Measures the steps of one fit.
 
     Args:
-        tracked_steps: Steps, counted from 0, whose live bytes are counted; the steps after them are timed.
+        tracked_steps: Steps, counted from 0, whose live bytes are counted.
+        num_steps: Steps after which the state is saved.
+        state_path: Where losses, weights, statistics, optimizer and random state are saved then; None for nowhere.
         advance: Called after every step.
 
     Attributes:
         losses: The loss of every step.
-        seconds: The time of every timed step.
         peak_bytes: Most bytes alive in a tracked step; 0 if there was none.
         report: The memory plugin's own account, if the strategy has one.
     """
 
-    def __init__(self, tracked_steps: range, advance: Callable[[], None]) -> None:
+    def __init__(
+        self, tracked_steps: range, *, num_steps: int, state_path: Path | None, advance: Callable[[], None]
+    ) -> None:
         self.losses: list[Tensor] = []
-        self.seconds: list[float] = []
         self.peak_bytes = 0
         self.report: Report | None = None
         self._tracked_steps = tracked_steps
+        self._num_steps = num_steps
+        self._state_path = state_path
         self._advance = advance
         self._tracking = contextlib.ExitStack()
         self._tracker: LiveStorageTracker | CudaPeak | None = None
-        self._start = 0.0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start counting, or the clock."""
+        """Start counting."""
         if trainer.global_step in self._tracked_steps:
             self._tracker = self._tracking.enter_context(peak_tracker(pl_module.device))
             self._tracker.add([*persistent_tensors(trainer, pl_module), *batch])
-        _synchronize(pl_module.device)
-        self._start = time.perf_counter()
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -68,11 +70,10 @@ class Measurement(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop the clock and keep the loss."""
-        _synchronize(pl_module.device)
-        if len(self.losses) >= self._tracked_steps.stop:
-            self.seconds.append(time.perf_counter() - self._start)
+        """Keep the loss, and save the state after the last step that counts."""
         self.losses.append(outputs["loss"].detach().clone())
+        if self._state_path is not None and len(self.losses) == self._num_steps:
+            save_state(self._state_path, self.losses, pl_module, trainer.optimizers[0])
         self._advance()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -96,9 +97,3 @@ def persistent_tensors(trainer: L.Trainer, module: L.LightningModule) -> Iterato
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for queued work, so that clocks read its end."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
