@@ -1,7 +1,7 @@
 """Command line of the benchmarks: `python -m benchmarks SUITE [--json] [--quick] [--pairs N]`.
 
-`python -m benchmarks gpu` knows more: `--minutes`, `--cases`, `--fresh`, `--list`; `planner` knows `--minutes` and
-`--fresh`.
+`python -m benchmarks gpu` knows more: `--minutes`, `--cases`, `--fresh`, `--list`; `planner` and `tuner` know
+`--minutes` and `--fresh`.
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", help="torch device to measure on (default: the GPU if there is one)")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where results are read and stored")
-    gpu = parser.add_argument_group("suites gpu and planner, which go on where they stopped")
+    gpu = parser.add_argument_group("suites gpu, planner and tuner, which go on where they stopped")
     gpu.add_argument(
         "--minutes",
         type=float,
-        help="limit on the whole (default 9 for gpu, none for planner); call again to go on",
+        help="limit on the whole (default 9 for gpu, none for the others); call again to go on",
     )
     gpu.add_argument("--cases", nargs="+", default=[], metavar="NAME", help="gpu: only these, by name or pattern")
     gpu.add_argument("--fresh", action="store_true", help="measure again what was measured before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 import lightning_offload
 
+_CHECKOUT = Path(__file__).resolve().parents[1]
 _MEASURED = (":/", ":(exclude,top)benchmarks/results", ":(exclude,top)*.md")  # a run writes the others itself
 _PACKAGES = ("torch", "lightning", "transformers", "numpy", "scipy")
 
@@ -54,6 +56,19 @@ def describe(kind: str | None = None) -> dict[str, Any]:
         **({"emulated": True} if on_gpu and is_emulated() else {}),
         **({"device_memory_bytes": torch.cuda.get_device_properties(0).total_memory} if on_gpu else {}),
     }
+
+
+def digest_of(*places: str) -> str:
+    """What tells whether figures are of this very code: a digest of Python files, or of all that are in folders.
+
+    Args:
+        places: Below the checkout.
+    """
+    digest = hashlib.sha256()
+    for place in places:
+        for path in sorted((_CHECKOUT / place).rglob("*.py")) if (_CHECKOUT / place).is_dir() else [_CHECKOUT / place]:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _driver() -> str:

@@ -7,7 +7,6 @@ with `--fresh`, or where what makes plans has changed since.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
+from benchmarks.environment import digest_of
 from benchmarks.planner.cells import BEATEN, DEVICES, HEIGHTS, MODEL_NAMES, Cell, cells
 from benchmarks.planner.page import DOCUMENT, page
 from benchmarks.results import RESULTS_FOLDER, Measurements, Options, Row, error_row, result_path
@@ -29,7 +29,10 @@ from benchmarks.results import RESULTS_FOLDER, Measurements, Options, Row, error
 __all__ = ["DOCUMENT", "TITLE", "page", "run"]
 
 TITLE = "Planner"
-_CHECKOUT = Path(__file__).resolve().parents[2]
+_MAKE_PLANS = (
+    "lightning_offload/graph", "lightning_offload/planning", "lightning_offload/capture", "examples/models",
+    "lightning_offload/demo/residual.py",
+)  # fmt: skip
 _CLOSE, _NEAR, _TIGHT = 1.01, 1.03, 1.05
 _LOW = 0.2  # height from which on plans should be close to the bound
 _Pair = tuple[str, str, str, tuple[float, ...], int | None]
@@ -81,17 +84,7 @@ def run(options: Options, progress: Progress) -> Measurements:
 
 def code_digest() -> str:
     """What tells whether cells were planned by this very code: then they are what they would be now."""
-    digest = hashlib.sha256()
-    for folder in (
-        "lightning_offload/graph",
-        "lightning_offload/planning",
-        "lightning_offload/capture",
-        "examples/models",
-    ):
-        for path in sorted((_CHECKOUT / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    digest.update((_CHECKOUT / "lightning_offload/demo/residual.py").read_bytes())
-    return digest.hexdigest()[:16]
+    return digest_of(*_MAKE_PLANS)
 
 
 def _stored(path: Path, code: str, pairs: Sequence[_Pair]) -> dict[_Pair, list[Cell]]:

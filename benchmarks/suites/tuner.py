@@ -2,7 +2,11 @@
 
 Two jobs (`benchmarks.tuner.jobs`): the finder under a budget at which plain training ends at a small size, the curve
 that it had to judge, measured apart from it, and races to a training loss. Then searches on modules that sleep, whose
-curves are known. Other work on the machine makes the figures worthless: run it alone. `--quick` tries tiny models.
+curves are known, and contests, tuning included, of the finder with the configured values and with the best of a grid
+(`benchmarks.tuner.contests`). Other work on the machine makes the figures worthless: run it alone. It takes ten minutes
+and up to forty more for the contests; what is measured is stored at once, after `--minutes M` nothing further is begun,
+and the next call goes on from there. It begins anew with `--fresh`, or where the tuner's code has changed since.
+`--quick` tries tiny models.
 """
 
 from __future__ import annotations
@@ -10,16 +14,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress, TaskID
 
-from benchmarks.results import Measurements, Options, error_row
+from benchmarks import environment
+from benchmarks.results import RESULTS_FOLDER, Measurements, Options, error_row, result_path, write_result
 from benchmarks.tuner import finding, grid, pictures, racing, sleeping
+from benchmarks.tuner.contest_jobs import contests, quick_contests
+from benchmarks.tuner.contest_rows import contest_rows
+from benchmarks.tuner.contests import Contest, Run, num_runs, runs_left
 from benchmarks.tuner.jobs import Job, jobs, quick_jobs
 from benchmarks.tuner.judging import MUCH_SMALLER
 from benchmarks.tuner.page import DOCUMENT, page
@@ -55,45 +67,146 @@ _FULL = _Effort(num_rounds=6, num_steps=2, seeds=(0, 1, 2), num_searches=10)
 _QUICK = _Effort(num_rounds=2, num_steps=1, seeds=(0,), num_searches=1)
 
 
+_MEASURES = (
+    "lightning_offload/tuning",
+    "lightning_offload/callbacks",
+    "benchmarks/tuner",
+    "benchmarks/suites/tuner.py",
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """What is measured so far.
+
+    Attributes:
+        effort: How much is done.
+        code: Digest of the code that measures.
+        contests: All of them.
+        path: Where it is stored after each measurement; None for nowhere.
+        described: The machine and the versions.
+        records: Of the jobs.
+        outcomes: Of sleeping modules.
+        runs: Of the contests.
+        failures: Why what could not be measured was not, by name.
+        load_average: When the first measurement began.
+    """
+
+    effort: _Effort
+    code: str
+    contests: tuple[Contest, ...]
+    path: Path | None
+    described: dict[str, Any]
+    records: list[Record] = field(default_factory=list)
+    outcomes: list[sleeping.Outcome] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    load_average: float | None = None
+
+    def load(self) -> None:
+        """Take over what the file holds, if it was measured by the same code."""
+        if self.path is None or not self.path.exists():
+            return
+        config = json.loads(self.path.read_text(encoding="utf-8"))["config"]
+        if config.get("code") != self.code:
+            return
+        self.records = [Record.decoded(data) for data in config["jobs"]]
+        self.outcomes = [sleeping.Outcome(**data) for data in config["sleeping"]]
+        self.runs = [Run(**data) for data in config["contest_runs"]]
+        self.load_average = config["load_average"]
+
+    def keep(self) -> None:
+        """Store what there is."""
+        if self.path is not None:
+            write_result(self.path, "tuner", "cpu", self.measured(), self.described)
+
+    def measured(self) -> Measurements:
+        """All of it, as a suite returns it."""
+        configs = [{"key": contest.job.key, **contest.config()} for contest in self.contests]
+        return Measurements(
+            rows=[
+                *(row for record in self.records for row in job_rows(record)),
+                *(sleeping_rows(self.outcomes) if self.outcomes else ()),
+                *contest_rows(self.runs, configs),
+                *map(error_row, self.failures),
+            ],
+            config={
+                "jobs": [record.encoded() for record in self.records],
+                "sleeping": [outcome.encoded() for outcome in self.outcomes],
+                "contests": configs,
+                "contest_runs": [run.encoded() for run in self.runs],
+                "load_average": self.load_average,
+                "code": self.code,
+            },
+            repeats=self.effort.num_rounds * self.effort.num_steps,
+            spread={record.title: spread_of(record) for record in self.records},
+            notes={**self.failures, **_errors_of(self.outcomes)},
+        )
+
+
 def run(options: Options, progress: Progress) -> Measurements:
-    """Measure all; a job that fails gives an error row and a note, and the others go on.
+    """Measure all, or go on where the last run stopped; a job that fails gives an error row and a note.
 
     Raises:
         ValueError: Another device than the CPU is meant.
     """
     if options.device not in (None, "cpu") or (options.device is None and torch.cuda.is_available()):
         raise ValueError("the suite tuner measures on the CPU: give --device cpu")
-    effort, todo = (_QUICK, quick_jobs()) if options.quick else (_FULL, jobs())
-    load_average = _load_average()
-    gc.collect()  # what others left behind is beside the first job's steps, and beside none of its grid
-    records, failures = [], {}
-    with quiet_lightning():
-        for job in todo:
-            bar = progress.add_task(job.title, total=_NUM_PREPARATIONS + 2 * len(effort.seeds))
-            try:
-                records.append(_record(job, effort, progress, bar))
-            except Exception as error:  # the rest is of use without this one
-                failures[job.title] = f"{type(error).__name__}: {error}"
-    outcomes = _sleep(effort, progress)
-    notes = {**failures, **_errors_of(outcomes)}
-    if not options.quick:
-        with _noting(notes, _PICTURES):
-            pictures.draw(records, options.folder or pictures.PICTURES_FOLDER)
-    return Measurements(
-        rows=[
-            *(row for record in records for row in job_rows(record)),
-            *sleeping_rows(outcomes),
-            *map(error_row, failures),
-        ],
-        config={
-            "jobs": [record.encoded() for record in records],
-            "sleeping": [outcome.encoded() for outcome in outcomes],
-            "load_average": load_average,
-        },
-        repeats=effort.num_rounds * effort.num_steps,
-        spread={record.title: spread_of(record) for record in records},
-        notes=notes,
+    is_stored = not options.quick or options.folder is not None
+    known = _Known(
+        effort=_QUICK if options.quick else _FULL,
+        code=environment.digest_of(*_MEASURES) + ("-quick" if options.quick else ""),
+        contests=quick_contests() if options.quick else contests(),
+        path=result_path("tuner", "cpu", options.folder or RESULTS_FOLDER) if is_stored else None,
+        described=environment.describe("cpu"),
+        load_average=_load_average(),
     )
+    if not options.fresh:
+        known.load()
+    ends = time.monotonic() + 60 * (math.inf if options.minutes is None else options.minutes)
+    gc.collect()  # what others left behind is beside the first job's steps, and beside none of its grid
+    with quiet_lightning():
+        for measure in (_measure_jobs, _measure_sleeping, _measure_contests):
+            measure(known, quick_jobs() if options.quick else jobs(), progress, ends)
+    measured = known.measured()
+    if not options.quick:
+        with _noting(measured.notes, _PICTURES):
+            pictures.draw(known.records, options.folder or pictures.PICTURES_FOLDER)
+    return measured
+
+
+def _measure_jobs(known: _Known, todo: Sequence[Job], progress: Progress, ends: float) -> None:
+    """The finder, the curve and the races of each job."""
+    for job in todo:
+        if any(record.key == job.key for record in known.records) or time.monotonic() >= ends:
+            continue
+        bar = progress.add_task(job.title, total=_NUM_PREPARATIONS + 2 * len(known.effort.seeds))
+        try:
+            known.records.append(_record(job, known.effort, progress, bar))
+        except Exception as error:  # the rest is of use without this one
+            known.failures[job.title] = f"{type(error).__name__}: {error}"
+        known.keep()
+
+
+def _measure_sleeping(known: _Known, _: Sequence[Job], progress: Progress, ends: float) -> None:
+    if not known.outcomes and time.monotonic() < ends:
+        known.outcomes = _sleep(known.effort, progress)
+        known.keep()
+
+
+def _measure_contests(known: _Known, _: Sequence[Job], progress: Progress, ends: float) -> None:
+    """Training after training, each stored when it ends."""
+    for contest in known.contests:
+        done = sum(run.contest == contest.job.key for run in known.runs)
+        bar = progress.add_task(contest.job.title, total=num_runs(contest), completed=done)
+        left = runs_left(contest, known.runs)
+        try:
+            while time.monotonic() < ends and (found := next(left, None)) is not None:
+                known.runs.append(found)
+                known.keep()
+                progress.advance(bar)
+        except Exception as error:
+            known.failures[contest.job.title] = f"{type(error).__name__}: {error}"
 
 
 def _record(job: Job, effort: _Effort, progress: Progress, bar: TaskID) -> Record:

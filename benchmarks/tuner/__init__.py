@@ -7,6 +7,8 @@ grid.py      throughput and peak over batch sizes, measured apart from the finde
 judging.py   whether a choice is right on a curve
 racing.py    time to a training loss, with the found size and rate and with the configured ones
 sleeping.py  modules that sleep for known times, on which right answers are known
+contests.py  the finder against the configured values and the best of a grid, tuning included; jobs in contest_jobs.py
+contest_rows.py  their rows and their part of the page
 records.py   what one job gave, as plain data, and its rows
 pictures.py  the plots of the documentation
 page.py      docs/tuner.md

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.pairs import quartiles
+from benchmarks.tuner.contest_rows import contest_lines
+from benchmarks.tuner.contests import Run
 from benchmarks.tuner.pictures import picture_name, records_of
 from benchmarks.tuner.racing import Race, ratios
 from benchmarks.tuner.records import Record, unsettled
@@ -34,6 +36,8 @@ def page(result: dict[str, Any]) -> str:
         lines += _job(record, has_picture="pictures" not in notes)
     outcomes = [Outcome(**outcome) for outcome in config["sleeping"]]
     lines += ["## Known curves", "", _KNOWN, "", *_sleeping(outcomes), ""]
+    runs = [Run(**run) for run in config.get("contest_runs", ())]  # older results have none
+    lines += contest_lines(runs, config.get("contests", ()))
     errors = [row["case"] for row in result["rows"] if row["metric"] == "error"]
     if errors:
         lines += ["## Not measured", "", *(f"- {case}: {notes.get(case, 'for an unknown reason')}" for case in errors)]
@@ -159,7 +163,7 @@ def _bytes(value: int | None) -> str:
 _INTRODUCTION = """# The tuner, measured
 
 Written by `python -m benchmarks tables` from `benchmarks/results/`; do not edit. `python -m benchmarks tuner` measures
-it again, in about ten minutes on two cores that have nothing else to do. How the tuner works is in
+it again, in less than an hour on two cores that have nothing else to do. How the tuner works is in
 [tuning.md](tuning.md).
 
 How: two models on data that need no download, the digits of scikit-learn and the sources of modules of Python's

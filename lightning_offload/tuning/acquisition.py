@@ -138,6 +138,7 @@ def _crossing(sizes: Array, speeds: Array, level: Array) -> Array:
 
 
 _CONFIDENT = 0.985
+_MANY, _CONFIDENT_BY_NOW = 8, 0.9  # after so many trials with a prediction this is enough: further ones seldom help
 _NUM_PROMISING = 14  # sizes among which the next trial is chosen
 _GROWTH = 4
 _FEW = 48  # sizes that are all thought of
@@ -212,13 +213,15 @@ class _Known:
     Args:
         fits: Sizes that ran, ascending.
         fails: The smallest size that did not, or None.
-        num_failed: Trials that did not run.
+        num_trials: All trials.
+        num_failed: Those that did not run.
         estimates: Throughput of those that ran.
         error: Expected standard error of one more trial on a calm machine, as a fraction.
     """
 
     fits: tuple[int, ...]
     fails: int | None
+    num_trials: int
     num_failed: int
     estimates: dict[int, Estimate]
     error: float
@@ -231,6 +234,7 @@ class _Known:
         return cls(
             fits=tuple(estimates),
             fails=min(failed, default=None),
+            num_trials=len(trials),
             num_failed=len(failed),
             estimates=estimates,
             error=trial_error(int(median(num_repeats)) if num_repeats else 1, repeat_deviation(trials)),
@@ -286,7 +290,8 @@ def _refine(space: Space, known: _Known) -> NextTrial:
     ran = [index for index, size in enumerate(sizes) if size in known.estimates]
     confidence = beliefs.confidence()
     best = max(ran, key=lambda index: (confidence[index], -index))
-    if confidence[best] >= _CONFIDENT:
+    has_many = space.forecast is not None and known.num_trials >= _MANY
+    if confidence[best] >= (_CONFIDENT_BY_NOW if has_many else _CONFIDENT):
         return NextTrial(best=sizes[best], confidence=float(confidence[best]), next_size=None)
     error = math.hypot(known.error, drift)
     values = {

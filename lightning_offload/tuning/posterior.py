@@ -173,7 +173,7 @@ class _Model:
         return np.asarray(prior + missed @ self.gain.T)
 
 
-_TILES = (1, 8, 16, 32)
+_TILES = (1, 8, 16, 32, 64, 128)
 _TILED = 0.5  # weight of all tiles above 1 together
 _SHARPNESS = (1.0, 3.0, 64.0)  # seconds are the p-norm of both parts: their sum, in between, the longer one
 _NUM_FIXED = 128  # fixed costs that are considered; so close together that none is far from the truth

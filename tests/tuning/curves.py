@@ -102,6 +102,11 @@ def two_humps(k: float, first: float, dip: float, top: float = 1000.0) -> Curve:
     return lambda n: top * n / (n + k) * ((1 - dip) if first < n <= 2 * first else 1.0)
 
 
+def creeping(k: float, power: float, top: float = 1000.0) -> Curve:
+    """Caches and kernels go on improving a little: each doubling gains a few percent beyond b / (b + k)."""
+    return lambda n: top * n / (n + k) * n**power
+
+
 SHAPES = ("saturating", "kinked", "peaked", "stepped", "two_humps")
 
 
@@ -125,6 +130,10 @@ def draw_case(shape: str, seed: int, *, is_blind: bool = False, is_exact: bool =
         curve = peaked(k, float(np.exp(rng.uniform(np.log(16), np.log(1500)))), float(rng.uniform(0.2, 3.0)))
     elif shape == "stepped":
         curve = stepped(k, int(rng.choice([8, 16, 32])))
+    elif shape.startswith("tiles"):
+        curve = stepped(k, int(shape.removeprefix("tiles")))
+    elif shape == "creeping":
+        curve = creeping(k, float(rng.uniform(0.01, 0.08)))
     else:
         curve = two_humps(k, float(np.exp(rng.uniform(np.log(16), np.log(1000)))), float(rng.uniform(0.05, 0.4)))
     scale, tilt, bend = rng.uniform(0.7, 1.4), rng.uniform(-0.06, 0.06), rng.uniform(-0.1, 0.1)

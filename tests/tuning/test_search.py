@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+import statistics
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from lightning_offload.tuning.search import SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Prediction, Trial
 from tests.tuning.curves import Case, FakeMachine, draw_case, kinked, peaked, right_sizes, saturating, stepped
 
+TILES = ("tiles64", "tiles128")
+"""Shapes of large tiles."""
 NUM_SEEDS = {"measured": 100, "biased": 100, "exact": 40, "blind": 40}  # of each shape, by what is predicted
 
 
@@ -56,6 +60,27 @@ def test_on_a_machine_that_drifts(shape: str) -> None:
 def test_on_a_machine_that_stalls(shape: str) -> None:
     """Where 15% of the steps are slowed by 1.2 to 2.5, 95% of the picks are right: a disturbance only ever slows."""
     assert len(wrong_seeds(shape, "measured", count=40, spikes=0.15)) <= 2
+
+
+@pytest.mark.parametrize("shape", TILES)
+def test_with_large_tiles(shape: str) -> None:
+    """Where work is done in whole tiles of 64 or of 128 samples, nine in ten picks are right."""
+    assert len(wrong_seeds(shape, "measured", count=40)) <= 4
+
+
+def test_where_throughput_rises_slowly() -> None:
+    """Nine in ten picks are right where each doubling gains a few percent, for ever."""
+    assert len(wrong_seeds("creeping", "measured", count=40)) <= 4
+
+
+@pytest.mark.parametrize("kind", ["biased", "exact", "blind"])
+def test_a_prediction_saves_trials(kind: str) -> None:
+    """With any prediction the median search takes at most eight."""
+    num_trials = []
+    for shape, seed in itertools.product(["saturating", "peaked", "stepped"], range(10)):
+        case = draw_case(shape, seed, is_blind=kind == "blind", is_exact=kind == "exact")
+        num_trials.append(len(search(case, seed, is_predicted=True)[0].trials))
+    assert statistics.median(num_trials) <= 8
 
 
 @pytest.mark.parametrize("shape", ["saturating", "peaked"])
