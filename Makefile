@@ -37,7 +37,7 @@ test: $(ENVIRONMENT) ## run the tests (those that need a GPU are skipped without
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
 
 # Those that train whole models, in this process or in others.
-TRAINING_TESTS := engine fuzz zoo catalogue lightning distributed adapters callbacks demo examples gpu emulated_cuda
+TRAINING_TESTS := docs engine fuzz zoo catalogue lightning distributed adapters callbacks demo examples gpu emulated_cuda
 
 test-unit: $(ENVIRONMENT) ## run the tests that train no whole model
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal $(TRAINING_TESTS:%=--ignore=tests/%)

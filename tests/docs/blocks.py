@@ -64,7 +64,7 @@ def commands_of(page: Path) -> Iterator[str]:
 
 
 def shown(text: str, *, is_exact: bool) -> str:
-    """A text as it is compared: without space at the ends of lines; if it is not exact, without numbers and rules too."""
+    """A text as it is compared: without space at the ends of lines; if it is not exact, without numbers too."""
     lines = [line.rstrip() for line in text.strip().splitlines()]
     if is_exact:
         return "\n".join(lines)

@@ -125,11 +125,12 @@ def distributed() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def report() -> Iterator[dict[str, Any]]:
-    """A step that `plan --output` wrote."""
+    """A step that `plan --output` wrote, of which a page and a trace are made."""
     from tests.report.steps import SIX
 
     Path("plan.graph.json").write_text(SIX.to_json(), encoding="utf-8")
     yield {}
+    assert {path.name for path in Path.cwd().iterdir()} == {"plan.graph.json", "plan.html", "trace.json"}
 
 
 @contextmanager
