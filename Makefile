@@ -37,7 +37,7 @@ test: $(ENVIRONMENT) ## run the tests (those that need a GPU are skipped without
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
 
 # Those that train whole models, in this process or in others.
-TRAINING_TESTS := engine fuzz zoo catalogue lightning distributed adapters callbacks demo examples gpu emulated_cuda
+TRAINING_TESTS := docs engine fuzz zoo catalogue lightning distributed adapters callbacks demo examples gpu emulated_cuda
 
 test-unit: $(ENVIRONMENT) ## run the tests that train no whole model
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal $(TRAINING_TESTS:%=--ignore=tests/%)
@@ -85,10 +85,10 @@ bench-gpu: $(ENVIRONMENT) ## measure everything on a GPU, the most valuable firs
 rehearse-gpu: $(ENVIRONMENT) ## run test-gpu and bench-gpu on an emulated device, tiny (an hour)
 	$(PY) -m tests.emulated_cuda --rehearse --jobs $(NUM_WORKERS)
 
-docs: $(ENVIRONMENT) ## run the code in README.md and the examples in docs, and check their spelling
-	$(PY) -m pytest tests/test_readme.py
-	$(PY) -m pytest --doctest-glob='*.md' docs || test $$? -eq 5  # 5: no doctest found
+docs: $(ENVIRONMENT) ## run the code in README.md and docs, check their spelling, and build the site into build/site
+	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) tests/docs tests/test_readme.py
 	$(PY) -m codespell_lib README.md CHANGELOG.md CONTRIBUTING.md docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 clean: ## remove what the targets made, the environment included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

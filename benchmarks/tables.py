@@ -60,7 +60,7 @@ def fill_markers(text: str, results: Path) -> str:
         path = results / f"{match['name']}.json"
         if not path.exists():
             return match[0]
-        return f"{match[1]}{_goal_table(_rows(_load(path)))}\n{match[3]}"
+        return f"{match[1]}{goal_table(_rows(_load(path)))}\n{match[3]}"
 
     return _MARKED.sub(fill, text)
 
@@ -77,6 +77,12 @@ def table_lines(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str]]:
         goal = "" if row.goal is None else f"<= {format_value(row.metric, row.goal)}"
         lines.append((row.case, row.metric, format_value(row.metric, row.value), " to ".join(texts), goal))
     return lines
+
+
+def goal_table(rows: Sequence[Row]) -> str:
+    """Return one line per figure with a goal or an interval."""
+    header = ("case", "metric", "value", "95% interval", "goal")
+    return _markdown(header, [line for line in table_lines(rows) if line[3] or line[4]])
 
 
 def format_value(metric: str, value: float) -> str:
@@ -123,7 +129,7 @@ def _section(result: dict[str, Any]) -> str:
         "",
         *(f"- {name}: {_sizes(sizes)}" for name, sizes in result["config"].items() if isinstance(sizes, dict)),
         "",
-        _goal_table(rows),
+        goal_table(rows),
         "",
         _detail_table(rows),
         "",
@@ -160,12 +166,6 @@ def _failures(rows: Sequence[Row], notes: dict[str, str]) -> list[str]:
 
 def _sizes(sizes: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in sizes.items())
-
-
-def _goal_table(rows: Sequence[Row]) -> str:
-    """Return one line per figure with a goal or an interval."""
-    header = ("case", "metric", "value", "95% interval", "goal")
-    return _markdown(header, [line for line in table_lines(rows) if line[3] or line[4]])
 
 
 def _detail_table(rows: Sequence[Row]) -> str:

@@ -1,53 +1,41 @@
-"""The code in README.md runs as it is printed."""
+"""README.md shows what it should, and its code trains; that it runs as printed is in tests/docs."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+from tests.docs.blocks import ROOT, blocks_of
+from tests.docs.given import readme
 
-
-class Classifier(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.1
-        self.layers = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+README = ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+BLOCKS = [block.text for block in blocks_of(README) if block.language == "python"]
 
 
 def test_readme_has_its_usage() -> None:
-    """The ways of use are shown, and the two commands."""
+    """The ways of use are shown, and the two commands, one picture and one table of figures."""
     assert len(BLOCKS) == 3
-    assert "make demo" in README
-    assert "make test" in README
+    assert "make demo" in TEXT
+    assert "make test" in TEXT
+    assert TEXT.count("![") == 1
+    assert TEXT.count("<!-- benchmark: ") == 1
 
 
+def test_status_is_at_the_top() -> None:
+    """That nothing has run on a GPU is the first thing said, for as long as no result of one is stored."""
+    stored = [path for path in (ROOT / "benchmarks/results").glob("*.json") if not path.stem.endswith("-cpu")]
+    assert ("has not run on a GPU yet" in TEXT[:200]) == (not stored)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice to whoever runs a script
 @pytest.mark.parametrize("index", range(len(BLOCKS)))
-def test_usage_runs_and_trains(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_trains(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block, given a model, data, loss and optimizer, trains that model."""
     monkeypatch.chdir(tmp_path)  # Lightning writes its logs into the working directory
-    module = Classifier()
-    before = [parameter.clone() for parameter in module.parameters()]
-    names: dict[str, Any] = {
-        "lightning_module": module,
-        "model": module.layers,
-        "loader": DataLoader(TensorDataset(torch.randn(24, 4), torch.randint(2, (24,))), batch_size=4),
-        "loss_fn": nn.CrossEntropyLoss(),
-        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
-    }
-    exec(compile(BLOCKS[index], f"README.md, block {index + 1}", "exec"), names)
-    assert all(not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    with readme() as names:
+        module = names["lightning_module"]
+        before = [parameter.clone() for parameter in module.parameters()]
+        exec(compile(BLOCKS[index], f"README.md, block {index + 1}", "exec"), names)
+    assert all((old != new).any() for old, new in zip(before, module.parameters(), strict=True))

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.pairs import quartiles
+from benchmarks.results import Row
+from benchmarks.tables import goal_table
 from benchmarks.tuner.contest_rows import contest_lines
 from benchmarks.tuner.contests import Run
 from benchmarks.tuner.pictures import picture_name, records_of
@@ -29,6 +31,10 @@ def page(result: dict[str, Any]) -> str:
         _INTRODUCTION,
         f"Machine: {machine}{load}.",
         f"Versions: {versions}. Commit: {environment['commit']}.",
+        "",
+        "## All goals",
+        "",
+        goal_table([Row(**row) for row in result["rows"]]),
         "",
     ]
     notes = result.get("notes", {})

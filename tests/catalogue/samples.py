@@ -46,7 +46,7 @@ class Sample:
     Attributes:
         build: Makes, from the global generator, a module that holds what is trained and the function that runs one
             forward on it, whose result is a tree with tensors in it.
-        limit: Why it may differ from plain PyTorch in the last bit: a limit that README.md lists, or something that
+        limit: Why it may differ from plain PyTorch in the last bit: a limit in docs/limits.md, or something that
             differs between runs of plain PyTorch itself; "" where it may not.
     """
 
