@@ -19,7 +19,6 @@ from there; what is derived is derived again.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Collection, Sequence
 from typing import Literal
@@ -29,17 +28,15 @@ import torch
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import OpTimes, retime, scaled
-from lightning_offload.errors import BudgetInfeasibleError, PlanError
+from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import Op, StepGraph
 from lightning_offload.planning.family import FamilyPlanner
-from lightning_offload.planning.planner import Make, beside, plan_with_margin, plan_without_ops
-from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.planner import beside
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import Figures, with_lifetimes_of
-from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.plugins.cadence import Cadence, HookShedding
 from lightning_offload.plugins.pace import Expected, Pace, StepTimes
 from lightning_offload.plugins.plain_steps import PlainNeed
@@ -325,7 +322,7 @@ class PlanEntry:
     def _cadence(self) -> Cadence:
         return self.changes.cadence if self.spans_sizes else self.cadence
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """Steps are under another plan from now on."""
         self.num_planned = self.cadence.num_steps = 0
 
@@ -439,7 +436,7 @@ class PlanEntry:
                 self.headroom_bytes = -more_bytes
                 return
             fits = budget_bytes is None or plan.predicted_peak_bytes + more_bytes <= budget_bytes
-            if more_bytes > 0 and (fits or self._is_slightly_over(plan.floor_bytes + more_bytes, budget_bytes)):
+            if more_bytes > 0 and (fits or self.is_slightly_over(plan.floor_bytes + more_bytes, budget_bytes)):
                 self.program = dataclasses.replace(self.program, plan=beside(plan, more_bytes))
                 return
             self.headroom_bytes = max(0, growth)
@@ -502,7 +499,7 @@ class PlanEntry:
         self.touched, self.recorded_gradient_bytes = widest.touched, widest.gradient_bytes
         self.is_too_large = False
         self.is_beside_known, self.varying_share = False, widest.varying_share if self.spans_sizes else 0.0
-        self._begin_anew()
+        self.begin_anew()
         if self.guesses_margin:
             self.shortfall_bytes = max(self.shortfall_bytes, widest.largest_open_bytes)
         self.mismatched.clear()
@@ -535,7 +532,7 @@ class PlanEntry:
     def deviated(self) -> None:
         """A step left its plan."""
         if self.family is None:
-            self._begin_anew()
+            self.begin_anew()
             self._go_on(self.changes.deviated())
 
     def followed(self) -> None:
@@ -711,7 +708,7 @@ class PlanEntry:
         if budget_bytes is None or measured is None or measured <= budget_bytes:
             return
         if self.plan is None:
-            self._warn(budget_bytes, measured)
+            self.warn(budget_bytes, measured)
         elif self._unforeseen_bytes > self.shortfall_bytes:
             self._take_over_unforeseen(bytes_by_op)
             self.is_over = True
@@ -774,7 +771,7 @@ class PlanEntry:
             return
         self.usable_bytes = max(self.plan.floor_bytes, int(_TIGHTER * self.plan.predicted_peak_bytes))
         self.program = self.measured_peak_bytes = None
-        self._begin_anew()
+        self.begin_anew()
 
     def note_retries(self, num_retries: int) -> None:
         """Plan tighter where the allocator gives its reserve back again and again, for which the device stands still.
@@ -801,118 +798,6 @@ class PlanEntry:
             return False
         return plan.budget_bytes is None or plan.predicted_peak_bytes + unforeseen_bytes <= plan.budget_bytes
 
-    def replan(
-        self,
-        device: DeviceSpec,
-        budget_bytes: int | None,
-        policy: str,
-        keep: tuple[str, ...],
-        given: MemoryPlan | None,
-    ) -> None:
-        """Make the plan for the graph, or take the given one where that is within the budget.
-
-        Raises:
-            BudgetInfeasibleError: The budget is below the floor.
-            PlanError: The given plan is for another graph, or cannot be carried out.
-        """
-        assert self.graph is not None
-        self.spec, self.corrections.computing_seconds = device, None
-        self._begin_anew()
-        self.seen_by_op, self.superseded = (), None
-        if given is not None and not self.aligns:
-            found = self._given_within(given, device, budget_bytes)
-            if found is not None:
-                self.program = compile_plan(self.graph, found, is_given=True)
-                return
-        self._plan_within(device, budget_bytes, policy, keep)
-
-    def _given_within(self, given: MemoryPlan, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan | None:
-        """The given plan with what is predicted of it here; None where that is beyond the budget.
-
-        Raises:
-            PlanError: It cannot be carried out.
-        """
-        assert self.graph is not None
-        given.check(self.graph)
-        if any(d.storage in self.mismatched for d in given.decisions if d.action == "recompute"):
-            return None
-        peak_bytes = simulate_plan(Problem(self.graph), given.decisions, device).peak_bytes + self.shortfall_bytes
-        limit_bytes = min((n for n in (budget_bytes, self.usable_bytes) if n is not None), default=None)
-        if limit_bytes is not None and peak_bytes > limit_bytes:
-            _log.info(
-                "the given plan would need %s with what is on the device here, where %s may be used: its step is "
-                "planned anew", format_bytes(peak_bytes), format_bytes(limit_bytes),
-            )  # fmt: skip
-            return None
-        return beside(given, peak_bytes - given.predicted_peak_bytes)
-
-    def _plan_within(self, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]) -> None:
-        assert self.graph is not None
-
-        keep_storages = self.graph.storages_saved_in(keep) | frozenset(self.mismatched)
-        plan_it = self._plan_of_family(keep_storages) if policy == "auto" else None
-        if self.aligns:
-            plan_it = functools.partial(plan_without_ops, policy=policy, keep=keep_storages)
-        if self.family is not None:
-            self.shortfall_bytes = self.family.shortfall_bytes
-
-        def make(margin_bytes: int, *, must_fit: bool) -> MemoryPlan:
-            assert self.graph is not None
-            return plan_with_margin(
-                self.graph if plan_it is not None else self.shown_graph,
-                device,
-                budget_bytes,
-                usable_bytes=self.usable_bytes,
-                shortfall_bytes=margin_bytes,
-                must_fit=must_fit,
-                make=plan_it,
-                policy=policy,
-                keep=keep_storages,
-                is_provisional=self.phase != "planned",
-            )
-
-        try:
-            plan = make(self.margin_bytes, must_fit=True)
-            if self.headroom_bytes:  # which is given up where there is no room for it: a smaller budget does
-                plan = dataclasses.replace(plan, floor_bytes=plan.floor_bytes - self.headroom_bytes)
-        except BudgetInfeasibleError as error:
-            without_margin_bytes = error.floor_bytes - self.margin_bytes
-            needed_bytes = without_margin_bytes + self.shortfall_bytes
-            is_margin_too_much = budget_bytes is not None and without_margin_bytes <= budget_bytes
-            is_accepted = (self.is_over and is_margin_too_much) or self._is_slightly_over(needed_bytes, budget_bytes)
-            if not (self.headroom_bytes or is_accepted):
-                raise
-            self.headroom_bytes = 0
-            plan = make(self.shortfall_bytes, must_fit=not is_accepted)
-        if budget_bytes is not None and self.is_over and plan.predicted_peak_bytes > budget_bytes:
-            self._warn(budget_bytes, plan.predicted_peak_bytes)
-        self.must_search = self.changes.is_retried = False
-        forms = self.forms if self.aligns else None
-        try:
-            self.program = compile_plan(
-                self.graph, plan, is_bound=self.family is not None, forms=forms, is_given=self.is_step_given
-            )
-        except PlanError as error:
-            if not self.aligns:
-                raise
-            raise BudgetInfeasibleError(  # a policy of its own mind: no training that ran so far ends by that
-                f"the policy {plan.policy!r} has no plan that steps of changing structure can follow: {error}",
-                budget_bytes=budget_bytes or 0,
-                floor_bytes=plan.floor_bytes,
-                op=plan.floor_op,
-            ) from None
-
-    def _plan_of_family(self, keep: frozenset[int]) -> Make | None:
-        """What plans a derived step; None for one that was recorded."""
-        if self.planner is None or self.figures is None:
-            return None
-        planner, figures, is_thorough = self.planner.keeping(keep), self.figures, self.must_search
-
-        def make(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None) -> MemoryPlan:
-            return planner.plan(graph, figures, device, budget_bytes, is_thorough=is_thorough)
-
-        return make
-
     def weigh_search(self) -> None:
         """Have a hasty plan made again, thoroughly, once its steps have lost so much that the search pays.
 
@@ -936,7 +821,7 @@ class PlanEntry:
             self.timed_ops = self.planner.model.at(self.derived.point).ops
         return dataclasses.replace(self.graph, ops=self.timed_ops)
 
-    def _is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
+    def is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
         """Whether training goes on although no plan is within the budget any more; one warning says so.
 
         Args:
@@ -947,10 +832,16 @@ class PlanEntry:
             return False
         if not budget_bytes < floor_bytes <= (1 + _SLIGHTLY_OVER) * budget_bytes:
             return False
-        self._warn(budget_bytes, floor_bytes)
+        self.warn(budget_bytes, floor_bytes)
         return True
 
-    def _warn(self, budget_bytes: int, needed_bytes: int) -> None:
+    def warn(self, budget_bytes: int, needed_bytes: int) -> None:
+        """Say once that no plan is within the budget any more.
+
+        Args:
+            budget_bytes: The budget.
+            needed_bytes: The smallest that would do.
+        """
         if not self.changes.has_warned:
             self.changes.has_warned = True
             _log.warning(

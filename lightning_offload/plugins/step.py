@@ -37,6 +37,7 @@ from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.pace import StepTimes
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_making import make_plan
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.plugins.shape_families import Room
 from lightning_offload.runtime.aligned_executor import AlignedExecutor
@@ -535,7 +536,7 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
             kind.hardware_version = hardware.version
             spec = shared_spec(hardware.planning_spec(kind.saved_bytes), kind.graph, hardware.device)
             given = hardware.adapted(kind.given_plan) if kind.given_plan is not None else None
-            kind.replan(spec, hardware.budget_bytes, settings.policy, settings.keep, given)
+            make_plan(kind, spec, hardware.budget_bytes, settings.policy, settings.keep, given)
         assert kind.program is not None
         if kind.phase == "unplanned" or hardware.prepare(key, kind.program.layout):
             break  # steps without a plan go on with the slabs that they have made

@@ -18,6 +18,7 @@ from lightning_offload.graph.memory_plan import Decision, MemoryPlan
 from lightning_offload.plugins import hardware as module
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_making import make_plan
 from lightning_offload.plugins.settings import check_settings
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.program import compile_plan
@@ -321,7 +322,7 @@ def test_slower_compute_plans_again_when_seen_twice() -> None:
     card = dataclasses.replace(spec, kind="cuda")
     kind.spec = card
     kind.compare(2 * computing, 0.0, is_link_slower=False)
-    kind.replan(card, None, "all-swap", (), plan)
+    make_plan(kind, card, None, "all-swap", (), plan)
     kind.program = program
     kind.compare(2 * computing, 0.0, is_link_slower=False)
     kind.compare(computing, 0.0, is_link_slower=False)
