@@ -27,6 +27,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 from lightning_offload.accelerators import accelerators_here, name_of
 from lightning_offload.demo.data import load_images
@@ -63,7 +64,7 @@ def main(config: DemoConfig | None = None, folder: Path | None = None) -> int:
     try:
         run_demo(config or DemoConfig(), folder, console)
     except (DemoError, OffloadError) as error:
-        errors.print(f"[bold red]demo failed:[/] {error}", highlight=False, soft_wrap=True)
+        errors.print(Text.assemble(("demo failed:", "bold red"), f" {error}"), soft_wrap=True)
         return 1
     return 0
 
@@ -136,9 +137,11 @@ def _save_page(report: Report, path: Path, console: Console) -> None:
     try:
         report.save_html(path)
     except UnsupportedError as error:
-        console.print(f"no page was written: {error}", soft_wrap=True)
+        console.print(f"no page was written: {error}", markup=False, soft_wrap=True)
     else:
-        console.print(f"{path} shows the plan and what was measured; open it in a browser", soft_wrap=True)
+        console.print(
+            f"{path} shows the plan and what was measured: open it in a browser", markup=False, soft_wrap=True
+        )
 
 
 def check_architecture() -> None:
