@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from typing import Any
 
 from lightning_offload.cli.batch_search import largest_from, largest_within, most_efficient, smallest_within
@@ -111,16 +110,6 @@ class SimulatedTrials:
         if self.planner is None or batch_size in self.captured:
             return self.capture(batch_size)
         return self.planner.model.at(batch_size)
-
-    def study(self, batch_size: int) -> None:
-        """Plan a predicted step as thoroughly as a captured one, for the quick plans of others to learn from that."""
-        planner, device = self.planner, self.checked.device
-        if planner is None or not self._is_quick or batch_size in self.plans:
-            return
-        self.tell(f"planning batch size {batch_size:,} thoroughly, {len(self.captured)} captured so far")
-        figures, budget = planner.model.figures_at(batch_size), self.checked.budget_bytes
-        graph = planner.model.sized(figures)
-        self.plans[batch_size] = planner.plan(graph, figures, device, budget, is_thorough=True)
 
     @property
     def _is_quick(self) -> bool:
@@ -229,8 +218,6 @@ def _search(trials: SimulatedTrials, limit: int, tolerance: float, *, only_max: 
     plain = largest_within(trials.plain_bytes, budget_bytes, largest)
     found = {"plain": plain, "max": largest}
     if not only_max:
-        for batch_size in {largest, round(math.sqrt(max(1, plain) * largest))}:
-            trials.study(batch_size)
         found["best"] = most_efficient(trials.throughput, max(1, plain), largest)
         found["efficient"] = smallest_within(trials.throughput, found["best"], tolerance)
         found["largest_efficient"] = largest_from(trials.throughput, found["best"], largest, tolerance)

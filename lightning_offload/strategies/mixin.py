@@ -58,7 +58,8 @@ class OffloadMixin(_StrategyBase):
         tier: Where swapped tensors go: "host", "disk", or "auto" for the host, and the disk once that is full.
         host_budget: Most host memory that swapped tensors may take, written as `budget` is.
         spill_dir: Directory of the disk tier's file, which has no name there and goes with the process.
-        plan: Path of a plan to use instead of planning.
+        plan: Path of a plan to use instead of planning, with its step beside it from the first step on; without a
+            budget that of the plan is kept.
         keep: Patterns of module names whose saved tensors stay on the device, such as "lm_head*".
         enabled: False turns everything off, as the environment variable LIGHTNING_OFFLOAD=0 does.
         verify: When recomputed tensors are compared with their originals: in the first step under a plan,
