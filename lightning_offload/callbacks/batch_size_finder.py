@@ -18,7 +18,7 @@ from lightning_offload.callbacks.tuning.length import StepLimits
 from lightning_offload.callbacks.tuning.options import FinderOptions, checked_folder, misconfiguration
 from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show
-from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, with_configured_rate
+from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, save_with_its_rate
 from lightning_offload.callbacks.tuning.session import Session
 from lightning_offload.callbacks.tuning.targets import find_targets, mark_rate, rate_to_set, warn_of_other_batch
 from lightning_offload.errors import TuningError
@@ -92,8 +92,9 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         max_seconds: Time after which no further trial begins; by default 2% of what the run is estimated to take,
             unless `tune` was called. `float("inf")` for no limit.
         lr_warmup_epochs: Epochs over which the rate is raised from the configured to the found one, in place of steps.
-        lr_warmup_steps: Optimizer steps over which it is; by default 50, or a tenth of the run where that is less. 0
-            for no warm-up. A rate that is not scaled up is not warmed up.
+        lr_warmup_steps: Optimizer steps over which it is; by default twice as many as gradients took to settle in the
+            pilot, or 50 where there was none, or a tenth of the run where that is less. 0 for no warm-up. A rate that
+            is not scaled up is not warmed up.
         max_lr_factor: By how much the rate may be raised at most.
         max_data_share: The largest effective batch, as a share of the data set.
         min_efficiency: For goodput, what a sample is worth at least in the larger batch, by what it is worth in the
@@ -217,7 +218,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             if rate is None:
                 rank_zero(package, "info", f"the learning rate {targets.base_rate!r}, set since the tuning, is kept")
             targets.apply(trainer, self.result.batch_size, rate)
-            self._limits.scale(trainer, self.result.batch_ratio, self.result.first_step)
+            self._limits.scale(trainer, self.result.batch_ratio, self.result.size_ratio, self.result.first_step)
             self._mark(module)
             return
         self.result, self._token, self._warmup_state = None, "", None  # of another model
@@ -236,6 +237,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         setattr(module, _MARK, self._token)
         if self.result is not None:
             mark_rate(module, self.result)
+            save_with_its_rate(module, self.result, **self._names)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -295,7 +297,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         if options.lr_warmup_steps is not None:
             return options.lr_warmup_steps
         num_steps = trainer.estimated_stepping_batches
-        return default_warmup_steps(num_steps if num_steps > 0 else math.inf)  # -1 of a stream without an end
+        shown = self.result.warmup_steps if self.result is not None else None
+        return default_warmup_steps(num_steps if num_steps > 0 else math.inf, shown)  # -1 of a stream without an end
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -363,13 +366,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             return {}
         warmup = self._warmup.state_dict() if self._warmup is not None else self._warmup_state
         return {"result": self.result.state_dict(), "warmup": dict(warmup) if warmup is not None else None}
-
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Sees that the model made from the checkpoint has a rate that goes with its batch size."""
-        key = pl_module.CHECKPOINT_HYPER_PARAMS_KEY
-        if self.result is not None and key in checkpoint:
-            checkpoint[key] = with_configured_rate(checkpoint[key], self.result, **self._names)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

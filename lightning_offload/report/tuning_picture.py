@@ -35,11 +35,14 @@ def save_tuning_png(path: str | os.PathLike[str], curve: TuningCurve) -> None:
     unit = bytes_unit(max([p.peak_bytes or 0 for p in curve.points] + [curve.budget_bytes or 0]))
     upper, lower = figure.subplots(2, 1, sharex=True)
     _draw(upper, curve, "samples_per_second", 1.0, "samples per second")
+    if curve.has_goodput:
+        _points(upper, curve, "goodput", 1.0, "goodput, ", color="#b5651d")
     _draw(lower, curve, "peak_bytes", unit.size, f"peak ({unit.name})")
     if curve.budget_bytes is not None:
         lower.axhline(curve.budget_bytes / unit.size, color="black", linewidth=1, label="budget")
     lower.set_xlabel("batch size of one rank")
-    upper.legend(loc="best", fontsize="small")
+    for axes in (upper, lower):
+        axes.legend(loc="best", fontsize="small")
     try:
         figure.savefig(target, dpi=144)
     except OSError as error:
@@ -49,10 +52,7 @@ def save_tuning_png(path: str | os.PathLike[str], curve: TuningCurve) -> None:
 
 
 def _draw(axes: Any, curve: TuningCurve, value: str, size: float, label: str) -> None:
-    for is_predicted, style in ((True, {"color": "#9fb6d0"}), (False, {"color": "#2f73b7", "marker": "o", "ls": ""})):
-        points = [p for p in curve.sorted_points(is_predicted=is_predicted) if getattr(p, value) is not None]
-        name = "predicted" if is_predicted else "measured"
-        axes.plot([p.batch_size for p in points], [getattr(p, value) / size for p in points], label=name, **style)
+    _points(axes, curve, value, size, "", color="#2f73b7")
     for mark in marks_of(curve):
         dash = {"solid": "-", "dash": "--", "dot": ":"}[mark.dash]
         axes.axvline(mark.batch_size, color=mark.png_color, linestyle=dash, label=f"{mark.text}: {mark.batch_size}")
@@ -61,3 +61,11 @@ def _draw(axes: Any, curve: TuningCurve, value: str, size: float, label: str) ->
     axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
     axes.grid(visible=True, alpha=0.3)
+
+
+def _points(axes: Any, curve: TuningCurve, value: str, size: float, prefix: str, *, color: str) -> None:
+    for is_predicted, style in ((True, {"alpha": 0.5}), (False, {"marker": "o", "ls": ""})):
+        points = [p for p in curve.sorted_points(is_predicted=is_predicted) if getattr(p, value) is not None]
+        label = f"{prefix}{'predicted' if is_predicted else 'measured'}"
+        sizes, values = [p.batch_size for p in points], [getattr(p, value) / size for p in points]
+        axes.plot(sizes, values, label=label, color=color, **style)

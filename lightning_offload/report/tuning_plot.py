@@ -30,6 +30,8 @@ class TuningPoint:
         samples_per_second: Of all ranks together.
         peak_bytes: On one rank.
         is_feasible: Whether it fits.
+        goodput: Samples per second by what a sample is worth at this size, by what it is at the configured one; None
+            where that is not known.
     """
 
     batch_size: int
@@ -37,6 +39,7 @@ class TuningPoint:
     samples_per_second: float | None
     peak_bytes: int | None
     is_feasible: bool
+    goodput: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,11 @@ class TuningCurve:
     budget_bytes: int | None
     lead: str
     simulated: Simulated | None = None
+
+    @property
+    def has_goodput(self) -> bool:
+        """Whether it is known what samples are worth."""
+        return any(point.goodput is not None for point in self.points)
 
     def sorted_points(self, *, is_predicted: bool) -> list[TuningPoint]:
         """The measured or the predicted ones, by size."""
@@ -141,10 +149,13 @@ def save_tuning_html(path: str | os.PathLike[str], curve: TuningCurve) -> None:
 
 def _body(curve: TuningCurve, plots: dict[str, Plot]) -> str:
     # the names are those of the plots that the page's script zooms together
+    told = "Samples per second of all ranks against the batch size of one. Dots are measured, the line predicted."
+    if curve.has_goodput:
+        told += " Goodput is that by what a sample is worth in a batch of this size, by what it is as configured."
     sections = [
         section(
-            "Throughput",
-            "Samples per second of all ranks against the batch size of one. Dots are measured, the line predicted.",
+            "Throughput and goodput" if curve.has_goodput else "Throughput",
+            told,
             plot_place("lanes", "Throughput against batch size", plots),
         ),
         section(
@@ -162,9 +173,15 @@ def _body(curve: TuningCurve, plots: dict[str, Plot]) -> str:
 
 def _table(curve: TuningCurve) -> str:
     return table(
-        ("batch size", "samples/s", "peak", "fits"),
+        ("batch size", "samples/s", *(["goodput"] if curve.has_goodput else []), "peak", "fits"),
         (
-            (str(p.batch_size), _speed(p.samples_per_second), _bytes(p.peak_bytes), "yes" if p.is_feasible else "no")
+            (
+                str(p.batch_size),
+                _speed(p.samples_per_second),
+                *([_speed(p.goodput)] if curve.has_goodput else []),
+                _bytes(p.peak_bytes),
+                "yes" if p.is_feasible else "no",
+            )
             for p in curve.sorted_points(is_predicted=False)
         ),
     )
@@ -178,6 +195,11 @@ def tuning_plots(curve: TuningCurve) -> dict[str, Plot]:
         _trace(curve, is_predicted=True, value="samples_per_second", size=1.0, suffix="samples/s"),
         _trace(curve, is_predicted=False, value="samples_per_second", size=1.0, suffix="samples/s"),
     ]
+    if curve.has_goodput:
+        speed += [
+            _trace(curve, is_predicted=is_predicted, value="goodput", size=1.0, suffix="samples/s")
+            for is_predicted in (True, False)
+        ]
     peak = [
         _trace(curve, is_predicted=True, value="peak_bytes", size=unit.size, suffix=unit.name),
         _trace(curve, is_predicted=False, value="peak_bytes", size=unit.size, suffix=unit.name),
@@ -191,16 +213,19 @@ def tuning_plots(curve: TuningCurve) -> dict[str, Plot]:
 def _trace(curve: TuningCurve, *, is_predicted: bool, value: str, size: float, suffix: str) -> dict[str, Any]:
     points = curve.sorted_points(is_predicted=is_predicted)
     points = [p for p in points if getattr(p, value) is not None]
-    name = "predicted" if is_predicted else "measured"
+    name, how = "predicted" if is_predicted else "measured", {"color": "var(--predicted)", "width": 2}
+    color = "var(--measured)"
+    if value == "goodput":
+        name, color, how = f"goodput, {name}", "var(--accent)", {"color": "var(--accent)", "width": 2, "dash": "dash"}
     return {
         "type": "scatter",
         "mode": "lines" if is_predicted else "markers",
         "name": name,
         "x": [p.batch_size for p in points],
         "y": [round(getattr(p, value) / size, 6) for p in points],
-        "line": {"color": "var(--predicted)", "width": 2},
+        "line": how,
         "marker": {
-            "color": ["var(--measured)" if p.is_feasible else "var(--stall)" for p in points],
+            "color": [color if p.is_feasible else "var(--stall)" for p in points],
             "symbol": ["circle" if p.is_feasible else "x" for p in points],
             "size": 9,
         },

@@ -347,6 +347,7 @@ RULES: Final[dict[str, Callable[[float], float]]] = {
 AUTO: Final = "auto"
 """The name of the rule that the optimizers decide."""
 WARMUP_STEPS: Final = 50
+LEAST_WARMUP_STEPS: Final = 10
 WARMUP_SHARE: Final = 0.1
 
 
@@ -394,17 +395,30 @@ def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
     return "linear" if kinds and all(kinds) else "sqrt"
 
 
-def default_warmup_steps(num_steps: float) -> int:
+def default_warmup_steps(num_steps: float, shown: int | None = None) -> int:
     """How many optimizer steps a scaled-up rate is warmed up for, unless the user says.
 
-    Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs. A tenth of the run at most; 50 steps where that is more.
+    What a pilot shows, or 50 where there was none. Goyal et al. (arXiv:1706.02677) take 5 of 90 epochs: it is a tenth
+    of the run at most.
 
     Args:
         num_steps: Optimizer steps of the run, infinite where that is not known.
+        shown: What :func:`shown_warmup_steps` makes of a pilot; None without one.
     """
+    wanted = WARMUP_STEPS if shown is None else shown
     if not math.isfinite(num_steps):
-        return WARMUP_STEPS
-    return max(1, min(WARMUP_STEPS, math.ceil(WARMUP_SHARE * num_steps)))
+        return wanted
+    return max(1, min(wanted, math.ceil(WARMUP_SHARE * num_steps)))
+
+
+def shown_warmup_steps(settled: int | None, num_pilot_steps: int) -> int:
+    """How long a warm-up is by what a pilot shows: twice as long as gradients take to settle.
+
+    Args:
+        settled: After how many steps of the pilot they had; None where they had not at its end.
+        num_pilot_steps: Its optimizer steps.
+    """
+    return max(LEAST_WARMUP_STEPS, 2 * (num_pilot_steps if settled is None else settled))
 
 
 def effective_batch(batch_size: int, num_ranks: int = 1, num_accumulated: int = 1) -> int:

@@ -45,6 +45,39 @@ def test_a_run_that_goes_on_has_the_same_limit(make_trainer: MakeTrainer, tmp_pa
     assert net.sizes == [16] * 10
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_limit_in_batches_sees_as_many_samples(make_trainer: MakeTrainer, accumulation: int, tmp_path: Any) -> None:
+    """Epochs of 16 batches of 4 are of 4 batches of 16, also where these accumulate less, and in a resumed run."""
+    clock = Clock()
+    kept = {"objective": "keep_effective_batch"} if accumulation > 1 else {}
+    finder = finder_of(clock, **kept)
+    limits: dict[str, Any] = {"limit_train_batches": 16, "accumulate_grad_batches": accumulation}
+    trainer = make_trainer(callbacks=[finder], max_epochs=1, **limits)
+    net = Net(clock=clock, scheduler="cosine")
+    trainer.fit(net)
+    assert (finder.result.batch_size, finder.result.accumulation) == (16, 1)
+    assert net.sizes == [16] * 4
+    assert trainer.global_step == trainer.lr_scheduler_configs[0].scheduler.T_max == 4
+    assert "limit_train_batches is 4, which is as many samples as 16 batches as configured" in finder.result.note
+    assert trainer.limit_train_batches == 16
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    again = make_trainer(callbacks=[finder_of(Clock(), **kept)], max_epochs=2, **limits)
+    rest = Net(scheduler="step")
+    again.fit(rest, ckpt_path=tmp_path / "first.ckpt")
+    assert rest.sizes == [16] * 4
+
+
+def test_a_batch_is_no_more_than_a_limited_epoch(make_trainer: MakeTrainer) -> None:
+    """Two batches of 4 are an epoch of 8 samples, so no larger batch is tried; a share of the epoch is no number."""
+    for limit, expected in ((2, 8), (0.25, 16)):
+        clock = Clock()
+        finder = finder_of(clock)
+        net = Net(clock=clock, scheduler="step")
+        make_trainer(callbacks=[finder], max_epochs=1, limit_train_batches=limit).fit(net)
+        assert finder.result.batch_size == expected
+        assert max(trial.batch_size for trial in finder.result.trials) == expected
+
+
 @pytest.mark.parametrize(
     ("steps", "done", "expected"), [(100, 0, 25), (101, 0, 26), (-1, 0, -1), (100, 60, 70), (50, 60, 50)]
 )

@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_offload.callbacks.tuning.example import Example, longest
+from lightning_offload.callbacks.tuning.lengths import Lengths as Sampled
 from lightning_offload.errors import TuningError
+from lightning_offload.tuning.predictions import Predictions
+from lightning_offload.tuning.trial import Prediction
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
-from tests.callbacks.training import NUM_SAMPLES, Clock, Net, finder_of, samples
+from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, finder_of, samples
 
 
 class OfSixteen:
@@ -169,6 +172,34 @@ def test_where_lengths_vary_the_longest_batch_is_tried(make_trainer: MakeTrainer
     make_trainer(callbacks=[finder], max_epochs=1).fit(Lengths(clock=clock, scheduler="step"))
     assert {40} == TRIED
     assert "Lengths vary: trials have the longest of 24 batches" in finder.result.note
+
+
+def seconds_of(size: float) -> float:
+    """A step of so many samples that are as long as the longest."""
+    return 8.0 + size
+
+
+def test_batches_of_varied_lengths_are_priced_by_the_planner(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is expected of a size is that of the mean step, padding included, and not that of the longest."""
+
+    def local(self: Predictions, size: int) -> Prediction:
+        return Prediction(batch_size=size, is_feasible=True, samples_per_second=size / seconds_of(size))
+
+    monkeypatch.setattr(Predictions, "local", local)
+    clock = Clock()
+    finder = finder_of(clock)
+    net = Lengths(clock=clock, scheduler="step", seconds=seconds_of)
+    read = [batch[0].shape[1] for batch in net.train_dataloader()]
+    make_trainer(callbacks=[finder], max_epochs=1).fit(net)
+    # beside its tokens a sample has its features and its label
+    lengths = Sampled.of([length + NUM_FEATURES + 1 for length in read], 4)
+    shares = {size: lengths.typical_share(size, seconds_of) for size in (4, 16)}
+    assert finder.result.batch_size == 16
+    in_trials = (16 / seconds_of(16)) / (4 / seconds_of(4))
+    assert finder.result.expected_speedup == pytest.approx(in_trials * shares[4] / shares[16])
+    assert f"as planned, a mean step with 4 takes {shares[4]:.2f} of that" in finder.result.note
 
 
 def test_the_longest_of_few_batches_and_of_many() -> None:

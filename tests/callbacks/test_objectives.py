@@ -104,7 +104,7 @@ def test_a_noisy_gradient_gets_the_batch_of_the_most_progress(make_trainer: Make
     clock = Clock()
     finder = goodput(clock)
     net = Bowl(400.0, clock)
-    make_trainer(callbacks=[finder], max_steps=20_000, limit_train_batches=10, max_epochs=1).fit(net)
+    make_trainer(callbacks=[finder], max_steps=20_000, limit_train_batches=100, max_epochs=1).fit(net)
     result = finder.result
 
     def progress(size: float) -> float:

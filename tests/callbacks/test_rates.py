@@ -60,7 +60,7 @@ def test_without_an_attribute_the_groups_are_scaled_as_they_are(make_trainer: Ma
     clock = Clock()
     finder = finder_of(clock, lr_arg_name=None)
     net = Net(clock=clock, scheduler="step")
-    state = fitted(make_trainer(callbacks=[finder], max_epochs=1, limit_train_batches=1), net)
+    state = fitted(make_trainer(callbacks=[finder], max_epochs=1, limit_train_batches=4), net)
     assert net.lr == 0.01
     assert state["rates"] == [pytest.approx([0.02, 0.01])]
     assert finder.result.lr == pytest.approx(0.02)

@@ -137,6 +137,34 @@ def test_the_plots_hold_the_figures_and_the_marks() -> None:
     assert (budget["name"], budget["y"]) == ("budget 8.0 GiB", [8.0, 8.0])
 
 
+WORTH = dataclasses.replace(
+    RESULT, configured_batch_size=8, objective="goodput", noise_scale=48.0, noise_scale_interval=(40.0, 60.0)
+)
+
+
+def test_goodput_stands_beside_throughput() -> None:
+    """A sample in a batch of 32 is worth (48 + 8) / (48 + 32) of one in the configured 8; the axis is the same."""
+    names = [trace["name"] for trace in tuning_plots(curve_of(RESULT))["lanes"]["data"]]
+    assert names == ["predicted", "measured"], "without a noise scale nothing is known of it"
+    plots = tuning_plots(curve_of(WORTH))
+    assert [trace["name"] for trace in plots["lanes"]["data"][2:]] == ["goodput, predicted", "goodput, measured"]
+    predicted, measured = plots["lanes"]["data"][2:]
+    assert (predicted["x"], predicted["y"]) == ([32], [pytest.approx(600 * 56 / 80)])
+    assert (measured["x"], measured["y"]) == ([32, 64], [pytest.approx(640 * 56 / 80), pytest.approx(650 * 56 / 112)])
+    assert len(plots["memory"]["data"]) == 2
+    accumulated = dataclasses.replace(WORTH, effective_batch_size=128)  # by four, so batches are 32 and 128
+    assert tuning_plots(curve_of(accumulated))["lanes"]["data"][3]["y"][0] == pytest.approx(640 * 80 / 176)
+
+
+def test_the_page_has_the_goodput(tmp_path: Path) -> None:
+    """It is named in the text and is a column of the table, where it is known."""
+    pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
+    save_tuning_html(tmp_path / "batch.html", curve_of(WORTH))
+    page = (tmp_path / "batch.html").read_text()
+    assert "<h2>Throughput and goodput</h2>" in page
+    assert "<tr><td>32</td><td>640.0</td><td>448.0</td><td>3.0 GiB</td><td>yes</td></tr>" in page
+
+
 def test_the_page_is_complete(tmp_path: Path) -> None:
     """It holds both plots and their places, the trials as a table, and loads nothing."""
     pytest.importorskip("plotly", reason="plotly, the extra 'report', is not installed")
@@ -172,10 +200,13 @@ def test_without_matplotlib_there_is_one_warning_and_the_page(tmp_path: Path, mo
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    """It is a PNG of some size."""
+    """It is a PNG of some size, with the goodput and without."""
     path = tmp_path / "batch.png"
+    save_tuning_png(path, curve_of(WORTH))
+    with_goodput = path.read_bytes()
     save_tuning_png(path, curve_of(RESULT))
     data = path.read_bytes()
+    assert with_goodput != data
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
 

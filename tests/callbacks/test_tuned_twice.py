@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,27 @@ def tuned(make_trainer: MakeTrainer, net: Any) -> tuple[Any, pl.Trainer]:
     return finder, trainer
 
 
-def test_a_model_loaded_from_a_tuned_checkpoint_is_scaled_once(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+class Noted(Rated):
+    """Has a hook of its own for checkpoints."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["note"] = "own"
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_model_loaded_from_a_tuned_checkpoint_is_scaled_once(
+    make_trainer: MakeTrainer, tmp_path: Path, weights_only: bool, is_copied: bool
+) -> None:
     """Its rate is the configured one again, as its data's size is, and a new finder scales it as the first did."""
-    _, trainer = tuned(make_trainer, Rated())
+    net = Noted()
+    _, trainer = tuned(make_trainer, net)
     path = tmp_path / "tuned.ckpt"
-    trainer.save_checkpoint(path)
+    if is_copied:  # a model that was in another process in between
+        net._trainer = None
+        trainer.strategy._lightning_module = trainer.strategy.model = pickle.loads(pickle.dumps(net))
+    trainer.save_checkpoint(path, weights_only=weights_only)
+    assert torch.load(path, weights_only=True)["note"] == "own"
     loaded = Rated.load_from_checkpoint(path)
     assert loaded.lr == 0.01
     finder, _ = tuned(make_trainer, loaded)

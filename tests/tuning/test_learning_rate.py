@@ -46,6 +46,7 @@ from lightning_offload.tuning.learning_rate import (
     scale_optimizer,
     scale_scheduler,
     scaled_learning_rates,
+    shown_warmup_steps,
     unwrapped,
     warmup_factor,
 )
@@ -542,3 +543,12 @@ def test_auto_is_no_rule_for_numbers() -> None:
 def test_the_usual_warm_up(num_steps: float, expected: int) -> None:
     """50 steps, but no more than a tenth of the run."""
     assert default_warmup_steps(num_steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("settled", "num_steps", "expected"),
+    [(0, 1000, 10), (12, 1000, 24), (12, 100, 10), (None, 1000, 64), (None, math.inf, 64), (16, math.inf, 32)],
+)
+def test_a_warm_up_by_what_a_pilot_shows(settled: int | None, num_steps: float, expected: int) -> None:
+    """Twice as long as gradients took to settle, or twice the pilot of 32 where they had not; a tenth of the run."""
+    assert default_warmup_steps(num_steps, shown_warmup_steps(settled, 32)) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from lightning_offload.tuning.noise_scale import (
     batch_efficiency,
     estimate_noise_scale,
     largest_rate_factor,
+    settled_after,
 )
 
 DEVIATIONS = np.linspace(0.2, 3.0, 40)
@@ -130,3 +132,37 @@ def test_the_rate_follows_the_rule_only_as_far_as_there_is_noise() -> None:
     assert factors == [pytest.approx([4.0, 2.0, 1.0]), pytest.approx([2.0, math.sqrt(2), 1.0])]
     with pytest.raises(TuningError, match="0 samples"):
         largest_rate_factor(1.0, base_batch=0, batch=4, rule="linear")
+
+
+def of_sizes(squares: Sequence[float]) -> list[GradientSquares]:
+    """Steps whose mean gradients have these squares."""
+    return [GradientSquares(micro=2 * each, mean=each, num_micro=4, micro_size=8) for each in squares]
+
+
+@pytest.mark.parametrize("num_early", [0, 3, 9, 14])
+def test_gradients_settle_after_their_first_steps(num_early: int) -> None:
+    """Of 32 steps the first ones have gradients of other sizes; the rest scatter by 20% about theirs."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        early = np.exp(np.linspace(3, 2, num_early))
+        squares = np.concatenate([early, np.exp(rng.normal(0, 0.2, 32 - num_early))])
+        found = settled_after(of_sizes(squares.tolist()))
+        assert found is not None
+        assert abs(found - num_early) <= 1
+
+
+def test_gradients_that_go_on_falling_have_not_settled() -> None:
+    """A tenth a step, for as long as one looks; and of too few steps nothing is known."""
+    falling = of_sizes([0.9**step for step in range(32)])
+    assert settled_after(falling) is None
+    assert settled_after(of_sizes([1.0] * 7)) is None
+    assert settled_after(of_sizes([1.0] * 8)) == 0
+
+
+def test_one_odd_gradient_is_not_a_change() -> None:
+    """A single step among its like, or one that overflowed, does not count."""
+    odd = of_sizes([1.0] * 5 + [50.0] + [1.0] * 26)
+    assert settled_after(odd) == 0
+    overflowed = of_sizes([1.0] * 31)
+    overflowed.insert(4, GradientSquares(micro=math.inf, mean=math.inf, num_micro=4, micro_size=8))
+    assert settled_after(overflowed) == 0

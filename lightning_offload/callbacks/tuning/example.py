@@ -37,13 +37,18 @@ class Longest:
 
     Attributes:
         batch: Itself.
-        num_read: How many batches were looked at.
-        is_varied: Whether the lengths of their samples differ.
+        lengths: Elements of a sample in each of the batches that were looked at.
+        is_varied: Whether they differ.
     """
 
     batch: Any
-    num_read: int
+    lengths: tuple[int, ...]
     is_varied: bool
+
+    @property
+    def num_read(self) -> int:
+        """How many batches were looked at."""
+        return len(self.lengths)
 
 
 def longest(batches: Iterable[Any]) -> Longest | None:
@@ -56,18 +61,19 @@ def longest(batches: Iterable[Any]) -> Longest | None:
         None where there is no batch.
     """
     best: Any = None
-    most, num_read = -1, 0
-    lengths: set[tuple[tuple[int, ...], ...]] = set()
+    most = -1
+    kinds: set[tuple[tuple[int, ...], ...]] = set()
+    lengths: list[int] = []
     for batch in batches:
         shapes = list(shapes_in(batch))
-        lengths.add(tuple(shape[1:] for shape in shapes))
+        kinds.add(tuple(shape[1:] for shape in shapes))
+        lengths.append(sum(torch.Size(shape[1:]).numel() for shape in shapes))
         num_elements = sum(torch.Size(shape).numel() for shape in shapes)
         if num_elements > most:
             best, most = batch, num_elements
-        num_read += 1
-        if num_read >= (_FEW if len(lengths) == 1 else _MANY):
+        if len(lengths) >= (_FEW if len(kinds) == 1 else _MANY):
             break
-    return None if num_read == 0 else Longest(batch=best, num_read=num_read, is_varied=len(lengths) > 1)
+    return Longest(batch=best, lengths=tuple(lengths), is_varied=len(kinds) > 1) if lengths else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

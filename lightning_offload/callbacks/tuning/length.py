@@ -1,8 +1,9 @@
 """How long a run is in optimizer steps, when the batch changes: as many samples, so fewer or more steps.
 
-`max_steps` and `min_steps` are given for the configured batch. An epoch has as many samples whatever the batch is, so
-nothing has to be done about epochs. Schedules that count steps are as long as the run when the model makes them anew;
-one that was made from a number that is older than the tuning is found by its length, which is still the old one.
+`max_steps` and `min_steps` are given for the configured batch, and so is a `limit_train_batches` that is a number of
+batches and not a share of them. Any other epoch has as many samples whatever the batch is. Schedules that count steps
+are as long as the run when the model makes them anew; one that was made from a number that is older than the tuning is
+found by its length, which is still the old one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from lightning_offload.errors import TuningError
 
-__all__ = ["StepLimits", "check_lengths", "scaled_steps", "schedule_lengths"]
+__all__ = ["StepLimits", "check_lengths", "is_number_of_batches", "scaled_steps", "schedule_lengths"]
 
 _LIMITS = ("max_steps", "min_steps")
 _LENGTHS = ("total_steps", "T_max", "total_iters")
@@ -36,19 +37,26 @@ def scaled_steps(num_steps: int, ratio: Fraction, done: int = 0) -> int:
     return done + math.ceil((num_steps - done) / ratio)
 
 
+def is_number_of_batches(limit: Any) -> bool:
+    """Whether a `limit_train_batches` counts batches; a float is a share of them."""
+    return isinstance(limit, int) and not isinstance(limit, bool)
+
+
 class StepLimits:
-    """The Trainer's limits in steps, and its accumulation, which are changed for a fit and put back after it."""
+    """The Trainer's limits in steps and batches, and its accumulation: changed for a fit and put back after it."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] = {}
         self._accumulation: int | None = None
+        self._num_batches: int | None = None
 
-    def scale(self, trainer: Any, ratio: Fraction, done: int = 0) -> str:
+    def scale(self, trainer: Any, ratio: Fraction, size_ratio: Fraction, done: int = 0) -> str:
         """Set the limits for another batch; tell what was changed, in a sentence without its full stop.
 
         Args:
             trainer: At the start of a fit.
             ratio: The new effective batch by the configured one.
+            size_ratio: The new batch of a rank by the configured one.
             done: Steps that were made before.
         """
         told = []
@@ -59,6 +67,11 @@ class StepLimits:
             self._before.setdefault(name, before)
             setattr(trainer.fit_loop.epoch_loop, name, after)
             told.append(f"{name} is {after}, which is as many samples as {before} steps of the configured batch")
+        limit = trainer.limit_train_batches
+        if is_number_of_batches(limit) and (scaled := scaled_steps(limit, size_ratio)) != limit:
+            self._num_batches = limit if self._num_batches is None else self._num_batches
+            trainer.limit_train_batches = scaled
+            told.append(f"limit_train_batches is {scaled}, which is as many samples as {limit} batches as configured")
         return "; ".join(told)
 
     def accumulate(self, trainer: Any, number: int) -> None:
@@ -71,6 +84,8 @@ class StepLimits:
         """Set what the user gave."""
         if self._accumulation is not None:
             trainer.accumulate_grad_batches, self._accumulation = self._accumulation, None
+        if self._num_batches is not None:
+            trainer.limit_train_batches, self._num_batches = self._num_batches, None
         for name, before in self._before.items():
             setattr(trainer.fit_loop.epoch_loop, name, before)
         self._before.clear()

@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload.errors import TuningError
+from lightning_offload.tuning.noise_scale import batch_efficiency
 from lightning_offload.tuning.scaling import COLUMNS, Scaling
 from lightning_offload.tuning.trial import Prediction, Trial
 from lightning_offload.units import format_bytes, format_seconds
@@ -56,6 +57,8 @@ class TuningResult(Printed):
         objective: What was to be best: "keep_effective_batch", "goodput" or "throughput".
         noise_scale: The gradient noise scale, in samples; None where it was not measured.
         noise_scale_interval: The values that it may have, with a probability of 95%.
+        warmup_steps: How many optimizer steps a raised rate is warmed up for by what the pilot shows, unless the user
+            or the length of the run says otherwise; None without a pilot.
         expected_speedup: By how much the run is expected to end earlier for the same progress, tuning included, with
             `found_batch_size`; None where that is not known.
         tuning_seconds: What the tuning took.
@@ -88,6 +91,7 @@ class TuningResult(Printed):
     objective: str = "throughput"
     noise_scale: float | None = None
     noise_scale_interval: tuple[float, float] | None = None
+    warmup_steps: int | None = None
     expected_speedup: float | None = None
     tuning_seconds: float = 0.0
     run_seconds: float | None = None
@@ -109,6 +113,11 @@ class TuningResult(Printed):
         """The effective batch by the configured one."""
         configured = (self.configured_batch_size or self.batch_size) * self.configured_accumulation
         return Fraction(self.batch_size * self.accumulation, configured)
+
+    @property
+    def size_ratio(self) -> Fraction:
+        """The batch of a rank by the configured one."""
+        return Fraction(self.batch_size, self.configured_batch_size or self.batch_size)
 
     def __rich__(self) -> Group:
         """Its trials, and what the chosen size would do on more devices."""
@@ -324,6 +333,7 @@ def curve_of(result: TuningResult) -> TuningCurve:
             samples_per_second=trial.samples_per_second,
             peak_bytes=trial.peak_bytes,
             is_feasible=trial.is_ok,
+            goodput=_goodput(result, trial),
         )
         for trial in result.trials
     ]
@@ -334,6 +344,7 @@ def curve_of(result: TuningResult) -> TuningCurve:
             samples_per_second=prediction.samples_per_second,
             peak_bytes=prediction.peak_bytes,
             is_feasible=prediction.is_feasible,
+            goodput=_goodput(result, prediction),
         )
         for prediction in result.predictions
     ]
@@ -346,6 +357,15 @@ def curve_of(result: TuningResult) -> TuningCurve:
         lead=f"Chosen: {summary(result)}",
         simulated=None if result.scaling is None else _simulated(result.scaling),
     )
+
+
+def _goodput(result: TuningResult, tried: Trial | Prediction) -> float | None:
+    """Throughput by what a sample is worth, by the estimate of the noise scale; None where there is none."""
+    if result.noise_scale is None or tried.samples_per_second is None:
+        return None
+    samples = result.effective_batch_size / result.batch_size  # of an optimizer step, for each of a rank's batch
+    batches = {"base_batch": samples * (result.configured_batch_size or 1), "batch": samples * tried.batch_size}
+    return tried.samples_per_second * batch_efficiency(result.noise_scale, **batches)
 
 
 def _simulated(scaling: Scaling) -> Simulated:

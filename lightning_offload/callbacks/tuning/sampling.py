@@ -19,6 +19,8 @@ from lightning_offload.callbacks.tuning.batches import (
     shapes_in,
 )
 from lightning_offload.callbacks.tuning.example import Example, longest
+from lightning_offload.callbacks.tuning.length import is_number_of_batches
+from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import Objective
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
@@ -55,6 +57,7 @@ class Sampler:
         self._check(loaders)
         self._has_batch_norm = False
         self.note = ""
+        self.lengths: Lengths | None = None  # where they vary
         self._example: Example | None = None
         if options.make_batch is None:
             if type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
@@ -69,6 +72,7 @@ class Sampler:
             raise TuningError("there is no batch to train on: the train dataloader is empty")
         if found.is_varied:
             self.note = f"Lengths vary: trials have the longest of {found.num_read} batches"
+            self.lengths = Lengths.of(found.lengths, self._targets.base_size)
         return Example(batch=found.batch, size=batch_size_of(found.batch, self._targets.base_size))
 
     def _check(self, loaders: list[Any]) -> None:
@@ -113,7 +117,8 @@ class Sampler:
         """The sizes that can be trained with.
 
         An epoch has to have enough batches for a window of accumulation, for a validation every so many of them, and
-        for a share of them to be one; and an effective batch is to be no more than a share of the data set.
+        for a share of them to be one, where an epoch is limited to so many batches within these samples; and an
+        effective batch is to be no more than a share of the data set.
 
         Args:
             module: The model; batch norm needs two samples.
@@ -149,15 +154,16 @@ class Sampler:
         needed: int = 1
         if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0:
             needed = interval
-        if isinstance(limit, float):
+        num_samples = self._num_samples
+        if is_number_of_batches(limit):  # of the configured size; the epoch stays as many samples
+            num_samples = min(num_samples, limit * self._targets.base_size)
+        elif limit:
             needed = math.ceil(needed / limit)
         if objective.samples_per_rank is not None:  # as many optimizer steps as there were
-            return max(min(self._num_samples // needed, most), min(self._targets.base_size, self._num_samples))
+            return max(min(num_samples // needed, most), min(self._targets.base_size, num_samples))
         needed = max(needed, accumulation_of(trainer))
         shared = self._num_samples * self._options.max_data_share / accumulation_of(trainer)
-        return max(
-            min(self._num_samples // needed, math.floor(shared)), min(self._targets.base_size, self._num_samples)
-        )
+        return max(min(num_samples // needed, math.floor(shared)), min(self._targets.base_size, self._num_samples))
 
     def without_single(self, batch_size: int, smallest: int, sizes: Sequence[int] | None = None) -> int:
         """The size, or the next lower one that does not leave a single sample, which batch norm cannot train on.

@@ -2,7 +2,8 @@
 
 A checkpoint's hyperparameters make a model again (`load_from_checkpoint`). A rate that was scaled belongs to the found
 batch size: where that is not among the same hyperparameters, the model would come with one and without the other, and
-a second tuning would scale the rate once more. Then the configured rate is written.
+a second tuning would scale the rate once more. Then the configured rate is written. Checkpoints of weights alone have
+hyperparameters too, and of those only the model's own hook hears, not a callback's.
 
 LightningCLI writes its configuration before anything is tuned. It is written again with the found values, so that
 the file starts the run that took place.
@@ -12,16 +13,58 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
 
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.targets import places_of
 from lightning_offload.lightning_packages import rank_zero
 
-__all__ = ["rewrite_configuration", "with_configured_rate"]
+__all__ = ["rewrite_configuration", "save_with_its_rate", "with_configured_rate"]
 
 _SECTIONS = ("model", "data")
+_HOOK = "on_save_checkpoint"
+
+
+def save_with_its_rate(module: Any, result: TuningResult, *, batch_arg_name: str, lr_arg_name: str | None) -> None:
+    """From now on write a rate that goes with the batch size into every checkpoint of a model.
+
+    Args:
+        module: The model.
+        result: Of its tuning.
+        batch_arg_name: As the finder was given it.
+        lr_arg_name: As the finder was given that.
+    """
+    own = getattr(module, _HOOK)
+    own = own.own if isinstance(own, _SavedRate) else own
+    # not an attribute by which a module would look for parameters
+    object.__setattr__(module, _HOOK, _SavedRate(own, result, batch_arg_name, lr_arg_name))
+
+
+@final
+class _SavedRate:
+    """Stands in for a model's `on_save_checkpoint`; it goes with the model to other processes.
+
+    Args:
+        own: The model's hook.
+        result: Of the tuning.
+        batch_arg_name: As the finder was given it.
+        lr_arg_name: As the finder was given that.
+    """
+
+    def __init__(
+        self, own: Callable[[Any], None], result: TuningResult, batch_arg_name: str, lr_arg_name: str | None
+    ) -> None:
+        self.own = own
+        self._result, self._batch_arg_name, self._lr_arg_name = result, batch_arg_name, lr_arg_name
+
+    def __call__(self, checkpoint: dict[str, Any]) -> None:
+        self.own(checkpoint)
+        key = "hyper_parameters"
+        if key in checkpoint:
+            checkpoint[key] = with_configured_rate(
+                checkpoint[key], self._result, batch_arg_name=self._batch_arg_name, lr_arg_name=self._lr_arg_name
+            )
 
 
 def with_configured_rate(

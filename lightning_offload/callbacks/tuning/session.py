@@ -23,6 +23,7 @@ from lightning_offload.callbacks.tuning.accumulation import accumulation_schedul
 from lightning_offload.callbacks.tuning.freezing import will_thaw
 from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
 from lightning_offload.callbacks.tuning.length import StepLimits, check_lengths, schedule_lengths
+from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import GOODPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.options import MIN_PILOT_STEPS, FinderOptions
 from lightning_offload.callbacks.tuning.pilot import counted, why_no_noise_scale
@@ -41,12 +42,14 @@ from lightning_offload.tuning.learning_rate import (
     learning_rate_factor,
     resolved_rule,
     rule_warning,
+    shown_warmup_steps,
 )
 from lightning_offload.tuning.noise_scale import (
     NoiseScale,
     batch_efficiency,
     estimate_noise_scale,
     largest_rate_factor,
+    settled_after,
 )
 from lightning_offload.tuning.posterior import pool
 from lightning_offload.tuning.predictions import Predictions
@@ -54,7 +57,7 @@ from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleP
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.scaling import Scaling
 from lightning_offload.tuning.search import SearchResult
-from lightning_offload.tuning.trial import Trial
+from lightning_offload.tuning.trial import Prediction, Trial
 from lightning_offload.units import format_seconds
 
 __all__ = ["Session"]
@@ -98,6 +101,9 @@ class Session:
     ) -> None:
         self._objective = Objective(name="throughput", configured_accumulation=1)
         self._noise: NoiseScale | None = None
+        self._warmup_steps: int | None = None  # as the pilot shows
+        self._lengths: Lengths | None = None  # where they vary
+        self._shares: dict[int, float] = {}  # what a mean step takes, by one of a trial
         self._most: int | None = None  # the largest size, where the configured one does not fit
         self._began = clock()
         # who only tunes has asked for it, however long it takes
@@ -134,7 +140,7 @@ class Session:
         try:
             if result.accumulation != result.configured_accumulation:
                 self._limits.accumulate(self._trainer, result.accumulation)
-            told = self._limits.scale(self._trainer, result.batch_ratio, result.first_step)
+            told = self._limits.scale(self._trainer, result.batch_ratio, result.size_ratio, result.first_step)
             places = self._make_optimizers(before, result.lr_factor)
             check_lengths(
                 lengths,
@@ -168,6 +174,7 @@ class Session:
         sampler = self._agreement.together(
             lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
+        self._lengths = sampler.lengths
         self._num_steps = _num_steps(self._trainer)
         self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
         bounds = sampler.bounds(self._module, self._agreement, self._objective)
@@ -266,6 +273,7 @@ class Session:
         self._noise = self._agreement.broadcast(estimate_noise_scale(counted(shared)))
         if self._noise is None:
             return "the pilot's gradients were not finite"
+        self._warmup_steps = self._agreement.broadcast(shown_warmup_steps(settled_after(shared), len(shared)))
         self._most = self._largest_worth(self._noise.low)
         return ""
 
@@ -284,6 +292,26 @@ class Session:
         assert noise is not None  # only goodput asks
         batches = {"base_batch": self._effective(self._targets.base_size), "batch": self._effective(batch_size)}
         return min(batch_efficiency(phi, **batches) for phi in (noise.low, noise.value, noise.high))
+
+    def _typical_share(self, predictions: Predictions, batch_size: int) -> float:
+        """What a mean step takes by one of a trial, as planned; on rank zero, the others have no predictor.
+
+        Powers of two are planned, since a plan may take seconds; between them lies a straight line.
+        """
+        low = 1 << (batch_size.bit_length() - 1)
+        share = self._share_of_power(predictions, low)
+        if batch_size == low:
+            return share
+        above = self._share_of_power(predictions, 2 * low, otherwise=share)
+        return share + (above - share) * math.log2(batch_size / low)
+
+    def _share_of_power(self, predictions: Predictions, batch_size: int, otherwise: float = 1.0) -> float:
+        if self._lengths is None:
+            return 1.0
+        if batch_size not in self._shares:
+            share = self._lengths.typical_share(batch_size, lambda size: _seconds(predictions.local(size), size))
+            self._shares[batch_size] = share if share is not None else otherwise
+        return self._shares[batch_size]
 
     def _run_seconds(self, trials: Sequence[Trial]) -> float | None:
         """What the configured run takes, by the trial of the size that is nearest to the configured one."""
@@ -329,12 +357,23 @@ class Session:
             max_seconds=options.max_seconds,
             usual_seconds=self._usual_seconds,
             sizes=self._sizes(),
-            efficiency=None if self._noise is None else self._worth,
+            efficiency=self._efficiency(runner),
         )
         is_tried = any(trial.batch_size == base for trial in found.trials)
         if found.batch_size != base and not is_tried and self._objective.name != "throughput":
             found = _with_trial(found, runner.run(base))  # what it is compared with
         return runner.predictions, found
+
+    def _efficiency(self, runner: TrialRunner) -> Callable[[int], float] | None:
+        """What throughput in trials of a size counts for; None where it counts as it is."""
+        if self._noise is None and self._lengths is None:
+            return None
+
+        def efficiency(batch_size: int) -> float:
+            worth = 1.0 if self._noise is None else self._worth(batch_size)
+            return worth / self._typical_share(runner.predictions, batch_size)
+
+        return efficiency
 
     def _sizes(self) -> Sequence[int] | None:
         """The sizes that may be tried; the configured one always may."""
@@ -364,12 +403,16 @@ class Session:
         bounds: Bounds,
     ) -> TuningResult:
         tuning_seconds = self._clock() - self._began
-        run_seconds = self._run_seconds(found.trials)
         base_size, wanted = self._targets.base_size, choice.batch_size
+        typical = self._agreement.broadcast(
+            (self._typical_share(predictions, base_size), self._typical_share(predictions, found.batch_size))
+        )
+        run_seconds = self._run_seconds(found.trials)
+        run_seconds = None if run_seconds is None else typical[0] * run_seconds
         speedup = speedup_of(
             found, base_size=base_size, size=found.batch_size, samples=self._effective(base_size) // base_size,
-            noise=self._noise, run_seconds=run_seconds if self._is_limited and run_seconds is not None else math.inf,
-            tuning_seconds=tuning_seconds,
+            noise=self._noise, typical=typical, tuning_seconds=tuning_seconds,
+            run_seconds=run_seconds if self._is_limited and run_seconds is not None else math.inf,
         )  # fmt: skip
         if self._objective.name != "throughput" and wanted != base_size:
             least = LEAST_SPEEDUP if self._objective.name == GOODPUT else 1.0
@@ -394,7 +437,7 @@ class Session:
             confidence=found.confidence,
             budget_bytes=budget_bytes,
             scaling=self._scaling(choice, found, predictions),
-            note=_note(choice, found, host.decline, rates.note, sampler.note),
+            note=_note(choice, found, host.decline, rates.note, _of_lengths(sampler.note, typical, base_size)),
         )
 
     def _settings(self, size: int, rates: _Rates) -> dict[str, Any]:
@@ -409,6 +452,7 @@ class Session:
             "objective": self._objective.name,
             "noise_scale": None if noise is None else noise.value,
             "noise_scale_interval": None if noise is None else (noise.low, noise.high),
+            "warmup_steps": self._warmup_steps,
             "first_step": int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
             "lr": rates.lr,
             "base_batch_size": rates.base_batch,
@@ -536,6 +580,20 @@ def _with_trial(found: SearchResult, trial: Trial) -> SearchResult:
     return dataclasses.replace(
         found, trials=trials, estimates=tuple(pool(trials).values()), smallest_failing=min(failing, default=None)
     )
+
+
+def _seconds(prediction: Prediction | None, batch_size: int) -> float | None:
+    """What a step takes as planned, up to a factor that is the same for all sizes."""
+    if prediction is None or not prediction.is_feasible or not prediction.samples_per_second:
+        return None
+    return batch_size / prediction.samples_per_second
+
+
+def _of_lengths(note: str, typical: tuple[float, float], base_size: int) -> str:
+    """What to say where lengths vary, with what the planner says of them."""
+    if not note or typical == (1.0, 1.0):
+        return note
+    return f"{note}; as planned, a mean step with {base_size} takes {typical[0]:.2f} of that"
 
 
 def _num_steps(trainer: Any) -> float:
