@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 import threading
 from collections.abc import Callable
@@ -188,15 +189,20 @@ def _graph_of(memory: MemoryPlugin) -> StepGraph:
     return StepGraph.from_json(row["graph"])
 
 
-def test_plan_of_another_model_is_refused() -> None:
-    """It is noticed when the step has been recorded, before a step runs under it; the model is intact."""
+def test_plan_of_another_model_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """It is noticed when the step has been recorded, before a step runs under it; the step is planned here instead."""
     plan, batch = plan_in(state_of(policy="all-swap")), rows()
     other = torch.nn.Sequential(torch.nn.Linear(256, 8), torch.nn.Sigmoid())
-    with attached(other, plan=plan) as memory:
-        train_step(other, batch, memory)
-        with pytest.raises(PlanError, match="another model"), memory.step(batch):
-            pytest.fail("the step must not run")
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    expected = train_step(other, batch)
+    with attached(other, plan=plan, policy="all-swap") as memory, caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            assert train_step(other, batch, memory) == expected
+        report = memory.report()
+    assert report.phase == "planned"
+    assert report.planned is not None
+    assert report.planned.plan.graph_digest != plan.graph_digest
+    (warning,) = (record.getMessage() for record in caplog.records if "for another step" in record.getMessage())
+    assert plan.graph_digest in warning
 
 
 # ---- state
