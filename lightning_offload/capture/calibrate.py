@@ -133,15 +133,21 @@ def measure_device(
     )
     if kind_of(device).has_streams:  # and engines that copy
         return spec_of(device, rates)
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+    num_threads = torch.get_num_threads()
+    if num_threads not in _interference:
+        source = torch.ones(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
 
-    def there_and_back() -> None:
-        swap_out(source)
-        swap_in(new_storage(num_bytes, device))
+        def there_and_back() -> None:
+            swap_out(source)
+            swap_in(new_storage(num_bytes, device))
 
-    seconds = num_bytes / rates.d2h_bytes_per_second + num_bytes / rates.h2d_bytes_per_second
-    share = measure_interference(there_and_back, seconds)
-    return spec_of(device, rates, copy_interference=share)
+        seconds = num_bytes / rates.d2h_bytes_per_second + num_bytes / rates.h2d_bytes_per_second
+        _interference[num_threads] = measure_interference(there_and_back, seconds)
+    return spec_of(device, rates, copy_interference=_interference[num_threads])
+
+
+_interference: dict[int, float] = {}
+"""By the number of threads that compute: found once in a process, since it takes longer than the links."""
 
 
 def measure_interference(copy: Callable[[], object], copy_seconds: float) -> float:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from lightning_offload.capture import calibrate
 from lightning_offload.capture.calibrate import (
     LinkRates,
     Transfer,
@@ -21,6 +22,12 @@ from lightning_offload.capture.calibrate import (
 from lightning_offload.graph import DeviceSpec
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def first_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compute loses to copies has not been measured yet, and is forgotten afterwards."""
+    monkeypatch.setattr(calibrate, "_interference", {})
 
 
 class Counting:
@@ -43,13 +50,14 @@ class Counting:
 def test_measured_device_is_a_device_spec() -> None:
     """Each direction is tried once to warm up and three times to measure, on a block of the size asked for.
 
-    On a CPU more is swapped, beside compute.
+    The first time in a process more is swapped, beside a CPU's compute.
     """
-    counting = Counting()
-    device = measure_device(CPU, counting.transfer("out"), counting.transfer("in"), num_bytes=4096)
-    assert counting.calls["in"] > 4
-    assert counting.calls["out"] > 4
-    assert counting.sizes == {4096}
+    for is_first in (True, False):
+        counting = Counting()
+        device = measure_device(CPU, counting.transfer("out"), counting.transfer("in"), num_bytes=4096)
+        assert (counting.calls["in"] > 4) == (counting.calls["out"] > 4) == is_first
+        assert min(counting.calls.values()) >= 4
+        assert counting.sizes == {4096}
     assert device.d2h_bytes_per_second > 0
     assert device.h2d_bytes_per_second > 0
     assert device.disk_write_bytes_per_second == device.disk_read_bytes_per_second == 0
@@ -138,7 +146,7 @@ def test_the_source_was_written() -> None:
         seen.append(sum(storage))
 
     measure_device(CPU, swap_out, lambda storage: None, num_bytes=64)
-    assert len(seen) > 4
+    assert len(seen) >= 4
     assert set(seen) == {64}
 
 
