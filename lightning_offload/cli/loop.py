@@ -95,7 +95,7 @@ def _bytes_of_state(model: Any, *, with_counts: bool) -> int:
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter)
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise NotImplementedError("LBFGS runs the step itself")
+            raise UnsupportedError("LBFGS runs the training step within its own, so its state cannot be counted ahead")
         optimizer.step()
         optimizer.zero_grad()
         states = tensors_in(list(optimizer.state.values()))

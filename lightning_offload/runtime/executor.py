@@ -123,7 +123,6 @@ class StepExecutor:
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
         self._given = _given_cursor(program)
-        self._packs_behind = 0  # of the program's packs
         self._num_packs = 0
         self._pack_keys: dict[int, int] = {}
         self._has_begun_backward = False
@@ -368,11 +367,13 @@ class StepExecutor:
         bypass_mode.depth += 1
         try:
             with NotSeen():
-                before = self._packs_behind
                 handle = self._pack(*as_saved(tensor))
                 if not (self.sees_ops or self.deviation) and self.program is not None:
-                    passed = range(before, self._packs_behind)
-                    released = [s for place in passed for s in self.program.release_at_pack.get(place, ())]
+                    releases = self.program.release_at_pack
+                    if self._given is None:
+                        released = releases.get(handle.index, ())
+                    else:
+                        released = tuple(s for place in self._given.take_passed() for s in releases.get(place, ()))
                     if released and not (self._can_capture and is_capturing()):  # a graph must not wait for copies
                         self._release(released)
                 return handle
@@ -386,8 +387,10 @@ class StepExecutor:
         plain = plain and not (self._can_capture and is_capturing())
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
-        place = self._place_of(index, tensor, plain)
-        self._packs_behind = max(self._packs_behind, place + 1)
+        if self._given is not None:
+            place = self._given_place(index, tensor, plain)
+        else:
+            place = index if plain and self.program is not None and self._is_as_planned(index, tensor) else -1
         if not plain:
             value = None
         elif self.deviation and not self.sees_ops:
@@ -434,10 +437,9 @@ class StepExecutor:
         value.guards = ((handle.version_alias, handle.version),)
         return value
 
-    def _place_of(self, index: int, tensor: Tensor, plain: bool) -> int:
-        """Which of the program's packs comes now; -1 for none of them."""
-        if self._given is None:
-            return index if self.program is not None and not (plain and not self._is_as_planned(index, tensor)) else -1
+    def _given_place(self, index: int, tensor: Tensor, plain: bool) -> int:
+        """Which pack of a program that was made elsewhere comes now; -1 for none of them."""
+        assert self._given is not None
         if self.deviation:
             return -1
         place = self._given.next(index, tensor.untyped_storage().nbytes() if plain else 0)
@@ -550,16 +552,20 @@ class StepExecutor:
     def _bring_back(self, program: Program, handle: Handle) -> None:
         """Begin to bring back what is read now, and what the plan has come back next."""
         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
-        ordinals = (self.num_unpacks - 1,) if self._given is None else self._given.passed_by(handle.index)
+        if self._given is not None:
+            ordinals = self._given.passed_by(handle.index)
+            released = tuple(s for ordinal in ordinals for s in program.release_at_unpack.get(ordinal, ()))
+            indices = tuple(s for ordinal in ordinals for s in program.prefetch.get(ordinal, ()))
+        else:
+            ordinal = self.num_unpacks - 1
+            released = program.release_at_unpack.get(ordinal, ())
+            indices = program.prefetch.get(ordinal, ())
         if not self.sees_ops:
-            for ordinal in ordinals:
-                self._release(program.release_at_unpack.get(ordinal, ()))
+            self._release(released)
         if handle.value is not None and handle.value.block is not None:
             self._materializer.fetch(handle.value)
-        for ordinal in ordinals:
-            indices = program.prefetch.get(ordinal)
-            if indices is not None:
-                self._materializer.prefetch(indices)
+        if indices:
+            self._materializer.prefetch(indices)
 
     def _begin_unpack(self, handle: Handle) -> None:
         if self.num_unpacks == 0:

@@ -74,6 +74,7 @@ class GivenCursor:
         self._route = route
         self._places: dict[int, int] = {}
         self._next_unpack = 0
+        self._num_taken = 0
         self.place = 0
 
     def next(self, index: int, num_bytes: int) -> int | None:
@@ -101,6 +102,12 @@ class GivenCursor:
             if matters[ahead]:
                 break
         return None
+
+    def take_passed(self) -> range:
+        """The planned packs that are behind, by place, and were not when this was last asked."""
+        passed = range(self._num_taken, self.place)
+        self._num_taken = self.place
+        return passed
 
     def is_through(self, num_packs: int) -> bool:
         """Whether none of the first packs that is still to come matters."""

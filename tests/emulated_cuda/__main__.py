@@ -46,6 +46,7 @@ EXACT = (
 WHOLE = "test_devices or test_plain_steps or test_default_budget"
 STRUCTURES = "changing_structures and 0.45 and (drop or regularised)"
 SHAPES = "changing_shapes and images and 0.4"
+GIVEN = "given_plans and logs"
 SETTINGS = "half_precision and 0.25 or another_thread or accumulation_under_autocast"
 
 
@@ -116,8 +117,9 @@ SHARE = (  # the longest first
             f"{GPU}/test_plain_steps.py",
             f"{GPU}/test_structures.py",
             f"{GPU}/test_shapes.py",
+            f"{GPU}/test_given_plans.py",
         ),
-        only=f"({EXACT}) or {SETTINGS} or {WHOLE} or {STRUCTURES} or {SHAPES}",
+        only=f"({EXACT}) or {SETTINGS} or {WHOLE} or {STRUCTURES} or {SHAPES} or {GIVEN}",
     ),
     Run(
         name="two devices, lazy, random",
