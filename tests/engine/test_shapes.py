@@ -282,8 +282,12 @@ def test_steps_that_a_family_does_not_foresee(name: str, height: float) -> None:
         assert (report.num_deviations > 0) == (name in ("deeper", "shallower", "copied"))
 
 
-def test_a_copy_that_appears_late_counts_for_all_shapes() -> None:
-    """An average of the weights, made in the midst of training: as soon as one step has shown it."""
+@pytest.mark.parametrize(("looks", "within"), [("often", 4), ("seldom", 34)])
+def test_a_copy_that_appears_late_counts_for_all_shapes(
+    looks: str, within: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An average of the weights, made in the midst of training: as soon as one look has shown it, one step in 32."""
+    monkeypatch.setattr(CensusClock, "is_due", lambda *_: looks == "often")  # a slow machine may afford it seldom
     budget, late = _budget("sliced", 0.3), 12
     held: list[list[Tensor]] = []
     with MemoryPlugin(budget=budget + sum(p.nbytes for p in Features().parameters())) as memory:
@@ -291,7 +295,7 @@ def test_a_copy_that_appears_late_counts_for_all_shapes() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         over = []
         with LiveStorageTracker() as tracker:
-            for step in range(30):
+            for step in range(late + within + 14):
                 batch = _tokens(rng, step)
                 if step == late:
                     held.append([parameter.detach().clone() for parameter in model.parameters()])
@@ -302,9 +306,9 @@ def test_a_copy_that_appears_late_counts_for_all_shapes() -> None:
                 optimizer.zero_grad()
                 over.append(window.peak_bytes > (memory.budget_bytes or 0))
         assert held
-        assert sum(over) <= 1
+        assert sum(over) <= 1 or looks == "seldom"
         assert not any(over[:late])
-        assert not any(over[late + 4 :])
+        assert not any(over[late + within :])
         family = next(iter(memory._steps.cache.families.values()))
     assert family.beside_bytes is not None
     assert family.beside_bytes >= 3 * sum(parameter.nbytes for parameter in model.parameters())
