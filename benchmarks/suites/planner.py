@@ -34,6 +34,7 @@ _MAKE_PLANS = (
     "lightning_offload/demo/residual.py",
 )  # fmt: skip
 _CLOSE, _NEAR, _TIGHT = 1.01, 1.03, 1.05
+_PROMPT = {"resnet152": 1.0}  # seconds of CPU time in which its plans should be made
 _LOW = 0.2  # height from which on plans should be close to the bound
 _Pair = tuple[str, str, str, tuple[float, ...], int | None]
 
@@ -139,3 +140,8 @@ def _summary(found: list[Cell]) -> Iterable[Row]:
         yield Row(case=name, metric="auto_over_bound_most", value=max(ratios), goal=_TIGHT if is_low else _NEAR)
         yield Row(case=name, metric="num_cells_lost_to_a_policy", value=float(len(lost)), goal=0.0)
         yield Row(case=name, metric="num_cells", value=float(len(chosen)))
+    for model, goal in _PROMPT.items():
+        if seconds := [cell.planning_seconds for cell in found if cell.model == model]:
+            case = f"all cells of {model}"
+            yield Row(case=case, metric="planning_seconds_median", value=float(np.median(seconds)), goal=goal)
+            yield Row(case=case, metric="planning_seconds_most", value=max(seconds), goal=goal)

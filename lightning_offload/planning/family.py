@@ -91,6 +91,7 @@ class FamilyPlanner:
             BudgetInfeasibleError: The budget is below the floor.
         """
         problem = self._problem.resized(graph, figures.workspace_bytes, figures.seconds)
+        problem.is_urgent = not is_thorough
         request = PlanRequest(problem, device, budget_bytes, is_provisional=not is_thorough, is_hasty=not is_thorough)
         if budget_bytes is None or request.plain.peak_bytes <= budget_bytes:
             return build_plan(request, "auto", {}, request.plain)
@@ -125,6 +126,7 @@ class FamilyPlanner:
             device: Where it runs.
         """
         problem = self._problem.resized(graph, figures.workspace_bytes, figures.seconds)
+        problem.is_urgent = True
         codes = problem.codes({d.storage: d.action for d in plan.decisions})
         no_memo = problem.flags(frozenset(d.storage for d in plan.decisions if not d.memo))
         return Simulator(problem, device, plan.budget_bytes).timeline(codes, no_memo).peak_bytes

@@ -88,6 +88,7 @@ class Problem:
         seconds: Duration of the op at each tick, 0 where there is none.
         stays: How long swapped storages lie on their tier.
         views: What others have made of it, by type, so that it is made once.
+        is_urgent: Whether a step waits for its plan, so that simulating it must not wait for a compiler.
     """
 
     def __init__(self, graph: StepGraph, keep: frozenset[int] = frozenset(), smallest: int | None = None) -> None:
@@ -95,6 +96,7 @@ class Problem:
         self.graph = graph = graph.allocated()
         self.stays = LiveRanges(graph)
         self.views: dict[type, object] = {}
+        self.is_urgent = False
         self._sources: dict[int, Source | None] = {}
         self._walks: dict[int, Walk | None] = {}
         self.last_value = last_values(graph)

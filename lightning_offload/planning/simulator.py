@@ -383,7 +383,7 @@ class Simulator:
         self, codes: Codes, no_memo: npt.NDArray[np.bool_] | None, schedule: Schedule | None, max_seconds: float
     ) -> _Pass | None:
         problem, links, num_ticks = self.problem, self._links, self.problem.graph.num_ticks
-        kernels = self._kernels or kernels_for(problem.num_rows)
+        kernels = self._kernels or kernels_for(problem.num_rows, is_urgent=problem.is_urgent)
         step, new = problem.columns(kernels.is_compiled), Buffers(kernels.is_compiled)
         found = find_needs(problem, codes, no_memo, kernels, max_seconds - problem.plain_seconds)
         if found is None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning import kernels
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.planner import plan_with_margin
 from lightning_offload.planning.problem import Problem, min_bytes
@@ -93,6 +94,17 @@ def test_a_budget_below_the_floor_is_refused() -> None:
     with pytest.raises(BudgetInfeasibleError, match=str(floor)):
         planner.plan(model.sized(figures), figures, A100, floor - 1)
     assert planner.plan(model.sized(figures), figures, A100, floor).predicted_peak_bytes == floor
+
+
+def test_plans_that_a_step_waits_for_bring_no_compiler_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes seconds, in the midst of a training: searches for plans of recorded steps pay for that."""
+    model = _model("gpt2-sdpa")
+    planner, figures, budget = FamilyPlanner(model), model.figures_at((12,)), _budget(model, 12, 0.3)
+    monkeypatch.setattr(kernels, "_work", kernels._Work())
+    planner.plan(model.sized(figures), figures, A100, budget)
+    assert kernels._work.num_rows == 0
+    planner.plan(model.sized(figures), figures, A100, budget, is_thorough=True)
+    assert kernels._work.num_rows > 0
 
 
 def test_what_must_stay_stays() -> None:

@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 _WISH = os.environ.get("LIGHTNING_OFFLOAD_NUMBA", "")
 _MODULES = (needs, clock, releases, prefetches)  # none calls another's functions: caches go by the file
 WARM_ROWS = 0 if _WISH == "1" else 2_000_000
-"""Rows that plain loops go through, in all, before the compiled form is loaded from a cache: a quarter of a second."""
-COLD_ROWS = 0 if _WISH == "1" else 25_000_000
+"""Rows that plain loops go through, in all, before the compiled form is loaded from a cache: half a second."""
+COLD_ROWS = 0 if _WISH == "1" else 50_000_000
 """The same before it is compiled: about as long as that takes."""
 
 
@@ -73,13 +73,14 @@ class _Work:
 _work = _Work()
 
 
-def kernels_for(num_rows: int) -> Kernels:
+def kernels_for(num_rows: int, *, is_urgent: bool = False) -> Kernels:
     """The form to use for the next simulation.
 
     Args:
         num_rows: Ticks, ops and storages that it goes through.
+        is_urgent: Whether a step waits for it, which must not wait for a compiler: then it does not count as work.
     """
-    _work.num_rows += num_rows
+    _work.num_rows += 0 if is_urgent else num_rows
     if _WISH == "0" or _work.num_rows <= WARM_ROWS:
         return PLAIN
     found = compiled()

@@ -40,6 +40,10 @@ def test_losses_are_counted_and_goals_depend_on_the_height() -> None:
     assert rows["all cells with h < 0.2", "num_cells_lost_to_a_policy"].value == 0
     goals = {c.height: [r.goal for r in planner._rows(c) if r.metric == "auto_over_bound"] for c in found}
     assert goals == {0.4: [1.03], 0.05: [1.05]}
+    slow = dataclasses.replace(found[0], model="resnet152", planning_seconds=1.5)
+    rows = {(row.case, row.metric): row for row in planner._summary([*found, slow])}
+    row = rows["all cells of resnet152", "planning_seconds_most"]
+    assert (row.value, row.goal) == (1.5, 1.0)
 
 
 def test_page_shows_every_cell() -> None:

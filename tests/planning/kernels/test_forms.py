@@ -45,6 +45,17 @@ def test_work_to_come_counts(tmp_path: object) -> None:
 
 
 @needs_numba
+def test_what_a_step_waits_for_does_not_wait_for_a_compiler(tmp_path: object) -> None:
+    """However much of it there is; what was expected, or what others compiled, it uses."""
+    urgent = SCRIPT.replace("kernels_for(rows)", "kernels_for(rows, is_urgent=True)")
+    assert forms(tmp_path, "", urgent) == ["False", "False", "False", "False"]
+    after = urgent.replace("forms =", "kernels.kernels_for(10**9)\nforms =")
+    assert forms(tmp_path, "", after) == ["True", "True", "True", "True"]
+    expecting = urgent.replace("forms =", "kernels.expect(10**9)\nforms =")
+    assert forms(tmp_path, "", expecting) == ["True", "True", "True", "True"]
+
+
+@needs_numba
 def test_wish_for_compiled_loops_is_kept(tmp_path: object) -> None:
     """From the first simulation on."""
     assert forms(tmp_path, "1") == ["True", "True", "True", "True"]
