@@ -28,7 +28,8 @@ class Suite(Protocol):
     """What a suite's module provides.
 
     It may provide besides: `STORES_ITSELF = True`, if it stores and tells as it goes; `table(measurements)`, what a
-    terminal is shown; `DOCUMENT` and `page(result)`, a document of its own below docs and how it is made.
+    terminal is shown; `DOCUMENT` and `page(result)`, a document of its own below docs and how it is made;
+    `short_table(result)`, what other documents show of it.
     """
 
     TITLE: str

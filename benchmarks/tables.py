@@ -1,8 +1,9 @@
 """Tables for the documentation, written from the stored results and never by hand.
 
 `docs/performance.md` is written as a whole, and so is the document of a suite that has one of its own: the file
-`DOCUMENT` of docs, made by its `page(result)`. README.md may hold a short table of a result's ratios between two
-marker lines, `<!-- benchmark: overhead-cpu -->` and `<!-- end -->`, with the name of the result file.
+`DOCUMENT` of docs, made by its `page(result)`. README.md and the other pages of docs may hold a short table of a result
+between two marker lines, `<!-- benchmark: overhead-cpu -->` and `<!-- end -->`, with the name of the result file: what
+the suite's `short_table(result)` makes of it, or its figures with a goal or an interval.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ def write_documents(root: Path = _CHECKOUT, results: Path = RESULTS_FOLDER) -> l
     performance.parent.mkdir(parents=True, exist_ok=True)
     performance.write_text(performance_page(results), encoding="utf-8")
     written = [performance]
-    for name, text in _own_documents(results).items():
+    for name, text in own_documents(results).items():
         written.append(root / "docs" / name)
         written[-1].write_text(text, encoding="utf-8")
-    readme = root / "README.md"
-    if readme.exists():
-        text = readme.read_text(encoding="utf-8")
+    for path in (root / "README.md", *sorted(set(root.glob("docs/*.md")) - set(written))):
+        if not path.exists():
+            continue
+        text = path.read_text(encoding="utf-8")
         filled = fill_markers(text, results)
         if filled != text:
-            readme.write_text(filled, encoding="utf-8")
-            written.append(readme)
+            path.write_text(filled, encoding="utf-8")
+            written.append(path)
     return written
 
 
@@ -54,13 +56,16 @@ def performance_page(results: Path) -> str:
 
 
 def fill_markers(text: str, results: Path) -> str:
-    """Return `text` with a table of ratios in every marked place whose result is stored."""
+    """Return `text` with a short table in every marked place whose result is stored."""
 
     def fill(match: re.Match[str]) -> str:
         path = results / f"{match['name']}.json"
         if not path.exists():
             return match[0]
-        return f"{match[1]}{goal_table(_rows(_load(path)))}\n{match[3]}"
+        result = _load(path)
+        make = getattr(load_suite(result["suite"]), "short_table", None)
+        table = goal_table(_rows(result)) if make is None else make(result)
+        return f"{match[1]}{table}\n{match[3]}"
 
     return _MARKED.sub(fill, text)
 
@@ -82,7 +87,7 @@ def table_lines(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str]]:
 def goal_table(rows: Sequence[Row]) -> str:
     """Return one line per figure with a goal or an interval."""
     header = ("case", "metric", "value", "95% interval", "goal")
-    return _markdown(header, [line for line in table_lines(rows) if line[3] or line[4]])
+    return markdown(header, [line for line in table_lines(rows) if line[3] or line[4]])
 
 
 def format_value(metric: str, value: float) -> str:
@@ -102,7 +107,7 @@ def _stored(results: Path) -> list[dict[str, Any]]:
     return [_load(path) for path in sorted(results.glob("*.json"))]
 
 
-def _own_documents(results: Path) -> dict[str, str]:
+def own_documents(results: Path) -> dict[str, str]:
     """Return the texts of the suites that have documents of their own, by file name."""
     pairs = [(load_suite(result["suite"]), result) for result in _stored(results)]
     return {suite.DOCUMENT: suite.page(result) for suite, result in pairs if hasattr(suite, "DOCUMENT")}
@@ -173,9 +178,10 @@ def _detail_table(rows: Sequence[Row]) -> str:
     others = [line for line in table_lines(rows) if not line[3] and not line[4] and line[1] != ERROR]
     cases = groupby(others, key=lambda line: line[0])
     lines = [(case, ", ".join(f"{line[1]} {line[2]}" for line in group)) for case, group in cases]
-    return _markdown(("case", "figures"), lines)
+    return markdown(("case", "figures"), lines)
 
 
-def _markdown(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+def markdown(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    """A table."""
     rule = tuple("---" for _ in header)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *lines))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ from benchmarks import environment, workloads
 from benchmarks.checkpoints import BlockCheckpoints
 from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_rounds
 from benchmarks.results import Measurements, Options, Row
+from benchmarks.tables import markdown
 from benchmarks.workloads import Workload
 from lightning_offload import MemoryPlugin
 from lightning_offload.demo.tracker import peak_tracker
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.report import Report
+from lightning_offload.units import format_bytes
 
 TITLE = "PyTorch's own checkpointing at the same peak"
 
@@ -154,6 +157,25 @@ def _rows(
         yield Row(case=case, metric="predicted_step_seconds", value=predicted)
         yield Row(case=case, metric="prediction_error", value=abs(predicted / measured - 1), goal=_PREDICTED_GOAL)
         yield Row(case=case, metric="plan_error", value=abs(by_plan / measured - 1))
+
+
+def short_table(result: dict[str, Any]) -> str:
+    """Return both overheads at each peer's peak, side by side, for the pages that compare tools."""
+    values = {(row["case"], row["metric"]): row["value"] for row in result["rows"]}
+    lines = []
+    for model in MODELS:
+        for peer in PEERS:
+            theirs, ours = f"{model}, {peer}", f"{model}, {_name_of_ours(peer)}"
+            if (ours, "overhead_over_peer") not in values:
+                continue
+            peak, plain = values[theirs, "peak_bytes"], values[f"{model}, plain", "peak_bytes"]
+            lines.append((
+                model, peer, f"{format_bytes(round(peak))}, {peak / plain:.0%} of plain's",
+                *(f"{values[case, 'overhead']:+.1%}" for case in (theirs, ours)),
+                f"{values[ours, 'overhead_over_peer']:.2f}", f"{values.get((ours, 'prediction_error'), math.nan):.1%}",
+            ))  # fmt: skip
+    header = ("model", "peer", "true peak of both", "peer adds", "ours adds", "ours / peer's", "prediction is off by")
+    return markdown(header, lines)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -51,6 +51,18 @@ def test_ours_peaks_at_no_more_than_the_peer(measured: Measurements) -> None:
         assert 0.9 * peaks[name] <= peaks[f"ours at the peak of {name}"] <= peaks[name] < peaks["plain"]
 
 
+def test_the_short_table_has_a_line_for_each_peer(measured: Measurements) -> None:
+    """What both add, side by side, at the peer's peak."""
+    rows = [{"case": row.case, "metric": row.metric, "value": row.value} for row in measured.rows]
+    lines = peers.short_table({"rows": rows}).splitlines()[2:]
+    overheads = _values(measured, "overhead")
+    assert [line.split(" | ")[1] for line in lines] == list(peers.PEERS)
+    for line, name in zip(lines, peers.PEERS, strict=True):
+        assert line.split(" | ")[3:5] == [
+            f"{overheads[name]:+.1%}", f"{overheads[f'ours at the peak of {name}']:+.1%}"
+        ]  # fmt: skip
+
+
 def test_ratios_are_those_of_the_overheads(measured: Measurements) -> None:
     """And the error of a prediction is that of the times that stand beside it."""
     overheads, ratios = _values(measured, "overhead"), _values(measured, "overhead_over_peer")

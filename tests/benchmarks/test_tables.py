@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu.store import CaseResult, Store, failed
 from benchmarks.results import RESULTS_FOLDER, Measurements, Row, write_result
-from benchmarks.tables import fill_markers, format_value, performance_page, table_lines, write_documents
+from benchmarks.tables import fill_markers, format_value, own_documents, performance_page, table_lines, write_documents
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -90,8 +90,11 @@ def test_documents_are_written(results: Path, tmp_path: Path):
     readme.write_text("no markers\n")
     assert write_documents(tmp_path, results) == [tmp_path / "docs" / "performance.md"]
     readme.write_text("<!-- benchmark: overhead-cpu -->\n<!-- end -->\n")
-    assert write_documents(tmp_path, results) == [tmp_path / "docs" / "performance.md", readme]
+    page = tmp_path / "docs" / "page.md"
+    page.write_text(readme.read_text())
+    assert write_documents(tmp_path, results) == [tmp_path / "docs" / "performance.md", readme, page]
     assert "ResNet-50" in readme.read_text()
+    assert page.read_text() == readme.read_text()
 
 
 def test_cases_of_several_runs_are_told_apart(tmp_path: Path):
@@ -134,5 +137,8 @@ def test_units_follow_the_name(metric: str, value: float, text: str):
 def test_documents_are_up_to_date():
     """The documents in the checkout are what the stored results give."""
     assert (CHECKOUT / "docs" / "performance.md").read_text() == performance_page(RESULTS_FOLDER)
-    readme = (CHECKOUT / "README.md").read_text()
-    assert fill_markers(readme, RESULTS_FOLDER) == readme
+    for name, text in own_documents(RESULTS_FOLDER).items():
+        assert (CHECKOUT / "docs" / name).read_text() == text, name
+    for path in (CHECKOUT / "README.md", *CHECKOUT.glob("docs/*.md")):
+        text = path.read_text()
+        assert fill_markers(text, RESULTS_FOLDER) == text, path
