@@ -10,11 +10,13 @@ tensors that only C++ knows of, are in no census.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,22 +35,62 @@ Census = dict[int, torch.UntypedStorage]
 def live_storages(device: torch.device) -> Census:
     """Take a census: the storages on a device of all tensors that Python knows of.
 
-    Looks through every object that the garbage collector tracks, which takes tens of milliseconds in a large
-    process; what ``gc.freeze`` has set aside does not count. A gradient is among them once Python has seen it: no
-    tensor is asked for its own here, since another thread's backward may just be making it.
+    Looks through every object that the garbage collector tracks, which takes a tenth of a second in a large process
+    (:func:`heap_set_aside` is for many in a row); what ``gc.freeze`` has set aside does not count. A gradient is among
+    them once Python has seen it: no tensor is asked for its own here, since another thread's backward may just be
+    making it.
     """
     device, found = indexed(device), {}
     with torch._C.DisableTorchFunction():  # nobody's subclass is to hear of it
-        for item in gc.get_objects():
-            # Not isinstance: it asks an object's own __class__, which runs code of proxies.
-            if issubclass(type(item), Tensor) and not issubclass(type(item), FakeTensor):
-                # A wrapper that outlived its transform, or a subclass, may refuse to tell: it ends no training.
-                with contextlib.suppress(Exception):
-                    if item.device == device and is_plain(item):
-                        storage = item.untyped_storage()
-                        if storage.resizable():  # else a view of memory that torch did not allocate
-                            found[storage._cdata] = storage
+        for item in itertools.chain(_tracked_tensors(), _aside.tensors()):
+            # A wrapper that outlived its transform, or a subclass, may refuse to tell: it ends no training.
+            with contextlib.suppress(Exception):
+                if item.device == device and is_plain(item):
+                    storage = item.untyped_storage()
+                    if storage.resizable():  # else a view of memory that torch did not allocate
+                        found[storage._cdata] = storage
     return found
+
+
+def _tracked_tensors() -> Iterator[Tensor]:
+    # Not isinstance: it asks an object's own __class__, which runs code of proxies.
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor) and not issubclass(type(item), FakeTensor):
+            yield item
+
+
+@dataclasses.dataclass(slots=True)
+class _Aside:
+    """Tensors among what :func:`heap_set_aside` has frozen."""
+
+    references: list[weakref.ref[Tensor]] = dataclasses.field(default_factory=list)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (tensor for tensor in (reference() for reference in self.references) if tensor is not None)
+
+
+_aside = _Aside()
+
+
+@contextlib.contextmanager
+def heap_set_aside() -> Iterator[None]:
+    """For many short trainings in a row: within it a census, and a pass of the garbage collector, takes milliseconds.
+
+    Objects that are alive when it begins are frozen (``gc.freeze``), their tensors remembered: cycles among them that
+    are dropped within are collected afterwards. Does nothing where the program has frozen objects of its own.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    with torch._C.DisableTorchFunction():
+        _aside.references = [weakref.ref(tensor) for tensor in _tracked_tensors()]
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        _aside.references = []
 
 
 class CensusClock:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_offload.accelerators import generators_in_use, kind_of, memory_of
+from lightning_offload.plugins import feedback
 from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.units import format_budget, format_bytes
 
@@ -124,7 +125,7 @@ def out_of_memory(
 ) -> torch.OutOfMemoryError:
     """Free what can be freed, plan tighter, and give the error with all that is known."""
     told = _explained(error, device, kind, budget_bytes)
-    kind.ran_out_of_memory()
+    feedback.ran_out_of_memory(kind)
     release_frames(error)
     gc.collect()
     memory = memory_of(device)

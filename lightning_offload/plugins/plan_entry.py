@@ -7,8 +7,9 @@ into the final plan, which is in force from step 4 on. What becomes of a shape w
 is known to fit.
 
 The budget is a promise. What is on the device beside the step is counted before each plan is made, and again when
-it grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards; where a
-budget has no room for it, that is an error while the plan is being found, and one warning once it was in force.
+it grows. By how much a measured peak exceeded the predicted one (:mod:`~lightning_offload.plugins.feedback`) is a
+margin of the plans made afterwards; where a budget has no room for it, that is an error while the plan is being found,
+and one warning once it was in force.
 
 A kind of step is known by its signature: the shapes and types of its inputs, and autocast. Kinds that differ in sizes
 alone are a family (:mod:`~lightning_offload.plugins.shape_families`): once three of them were recorded, others can be
@@ -20,14 +21,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Literal
 
 import torch
 
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
-from lightning_offload.capture.timing import OpTimes, retime, scaled
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
@@ -35,12 +35,11 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import Op, StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.planner import beside
-from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import Figures, with_lifetimes_of
 from lightning_offload.plugins.cadence import Cadence, HookShedding
 from lightning_offload.plugins.pace import Expected, Pace, StepTimes
 from lightning_offload.plugins.plain_steps import PlainNeed
-from lightning_offload.plugins.replanning import Corrections, with_unforeseen
+from lightning_offload.plugins.replanning import Corrections
 from lightning_offload.plugins.resizing import Shapes
 from lightning_offload.plugins.shape_families import Derived, ShapeFamily
 from lightning_offload.plugins.step_variants import Variant
@@ -54,10 +53,7 @@ from lightning_offload.units import format_budget_exactly, format_bytes
 _log = logging.getLogger(__name__)
 _MAX_SURPRISES = 3
 _NUM_FIRST_OF_SIZE = 3  # steps under a plan for several sizes that are counted, whatever others were
-_OF_ANOTHER_PLAN = 4  # what a plan did not foresee may be by a quarter more under another one
-_TIGHTER = 0.9  # of the peak that a device had no room for
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
-_WORTH = 0.1  # of what plans cost: about what a thorough search takes off
 _SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and ends no training that runs
 
 
@@ -622,136 +618,6 @@ class PlanEntry:
             elif self.phase != "recording" and not self.is_step_given:
                 self.phase = "verifying"
 
-    def measured(self, times: OpTimes, bytes_by_op: Sequence[int] = ()) -> None:
-        """Take over what a step under the plan showed; its peaks were noted before.
-
-        Args:
-            times: Of its ops.
-            bytes_by_op: The peak between the op before and each; empty where that was not counted.
-        """
-        assert self.graph is not None
-        assert self.plan is not None
-        self.graph = retime(self.graph, times)
-        if self.phase == "verifying":
-            self.phase, self.seen_by_op = "measuring", tuple(bytes_by_op)
-        elif self.phase == "measuring":
-            self.phase = "planned"
-            unforeseen_bytes, known_bytes = self._unforeseen_bytes, self.shortfall_bytes
-            if not self._is_final(unforeseen_bytes):
-                self._take_over_unforeseen(bytes_by_op)
-                self.program = None
-            elif self.program is not None:  # what it keeps stays; its figures are those of the step as it was seen
-                self.shortfall_bytes = unforeseen_bytes
-                self.program = dataclasses.replace(
-                    self.program, plan=beside(self.program.plan, unforeseen_bytes - known_bytes)
-                )
-
-    @property
-    def _unforeseen_bytes(self) -> int:
-        """By how much the last measured peak exceeded what was predicted for it, without a margin."""
-        assert self.plan is not None
-        if self.measured_peak_bytes is None:
-            return 0
-        measured = self.measured_peak_bytes
-        foreseen = self.plan.predicted_peak_bytes - self.margin_bytes
-        if self.derived is not None and self.derived.actual != self.derived.point:
-            foreseen = self._foreseen_at(self.derived.actual)
-        elif self.spans_sizes and self.graph is not None:  # those that are as large as the plan is for need more
-            larger = max(0.0, self.size / self.changes.variants.size_of(self.given) - 1)
-            measured += int(larger * self.varying_share * max(0, measured - self.graph.persistent_bytes))
-        return max(0, measured - foreseen)
-
-    def _foreseen_at(self, point: Point) -> int:
-        """The predicted peak of the last step, which was smaller than what the plan is for, without a margin."""
-        assert self.graph is not None
-        assert self.plan is not None
-        assert self.planner is not None
-        assert self.spec is not None
-        figures = self.planner.model.figures_at(point)
-        given = {name: getattr(self.graph, name) for name in ("extra_bytes", "old_gradient_bytes", "accumulated_bytes")}
-        graph = dataclasses.replace(self.planner.model.sized(figures), **given)
-        return self.planner.peak_bytes(self.plan, graph, figures, self.spec)
-
-    def _take_over_unforeseen(self, bytes_by_op: Sequence[int]) -> None:
-        """Note by how much a measured peak exceeded what was predicted, and where memory is that the graph lacks."""
-        assert self.graph is not None
-        assert self.plan is not None
-        self.shortfall_bytes = self._unforeseen_bytes
-        if self.family is not None:
-            self.family.shortfall_bytes = max(self.family.shortfall_bytes, self.shortfall_bytes)
-            return
-        if self.aligns:  # its ops are not those of the graph
-            return
-        before, self.seen_by_op = self.seen_by_op, tuple(bytes_by_op)
-        is_seen_twice = len(before) == len(bytes_by_op) > 0  # once may be by chance: a copy that was late
-        if self.shortfall_bytes and is_seen_twice and self.spec is not None and self.measured_peak_bytes is not None:
-            self.graph, self.shortfall_bytes = with_unforeseen(
-                self.graph, self.plan, self.spec, self.measured_peak_bytes, tuple(map(min, before, bytes_by_op))
-            )
-
-    def check_peak(self, budget_bytes: int | None, bytes_by_op: Sequence[int] = ()) -> None:
-        """Plan anew where a step under the final plan was measured above the budget; tell of one without a plan.
-
-        Args:
-            budget_bytes: The budget.
-            bytes_by_op: The peak between the op before and each; empty where that was not counted.
-        """
-        measured = self.measured_peak_bytes
-        if self.family is not None and self.plan is not None:  # others of it may be closer to the budget
-            self.family.shortfall_bytes = max(self.family.shortfall_bytes, self._unforeseen_bytes)
-        if self.aligns and self.plan is not None:
-            needed_bytes = self._unforeseen_bytes
-            if self.spans_sizes:  # those of other sizes may need more yet
-                needed_bytes += needed_bytes // _OF_ANOTHER_PLAN
-            self._widen_margin(needed_bytes - self.shortfall_bytes, budget_bytes)
-            return
-        if budget_bytes is None or measured is None or measured <= budget_bytes:
-            return
-        if self.plan is None:
-            self.warn(budget_bytes, measured)
-        elif self._unforeseen_bytes > self.shortfall_bytes:
-            self._take_over_unforeseen(bytes_by_op)
-            self.is_over = True
-            self.superseded, self.program = self.plan, None
-
-    def _widen_margin(self, more_bytes: int, budget_bytes: int | None) -> None:
-        """A step of another structure needed more than foreseen, as others may: plan anew where that does not fit."""
-        assert self.program is not None
-        assert self.plan is not None
-        if more_bytes <= 0:
-            return
-        if budget_bytes is None or self.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
-            self.shortfall_bytes += more_bytes
-            self.program = dataclasses.replace(self.program, plan=beside(self.plan, more_bytes))
-        else:
-            self.shortfall_bytes += more_bytes + more_bytes // _OF_ANOTHER_PLAN
-            self.superseded, self.program = self.plan, None
-        if self.spans_sizes:
-            self.changes.note_margin(self.shortfall_bytes, self.size)
-
-    def compare(
-        self, step_seconds: float, stall_seconds: float, *, is_link_slower: bool, is_link_faster: bool = False
-    ) -> None:
-        """Plan again if planned steps show that links or compute are not what the plan counted on, a few times at most.
-
-        Args:
-            step_seconds: What the step took.
-            stall_seconds: The part of it in which compute waited for copies.
-            is_link_slower: Whether a link turned out slower; that matters if it shows in stalls.
-            is_link_faster: Whether one turned out faster; that matters if the plan costs time.
-        """
-        plan = self.plan
-        if plan is None or self.graph is None or self.spec is None:
-            return
-        if self.family is not None or self.aligns:  # whose plan is for larger sizes, or another structure
-            return
-        factor = self.corrections.by_time(
-            plan, self.spec, step_seconds, stall_seconds, is_slower=is_link_slower, is_faster=is_link_faster
-        )
-        if factor is not None:
-            self.graph = scaled(self.graph, factor) if factor != 1 else self.graph
-            self.superseded, self.program = plan, None
-
     def paced(self, times: StepTimes) -> None:
         """Note what a planned step took that was not measured otherwise."""
         if self.plan is not None and self.phase == "planned" and self.family is None and not self.aligns:
@@ -764,52 +630,6 @@ class PlanEntry:
         if plan is None or self.graph is None or self.spec is None:
             return Expected(plan.predicted_step_seconds, plan.plain_step_seconds) if plan is not None else None
         return self.pace.expected(plan, self.graph, self.spec)
-
-    def ran_out_of_memory(self) -> None:
-        """Plan tighter: the device has less than the plan counted on."""
-        if self.plan is None:
-            return
-        self.usable_bytes = max(self.plan.floor_bytes, int(_TIGHTER * self.plan.predicted_peak_bytes))
-        self.program = self.measured_peak_bytes = None
-        self.begin_anew()
-
-    def note_retries(self, num_retries: int) -> None:
-        """Plan tighter where the allocator gives its reserve back again and again, for which the device stands still.
-
-        Once is no sign of that: the first step under a new plan finds the reserve cut for the one before.
-
-        Args:
-            num_retries: How often it had to in the last step, and after it.
-        """
-        if not num_retries or self.phase != "planned" or self.plan is None:
-            return
-        usable_bytes = self.corrections.by_retries(self.plan, self.num_planned)
-        if usable_bytes is not None:
-            self.usable_bytes, self.program = usable_bytes, None
-            _log.info(
-                "the device's allocator had to give back its reserve under the plan: steps are planned for %s",
-                format_bytes(usable_bytes),
-            )
-
-    def _is_final(self, unforeseen_bytes: int) -> bool:
-        """Whether nothing measured can change the plan: one that keeps everything, and fits."""
-        plan = self.plan
-        if plan is None or plan.decisions:
-            return False
-        return plan.budget_bytes is None or plan.predicted_peak_bytes + unforeseen_bytes <= plan.budget_bytes
-
-    def weigh_search(self) -> None:
-        """Have a hasty plan made again, thoroughly, once its steps have lost so much that the search pays.
-
-        A search takes off a tenth of what a plan costs, or less: so it is due when that much of what the steps took
-        beyond plain ones is what a search takes.
-        """
-        if self.family is None or self.plan is None or self.is_searched or self.plan.policy != "auto":
-            return
-        self.lost_seconds += max(0.0, self.plan.predicted_step_seconds - self.plan.plain_step_seconds)
-        if _WORTH * self.lost_seconds > self.family.search_seconds:
-            self.is_searched = self.must_search = True
-            self.program = None
 
     @property
     def shown_graph(self) -> StepGraph:

@@ -32,6 +32,7 @@ from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_ev
 from lightning_offload.capture.workspace import op_memory_for
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins import feedback
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.pace import StepTimes
@@ -197,9 +198,9 @@ class StepRun:
         if kind.program is not self.executor.program:
             return
         if self.times is not None:
-            kind.measured(self.times, self._bytes_by_op())
+            feedback.take_measured(kind, self.times, self._bytes_by_op())
         elif self.is_watched:
-            kind.check_peak(budget_bytes, self._bytes_by_op())
+            feedback.check_peak(kind, budget_bytes, self._bytes_by_op())
         elif self.seconds is not None:
             kind.paced(StepTimes(self.seconds, self.stall_seconds, self.executor.replay_seconds))
 
@@ -549,7 +550,8 @@ def learn_from(run: StepRun, hardware: Hardware) -> None:
     hardware.observe(run.lane_times)
     if run.seconds is not None:
         spec = run.kind.spec
-        run.kind.compare(
+        feedback.compare(
+            run.kind,
             run.seconds,
             run.stall_seconds,
             is_link_slower=hardware.is_slower_than(spec),

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.capture.live import Census, CensusClock
 from lightning_offload.errors import BudgetInfeasibleError, PlanError, UnsupportedError
+from lightning_offload.plugins import feedback
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.given_plan import GivenPlan
@@ -320,7 +321,7 @@ class Steps:
         Raises:
             BudgetInfeasibleError: No plan can meet the budget.
         """
-        kind.weigh_search()
+        feedback.weigh_search(kind)
         is_searched = kind.must_search
         with self.cache.figures.planning() as took:
             try:
@@ -435,7 +436,7 @@ class Steps:
             self.given.note(run.kind, run.executor.deviation)
         astray_bytes = run.executor.astray_bytes if isinstance(run.executor, AlignedExecutor) else None
         self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
-        run.kind.note_retries(self.peaks.take_retries(run.device))
+        feedback.note_retries(run.kind, self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
         if self.hardware is not None:
             learn_from(run, self.hardware)

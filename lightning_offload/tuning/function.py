@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import TuningError, UnsupportedError
 from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.plugins.memory import MemoryPlugin
@@ -228,14 +229,15 @@ class EfficientBatchSize:
         host = FunctionHost(lambda size: self._function(size, *args, **kwargs), restores, self._settings.clock)
         runner = TrialRunner(host, self._settings, agreement)
         try:
-            return runner.find(
-                first=options.starting_batch_size,
-                low=options.min_size,
-                high=options.max_size,
-                tolerance=options.tolerance,
-                max_trials=options.max_trials,
-                max_seconds=options.max_seconds,
-            )
+            with heap_set_aside():
+                return runner.find(
+                    first=options.starting_batch_size,
+                    low=options.min_size,
+                    high=options.max_size,
+                    tolerance=options.tolerance,
+                    max_trials=options.max_trials,
+                    max_seconds=options.max_seconds,
+                )
         except TuningError as error:
             raise self._about_length(runner.done) or error from None
         finally:

@@ -133,7 +133,7 @@ def test_a_run_of_so_many_epochs_is_to_make_its_progress(make_trainer: MakeTrain
 
 
 def test_a_run_that_takes_little_time_is_not_tuned(make_trainer: MakeTrainer) -> None:
-    """A tuning takes some seconds whatever it tries, so 2% of the run have to be more; one trial shows that."""
+    """A tuning takes a second whatever it tries, so 2% of the run have to be more; the first steps show that."""
     for fixed, is_tuned in ((0.001, False), (100.0, True)):
         clock = Clock()
         finder = goodput(clock, objective="throughput", max_seconds=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_offload.capture.live import CensusClock, LiveBytes, live_storages
+from lightning_offload.capture.live import CensusClock, LiveBytes, heap_set_aside, live_storages
 from lightning_offload.tensors.op_facts import facts_of
 from tests.capture.devices import pretend_on
 from tests.capture.recording import CPU, observe
@@ -143,6 +144,46 @@ def test_census_lists_each_storage_once() -> None:
     found = {key: storage for key, storage in live_storages(meta).items() if key not in before_on_meta}
     assert [storage.nbytes() for storage in found.values()] == [ROW]
     del view, foreign, elsewhere
+
+
+def test_a_census_counts_what_was_set_aside_as_long_as_it_lives() -> None:
+    """And what came later; afterwards nothing is set aside any more."""
+    older, dying = torch.ones(100), torch.ones(100)
+    before = live_storages(CPU)
+    with heap_set_aside():
+        assert gc.get_freeze_count() > 0
+        assert not any(item is older for item in gc.get_objects())
+        assert live_storages(CPU).keys() == before.keys()
+        key = dying.untyped_storage()._cdata
+        del dying, before
+        younger = torch.ones(100)
+        now = live_storages(CPU)
+        assert older.untyped_storage()._cdata in now
+        assert younger.untyped_storage()._cdata in now
+        assert key not in now or now[key].nbytes() == younger.nbytes
+        older.set_(torch.ones(7).untyped_storage())
+        assert live_storages(CPU)[older.untyped_storage()._cdata].nbytes() == 4 * 7
+        with heap_set_aside():  # as if it were not there
+            assert older.untyped_storage()._cdata in live_storages(CPU)
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    assert any(item is older for item in gc.get_objects())
+    assert live_storages(CPU).keys() >= {older.untyped_storage()._cdata, younger.untyped_storage()._cdata}
+
+
+def test_what_the_program_has_frozen_stays_frozen() -> None:
+    """Its own freeze is not undone; cycles that are dropped within are collected afterwards."""
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with heap_set_aside():
+            assert gc.get_freeze_count() == count
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+    with pytest.raises(ValueError, match="a trial"), heap_set_aside():
+        raise ValueError("a trial that failed")
+    assert gc.get_freeze_count() == 0
 
 
 def test_censuses_take_no_more_than_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

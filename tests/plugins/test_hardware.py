@@ -15,6 +15,7 @@ from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import Decision, MemoryPlan
+from lightning_offload.plugins import feedback
 from lightning_offload.plugins import hardware as module
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.plan_entry import PlanEntry
@@ -282,14 +283,14 @@ def test_unforeseen_stalls_plan_again() -> None:
     assert plan is not None
     step = plan.predicted_step_seconds
     much = 1.1 * plan.predicted_stall_seconds + 0.2 * step
-    kind.compare(step + much, much, is_link_slower=False)
-    kind.compare(step, plan.predicted_stall_seconds, is_link_slower=True)
+    feedback.compare(kind, step + much, much, is_link_slower=False)
+    feedback.compare(kind, step, plan.predicted_stall_seconds, is_link_slower=True)
     assert kind.program is program
     for _ in range(3):
-        kind.compare(step + much, much, is_link_slower=True)
+        feedback.compare(kind, step + much, much, is_link_slower=True)
         assert kind.program is None
         kind.program = program
-    kind.compare(step + 10 * much, 10 * much, is_link_slower=True)
+    feedback.compare(kind, step + 10 * much, 10 * much, is_link_slower=True)
     assert kind.program is program
     assert kind.graph is graph
 
@@ -303,7 +304,7 @@ def test_a_faster_link_plans_again_where_the_plan_costs_time() -> None:
         step = factor * kind.plan.plain_step_seconds
         plan = dataclasses.replace(kind.plan, predicted_step_seconds=step, predicted_stall_seconds=0.0)
         program = kind.program = compile_plan(kind.graph, plan)
-        kind.compare(step, 0.0, is_link_slower=False, is_link_faster=True)
+        feedback.compare(kind, step, 0.0, is_link_slower=False, is_link_faster=True)
         assert (kind.program is None) == is_planned_again
         kind.program = program
 
@@ -317,18 +318,18 @@ def test_slower_compute_plans_again_when_seen_twice() -> None:
     assert spec is not None
     computing = plan.predicted_step_seconds - plan.predicted_stall_seconds
     for _ in range(3):
-        kind.compare(2 * computing, 0.0, is_link_slower=False)
+        feedback.compare(kind, 2 * computing, 0.0, is_link_slower=False)
         assert kind.program is program, "a CPU's ops are what they are"
     card = dataclasses.replace(spec, kind="cuda")
     kind.spec = card
-    kind.compare(2 * computing, 0.0, is_link_slower=False)
+    feedback.compare(kind, 2 * computing, 0.0, is_link_slower=False)
     make_plan(kind, card, None, "all-swap", (), plan)
     kind.program = program
-    kind.compare(2 * computing, 0.0, is_link_slower=False)
-    kind.compare(computing, 0.0, is_link_slower=False)
-    kind.compare(2 * computing + 1.0, 1.0, is_link_slower=False)
+    feedback.compare(kind, 2 * computing, 0.0, is_link_slower=False)
+    feedback.compare(kind, computing, 0.0, is_link_slower=False)
+    feedback.compare(kind, 2 * computing + 1.0, 1.0, is_link_slower=False)
     assert kind.program is program
-    kind.compare(1.5 * computing, 0.0, is_link_slower=False)
+    feedback.compare(kind, 1.5 * computing, 0.0, is_link_slower=False)
     assert kind.program is None
     assert kind.graph is not None
     assert kind.graph.seconds == pytest.approx(1.5 * graph.seconds)
@@ -343,12 +344,12 @@ def test_faster_compute_plans_again() -> None:
     assert graph is not None
     assert spec is not None
     half = (plan.predicted_step_seconds - plan.predicted_stall_seconds) / 2
-    kind.compare(half, 0.0, is_link_slower=False)
+    feedback.compare(kind, half, 0.0, is_link_slower=False)
     assert kind.program is program
     kind.spec = dataclasses.replace(spec, kind="cuda")
-    kind.compare(2 * half, 0.0, is_link_slower=False)
+    feedback.compare(kind, 2 * half, 0.0, is_link_slower=False)
     assert kind.program is program
-    kind.compare(half + 1.0, 1.0, is_link_slower=False)
+    feedback.compare(kind, half + 1.0, 1.0, is_link_slower=False)
     assert kind.program is None
     assert kind.graph is not None
     found, before = (sum(op.seconds for op in g.ops) for g in (kind.graph, graph))
@@ -361,8 +362,8 @@ def test_running_out_of_memory_plans_for_less() -> None:
     kind = planned_kind()
     assert kind.plan is not None
     peak = kind.plan.predicted_peak_bytes
-    kind.ran_out_of_memory()
+    feedback.ran_out_of_memory(kind)
     assert kind.usable_bytes == int(0.9 * peak)
     assert kind.program is None
-    kind.ran_out_of_memory()
+    feedback.ran_out_of_memory(kind)
     assert kind.usable_bytes == int(0.9 * peak), "there was no plan to learn from"

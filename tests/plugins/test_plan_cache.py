@@ -17,8 +17,8 @@ from torch.optim import SGD, Adam
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.plugins import feedback
 from lightning_offload.plugins.devices import first_device
-from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.shape_families import step_signature
 from lightning_offload.plugins.step import DevicePeaks
 from tests.plugins.training import attached, middle_budget, net, phases_of, report_of, rows, train_step
@@ -367,8 +367,8 @@ def test_empty_inputs_have_a_signature() -> None:
 
 def test_a_plan_that_was_given_up_last_is_shown_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step may show that links are slower; nobody plans any more, and the report still tells of that plan."""
-    compare = PlanEntry.compare
-    monkeypatch.setattr(PlanEntry, "compare", lambda *_, **__: None)  # no plan is given up for how long it took
+    compare = feedback.compare
+    monkeypatch.setattr(feedback, "compare", lambda *_, **__: None)  # no plan is given up for how long it took
     model, batch = net(), rows()
     with attached(model, policy="all-swap") as memory:
         for _ in range(5):

@@ -42,6 +42,7 @@ from lightning_offload.callbacks.tuning.turns import OptimizerTurns
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.strategies.precision import graft, ungraft
 from lightning_offload.tuning.noise_scale import GradientSquares
 from lightning_offload.tuning.predictions import LinePredictor
@@ -465,14 +466,7 @@ class LightningHost:
 
     def train(self, batch_size: int, meter: StepMeter) -> None:
         """Run steps of this size until the meter has enough."""
-        self._set_batch_size(batch_size)
-        if self._will_thaw:
-            thaw(self._module, self._trainer.optimizers[0])
-        with (
-            quiet(self._trainer, self._module, self._package),
-            accumulating(self._trainer, self._accumulation(batch_size)),
-        ):
-            self._steps.begin()
+        with self._trying(batch_size):
             batch = self._make_batch(batch_size)
             is_alone = self.recorder.memory is None  # no plugin of the strategy's sees the steps
             if is_alone and (meter.is_recorded or not kind_of(self._steps.device).counts_memory):
@@ -485,6 +479,39 @@ class LightningHost:
                 seconds = self._step(batch)
                 num_exchanges = (meter.withheld.num_exchanges - num_before) / self._steps.num_batches
                 meter.step_took(seconds, num_exchanges=num_exchanges)
+
+    def first_steps(self, batch_size: int) -> float | None:
+        """What steps of this size take, the first one aside; all is put back.
+
+        Returns:
+            Seconds of the faster of two; None where a plugin of the strategy's sees steps, whose first ones it records,
+            and where they fail: the trial that follows tells why.
+        """
+        if self.recorder.memory is not None:
+            return None
+        try:
+            with self._trying(batch_size):
+                batch = self._make_batch(batch_size)
+                self._step(batch)
+                return min(self._step(batch) for _ in range(2))
+        except Exception as error:
+            _log.debug("the first steps failed", exc_info=error)
+            release_frames(error)
+            return None
+        finally:
+            self.restore()
+
+    @contextlib.contextmanager
+    def _trying(self, batch_size: int) -> Iterator[None]:
+        self._set_batch_size(batch_size)
+        if self._will_thaw:
+            thaw(self._module, self._trainer.optimizers[0])
+        with (
+            quiet(self._trainer, self._module, self._package),
+            accumulating(self._trainer, self._accumulation(batch_size)),
+        ):
+            self._steps.begin()
+            yield
 
     def pilot(
         self, batches: Iterator[Any], *, batch_size: int, num_steps: int, num_micro: int

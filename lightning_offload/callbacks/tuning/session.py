@@ -31,6 +31,7 @@ from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_ra
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
+from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
@@ -64,8 +65,8 @@ __all__ = ["Session"]
 
 _TUNING_SHARE = 0.02
 """Of a run, the most that a pilot may take, and the most that trials may."""
-_LEAST_SECONDS = 5.0
-"""What a tuning takes at least: recording, planning and deciding are no trials."""
+_LEAST_SECONDS = 1.0
+"""What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
 _LARGEST = 1 << 31
 _PILOT_BATCHES = 4
 """Batches of a pilot's step: the error of the estimate falls with their number and the number of steps alike."""
@@ -188,10 +189,14 @@ class Session:
             progress = SearchProgress(self._is_visible)
             runner = self._runner(host, progress)
             with progress.shown():
-                why = self._too_short() or self._too_quick(runner) or self._pilot(host, sampler, runner)
+                why = self._too_short() or self._much_too_quick(host)
                 if why:
                     return self._kept(why)
-                predictions, found = self._found(host, runner, bounds)
+                with heap_set_aside():
+                    why = self._too_quick(runner) or self._pilot(host, sampler, runner)
+                    if why:
+                        return self._kept(why)
+                    predictions, found = self._found(host, runner, bounds)
             choice = sure_choice(found, base_size=self._targets.base_size, min_confidence=options.min_confidence)
             size = choice.batch_size
             if size != self._targets.base_size:
@@ -216,18 +221,22 @@ class Session:
             f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit"
         )
 
+    def _much_too_quick(self, host: LightningHost) -> str:
+        """The same as :meth:`_too_quick` by the first steps, which take longer than later ones; in one process."""
+        if not self._is_limited or not math.isfinite(self._num_steps) or self._agreement.num_ranks > 1:
+            return ""
+        step_seconds = host.first_steps(self._targets.base_size)
+        if step_seconds is None:
+            return ""
+        num_batches = self._num_steps * self._effective(self._targets.base_size) / self._targets.base_size
+        return _why_too_quick(num_batches * step_seconds)
+
     def _too_quick(self, runner: TrialRunner) -> str:
         """Why nothing more is tried in a run that takes so little time; empty where a tuning pays."""
         if not self._is_limited or not math.isfinite(self._num_steps):
             return ""
         runner.run(self._targets.base_size, is_recorded=True)
-        run_seconds = self._agreement.broadcast(self._run_seconds(runner.done))
-        if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
-            return ""
-        return (
-            f"the run takes about {format_seconds(run_seconds)}, and a tuning some seconds, whatever it tries;"
-            " max_seconds= sets another limit"
-        )
+        return _why_too_quick(self._agreement.broadcast(self._run_seconds(runner.done)))
 
     def _pilot(self, host: LightningHost, sampler: Sampler, runner: TrialRunner) -> str:
         """Measure the noise scale, where it is needed and the configured size fits; tell why it cannot be.
@@ -566,6 +575,15 @@ class _Rates:
     factor: float
     base_batch: int
     note: str
+
+
+def _why_too_quick(run_seconds: float | None) -> str:
+    if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
+        return ""
+    return (
+        f"the run takes about {format_seconds(run_seconds)}, and a tuning a second or more, whatever it tries;"
+        " max_seconds= sets another limit"
+    )
 
 
 def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
