@@ -123,7 +123,8 @@ class TuningResult(Printed):
         """Its trials, and what the chosen size would do on more devices."""
         from rich.console import Group
 
-        return Group(trials_table(self) if self.trials else summary(self), *([scaling_table(self.scaling)] if self.scaling is not None else []))
+        trials = trials_table(self) if self.trials else summary(self)
+        return Group(trials, *([scaling_table(self.scaling)] if self.scaling is not None else []))
 
     def state_dict(self) -> dict[str, Any]:
         """The result as plain containers, safe to load with `weights_only=True`."""
