@@ -1,0 +1,65 @@
+"""Tunes twice in a process of its own, with the heap set aside and without, and prints what both saw as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_offload import EfficientBatchSizeFinder
+from lightning_offload.callbacks.tuning import session
+from lightning_offload.demo.training import quiet_lightning
+
+
+class Net(L.LightningModule):
+    """Layers that save more the larger the batch is; remembers how much was frozen in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
+        self.batch_size = 8
+        self.num_frozen: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.num_frozen.append(gc.get_freeze_count())
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        loss: Tensor = self.layers(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(TensorDataset(torch.randn(4096, 32)), batch_size=self.batch_size)
+
+
+def tune() -> dict[str, Any]:
+    """Peaks by size, and what was frozen in trials and after them."""
+    torch.manual_seed(0)
+    finder = EfficientBatchSizeFinder(
+        objective="throughput", max_seconds=60.0, max_trials=4, min_confidence=0.0, lr_scaling="none"
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, callbacks=[finder], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    net = Net()
+    with quiet_lightning():
+        trainer.fit(net)
+    assert finder.result is not None
+    peaks = {trial.batch_size: trial.peak_bytes for trial in finder.result.trials if trial.peak_bytes is not None}
+    return {"peaks": peaks, "trials": net.num_frozen[:-2], "run": net.num_frozen[-2:], "after": gc.get_freeze_count()}
+
+
+if __name__ == "__main__":
+    found = [tune()]
+    session.heap_set_aside = contextlib.nullcontext  # type: ignore[assignment]
+    sys.stdout.write(json.dumps([*found, tune()]))
