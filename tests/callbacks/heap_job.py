@@ -17,18 +17,20 @@ from lightning_offload import EfficientBatchSizeFinder
 from lightning_offload.callbacks.tuning import session
 from lightning_offload.demo.training import quiet_lightning
 
+frozen: list[int] = []
+"""Objects that were frozen as each step began; no attribute of the model, which a tuning would put back."""
+
 
 class Net(L.LightningModule):
-    """Layers that save more the larger the batch is; remembers how much was frozen in its steps."""
+    """Layers that save more the larger the batch is."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
         self.batch_size = 8
-        self.num_frozen: list[int] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.num_frozen.append(gc.get_freeze_count())
+        frozen.append(gc.get_freeze_count())
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         loss: Tensor = self.layers(batch[0]).square().mean()
@@ -51,12 +53,12 @@ def tune() -> dict[str, Any]:
         accelerator="cpu", max_steps=2, callbacks=[finder], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    net = Net()
+    frozen.clear()
     with quiet_lightning():
-        trainer.fit(net)
+        trainer.fit(Net())
     assert finder.result is not None
     peaks = {trial.batch_size: trial.peak_bytes for trial in finder.result.trials if trial.peak_bytes is not None}
-    return {"peaks": peaks, "trials": net.num_frozen[:-2], "run": net.num_frozen[-2:], "after": gc.get_freeze_count()}
+    return {"peaks": peaks, "trials": frozen[:-1], "run": frozen[-1], "after": gc.get_freeze_count()}
 
 
 if __name__ == "__main__":
