@@ -16,7 +16,7 @@ Shortfall: a heuristic, so no optimality is claimed; every plan reports its gap 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -30,15 +30,22 @@ from lightning_offload.planning.relaxation import MAX_ITEMS
 from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.search import Choice, Order, Search, families, improve, roundings
 
-_CLOSE = 1.01  # to the lower bound, in multiples of it: more relaxations are not rounded
-_ROUNDS = ((1.001, 4), (1.002, 12), (1.005, 24), (_CLOSE, 48))  # of local search: gaps, and trials for each candidate
+_CLOSE = 1.01  # to the lower bound, in multiples of it: more starts are not looked for
+_NEAR = 1.03  # the same: no policy that takes long to fit comes as near
+_FIRST = (1.001, 4)
+_ROUNDS = ((1.003, 8), (1.006, 12), (_CLOSE, 24), (_CLOSE, 48))
+_ANEW = (1.02, 48)
+"""Rounds of local search: gaps above which there is another one, and trials for each candidate."""
+_MOST_ANEW = 2
+_LEAST_GAIN = 0.02  # of the gap: a round that gains less is the last one
+_FEW_CANDIDATES = 100  # so few that a search from the floor comes to good choices, too
 _MIN_TRIALS = 320
 _MAX_ROWS = 600_000_000  # that local search simulates, in all: some seconds' worth
 _MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _OPTIMAL = 1 + 1e-9  # of the lower bound
 _MAX_PREFIXES = 16  # of each policy's order, before those around the best one
-_NOT_FOR_MANY = frozenset({"checkmate", "dtr"})  # policies that take longer than all else on large steps
+_SLOW = frozenset({"checkmate", "dtr"})  # policies that take longer than all else, on large steps
 _T = TypeVar("_T")
 
 
@@ -60,22 +67,17 @@ def auto(request: PlanRequest) -> MemoryPlan:
     ]
     if request.is_provisional:
         return _plan(request, search.best, None)
-    if len(request.problem.candidates) <= MAX_ITEMS and not search.is_over:
-        starts += _rounded(search)
+    effort = _Effort(search)
+    if len(request.problem.candidates) <= MAX_ITEMS:
+        for codes, rest in roundings(request):
+            if search.is_over:
+                break
+            effort.round(*_FIRST, _filled(search, codes, rest))
+            if search.is_within(_CLOSE):
+                break
     rival = _best_policy(search)
-    starts += [search.best] if search.best is not None else []
-    _improve(search, starts)
+    effort.rounds()
     return _plan(request, search.best, rival)
-
-
-def _rounded(search: Search) -> list[Choice]:
-    """Choices from relaxations, more of them while none is close to the bound."""
-    found = []
-    for codes, rest in roundings(search.request):
-        found.append(_filled(search, codes, rest))
-        if search.is_over or search.is_within(_CLOSE):
-            break
-    return [choice for choice in found if choice is not None]
 
 
 def _plan(request: PlanRequest, best: Choice | None, rival: MemoryPlan | None) -> MemoryPlan:
@@ -95,11 +97,11 @@ def _best_policy(search: Search) -> MemoryPlan | None:
     """The fastest plan of a published policy; their choices are tried with schedules of our own as well."""
     request = search.request.trying(_MAX_PREFIXES)
     plans = []
-    is_large = request.problem.num_rows > _MANY_ROWS
+    is_enough = request.problem.num_rows > _MANY_ROWS or search.is_within(_NEAR)
     for name, policy in PUBLISHED.items():
         if search.is_over:
             break
-        if is_large and name in _NOT_FOR_MANY:
+        if is_enough and name in _SLOW:
             continue
         try:
             plan = policy(request)
@@ -194,32 +196,58 @@ def _filled(search: Search, codes: Codes, rest: Order) -> Choice | None:
     return choice if choice.is_feasible else shortest_prefix(search, rest, codes)
 
 
-def _improve(search: Search, starts: list[Choice]) -> None:
-    """Improve the best choice in rounds, each longer than the one before, while the gap to the bound is worth it."""
-    request = search.request
-    choice = min(starts, key=lambda c: c.seconds, default=None)
-    if choice is None or not choice.is_feasible:
-        return
-    num_rows = max(1, request.problem.num_rows)
-    num_left = _max_rows(num_rows) // num_rows
-    for number, (gap, trials) in enumerate(_rounds(is_timed=request.seconds is not None)):
-        before = search.num_trials
+class _Effort:
+    """Improves the best choice in rounds, each longer than the one before, while the gap to the bound is worth it.
+
+    Args:
+        search: Knows the best choice.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self._num_rounds = 0
+        self._num_anew = 0
+        num_rows = max(1, search.request.problem.num_rows)
+        self._num_left = _max_rows(num_rows) // num_rows
+
+    def round(self, gap: float, trials: int, start: Choice | None = None) -> bool:
+        """Improve the best choice, or another one, if the best is not within a gap; whether anything was tried."""
+        search, request = self._search, self._search.request
+        start = start or search.best
         num_trials = max(_MIN_TRIALS, trials * len(request.problem.candidates))
         if request.seconds is None:
-            num_trials = min(num_trials, num_left)
-            num_left -= num_trials
-        if num_trials <= 0 or search.is_over or search.is_within(gap):
-            return
-        choice = improve(search, choice, num_trials, seed=request.seed + number)
-        if search.num_trials == before:
-            return
+            num_trials = min(num_trials, self._num_left)
+        if start is None or num_trials <= 0 or search.is_over or search.is_within(gap):
+            return False
+        before = search.num_trials
+        improve(search, start, num_trials, seed=request.seed + self._num_rounds)
+        self._num_rounds += 1
+        self._num_left -= search.num_trials - before
+        return search.num_trials > before
 
+    def rounds(self) -> None:
+        """Go on from the best choice while that gains; without end where a time limit sets one.
 
-def _rounds(*, is_timed: bool) -> Iterator[tuple[float, int]]:
-    """Gaps above which to go on, and trials for each candidate; without end where a time limit sets one."""
-    yield from _ROUNDS
-    while is_timed:
-        yield _OPTIMAL, _ROUNDS[-1][1]
+        Of few candidates, go from the floor's choice, too: no small changes may lead from here to the best.
+        """
+        request = self._search.request
+        for gap, trials in _ROUNDS:
+            before = self._gap
+            self.round(gap, trials)
+            if self._gap > (1 - _LEAST_GAIN) * before:
+                break
+        if len(request.problem.candidates) <= _FEW_CANDIDATES:
+            floor = self._search.try_(request.problem.codes(request.floor_actions))
+            while floor.is_feasible and self._num_anew < _MOST_ANEW and self.round(*_ANEW, floor):
+                self._num_anew += 1
+                self.round(*_FIRST)
+        while request.seconds is not None and self.round(_OPTIMAL, _ROUNDS[-1][1]):
+            pass
+
+    @property
+    def _gap(self) -> float:
+        best = self._search.best
+        return best.seconds / self._search.request.bound_seconds - 1 if best is not None else 0.0
 
 
 def _max_rows(num_rows: int) -> int:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Tier
-from lightning_offload.planning.arrays import SWAP, Buffers, Codes, StepArrays
+from lightning_offload.planning.arrays import SWAP, Buffers, Codes, Workspace
 from lightning_offload.planning.kernels import PLAIN, Kernels, kernels_for
 from lightning_offload.planning.kernels.buffers import (
     Buckets,
@@ -151,9 +151,10 @@ class Residency:
 
 def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = frozenset()) -> Residency:
     """Walk the step's unpacks under a choice of actions (storages without one are kept)."""
-    found = find_needs(problem, problem.codes(actions), problem.flags(no_memo), PLAIN)
-    assert found is not None
-    needs = found[1]
+    columns = _walk_columns(problem, PLAIN)
+    is_done = _find_needs(problem, problem.codes(actions), problem.flags(no_memo), PLAIN, columns, float("inf"))
+    assert is_done
+    needs = columns.needs
     saved = problem.saved_storages
     ticks = problem.lists.wanted_tick
     replayed = [k for k, num_calls in enumerate(needs.num_calls) if num_calls]
@@ -166,51 +167,56 @@ def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = froz
     )
 
 
-def find_needs(
+class _Walk(NamedTuple):
+    """What the static pass reads and fills in: the codes of all saved storages, flags, needs, buffers."""
+
+    codes: Any
+    no_memo: Any
+    needs: Needs
+    scratch: Scratch
+
+
+def _walk_columns(problem: Problem, kernels: Kernels) -> _Walk:
+    new, step = Buffers(kernels.is_compiled), problem.columns(kernels.is_compiled)
+    num_saved, num_wanted = len(step.size), len(step.wanted)
+    num_values, num_ops = len(step.saved), len(step.op_seconds)
+    return _Walk(
+        codes=new.copy(np.zeros(num_saved, dtype=np.int8)),
+        no_memo=new.copy(np.zeros(len(problem.candidates), dtype=np.bool_)),
+        needs=Needs(
+            needed=new.whole(num_saved, -1),
+            held=new.copy(step.release),
+            stored=new.copy(step.dropped),
+            seconds=new.real(num_wanted),
+            num_calls=new.whole(num_wanted),
+            transient=new.whole(num_wanted),
+        ),
+        scratch=Scratch(
+            seen=new.whole(num_ops),
+            stack=new.whole(len(step.inputs) + num_ops + 1),
+            calls=new.whole(num_ops),
+            readers=new.whole(num_values),
+            own=new.whole(num_values),
+            writer=new.whole(len(problem.graph.storages)),
+            held_through=new.whole(num_values),
+            stored_through=new.whole(num_values),
+        ),
+    )
+
+
+def _find_needs(
     problem: Problem,
     codes: Codes,
     no_memo: npt.NDArray[np.bool_] | None,
     kernels: Kernels,
-    max_replay_seconds: float = float("inf"),
-) -> tuple[Any, Needs] | None:
-    """Run the static pass; the codes of all saved storages, and what they need, in the kernels' columns.
-
-    Args:
-        problem: The step.
-        codes: By candidate: its action.
-        no_memo: By candidate: whether it is not kept when it is replayed on the way to another.
-        kernels: The form of the loops.
-        max_replay_seconds: Give up, with None, where replays take longer.
-    """
-    new, step = Buffers(kernels.is_compiled), problem.columns(kernels.is_compiled)
-    num_saved, num_wanted = len(step.size), len(step.wanted)
-    padded = np.zeros(num_saved, dtype=np.int8)
-    padded[: len(codes)] = codes
-    columns = new.copy(padded), new.copy(np.zeros(len(codes), dtype=np.bool_) if no_memo is None else no_memo)
-    needs = Needs(
-        needed=new.whole(num_saved, -1),
-        held=new.copy(step.release),
-        stored=new.copy(step.dropped),
-        seconds=new.real(num_wanted),
-        num_calls=new.whole(num_wanted),
-        transient=new.whole(num_wanted),
-    )
-    is_done = kernels.find_needs(step, *columns, needs, _scratch(problem, step, new), max_replay_seconds)
-    return (columns[0], needs) if is_done else None
-
-
-def _scratch(problem: Problem, step: StepArrays, new: Buffers) -> Scratch:
-    num_values, num_ops = len(step.saved), len(step.op_seconds)
-    return Scratch(
-        seen=new.whole(num_ops),
-        stack=new.whole(len(step.inputs) + num_ops + 1),
-        calls=new.whole(num_ops),
-        readers=new.whole(num_values),
-        own=new.whole(num_values),
-        writer=new.whole(len(problem.graph.storages)),
-        held_through=new.whole(num_values),
-        stored_through=new.whole(num_values),
-    )
+    columns: _Walk,
+    max_replay_seconds: float,
+) -> bool:
+    """Run the static pass in fresh columns; False, and not all of it, where replays take longer than is said."""
+    columns.codes[: len(codes)] = codes if kernels.is_compiled else codes.tolist()
+    if no_memo is not None:
+        columns.no_memo[:] = no_memo if kernels.is_compiled else no_memo.tolist()
+    return kernels.find_needs(problem.columns(kernels.is_compiled), *columns, max_replay_seconds)
 
 
 _NOTEWORTHY = 1e-3  # share of the step that compute waits, above which other prefetches are tried
@@ -244,8 +250,27 @@ def simulate(
     )
 
 
+class _Copies(NamedTuple):
+    """Placed copies back: what a pass of the second kind reads and fills in."""
+
+    prefetch: Any
+    room: Room
+    events: Events
+    lanes: Lanes
+
+
+class _Columns(NamedTuple):
+    """All that a simulation fills in before copies back are placed."""
+
+    walk: _Walk
+    starts: Any
+    transfers: Transfers
+    out_lanes: Any
+    room: Room
+
+
 class _Pass(NamedTuple):
-    """One simulation, in the columns of its kernels."""
+    """One simulation, in the columns of its kernels; the next one writes over them."""
 
     needs: Needs
     starts: Any
@@ -259,17 +284,62 @@ class _Pass(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What does not depend on when copies back are issued, and what it is made with."""
+    """What does not depend on when copies back are issued."""
 
     kernels: Kernels
-    new: Buffers
-    step: StepArrays
-    codes: Any
-    needs: Needs
-    starts: Any
+    columns: _Columns
     stored: TierChoice | None
-    transfers: Transfers
-    memory: Any
+
+
+class _Space:
+    """The columns of simulations by loops of one form.
+
+    Args:
+        problem: The step.
+        kernels: The loops.
+    """
+
+    def __init__(self, problem: Problem, kernels: Kernels) -> None:
+        self._problem = problem
+        self._new = Buffers(kernels.is_compiled)
+        self.columns = Workspace(lambda: self._columns(kernels), is_reused=kernels.is_compiled)
+        self.copies = tuple(Workspace(self._copies, is_reused=kernels.is_compiled) for _ in range(2))
+
+    def _columns(self, kernels: Kernels) -> _Columns:
+        new, count, num_ticks = self._new, len(self._problem.candidates), self._problem.graph.num_ticks
+        return _Columns(
+            walk=_walk_columns(self._problem, kernels),
+            starts=new.real(num_ticks + 2),
+            transfers=Transfers(on_disk=new.whole(count), release=new.whole(count, -1), prefetch=new.whole(count, -1)),
+            out_lanes=new.real(2),
+            room=self._room(),
+        )
+
+    def _copies(self) -> _Copies:
+        new, count, num_ticks = self._new, len(self._problem.candidates), self._problem.graph.num_ticks
+        return _Copies(
+            prefetch=new.whole(count, -1),
+            room=self._room(),
+            events=Events(self._buckets(), self._buckets(), self._buckets()),
+            lanes=Lanes(new.real(count), new.real(count, -1.0), new.real(2), new.real(2), new.whole(num_ticks + 1)),
+        )
+
+    def _room(self) -> Room:
+        new, size, num_unpacks = self._new, self._problem.graph.num_ticks + 2, len(self._problem.unpacks)
+        count, num_blocks = len(self._problem.candidates), num_unpacks // BLOCK + 1
+        return Room(
+            memory=new.whole(size),
+            fetched=new.whole(size),
+            later=new.whole(size),
+            gaps=Gaps(new.whole(num_unpacks), new.whole(num_blocks), new.whole(num_blocks)),
+            heap=new.whole(count),
+            deadlines=new.real(2, np.inf),
+            latest=new.real(count),
+        )
+
+    def _buckets(self) -> Buckets:
+        new, count = self._new, len(self._problem.candidates)
+        return Buckets(new.whole(count), new.whole(self._problem.graph.num_ticks + 2, -1), new.whole(count, -1))
 
 
 @final
@@ -279,6 +349,7 @@ class Simulator:
     A choice is an array of action codes, one for each candidate in the order of ``problem.candidates``
     (``problem.order[i]`` is the storage of candidate i; ``problem.codes`` and ``problem.actions`` translate), and
     optionally an array that flags the candidates that are not memoised. Arrays are read, never kept or changed.
+    One simulation at a time: compiled loops write over the columns of the one before.
 
     Args:
         problem: The step.
@@ -299,6 +370,7 @@ class Simulator:
         self.device = device
         self.limit_bytes = limit_bytes
         self._kernels = kernels
+        self._spaces: dict[bool, _Space] = {}
         out, back = out_rates(device), in_rates(device)
         self._links = Links(
             (float(out.link), float(out.disk), float(out.link_under_disk)),
@@ -382,24 +454,25 @@ class Simulator:
     def _simulate(
         self, codes: Codes, no_memo: npt.NDArray[np.bool_] | None, schedule: Schedule | None, max_seconds: float
     ) -> _Pass | None:
-        problem, links, num_ticks = self.problem, self._links, self.problem.graph.num_ticks
+        problem, links = self.problem, self._links
         kernels = self._kernels or kernels_for(problem.num_rows, is_urgent=problem.is_urgent)
-        step, new = problem.columns(kernels.is_compiled), Buffers(kernels.is_compiled)
-        found = find_needs(problem, codes, no_memo, kernels, max_seconds - problem.plain_seconds)
-        if found is None:
+        columns = self._space(kernels).columns.fresh()
+        walk, starts, transfers, room = columns.walk, columns.starts, columns.transfers, columns.room
+        if not _find_needs(problem, codes, no_memo, kernels, walk, max_seconds - problem.plain_seconds):
             return None
-        padded, needs = found
-        starts = new.real(num_ticks + 2)
+        step, needs = problem.columns(kernels.is_compiled), walk.needs
         kernels.begin_ticks(step, needs, links.overhead, starts)
         stored = None
         if self.device.host_memory_bytes is not None:
             stored = self._tiers(codes, needs, starts)
-        transfers, is_given = self._transfers(new, stored, schedule), schedule is not None
-        if not is_given:
-            kernels.copies_out_end(step, padded, starts, links, transfers, new.real(2))
-        room = self._room(new)
-        kernels.place_releases(step, padded, needs, transfers, room, self._limit, is_given)
-        static = _Static(kernels, new, step, padded, needs, starts, stored, transfers, room.memory)
+            transfers.on_disk[:] = stored.on_disk if kernels.is_compiled else stored.on_disk.tolist()
+        is_given = schedule is not None
+        if schedule is not None:
+            self._follow(schedule, transfers)
+        else:
+            kernels.copies_out_end(step, walk.codes, starts, links, transfers, columns.out_lanes)
+        kernels.place_releases(step, walk.codes, needs, transfers, room, self._limit, is_given)
+        static = _Static(kernels, columns, stored)
         made = self._fetch(static, is_given=is_given, in_order=False)
         if not is_given and made.stall_seconds > _NOTEWORTHY * made.step_seconds:
             other = self._fetch(static, is_given=False, in_order=True)
@@ -409,50 +482,34 @@ class Simulator:
 
     def _fetch(self, static: _Static, *, is_given: bool, in_order: bool) -> _Pass:
         """Place the copies back, the first need first or the last one, and run the clock."""
-        kernels, new, step, codes, needs, starts, stored, transfers, memory = static
-        transfers = transfers._replace(prefetch=new.copy(transfers.prefetch))
-        room = self._room(new)._replace(memory=new.copy(memory))
-        events = Events(self._buckets(new), self._buckets(new), self._buckets(new))
+        kernels, columns, stored = static
+        step, codes, needs = self.problem.columns(kernels.is_compiled), columns.walk.codes, columns.walk.needs
+        prefetch, room, events, lanes = self._space(kernels).copies[in_order].fresh()
+        prefetch[:], room.memory[:] = columns.transfers.prefetch, columns.room.memory
+        transfers = columns.transfers._replace(prefetch=prefetch)
         peak_tick = kernels.place_prefetches(
-            step, codes, needs, starts, self._links, transfers, events, room, self._limit, is_given, in_order
+            step, codes, needs, columns.starts, self._links, transfers, events, room, self._limit, is_given, in_order
         )
-        count, busy = len(self.problem.candidates), new.whole(self.problem.graph.num_ticks + 1)
-        lanes = Lanes(new.real(count), new.real(count, -1.0), new.real(2), new.real(2), busy)
-        seconds, stalls = kernels.run_step(step, codes, starts, self._links, transfers, events, lanes)
-        return _Pass(needs, starts, transfers, lanes, room.memory, peak_tick, seconds, stalls, stored)
+        seconds, stalls = kernels.run_step(step, codes, columns.starts, self._links, transfers, events, lanes)
+        return _Pass(needs, columns.starts, transfers, lanes, room.memory, peak_tick, seconds, stalls, stored)
+
+    def _space(self, kernels: Kernels) -> _Space:
+        space = self._spaces.get(kernels.is_compiled)
+        if space is None:
+            space = self._spaces[kernels.is_compiled] = _Space(self.problem, kernels)
+        return space
 
     @property
     def _limit(self) -> int:
         return self.limit_bytes if self.limit_bytes is not None else NO_LIMIT
 
-    def _room(self, new: Buffers) -> Room:
-        size, num_unpacks = self.problem.graph.num_ticks + 2, len(self.problem.unpacks)
-        num_blocks = num_unpacks // BLOCK + 1
-        return Room(
-            memory=new.whole(size),
-            fetched=new.whole(size),
-            later=new.whole(size),
-            gaps=Gaps(new.whole(num_unpacks), new.whole(num_blocks), new.whole(num_blocks)),
-            heap=new.whole(len(self.problem.candidates)),
-            deadlines=new.real(2, np.inf),
-            latest=new.real(len(self.problem.candidates)),
-        )
-
-    def _buckets(self, new: Buffers) -> Buckets:
-        count = len(self.problem.candidates)
-        return Buckets(new.whole(count), new.whole(self.problem.graph.num_ticks + 2, -1), new.whole(count, -1))
-
-    def _transfers(self, new: Buffers, stored: TierChoice | None, schedule: Schedule | None) -> Transfers:
-        count = len(self.problem.candidates)
-        on_disk = new.copy(stored.on_disk) if stored is not None else new.whole(count)
-        release, prefetch = new.whole(count, -1), new.whole(count, -1)
-        if schedule is not None:
-            for column, wished in ((release, schedule.release), (prefetch, schedule.prefetch)):
-                for storage, moment in wished.items():
-                    column[self.problem.number[storage]] = moment
-            for storage, tier in (schedule.tiers or {}).items():
-                on_disk[self.problem.number[storage]] = tier == "disk"
-        return Transfers(on_disk, release, prefetch)
+    def _follow(self, schedule: Schedule, transfers: Transfers) -> None:
+        """Note what a schedule says."""
+        for column, wished in ((transfers.release, schedule.release), (transfers.prefetch, schedule.prefetch)):
+            for storage, moment in wished.items():
+                column[self.problem.number[storage]] = moment
+        for storage, tier in (schedule.tiers or {}).items():
+            transfers.on_disk[self.problem.number[storage]] = tier == "disk"
 
     def _tiers(self, codes: Codes, needs: Needs, starts: Any) -> TierChoice:
         problem, swapped = self.problem, np.flatnonzero(codes == SWAP)

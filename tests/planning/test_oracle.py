@@ -15,7 +15,7 @@ from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.relaxation import relax
+from lightning_offload.planning.relaxation import integral_bound, relax
 from lightning_offload.planning.relaxation.facts import Case
 from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.request import PlanRequest
@@ -104,11 +104,15 @@ def test_fractions_cost_less_than_wholes_and_those_less_than_plans(
     assert relax(problem, device, budget).seconds <= best * (1 + 1e-9)
     if budget < high:
         model = Model(Case.of(problem, device, request.plain, budget), range(graph.num_ticks), integral=True)
-        fractions, wholes = model.solve(10.0), model.program.solve_integral(10.0)
+        fractions, wholes = model.solve(10.0), model.program.solve_integral(max_nodes=10_000)
         assert fractions is not None
         assert wholes is not None
         assert model.seconds(fractions.value) <= model.seconds(wholes) * (1 + 1e-6)
         assert model.seconds(wholes) <= best * (1 + 1e-6)
+        for max_nodes in (1, 10_000):
+            bound = integral_bound(problem, device, budget, max_nodes=max_nodes)
+            assert bound is not None
+            assert bound <= best * (1 + 1e-6)
 
 
 @settings(max_examples=120)
