@@ -10,8 +10,7 @@ Values that exist before and after the step are always at hand, so they are left
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -129,57 +128,3 @@ class Buffers:
     def copy(self, column: Any) -> Any:
         """A column of either form, to be changed."""
         return column.copy() if self._is_compiled or isinstance(column, list) else column.tolist()
-
-
-_Columns = TypeVar("_Columns", bound=tuple[Any, ...])
-
-
-class Workspace(Generic[_Columns]):
-    """Columns that are as when they were made, again and again.
-
-    Arrays are made once, and all that was written is undone by one copy for each type of element: to make dozens of
-    them takes longer than most loops that fill them.
-
-    Args:
-        make: Makes them: a named tuple of columns, or of such tuples.
-        is_reused: Whether they are arrays, which the next call of :meth:`fresh` may write over.
-    """
-
-    def __init__(self, make: Callable[[], _Columns], *, is_reused: bool) -> None:
-        self._make = make
-        self._is_reused = is_reused
-        self._columns: _Columns | None = None
-        self._masters: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
-
-    def fresh(self) -> _Columns:
-        """The columns, as they were made."""
-        if not self._is_reused:
-            return self._make()
-        if self._columns is None:
-            self._columns = self._placed(self._make())
-        for column, master in self._masters:
-            np.copyto(column, master)
-        return self._columns
-
-    def _placed(self, made: _Columns) -> _Columns:
-        """The same columns, those of one type behind one another."""
-        arrays = list(_leaves(made))
-        place: dict[int, npt.NDArray[Any]] = {}
-        for dtype in dict.fromkeys(array.dtype for array in arrays):
-            alike = [array for array in arrays if array.dtype == dtype]
-            master = np.concatenate(alike)
-            column = master.copy()
-            self._masters.append((column, master))
-            ends = np.cumsum([len(array) for array in alike])
-            place |= {id(array): column[end - len(array) : end] for array, end in zip(alike, ends, strict=True)}
-        return cast(_Columns, _rebuilt(made, place))
-
-
-def _leaves(columns: Any) -> Iterator[npt.NDArray[Any]]:
-    for column in columns:
-        yield from _leaves(column) if isinstance(column, tuple) else (column,)
-
-
-def _rebuilt(columns: Any, place: Mapping[int, npt.NDArray[Any]]) -> Any:
-    rebuilt = (_rebuilt(column, place) if isinstance(column, tuple) else place[id(column)] for column in columns)
-    return type(columns)(*rebuilt)

@@ -2,9 +2,15 @@
 
 Good choices come from three sides: orders in which storages leave the device (:func:`~.search.families`), of which
 the shortest prefix that fits is taken; fractions of a linear relaxation (:func:`~.search.roundings`); and every
-published policy, so that none of them is ever better. The best one is improved by small changes
-(:func:`~.search.improve`). Every trial is simulated in full. The floor's choice, waiting for each copy, is the last
-resort, so there is a plan whenever the budget is at least the floor.
+published policy, so that none of them is ever better. What relaxations are rounded to is improved by small changes
+(:func:`~.search.improve`) at once, one after the other until one is close to the bound: which of them leads furthest is
+not seen before. Then the best of all is improved in longer and longer rounds, while that gains and the gap is worth
+it. Where candidates are few and large, no small changes may lead from there to the best, so the floor's choice is a
+start as well. Every trial is simulated in full. The floor's choice, waiting for each copy, is the last resort, so
+there is a plan whenever the budget is at least the floor.
+
+Policies that take long to fit are left out for large steps, and where the best is as near to the bound as they never
+come.
 
 Effort is counted in simulations and grows with the gap to the bound, by the number of storages; it is less for long
 steps, and where the simulation is not compiled. So plans do not depend on the machine's speed. A limit in seconds is
@@ -62,9 +68,10 @@ def auto(request: PlanRequest) -> MemoryPlan:
     search = Search(request)
     is_few = request.is_provisional or request.problem.num_rows > _MANY_ROWS
     search.try_(request.problem.codes(request.floor_actions))
-    starts = [
-        c for order in families(request, few=is_few) if not search.is_over and (c := shortest_prefix(search, order))
-    ]
+    for order in families(request, few=is_few):
+        if search.is_over:
+            break
+        shortest_prefix(search, order)
     if request.is_provisional:
         return _plan(request, search.best, None)
     effort = _Effort(search)
@@ -72,7 +79,9 @@ def auto(request: PlanRequest) -> MemoryPlan:
         for codes, rest in roundings(request):
             if search.is_over:
                 break
-            effort.round(*_FIRST, _filled(search, codes, rest))
+            before = search.best
+            found = _filled(search, codes, rest)
+            effort.round(*_FIRST, found if effort.has_begun or found is search.best else before)
             if search.is_within(_CLOSE):
                 break
     rival = _best_policy(search)
@@ -210,6 +219,11 @@ class _Effort:
         num_rows = max(1, search.request.problem.num_rows)
         self._num_left = _max_rows(num_rows) // num_rows
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a round."""
+        return self._num_rounds > 0
+
     def round(self, gap: float, trials: int, start: Choice | None = None) -> bool:
         """Improve the best choice, or another one, if the best is not within a gap; whether anything was tried."""
         search, request = self._search, self._search.request
@@ -232,9 +246,9 @@ class _Effort:
         """
         request = self._search.request
         for gap, trials in _ROUNDS:
-            before = self._gap
+            before = self._search.gap
             self.round(gap, trials)
-            if self._gap > (1 - _LEAST_GAIN) * before:
+            if self._search.gap > (1 - _LEAST_GAIN) * before:
                 break
         if len(request.problem.candidates) <= _FEW_CANDIDATES:
             floor = self._search.try_(request.problem.codes(request.floor_actions))
@@ -243,11 +257,6 @@ class _Effort:
                 self.round(*_FIRST)
         while request.seconds is not None and self.round(_OPTIMAL, _ROUNDS[-1][1]):
             pass
-
-    @property
-    def _gap(self) -> float:
-        best = self._search.best
-        return best.seconds / self._search.request.bound_seconds - 1 if best is not None else 0.0
 
 
 def _max_rows(num_rows: int) -> int:

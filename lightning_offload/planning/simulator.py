@@ -28,20 +28,10 @@ import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Tier
-from lightning_offload.planning.arrays import SWAP, Buffers, Codes, Workspace
+from lightning_offload.planning.arrays import SWAP, Codes
+from lightning_offload.planning.columns import Columns, Space, Walk
 from lightning_offload.planning.kernels import PLAIN, Kernels, kernels_for
-from lightning_offload.planning.kernels.buffers import (
-    Buckets,
-    Events,
-    Gaps,
-    Lanes,
-    Links,
-    Needs,
-    Room,
-    Scratch,
-    Transfers,
-)
-from lightning_offload.planning.kernels.prefetches import BLOCK
+from lightning_offload.planning.kernels.buffers import Lanes, Links, Needs, Transfers
 from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.problem import Bytes, Problem
 from lightning_offload.planning.tiers import TierChoice, choose_tiers
@@ -151,7 +141,7 @@ class Residency:
 
 def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = frozenset()) -> Residency:
     """Walk the step's unpacks under a choice of actions (storages without one are kept)."""
-    columns = _walk_columns(problem, PLAIN)
+    columns = Walk.of(problem, is_compiled=False)
     is_done = _find_needs(problem, problem.codes(actions), problem.flags(no_memo), PLAIN, columns, float("inf"))
     assert is_done
     needs = columns.needs
@@ -167,49 +157,12 @@ def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = froz
     )
 
 
-class _Walk(NamedTuple):
-    """What the static pass reads and fills in: the codes of all saved storages, flags, needs, buffers."""
-
-    codes: Any
-    no_memo: Any
-    needs: Needs
-    scratch: Scratch
-
-
-def _walk_columns(problem: Problem, kernels: Kernels) -> _Walk:
-    new, step = Buffers(kernels.is_compiled), problem.columns(kernels.is_compiled)
-    num_saved, num_wanted = len(step.size), len(step.wanted)
-    num_values, num_ops = len(step.saved), len(step.op_seconds)
-    return _Walk(
-        codes=new.copy(np.zeros(num_saved, dtype=np.int8)),
-        no_memo=new.copy(np.zeros(len(problem.candidates), dtype=np.bool_)),
-        needs=Needs(
-            needed=new.whole(num_saved, -1),
-            held=new.copy(step.release),
-            stored=new.copy(step.dropped),
-            seconds=new.real(num_wanted),
-            num_calls=new.whole(num_wanted),
-            transient=new.whole(num_wanted),
-        ),
-        scratch=Scratch(
-            seen=new.whole(num_ops),
-            stack=new.whole(len(step.inputs) + num_ops + 1),
-            calls=new.whole(num_ops),
-            readers=new.whole(num_values),
-            own=new.whole(num_values),
-            writer=new.whole(len(problem.graph.storages)),
-            held_through=new.whole(num_values),
-            stored_through=new.whole(num_values),
-        ),
-    )
-
-
 def _find_needs(
     problem: Problem,
     codes: Codes,
     no_memo: npt.NDArray[np.bool_] | None,
     kernels: Kernels,
-    columns: _Walk,
+    columns: Walk,
     max_replay_seconds: float,
 ) -> bool:
     """Run the static pass in fresh columns; False, and not all of it, where replays take longer than is said."""
@@ -250,25 +203,6 @@ def simulate(
     )
 
 
-class _Copies(NamedTuple):
-    """Placed copies back: what a pass of the second kind reads and fills in."""
-
-    prefetch: Any
-    room: Room
-    events: Events
-    lanes: Lanes
-
-
-class _Columns(NamedTuple):
-    """All that a simulation fills in before copies back are placed."""
-
-    walk: _Walk
-    starts: Any
-    transfers: Transfers
-    out_lanes: Any
-    room: Room
-
-
 class _Pass(NamedTuple):
     """One simulation, in the columns of its kernels; the next one writes over them."""
 
@@ -287,59 +221,8 @@ class _Static(NamedTuple):
     """What does not depend on when copies back are issued."""
 
     kernels: Kernels
-    columns: _Columns
+    columns: Columns
     stored: TierChoice | None
-
-
-class _Space:
-    """The columns of simulations by loops of one form.
-
-    Args:
-        problem: The step.
-        kernels: The loops.
-    """
-
-    def __init__(self, problem: Problem, kernels: Kernels) -> None:
-        self._problem = problem
-        self._new = Buffers(kernels.is_compiled)
-        self.columns = Workspace(lambda: self._columns(kernels), is_reused=kernels.is_compiled)
-        self.copies = tuple(Workspace(self._copies, is_reused=kernels.is_compiled) for _ in range(2))
-
-    def _columns(self, kernels: Kernels) -> _Columns:
-        new, count, num_ticks = self._new, len(self._problem.candidates), self._problem.graph.num_ticks
-        return _Columns(
-            walk=_walk_columns(self._problem, kernels),
-            starts=new.real(num_ticks + 2),
-            transfers=Transfers(on_disk=new.whole(count), release=new.whole(count, -1), prefetch=new.whole(count, -1)),
-            out_lanes=new.real(2),
-            room=self._room(),
-        )
-
-    def _copies(self) -> _Copies:
-        new, count, num_ticks = self._new, len(self._problem.candidates), self._problem.graph.num_ticks
-        return _Copies(
-            prefetch=new.whole(count, -1),
-            room=self._room(),
-            events=Events(self._buckets(), self._buckets(), self._buckets()),
-            lanes=Lanes(new.real(count), new.real(count, -1.0), new.real(2), new.real(2), new.whole(num_ticks + 1)),
-        )
-
-    def _room(self) -> Room:
-        new, size, num_unpacks = self._new, self._problem.graph.num_ticks + 2, len(self._problem.unpacks)
-        count, num_blocks = len(self._problem.candidates), num_unpacks // BLOCK + 1
-        return Room(
-            memory=new.whole(size),
-            fetched=new.whole(size),
-            later=new.whole(size),
-            gaps=Gaps(new.whole(num_unpacks), new.whole(num_blocks), new.whole(num_blocks)),
-            heap=new.whole(count),
-            deadlines=new.real(2, np.inf),
-            latest=new.real(count),
-        )
-
-    def _buckets(self) -> Buckets:
-        new, count = self._new, len(self._problem.candidates)
-        return Buckets(new.whole(count), new.whole(self._problem.graph.num_ticks + 2, -1), new.whole(count, -1))
 
 
 @final
@@ -370,7 +253,7 @@ class Simulator:
         self.device = device
         self.limit_bytes = limit_bytes
         self._kernels = kernels
-        self._spaces: dict[bool, _Space] = {}
+        self._spaces: dict[bool, Space] = {}
         out, back = out_rates(device), in_rates(device)
         self._links = Links(
             (float(out.link), float(out.disk), float(out.link_under_disk)),
@@ -493,10 +376,10 @@ class Simulator:
         seconds, stalls = kernels.run_step(step, codes, columns.starts, self._links, transfers, events, lanes)
         return _Pass(needs, columns.starts, transfers, lanes, room.memory, peak_tick, seconds, stalls, stored)
 
-    def _space(self, kernels: Kernels) -> _Space:
+    def _space(self, kernels: Kernels) -> Space:
         space = self._spaces.get(kernels.is_compiled)
         if space is None:
-            space = self._spaces[kernels.is_compiled] = _Space(self.problem, kernels)
+            space = self._spaces[kernels.is_compiled] = Space(self.problem, is_compiled=kernels.is_compiled)
         return space
 
     @property

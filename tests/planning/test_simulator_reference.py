@@ -85,6 +85,23 @@ def test_random_steps(name: str, graph: StepGraph, device: DeviceSpec, seed: int
 
 
 @pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=60)
+@given(graph=odd_steps(), device=tiered_devices(unit=1000), seed=SEEDS)
+def test_simulations_leave_nothing_behind(name: str, graph: StepGraph, device: DeviceSpec, seed: int) -> None:
+    """One simulator, choice after choice, given up ones among them, says what a new one says of each."""
+    problem, rng, kernels = Problem(graph), random.Random(seed), form(name)
+    limit = rng.choice([None, 100_000])
+    reused = Simulator(problem, device, limit, kernels=kernels)
+    for choice in [random_choice(problem, rng) for _ in range(4)]:
+        codes, no_memo = problem.codes(choice.actions), problem.flags(choice.no_memo)
+        how = {"overlap": choice.overlap, "schedule": choice.schedule}
+        reused.run(codes, no_memo, max_seconds=problem.plain_seconds, **how)
+        new = Simulator(problem, device, limit, kernels=kernels)
+        for flags in (no_memo, None):
+            assert_same(reused.timeline(codes, flags, **how), new.timeline(codes, flags, **how))
+
+
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("slow", [1, 30])
 def test_long_chains(name: str, slow: int) -> None:
     """More unpacks than a block of them, with links that keep up and links that do not."""
