@@ -124,7 +124,9 @@ class Search:
     @property
     def gap(self) -> float:
         """What the best takes beyond the lower bound, as a share of that; infinite before there is one."""
-        return self.best.seconds / self.request.bound_seconds - 1 if self.best is not None else math.inf
+        if self.best is None or self.request.bound_seconds <= 0:
+            return math.inf
+        return self.best.seconds / self.request.bound_seconds - 1
 
     def is_within(self, ratio: float) -> bool:
         """Whether the best is at most this multiple of the lower bound."""
@@ -184,7 +186,7 @@ def improve(search: Search, start: Choice, num_trials: int, *, seed: int = 0) ->
         choice = search.try_(*moves.changed(current.codes, current.no_memo))
         choice_cost = cost(choice)
         harm = choice_cost - current_cost
-        if harm <= 0 or rng.random() < math.exp(-harm / (hot * (_LAST / first_share) ** done)):
+        if harm <= 0 or (hot > 0 and rng.random() < math.exp(-harm / (hot * (_LAST / first_share) ** done))):
             current, current_cost = choice, choice_cost
             if choice.is_feasible and choice.seconds < best.seconds:
                 best = choice

@@ -55,6 +55,18 @@ def test_plan_fits_the_budget(height: float) -> None:
     assert MemoryPlan.from_json(found.to_json()) == found
 
 
+@pytest.mark.parametrize("height", [0.1, 0.3, 0.5, 0.9])
+def test_ops_that_take_no_time(height: float) -> None:
+    """A step that nobody has timed is planned all the same, though no plan is within a share of no seconds."""
+    net = dataclasses.replace(NET, ops=tuple(dataclasses.replace(op, seconds=0.0) for op in NET.ops))
+    low, high = floor_of(net), plain_peak(net)
+    for device in (DEVICE, SHARED):
+        found = plan(net, device, int(low + height * (high - low)))
+        assert found.plain_step_seconds == 0.0
+        assert found.bound_seconds <= found.predicted_step_seconds
+        assert found.predicted_peak_bytes <= low + height * (high - low)
+
+
 def test_exactly_the_floor_works_and_one_byte_less_does_not() -> None:
     """The error carries the budget, the floor and the op; trying again with its floor succeeds."""
     low = floor_of(NET)
