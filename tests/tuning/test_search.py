@@ -13,11 +13,15 @@ import pytest
 from lightning_offload.errors import OffloadError, TuningError
 from lightning_offload.tuning.search import SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Prediction, Trial
+from tests.shares import is_all
 from tests.tuning.curves import Case, FakeMachine, draw_case, kinked, peaked, right_sizes, saturating, stepped
 
 TILES = ("tiles64", "tiles128")
 """Shapes of large tiles."""
-NUM_SEEDS = {"measured": 100, "biased": 100, "exact": 40, "blind": 40}  # of each shape, by what is predicted
+KINDS = ("measured", "biased", "exact", "blind")
+"""What is known before a search: nothing but trials, or predictions of several qualities."""
+NUM_SEEDS = {"measured": 100, "biased": 100, "exact": 40, "blind": 40} if is_all() else dict.fromkeys(KINDS, 40)
+"""Of each shape, by what is predicted."""
 
 
 def search(
@@ -43,7 +47,7 @@ def wrong_seeds(shape: str, kind: str, *, count: int, **scatter: float) -> list[
     return wrong
 
 
-@pytest.mark.parametrize("kind", NUM_SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["saturating", "peaked", "stepped"])
 def test_picks_a_right_size(shape: str, kind: str) -> None:
     """In at least 95% of runs that scatter by 5%; of sizes up to 4096, with 24 trials, or 12 and any prediction."""
