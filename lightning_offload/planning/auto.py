@@ -215,7 +215,6 @@ class _Effort:
     def __init__(self, search: Search) -> None:
         self._search = search
         self._num_rounds = 0
-        self._num_anew = 0
         num_rows = max(1, search.request.problem.num_rows)
         self._num_left = _max_rows(num_rows) // num_rows
 
@@ -252,9 +251,9 @@ class _Effort:
                 break
         if len(request.problem.candidates) <= _FEW_CANDIDATES:
             floor = self._search.try_(request.problem.codes(request.floor_actions))
-            while floor.is_feasible and self._num_anew < _MOST_ANEW and self.round(*_ANEW, floor):
-                self._num_anew += 1
-                self.round(*_FIRST)
+            for _ in range(_MOST_ANEW if floor.is_feasible else 0):
+                if self.round(*_ANEW, floor):
+                    self.round(*_FIRST)
         while request.seconds is not None and self.round(_OPTIMAL, _ROUNDS[-1][1]):
             pass
 
