@@ -32,12 +32,10 @@ from lightning_offload.planning.arrays import SWAP, Codes
 from lightning_offload.planning.columns import Columns, Space, Walk
 from lightning_offload.planning.kernels import PLAIN, Kernels, kernels_for
 from lightning_offload.planning.kernels.buffers import Lanes, Links, Needs, Transfers
+from lightning_offload.planning.kernels.releases import NO_LIMIT
 from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.problem import Bytes, Problem
 from lightning_offload.planning.tiers import TierChoice, choose_tiers
-
-NO_LIMIT = 1 << 62
-"""More bytes than there are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

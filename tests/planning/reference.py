@@ -190,7 +190,9 @@ class _Step:
             end = out.copy(c.num_bytes, self.tiers[c.storage], self.starts[c.pack_tick])
             begun = bisect.bisect_left(self.starts, end)
             until = min((op.tick for op in self.problem.graph.ops if op.tick >= begun), default=len(self.starts) - 2)
-            self.release[c.storage] = until if until < self._first_need(c) else self._last_op(c, c.death)
+            need = self._first_need(c)
+            late = self._last_op(c, c.death if limit is None else max(need, c.death))
+            self.release[c.storage] = until if until < need else late
         over = [t for t in range(len(self.problem.base)) if limit is not None and self.bytes_at(t) > limit]
         for tick in over:
             for c in self.swapped:

@@ -11,6 +11,9 @@ from typing import Any
 from lightning_offload.planning.arrays import KEEP, SWAP, StepArrays
 from lightning_offload.planning.kernels.buffers import Needs, Room, Transfers
 
+NO_LIMIT = 1 << 62
+"""More bytes than there are."""
+
 
 def occupy(memory: Any, begin: int, end: int, num_bytes: int) -> None:
     """Note bytes that are there from one tick up to another."""
@@ -67,8 +70,10 @@ def follow(step: StepArrays, codes: Any, needs: Needs, transfers: Transfers, mem
             prefetch[s] = -1
 
 
-def choose_releases(step: StepArrays, codes: Any, needs: Needs, transfers: Transfers, memory: Any) -> None:
-    """Release each device copy when its copy out has ended, unless it is needed before that.
+def choose_releases(
+    step: StepArrays, codes: Any, needs: Needs, transfers: Transfers, memory: Any, is_limited: bool
+) -> None:
+    """Release each device copy when its copy out has ended; if it is needed before that, as late or as early as can be.
 
     Args:
         step: The step.
@@ -76,13 +81,16 @@ def choose_releases(step: StepArrays, codes: Any, needs: Needs, transfers: Trans
         needs: When storages are needed.
         transfers: ``release`` holds the op at which the copy out has ended, and is filled in.
         memory: Bytes, as they are noted.
+        is_limited: Whether copies are waited for where memory would exceed a limit, the oldest first, and so not
+            before that; else memory is to be as low as it can be.
     """
     death, size, pack, last_op = step.death, step.size, step.pack, step.last_op
     release, needed = transfers.release, needs.needed
     for s in range(step.num_candidates[0]):
         if codes[s] == SWAP:
-            if release[s] >= (needed[s] if needed[s] >= 0 else step.release[s]):
-                release[s] = wait_at(last_op, pack[s], death[s])
+            need = needed[s] if needed[s] >= 0 else step.release[s]
+            if release[s] >= need:
+                release[s] = wait_at(last_op, pack[s], max(need, death[s]) if is_limited else death[s])
             occupy(memory, death[s], release[s], size[s])
 
 
@@ -165,6 +173,6 @@ def place_releases(
     if is_given:
         follow(step, codes, needs, transfers, room.memory)
     else:
-        choose_releases(step, codes, needs, transfers, room.memory)
+        choose_releases(step, codes, needs, transfers, room.memory, limit < NO_LIMIT)
     if add_up(step, needs, room.memory) > limit and not is_given:
         release_earlier(step, codes, transfers, room, limit)

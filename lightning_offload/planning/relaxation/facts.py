@@ -36,6 +36,9 @@ class Item:
         earliest: No op of ``ops`` is replayed before this tick.
         consumers: Items whose replay reads this one, and so may make it on the way.
         sharers: Items whose replay may run its producer without reading it.
+        returns: Ticks at which a replay for another item may bring it back before it is read: the first such tick,
+            and those of items whose replay reads it, in order; each with the first tick after it, not only of these,
+            at which another replay may, or that of its read.
     """
 
     candidate: Candidate
@@ -46,6 +49,7 @@ class Item:
     earliest: int = NEVER
     consumers: tuple[int, ...] = ()
     sharers: tuple[int, ...] = ()
+    returns: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_read(self) -> bool:
@@ -98,10 +102,47 @@ def _with_replays(problem: Problem, items: list[Item]) -> list[Item]:
         for op in possible_ops:
             for k in makers.get(op, ()):
                 sharers[k].add(i)
-    return [
+    found = [
         dataclasses.replace(item, consumers=tuple(sorted(consumers[i] - {i})), sharers=tuple(sorted(sharers[i] - {i})))
         for i, item in enumerate(found)
     ]
+    return _with_returns(found)
+
+
+def _with_returns(items: list[Item]) -> list[Item]:
+    """What may be made on the way to one item may be so on the way to whatever that one is made for, and so on.
+
+    Sets of items are the bits of integers, in the order in which the items are read.
+    """
+    order = sorted(range(len(items)), key=lambda i: items[i].read_at)
+    reads = [items[i].read_at for i in order]
+    bit = {i: 1 << rank for rank, i in enumerate(order)}
+    makers = [0] * len(items)  # those whose replay may make an item
+    is_settled = False
+    while not is_settled:  # once more only where items share a producer
+        is_settled = True
+        for i in range(len(items) - 1, -1, -1):
+            now = makers[i]
+            for s in (*items[i].consumers, *items[i].sharers):
+                now |= bit[s] | makers[s]
+            is_settled = is_settled and now == makers[i]
+            makers[i] = now
+    return [dataclasses.replace(item, returns=_returns(items, i, makers[i], reads)) for i, item in enumerate(items)]
+
+
+def _returns(items: Sequence[Item], i: int, makers: int, reads: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    item = items[i]
+
+    def first_after(tick: int) -> int:
+        """The first read after a tick of an item whose replay may make this one; that of this one if there is none."""
+        rank = bisect.bisect_right(reads, tick)
+        later = makers >> rank
+        read = reads[rank + (later & -later).bit_length() - 1] if later else item.until
+        return min(read, item.until)
+
+    ticks = {items[s].read_at for s in item.consumers} | {first_after(-1)}
+    chosen = sorted({max(tick, item.candidate.death) for tick in ticks if tick < item.until})
+    return tuple((tick, first_after(tick)) for tick in chosen)
 
 
 def _closure(problem: Problem, value: int, live_until: int) -> tuple[dict[int, None], dict[int, None]]:

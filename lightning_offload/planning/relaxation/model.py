@@ -16,6 +16,7 @@ fraction ``z``, the row ``(b - c) z <= replays + stalls`` holds for every plan, 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -45,8 +46,8 @@ class Model:
         program: Variables and rows.
         swap: By item: the column of the fraction that is swapped.
         recompute: By item: the column of the fraction that is recomputed.
-        early: By item: for each item that is read before it and whose replay reads it, in order: that read, and the
-            column of the fraction that is on the device from there on.
+        early: By item: for each tick at which a replay for another may bring it back, as far as these are told apart,
+            the column of the fraction that is on the device from there on.
     """
 
     def __init__(self, case: Case, grid: Sequence[int], *, integral: bool = False, is_thin: bool = False) -> None:
@@ -108,29 +109,41 @@ class Model:
         for i in range(len(items)):
             program.at_most(self._gone(i), 1.0)
             program.at_most([(self._again[i], 1.0), (self.recompute[i], -1.0)], 0.0)
-        self.early = [self._make_early(i) for i in range(len(items))]
+        self.early = [self._make_early(item, i) for i, item in enumerate(items)]
+        for i, item in enumerate(items):
+            self._make_inputs(item, i)
 
     def _gone(self, i: int, factor: float = 1.0) -> Terms:
         return [(self.swap[i], factor), (self.recompute[i], factor)]
 
-    def _make_early(self, i: int) -> list[tuple[int, int]]:
-        """A replay needs what it reads: on the device from then on, or made once more later."""
-        program, items = self.program, self._case.items
-        readers = sorted((s for s in items[i].consumers if items[s].read_at < items[i].until), key=self._read_at)
-        columns = program.variables([1.0] * len(readers))
-        for k, (s, column) in enumerate(zip(readers, columns, strict=True)):
+    def _make_early(self, item: Item, i: int) -> list[tuple[int, int]]:
+        """The ticks at which an item may be back before its own read, with its share that is; none leaves again."""
+        ticks = [tick for tick, _ in item.returns]
+        columns = self.program.variables([1.0] * len(ticks))
+        for k, column in enumerate(columns):
             later = [(columns[k + 1], -1.0)] if k + 1 < len(columns) else self._gone(i, -1.0)
-            program.at_most([(column, 1.0), *later], 0.0)
-            if i in items[s].behind:
-                needed = [(self.recompute[s], 1.0), (column, -1.0), (self.swap[i], 1.0)]
-                if items[i].is_read:
-                    needed += [(self.recompute[i], 1.0), (self._again[i], -1.0)]
-                program.at_most(needed, 1.0)
-        death = items[i].candidate.death
-        return [(max(items[s].read_at, death), column) for s, column in zip(readers, columns, strict=True)]
+            self.program.at_most([(column, 1.0), *later], 0.0)
+        return list(zip(ticks, columns, strict=True))
 
-    def _read_at(self, i: int) -> int:
-        return self._case.items[i].read_at
+    def _make_inputs(self, item: Item, i: int) -> None:
+        """A replay needs what it reads: on the device from then on, or made once more later.
+
+        That is so of a replay for the reader's own sake as of one that makes the reader on the way to another.
+        """
+        gone: Terms = [(self.swap[i], 1.0)]
+        if item.is_read:
+            gone += [(self.recompute[i], 1.0), (self._again[i], -1.0)]
+        for s in item.consumers:
+            reader = self._case.items[s]
+            if i not in reader.behind:
+                continue
+            wanted: Terms = [(self.recompute[s], 1.0)]
+            made: list[tuple[int, Terms, float]] = [(reader.read_at, wanted, 1.0)]
+            made += [(tick, [*wanted, (column, 1.0)], 2.0) for tick, column in self.early[s]]
+            for tick, terms, most in made:
+                back = next((column for at, column in self.early[i] if at >= tick), None)
+                if tick < item.until and back is not None:
+                    self.program.at_most([*terms, *gone, (back, -1.0)], most)
 
     # ---- time
 
@@ -168,13 +181,15 @@ class Model:
             seconds = sum(ops[op].seconds for op in items[i].ops if len(users[op]) == 1) * self._per_second
             total += [(self.recompute[i], seconds), (self._again[i], seconds), (own[i], self._overhead)]
             before.append((items[i].read_at + 1, [(self.recompute[i], seconds), (own[i], self._overhead)]))
-            after.append((items[i].earliest, [(self.recompute[i], seconds)]))
+            after += self._not_before(i, seconds)
         for op, several in users.items():
             seconds = ops[op].seconds * self._per_second
             if len(several) > 1 and seconds > 0:
                 runs: Terms = [(self._make_shared(several, own), seconds)]
                 total += runs
-                after.append((max(items[i].earliest for i in several), runs))
+                one = max(several, key=lambda i: (items[i].candidate.num_bytes, i))
+                first = max(items[i].earliest for i in several)
+                after += [(first, [*runs, (self.recompute[one], -seconds)]), *self._not_before(one, seconds)]
                 before += ((items[i].read_at + 1, [(own[i], seconds)]) for i in several)
         program.at_most(total, 0.0)
         done, late = (
@@ -185,6 +200,22 @@ class Model:
             here, end = self._clock.replays[g], self._clock.replays[-1]
             program.at_most([(done[g], 1.0), (here, -1.0)], 0.0)
             program.at_most([(late[g], 1.0), (here, 1.0), (end, -1.0)], 0.0)
+
+    def _not_before(self, i: int, seconds: float) -> Events:
+        """What is not on the device at a tick is replayed there or later: that time, as it falls from tick to tick."""
+        item = self._case.items[i]
+        absent: list[Terms] = [[(self.recompute[i], seconds)]]
+        for _, column in self.early[i]:
+            if item.candidate.can_swap:  # else the share that is back is one of what is recomputed
+                share = self.program.variables([1.0])[0]
+                self.program.at_most([(self.recompute[i], 1.0), (column, -1.0), (share, -1.0)], 0.0)
+                absent.append([(share, seconds)])
+            else:
+                absent.append([(self.recompute[i], seconds), (column, -seconds)])
+        first = item.returns[0][0] if item.returns else item.until
+        until = [first, *(following for _, following in item.returns)]
+        fall = [now + scaled(then, -1.0) for now, then in itertools.pairwise([*absent, []])]
+        return list(zip(until, fall, strict=True))
 
     def _make_thin_replays(self, read: Sequence[int], users: Mapping[int, Sequence[int]]) -> None:
         """Replays take the time of those ops that are behind no other item."""
