@@ -5,9 +5,9 @@ the shortest prefix that fits is taken; fractions of a linear relaxation (:func:
 published policy, so that none of them is ever better. What relaxations are rounded to is improved by small changes
 (:func:`~.search.improve`) at once, one after the other until one is close to the bound: which of them leads furthest is
 not seen before. Then the best of all is improved in longer and longer rounds, while that gains and the gap is worth
-it. Where candidates are few and large, no small changes may lead from there to the best, so the floor's choice is a
-start as well. Every trial is simulated in full. The floor's choice, waiting for each copy, is the last resort, so
-there is a plan whenever the budget is at least the floor.
+it. Where storages are large beside the budget, no small changes may lead from there to the best, so the floor's choice
+is a start as well where the gap stays. Every trial is simulated in full. The floor's choice, waiting for each copy, is
+the last resort, so there is a plan whenever the budget is at least the floor.
 
 Policies that take long to fit are left out for large steps, and where the best is as near to the bound as they never
 come.
@@ -44,7 +44,7 @@ _ANEW = (1.02, 48)
 """Rounds of local search: gaps above which there is another one, and trials for each candidate."""
 _MOST_ANEW = 2
 _LEAST_GAIN = 0.02  # of the gap: a round that gains less is the last one
-_FEW_CANDIDATES = 100  # so few that a search from the floor comes to good choices, too
+_FEW_CANDIDATES = 256  # so few that a search from the floor takes seconds
 _MIN_TRIALS = 320
 _MAX_ROWS = 600_000_000  # that local search simulates, in all: some seconds' worth
 _MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
@@ -241,7 +241,7 @@ class _Effort:
     def rounds(self) -> None:
         """Go on from the best choice while that gains; without end where a time limit sets one.
 
-        Of few candidates, go from the floor's choice, too: no small changes may lead from here to the best.
+        Where the gap stays, go from the floor's choice, too: no small changes may lead from here to the best.
         """
         request = self._search.request
         for gap, trials in _ROUNDS:
