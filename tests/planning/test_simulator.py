@@ -93,6 +93,25 @@ def test_release_is_tightened_under_a_limit() -> None:
     assert timeline.stall_seconds == pytest.approx(1.5)  # from 2 s (tick 4) to 3.5 s
 
 
+def test_a_copy_that_ends_after_its_need_is_waited_for_where_room_is_short() -> None:
+    """Of two copies of 5 s the second ends after its need: compute waits for the first, and runs beside the second."""
+    problem = Problem(chain(40, 40, 10, 10, 10))
+    slow = dataclasses.replace(DEVICE, d2h_bytes_per_second=8.0, h2d_bytes_per_second=1e9)
+    timeline = simulate(problem, {1: "swap", 2: "swap"}, slow, limit_bytes=180)
+    assert timeline.peak_bytes == 180
+    assert timeline.out_seconds == {1: pytest.approx(6.0), 2: pytest.approx(11.0)}
+    assert timeline.release_tick == {1: 4, 2: 15}  # the last op before the second one's need begins at 11 s
+    assert timeline.stall_seconds == pytest.approx(4.0)  # from 2 s (tick 4) to 6 s
+
+
+def test_without_a_limit_it_is_waited_for_at_its_death() -> None:
+    """Memory is then to be as low as it can be."""
+    problem = Problem(chain(40, 40, 10, 10, 10))
+    slow = dataclasses.replace(DEVICE, d2h_bytes_per_second=8.0, h2d_bytes_per_second=1e9)
+    assert simulate(problem, {2: "swap"}, slow).release_tick == {2: 15}
+    assert simulate(problem, {1: "swap", 2: "swap"}, slow).release_tick[2] == 6
+
+
 def test_prefetch_hides_a_slow_copy_back() -> None:
     """The copy back of 1.5 s is issued two unpacks before it is needed."""
     slow = dataclasses.replace(INSTANT, h2d_bytes_per_second=20 / 1.5)

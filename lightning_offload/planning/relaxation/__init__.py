@@ -21,10 +21,14 @@ back early are on the device. :mod:`.buffers` adds that a storage is there as a 
 *Replays.* A storage of R that backward reads when dead was replayed at that read or before it, with its producer and
 all ops behind that up to saved values (:mod:`.facts`). Ops that several replays share count once for each that happens
 at its own read, and at least once. Overhead is paid at each such read; a storage can avoid it only by being made
-on the way to another one, which takes that one to be recomputed and puts it on the device from there on.
+on the way to another one, which takes that one to be recomputed and puts it on the device from there on. One that is
+not on the device at a tick is replayed there or later. By when it may be back is told apart at the first tick at which
+any replay may make it, over however many links, and at the reads of those whose replay reads it; from each of these to
+the next tick at which any may, it is known not to have come.
 
 *Inputs of replays.* If a replayed storage reads a saved one that is dead, that one is on the device from the replay
-on (kept, swapped back, or memoised), or it was made and dropped and is made again for its own read, at its cost.
+on (kept, swapped back, or memoised), or it was made and dropped and is made again for its own read, at its cost. So it
+is where the storage is made on the way to another one.
 
 *Compute* loses the device's ``copy_interference`` share of the copies' time over the link, except where it waits.
 
@@ -34,11 +38,11 @@ lane. If the program holds no plan for a budget (or the solver fails), the bound
 Rounding cannot spoil it: the value is the dual one (:mod:`.program`). The solver need not see every tick: fewer
 rows make a lower bound lower. Ticks where the solution exceeds the budget are added for a few rounds.
 
-Known looseness: a storage may leave in part; replays may be placed in time where they help copies most, within
-their first and last possible tick; a value that is replayed more than twice counts twice; a replay's own transient
-memory is left out, and so is an input that is held beyond its own last read; of chains only the next link is seen to
-be brought back early; what the disk's lane and the link do to one another is left out. Since the ticks depend on
-the budget, the bound may rise by a hair when the budget does, on steps with more ticks than the program takes.
+Known looseness: a storage may leave in part; replays may be placed in time where they help copies most, as far as their
+inputs and results have room there; a value that is replayed more than twice counts twice; a replay's own transient
+memory is left out, and so is an input that is held beyond its own last read; what the disk's lane and the link do to
+one another is left out. Since the ticks depend on the budget, the bound may rise by a hair when the budget does, on
+steps with more ticks than the program takes.
 """
 
 from __future__ import annotations

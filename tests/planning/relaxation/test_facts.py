@@ -25,6 +25,16 @@ def test_replay_in_a_chain_reads_the_result_before() -> None:
     assert [i.earliest for i in items] == [items[2].read_at] * 3
 
 
+def test_when_it_may_be_back_before_its_read() -> None:
+    """At the first read of anything that it may be made for, and at that of what is made from it."""
+    items = find_items(Problem(chain(10, 20, 30, 40)))
+    reads = [item.read_at for item in items]
+    assert items[3].returns == ()
+    assert items[2].returns == ((reads[3], reads[2]),)
+    assert items[1].returns == ((reads[3], reads[2]), (reads[2], reads[1]))
+    assert items[0].returns == ((reads[3], reads[2]), (reads[1], reads[0]))  # not known from reads[2] to reads[1]
+
+
 def unsaved_between(*, held: bool) -> Problem:
     """A saved result made from an unsaved one, which the program may hold until the end of the step."""
     b = GraphBuilder()
@@ -72,6 +82,7 @@ def test_siblings_may_be_made_on_the_way() -> None:
         b.release(pack)
     items = find_items(Problem(b.build()))
     assert [i.sharers for i in items] == [(1,), (0,)]
+    assert [i.returns for i in items] == [(), ((items[0].read_at, items[1].read_at),)]
 
 
 def test_unread_saves_are_absent_to_their_end() -> None:

@@ -98,6 +98,35 @@ def test_inputs_of_replays_are_paid_for() -> None:
     assert relaxed.seconds <= timeline.step_seconds == 8.0
 
 
+def test_a_replay_hides_no_copy_before_there_is_room_for_its_result() -> None:
+    """Backward begins with an op that needs the room of two results, one swapped, one replayed: waiting is all there is.
+
+    The replay could be made there already, on the way to the last result, but would have to leave again.
+    """
+    b = GraphBuilder()
+    inner = b.make(100, b.given(1), seconds=2.0)
+    last = b.make(10, inner)
+    other = b.make(100, b.given(1), replayable=False)
+    packs = [b.pack(value) for value in (inner, other, last)]
+    b.drop(inner, other, last)
+    b.op()
+    b.backward()
+    b.unpack(packs[2])
+    b.drop(b.make(300))
+    b.release(packs[2])
+    b.op()
+    for pack in (packs[1], packs[0]):
+        b.unpack(pack)
+        b.op()
+        b.release(pack)
+    problem = Problem(b.build())
+    device = dataclasses.replace(FAST, d2h_bytes_per_second=100 / 4)
+    timeline = simulate(problem, {1: "recompute", 4: "swap"}, device, limit_bytes=312)
+    assert timeline.peak_bytes == 312
+    assert timeline.step_seconds == pytest.approx(9 + 2 + 3, abs=1e-3)  # a replay of 2 s, 3 of 4 s of the copy
+    assert relax(problem, device, 312).seconds == pytest.approx(timeline.step_seconds, abs=1e-3)
+
+
 @pytest.mark.parametrize("room", [0, 4096])
 def test_what_does_not_fit_the_host_is_not_swapped(room: int) -> None:
     """A host without room leaves replays; one with a page's room takes the storage."""
