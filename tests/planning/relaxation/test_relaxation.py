@@ -99,7 +99,7 @@ def test_inputs_of_replays_are_paid_for() -> None:
 
 
 def test_a_replay_hides_no_copy_before_there_is_room_for_its_result() -> None:
-    """Backward begins with an op that needs the room of two results, one swapped, one replayed: waiting is all there is.
+    """Backward begins with an op that needs the room of two results, a swapped and a replayed one: compute waits.
 
     The replay could be made there already, on the way to the last result, but would have to leave again.
     """
