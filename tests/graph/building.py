@@ -213,3 +213,33 @@ def tiered_devices(unit: int = 10) -> st.SearchStrategy[DeviceSpec]:
         )  # fmt: skip
 
     return st.builds(build, st.sampled_from(["cpu", "cuda"]), limits, rates, disks)
+
+
+@st.composite
+def deep_chains(draw: st.DrawFn, *, max_ops: int = 9, unit: int = 10) -> StepGraph:
+    """Steps whose ops read the result before theirs and maybe another one, all let go of before backward."""
+    b = GraphBuilder()
+    sizes = st.integers(1, 50).map(lambda n: unit * n)
+    seconds = st.sampled_from([0.0, 0.5, 1.0, 4.0])
+    source = b.given(unit)
+    live: list[int] = []
+    saves: list[int] = []
+    for _ in range(draw(st.integers(3, max_ops))):
+        inputs = [live[-1] if live else source]
+        if len(live) > 1 and draw(st.booleans()):
+            inputs.append(draw(st.sampled_from(live[:-1])))
+        made = b.op(tuple(inputs), tuple(draw(st.lists(sizes, min_size=1, max_size=2))), seconds=draw(seconds))
+        live += made
+        saves += [b.pack(value) for value in made if draw(st.integers(0, 4)) > 0]
+    b.drop(*live)
+    b.backward()
+    order = saves[::-1]
+    if draw(st.booleans()):
+        order = draw(st.permutations(order))
+    for save in order:
+        if draw(st.integers(0, 7)) > 0:
+            b.unpack(save)
+            b.drop(b.make(draw(sizes), seconds=draw(seconds)))
+        b.release(save)
+    b.op(seconds=0.25)
+    return b.build()

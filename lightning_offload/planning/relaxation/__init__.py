@@ -28,7 +28,10 @@ the next tick at which any may, it is known not to have come.
 
 *Inputs of replays.* If a replayed storage reads a saved one that is dead, that one is on the device from the replay
 on (kept, swapped back, or memoised), or it was made and dropped and is made again for its own read, at its cost. So it
-is where the storage is made on the way to another one.
+is where the storage is made on the way to another one. A swapped one is not fetched for it where the same replay runs
+its producer anyhow, for another output that is recomputed or not saved.
+
+A value that such a replay makes while the program still holds it is never absent; in the program it is a kept one.
 
 *Compute* loses the device's ``copy_interference`` share of the copies' time over the link, except where it waits.
 

@@ -128,11 +128,14 @@ class Model:
     def _make_inputs(self, item: Item, i: int) -> None:
         """A replay needs what it reads: on the device from then on, or made once more later.
 
-        That is so of a replay for the reader's own sake as of one that makes the reader on the way to another.
+        That is so of a replay for the reader's own sake as of one that makes the reader on the way to another. A copy
+        stays where it is if the same replay runs the producer anyhow, for another of its outputs.
         """
-        gone: Terms = [(self.swap[i], 1.0)]
-        if item.is_read:
-            gone += [(self.recompute[i], 1.0), (self._again[i], -1.0)]
+        made_again: Terms = [(self.recompute[i], 1.0), (self._again[i], -1.0)] if item.is_read else []
+        anyhow: Terms = [(self.recompute[k], -1.0) for k in self._co_made(item)]
+        needs: list[Terms] = [[(self.swap[i], 1.0), *made_again, *anyhow]]
+        if anyhow and made_again:
+            needs.append(made_again)
         for s in item.consumers:
             reader = self._case.items[s]
             if i not in reader.behind:
@@ -143,7 +146,17 @@ class Model:
             for tick, terms, most in made:
                 back = next((column for at, column in self.early[i] if at >= tick), None)
                 if tick < item.until and back is not None:
-                    self.program.at_most([*terms, *gone, (back, -1.0)], most)
+                    for need in needs:
+                        self.program.at_most([*terms, *need, (back, -1.0)], most)
+
+    def _co_made(self, item: Item) -> list[int]:
+        """Items for whose sake a replay that reads one may run its producer beside that.
+
+        A co-output that no replay reads is made for its own read only, by a replay that has no other purpose.
+        """
+        items, values = self._case.items, self._case.problem.graph.values
+        producer = values[item.candidate.value].producer
+        return [k for k in item.sharers if items[k].consumers or values[items[k].candidate.value].producer != producer]
 
     # ---- time
 

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, StepGraph
+from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning import relaxation
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import relax
 from lightning_offload.planning.relaxation.facts import Case
 from lightning_offload.planning.relaxation.knapsack import knapsack
+from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import Schedule, simulate
-from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
+from lightning_offload.planning.simulator import Schedule, residency, simulate
+from tests.graph.building import DEVICE, GraphBuilder, chain, deep_chains, step_graphs, tiered_devices
 
 FAST = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e6, h2d_bytes_per_second=1e6)
 SLOW = dataclasses.replace(DEVICE, d2h_bytes_per_second=10.0, h2d_bytes_per_second=10.0)
@@ -125,6 +127,83 @@ def test_a_replay_hides_no_copy_before_there_is_room_for_its_result() -> None:
     assert timeline.peak_bytes == 312
     assert timeline.step_seconds == pytest.approx(9 + 2 + 3, abs=1e-3)  # a replay of 2 s, 3 of 4 s of the copy
     assert relax(problem, device, 312).seconds == pytest.approx(timeline.step_seconds, abs=1e-3)
+
+
+def test_a_swapped_input_is_made_beside_another_output_of_its_producer() -> None:
+    """A replay that runs a producer for one output makes the other one, too, and fetches no copy of that.
+
+    A slow op makes two results, of which one is saved and swapped; the third is made from both, and recomputed. Between
+    its read and the swapped one's an op needs the room of that one, which is not back: so no second replay is paid.
+    """
+    b = GraphBuilder()
+    unsaved, swapped = b.op((b.given(10),), (10, 10), seconds=10.0)
+    packs = [b.pack(swapped)]
+    last = b.make(1000, unsaved, swapped, seconds=0.0)
+    packs.append(b.pack(last))
+    b.drop(unsaved, swapped, last)
+    b.op(workspace_bytes=1500)
+    b.backward()
+    b.unpack(packs[1])
+    b.op()
+    b.release(packs[1])
+    b.op(workspace_bytes=1500)
+    b.unpack(packs[0])
+    b.op()
+    b.release(packs[0])
+    b.op()
+    problem = Problem(b.build())
+    device = dataclasses.replace(DEVICE, d2h_bytes_per_second=10.0, h2d_bytes_per_second=10.0, copy_interference=1.0)
+    timeline = simulate(problem, {2: "swap", 3: "recompute"}, device, limit_bytes=1510)
+    assert (timeline.peak_bytes, timeline.step_seconds) == (1510, 27.0)
+    assert relax(problem, device, 1510).seconds == pytest.approx(26.0)
+
+
+@settings(max_examples=300)
+@given(
+    graph=st.one_of(step_graphs(max_saves=8), deep_chains(), deep_chains()),
+    device=tiered_devices(),
+    height=st.sampled_from([0.0, 0.0, 0.3]),
+    data=st.data(),
+)
+def test_every_plan_is_a_point_of_the_program(
+    graph: StepGraph, device: DeviceSpec, height: float, data: st.DataObject
+) -> None:
+    """With a plan's actions, and its replays where it makes them, the program costs no more than the plan takes."""
+    problem = Problem(graph)
+    actions: dict[int, Action] = {}
+    for storage, candidate in problem.candidates.items():
+        allowed: list[Action] = ["keep"]
+        allowed += ["swap"] * candidate.can_swap + ["recompute"] * (5 * candidate.can_recompute)
+        if (action := data.draw(st.sampled_from(allowed))) != "keep":
+            actions[storage] = action
+    recomputed = [s for s, action in actions.items() if action == "recompute"]
+    no_memo = frozenset(s for s in recomputed if data.draw(st.integers(0, 7)) == 0)
+    plain = simulate(problem, {}, device)
+    limit = simulate(problem, actions, device, no_memo=no_memo, overlap=False).peak_bytes
+    limit += int(height * max(0, plain.peak_bytes - limit))
+    timeline = simulate(problem, actions, device, limit_bytes=limit, no_memo=no_memo)
+    if timeline.overflow_bytes or timeline.peak_bytes >= plain.peak_bytes:
+        return
+    case = Case.of(problem, device, plain, timeline.peak_bytes)
+    grid = range(graph.num_ticks)
+    model = Model(case, grid)
+    made = residency(problem, actions, no_memo)
+    for i, item in enumerate(case.items):
+        storage, death = item.candidate.storage, item.candidate.death
+        is_absent = made.needed_at.get(storage, death) >= death  # else it is made while the program still holds it
+        model.program.fix(model.swap[i], float(actions.get(storage) == "swap"))
+        model.program.fix(model.recompute[i], float(actions.get(storage) == "recompute" and is_absent))
+    clock, unit = model._clock, model._per_second
+    replays = [replay + device.overhead_seconds for replay in made.replay_seconds.values()]
+    if sum(replays) * unit > 0.99 * model._most:
+        return  # longer than the program allows replays to be
+    for column, tick in zip(clock.replays, (*grid, graph.num_ticks), strict=True):
+        model.program.fix(
+            column, unit * sum(r for at, r in zip(made.replay_seconds, replays, strict=True) if at < tick)
+        )
+    solution = model.solve(None)
+    assert solution is not None
+    assert model.seconds(solution.value) <= timeline.step_seconds * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("room", [0, 4096])
