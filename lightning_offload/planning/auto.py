@@ -37,7 +37,7 @@ from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.search import Choice, Order, Search, families, improve, roundings
 
 _CLOSE = 1.01  # to the lower bound, in multiples of it: more starts are not looked for
-_NEAR = 1.03  # the same: no policy that takes long to fit comes as near
+_SLOW = {"checkmate": 1.001, "dtr": 1.03}  # policies that take long to fit: as near to the bound as they hardly come
 _FIRST = (1.001, 4)
 _ROUNDS = ((1.003, 8), (1.006, 12), (_CLOSE, 24), (_CLOSE, 48))
 _ANEW = (1.02, 48)
@@ -51,7 +51,6 @@ _MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _OPTIMAL = 1 + 1e-9  # of the lower bound
 _MAX_PREFIXES = 16  # of each policy's order, before those around the best one
-_SLOW = frozenset({"checkmate", "dtr"})  # policies that take longer than all else, on large steps
 _T = TypeVar("_T")
 
 
@@ -106,11 +105,11 @@ def _best_policy(search: Search) -> MemoryPlan | None:
     """The fastest plan of a published policy; their choices are tried with schedules of our own as well."""
     request = search.request.trying(_MAX_PREFIXES)
     plans = []
-    is_enough = request.problem.num_rows > _MANY_ROWS or search.is_within(_NEAR)
+    is_large = request.problem.num_rows > _MANY_ROWS
     for name, policy in PUBLISHED.items():
         if search.is_over:
             break
-        if is_enough and name in _SLOW:
+        if name in _SLOW and (is_large or search.is_within(_SLOW[name])):
             continue
         try:
             plan = policy(request)
