@@ -28,7 +28,7 @@ from tests.calibrated_once import calibrations as calibrations
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.shares import is_all
 
-NUM_STEPS = 300 if is_all() else 70
+NUM_STEPS = 300 if is_all() else 100
 NUM_LEARNING = 20
 """From there on nine steps of ten are to be planned."""
 BATCH_SIZE = 2
