@@ -120,14 +120,14 @@ class FamilyPlanner:
         """The peak of a step under a plan that was made for a larger one.
 
         Args:
-            plan: The plan.
+            plan: The plan. What it says of storages that are always kept here is left out.
             graph: The step at a size, as the model gives it; its ops' own figures are not read.
             figures: What depends on its size.
             device: Where it runs.
         """
         problem = self._problem.resized(graph, figures.workspace_bytes, figures.seconds)
         problem.is_urgent = True
-        codes = problem.codes({d.storage: d.action for d in plan.decisions})
+        codes = problem.codes({d.storage: d.action for d in plan.decisions if d.storage in problem.number})
         no_memo = problem.flags(frozenset(d.storage for d in plan.decisions if not d.memo))
         return Simulator(problem, device, plan.budget_bytes).timeline(codes, no_memo).peak_bytes
 

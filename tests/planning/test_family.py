@@ -73,6 +73,19 @@ def test_plans_of_any_size_fit_and_are_close_to_those_that_take_long(name: str, 
         assert quick.predicted_step_seconds <= 1.06 * slow.predicted_step_seconds
 
 
+def test_the_peak_under_a_plan_that_moves_what_is_kept_here() -> None:
+    """A plan may come from before a storage had to be kept: it counts as kept, and no error ends the training."""
+    model = _model("vgg16-bn")
+    planner = FamilyPlanner(model)
+    figures = model.figures_at((16,))
+    graph = model.sized(figures)
+    plan = planner.plan(graph, figures, A100, _budget(model, 16, 0.3), is_thorough=True)
+    assert planner.peak_bytes(plan, graph, figures, A100) == plan.predicted_peak_bytes
+    away = frozenset(d.storage for d in plan.decisions if d.action != "keep")
+    assert away
+    assert planner.keeping(away).peak_bytes(plan, graph, figures, A100) == plan.plain_peak_bytes
+
+
 @pytest.mark.parametrize("name", ["resnet50", "gpt2-sdpa", "lstm"])
 def test_without_a_search_and_at_any_height_plans_fit(name: str) -> None:
     """Down to the floor; what fits as it is is kept."""
