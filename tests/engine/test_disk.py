@@ -13,21 +13,29 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.report import Report
 from tests.engine.harness import Outcome, Wrap, assert_same, run
 from tests.engine.probing import MARGIN, NUM_RETRIES, levels, plain_outcome
+from tests.shares import is_all
 from tests.zoo.case import Case
 from tests.zoo.cases import BY_NAME, CASES
 
 SPARSE = 3
-"""At a height of 0.25 every third case runs; at the floor, where most is swapped, all do."""
+"""At a height of 0.25 every third case runs; at the floor, where most is swapped, two of three, or all."""
 
 TYPICAL = [BY_NAME[name] for name in ("resnet-basic", "gpt2-sdpa", "lstm", "views-of-one-storage")]
 MIB = 1 << 20
+
+
+def _heights(number: int) -> tuple[float, ...]:
+    """At which a case runs."""
+    if number % SPARSE == 0:
+        return 0.25, 0.0
+    return (0.0,) if is_all() or number % 2 == 0 else ()
 
 
 def _by_height() -> list[object]:
     return [
         pytest.param(case, height, id=f"{case.name}-{height}")
         for number, case in enumerate(CASES)
-        for height in ((0.25, 0.0) if number % SPARSE == 0 else (0.0,))
+        for height in _heights(number)
     ]
 
 
