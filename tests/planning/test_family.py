@@ -74,7 +74,7 @@ def test_plans_of_any_size_fit_and_are_close_to_those_that_take_long(name: str, 
 
 
 def test_the_peak_under_a_plan_that_moves_what_is_kept_here() -> None:
-    """A plan may come from before a storage had to be kept: it counts as kept, and no error ends the training."""
+    """What a plan moves and this planner always keeps counts as kept, and no error ends the training."""
     model = _model("vgg16-bn")
     planner = FamilyPlanner(model)
     figures = model.figures_at((16,))
