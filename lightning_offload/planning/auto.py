@@ -9,8 +9,8 @@ it. Where storages are large beside the budget, no small changes may lead from t
 is a start as well where the gap stays. Every trial is simulated in full. The floor's choice, waiting for each copy, is
 the last resort, so there is a plan whenever the budget is at least the floor.
 
-Policies that take long to fit are left out for large steps, and where the best is as near to the bound as they never
-come.
+Policies that only swap, or only recompute, are left out where the best is below the bound of all plans that do; those
+that take long to fit for large steps, too, and where the best is as near to the bound as they never come.
 
 Effort is counted in simulations and grows with the gap to the bound, by the number of storages; it is less for long
 steps, and where the simulation is not compiled. So plans do not depend on the machine's speed. A limit in seconds is
@@ -31,7 +31,7 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.arrays import Codes
 from lightning_offload.planning.kernels import is_compilable
-from lightning_offload.planning.policies import PUBLISHED
+from lightning_offload.planning.policies import ONLY, PUBLISHED
 from lightning_offload.planning.relaxation import MAX_ITEMS
 from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.search import Choice, Order, Search, families, improve, roundings
@@ -106,10 +106,13 @@ def _best_policy(search: Search) -> MemoryPlan | None:
     request = search.request.trying(_MAX_PREFIXES)
     plans = []
     is_large = request.problem.num_rows > _MANY_ROWS
+    bounds = {action: request.bound_of(action) for action in sorted(set(ONLY.values()))}
     for name, policy in PUBLISHED.items():
         if search.is_over:
             break
         if name in _SLOW and (is_large or search.is_within(_SLOW[name])):
+            continue
+        if search.best is not None and name in ONLY and bounds[ONLY[name]] > search.best.seconds:
             continue
         try:
             plan = policy(request)

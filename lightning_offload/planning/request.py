@@ -15,7 +15,7 @@ from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.floor import Floor, find_floor
 from lightning_offload.planning.logits import chunked_floor
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.relaxation import Relaxation, relax
+from lightning_offload.planning.relaxation import Relaxation, bound_of_action, relax
 from lightning_offload.planning.simulator import Actions, Simulator, Timeline, simulate
 from lightning_offload.units import format_budget_exactly, format_bytes
 
@@ -69,6 +69,17 @@ class PlanRequest:
     def bound_seconds(self) -> float:
         """Lower bound on the duration of any plan within the budget."""
         return self.plain.step_seconds if self.is_hasty else self.relaxed.seconds
+
+    @functools.cached_property
+    def step_bytes(self) -> int:
+        """What the plain step's peak has on top of what was there before it, at least one byte."""
+        return max(1, self.plain.peak_bytes - self.problem.graph.persistent_bytes)
+
+    def bound_of(self, action: Action) -> float:
+        """Lower bound on the duration of any plan within the budget that takes this action alone; 0 without one."""
+        if self.budget_bytes is None or self.is_hasty:
+            return 0.0
+        return bound_of_action(self.problem, self.device, self.plain, self.budget_bytes, action)
 
     @functools.cached_property
     def lowest(self) -> Floor:

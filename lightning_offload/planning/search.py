@@ -320,7 +320,7 @@ def order_of(request: PlanRequest, family: Family) -> Order:
 def _order(request: PlanRequest, swap_weight: float, chain_fraction: float, break_by: Action) -> Order:
     problem, device = request.problem, request.device
     candidates = sorted(problem.candidates.values(), key=lambda c: c.value)
-    chain_limit = chain_fraction * max(1, request.plain.peak_bytes - problem.graph.persistent_bytes)
+    chain_limit = chain_fraction * request.step_bytes
     rate = swap_rate(device, swap_weight)
     chain_bytes: dict[int, float] = {}
     priced: list[tuple[float, int, Action]] = []

@@ -14,9 +14,12 @@ from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import Decision, MemoryPlan, StepGraph
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND
+from lightning_offload.planning import auto as module
+from lightning_offload.planning import search
 from lightning_offload.planning.auto import auto, first_that_fits
 from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.planner import plan
+from lightning_offload.planning.policies import ONLY, PUBLISHED, Policy
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.plugins.fake import record_fake
@@ -259,3 +262,31 @@ def test_a_guess_changes_what_a_search_costs_not_what_it_finds(high: int, shorte
     if 0 < shortest <= high:
         assert first_that_fits(0, high, fits, guess=shortest) == shortest
         assert sorted(tried) == [shortest - 1, shortest]
+
+
+@pytest.mark.parametrize("is_slow_to_copy", [False, True])
+def test_policies_that_cannot_win_are_not_fitted(monkeypatch: pytest.MonkeyPatch, is_slow_to_copy: bool) -> None:
+    """Where copies take long none that only swaps is, where replays do none that only recomputes; plans are the same."""
+    ops = tuple(dataclasses.replace(op, seconds=0.05 if is_slow_to_copy else 50.0) for op in NET.ops)
+    graph = dataclasses.replace(NET, ops=ops)
+    low, high = floor_of(graph), plain_peak(graph)
+    budget = (low + high) // 2
+    monkeypatch.setattr(search, "_AS_GOOD", 0.0)
+    fitted: list[str] = []
+
+    def noted(name: str, policy: Policy) -> Policy:
+        def fit(request: PlanRequest) -> MemoryPlan:
+            fitted.append(name)
+            return policy(request)
+
+        return fit
+
+    monkeypatch.setattr(module, "PUBLISHED", {name: noted(name, policy) for name, policy in PUBLISHED.items()})
+    found = plan(graph, SHARED, budget)
+    hopeless = "swap" if is_slow_to_copy else "recompute"
+    assert fitted
+    assert not [name for name in fitted if ONLY.get(name) == hopeless]
+    assert [name for name in fitted if ONLY.get(name) not in (None, hopeless)]
+    monkeypatch.setattr(module, "ONLY", {})
+    assert plan(graph, SHARED, budget) == found
+    assert set(PUBLISHED) - set(fitted) <= {"checkmate", "dtr"}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.planning.planner import POLICIES, plan
+from lightning_offload.planning.policies import ONLY
 from lightning_offload.planning.policies.capuchin import eviction_order
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
@@ -53,6 +54,8 @@ def _check(graph: StepGraph, device: DeviceSpec, height: float) -> None:
         except BudgetInfeasibleError:
             continue
         assert theirs.predicted_peak_bytes <= budget
+        if name in ONLY:  # else what bounds it does not
+            assert {decision.action for decision in theirs.decisions} <= {ONLY[name]}, name
         assert ours <= AS_FAST * theirs.predicted_step_seconds, name
     request = PlanRequest(Problem(graph), device, budget)
     order = eviction_order(request)

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.policies.accudnn import accudnn
 from lightning_offload.planning.policies.capuchin import capuchin
 from lightning_offload.planning.policies.checkmate import checkmate
@@ -47,6 +47,21 @@ PUBLISHED: dict[str, Policy] = {
     "pofo": pofo,
 }
 """Those of others."""
+
+ONLY: dict[str, Action] = {
+    "save-on-cpu": "swap",
+    "checkpoint": "recompute",
+    "checkpoint-sqrt": "recompute",
+    "vdnn-all": "swap",
+    "vdnn-conv": "swap",
+    "vdnn-dyn": "swap",
+    "layrub": "swap",
+    "cpu-offload": "swap",
+    "accudnn": "swap",
+    "checkmate": "recompute",
+    "dtr": "recompute",
+}
+"""What those do that take one action alone, for which there is a bound of its own."""
 
 
 def __getattr__(name: str) -> Any:

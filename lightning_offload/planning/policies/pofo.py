@@ -17,9 +17,10 @@ limited size holds what comes first. Without a budget nothing is done.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.links import in_rates, out_rates
@@ -72,11 +73,9 @@ def pofo(request: PlanRequest) -> MemoryPlan:
         found = blocks_of(request)
         total = sum(block.saved_bytes for block in found)
         budgets = spaced(0, _SLOTS + len(found), min(_MAX_BUDGETS, num_tried(request)))  # bytes are rounded up to slots
-        for price in _PRICES:
-            chosen = [choose(found, total * slot // _SLOTS, price) for slot in budgets]
-            distinct = list({tuple(sorted(actions.items())): actions for actions in chosen if actions}.values())
-            for actions in distinct:
-                fitting.one(Tried(actions=_fit_host(request, actions)))
+        chosen = [actions for slot in budgets for actions in choose(found, total * slot // _SLOTS, _PRICES) if actions]
+        for actions in {tuple(sorted(actions.items())): actions for actions in chosen}.values():
+            fitting.one(Tried(actions=_fit_host(request, actions)))
         offloaded = fit_host(request, layers_of(request.problem).swappable())
         fitting.resort_to([(s, "swap") for s in offloaded])
     return fitting.plan()
@@ -135,40 +134,44 @@ def _way(
     )
 
 
-def choose(chain: list[Block], budget_bytes: int, price: float) -> dict[int, Action] | None:
-    """The actions that add the least time within a budget for what the chain holds; None where nothing fits.
+def choose(chain: list[Block], budget_bytes: int, prices: Sequence[float]) -> list[dict[int, Action]]:
+    """The actions that add the least time within a budget for what the chain holds.
 
     Args:
         chain: The blocks, in the order of forward.
         budget_bytes: The most that may be held: by the blocks before one, and by that one in its backward.
-        price: Of a second of copies.
+        prices: Of a second of copies.
+
+    Returns:
+        By price; nothing where nothing fits.
     """
     unit = max(1, -(-budget_bytes // _SLOTS))
     num_slots = budget_bytes // unit + 1
-    cost = np.full(num_slots, np.inf)  # by slots that the blocks so far hold
-    cost[0] = 0.0
-    taken: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    slots, price = np.arange(num_slots), np.array(prices, dtype=np.float64)
+    cost = np.full((len(prices), num_slots), np.inf)  # by price, and by slots that the blocks so far hold
+    cost[:, 0] = 0.0
+    taken: list[npt.NDArray[np.int64]] = []
     for block in chain:
-        fits = np.arange(num_slots) * unit + block.saved_bytes <= budget_bytes
-        reachable = np.where(fits, cost, np.inf)
-        best = np.full(num_slots, np.inf)
-        way_of = np.full(num_slots, -1, dtype=np.int64)
+        reachable = np.where(slots * unit + block.saved_bytes <= budget_bytes, cost, np.inf)
+        moved = np.full((len(block.ways), *cost.shape), np.inf)
         for number, way in enumerate(block.ways):
             step = -(-way.held_bytes // unit)
-            if step >= num_slots:
-                continue
-            moved = np.full(num_slots, np.inf)
-            moved[step:] = reachable[: num_slots - step] + way.replay_seconds + price * way.copy_seconds
-            is_better = moved < best
-            best, way_of = np.where(is_better, moved, best), np.where(is_better, number, way_of)
-        cost = best
+            if step < num_slots:
+                added = way.replay_seconds + price * way.copy_seconds
+                moved[number, :, step:] = reachable[:, : num_slots - step] + added[:, None]
+        way_of = moved.argmin(axis=0)
+        cost = np.take_along_axis(moved, way_of[None], axis=0)[0]
         taken.append(way_of)
-    if not np.isfinite(cost).any():
-        return None
-    slot = int(np.argmin(cost))
+    if not np.isfinite(cost).any():  # whatever the price
+        return []
+    return [_actions(chain, [way_of[i] for way_of in taken], int(slot), unit) for i, slot in enumerate(cost.argmin(1))]
+
+
+def _actions(chain: list[Block], way_of: list[npt.NDArray[np.int64]], slot: int, unit: int) -> dict[int, Action]:
+    """Follow the ways back from what the whole chain holds."""
     actions: dict[int, Action] = {}
-    for block, way_of in zip(reversed(chain), reversed(taken), strict=True):
-        way = block.ways[int(way_of[slot])]
+    for block, numbers in zip(reversed(chain), reversed(way_of), strict=True):
+        way = block.ways[int(numbers[slot])]
         actions |= way.actions
         slot -= -(-way.held_bytes // unit)
     return actions

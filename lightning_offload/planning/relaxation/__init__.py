@@ -58,12 +58,13 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation.facts import Case
-from lightning_offload.planning.relaxation.knapsack import knapsack
+from lightning_offload.planning.relaxation.knapsack import knapsack, least_seconds
 from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.relaxation.program import Floats
-from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.simulator import Timeline, simulate
 
 MAX_ITEMS = 3000
 _MAX_MEMORY_TICKS = 160
@@ -116,12 +117,30 @@ def relax(
     if budget_bytes is None or plain.peak_bytes <= budget_bytes:
         return Relaxation(seconds=plain.step_seconds, swap={}, recompute={}, method="plain")
     case = Case.of(problem, device, plain, budget_bytes, no_recompute)
-    bound, swap, recompute = knapsack(problem, device, case.items, plain, budget_bytes)
+    bound, swap, recompute = knapsack(case)
     cheap = Relaxation(seconds=bound, swap=swap, recompute=recompute, method="knapsack")
     found = _solve(case, deadline, is_thin=len(case.items) > MAX_ITEMS)
     if found is None or found.seconds < cheap.seconds * (1 - _ROUNDING):
         return cheap
     return dataclasses.replace(found, seconds=max(found.seconds, cheap.seconds))
+
+
+def bound_of_action(problem: Problem, device: DeviceSpec, plain: Timeline, budget_bytes: int, action: Action) -> float:
+    """A lower bound on the step time of every plan that takes one action alone, made without a linear program.
+
+    Args:
+        problem: The step.
+        device: Where it runs.
+        plain: The step with everything kept.
+        budget_bytes: Peak of live device bytes allowed.
+        action: "swap" or "recompute"; what is neither is kept.
+
+    Returns:
+        Seconds; infinite where no such plan fits the budget.
+    """
+    if plain.peak_bytes <= budget_bytes:
+        return plain.step_seconds
+    return least_seconds(Case.of(problem, device, plain, budget_bytes), action)
 
 
 def integral_bound(problem: Problem, device: DeviceSpec, budget_bytes: int, *, max_nodes: int) -> float | None:

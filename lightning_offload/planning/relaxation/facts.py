@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -58,7 +59,18 @@ class Item:
 
 
 def find_items(problem: Problem, no_recompute: Collection[int] = ()) -> list[Item]:
-    """All candidates that some plan swaps or recomputes, with their facts; none of the given storages is recomputed."""
+    """All candidates that some plan swaps or recomputes, with their facts; none of the given storages is recomputed.
+
+    Where all may be, facts are found once for each problem.
+    """
+    if no_recompute:
+        return _find_items(problem, no_recompute)
+    if Item not in problem.views:
+        problem.views[Item] = _find_items(problem)
+    return cast("list[Item]", problem.views[Item])
+
+
+def _find_items(problem: Problem, no_recompute: Collection[int] = ()) -> list[Item]:
     reads: dict[int, int] = {}
     for unpack in problem.unpacks:
         candidate = problem.candidates.get(unpack.storage)

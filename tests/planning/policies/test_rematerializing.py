@@ -102,11 +102,10 @@ def test_pofo_chooses_per_block() -> None:
     found = blocks_of(request)
     assert len(found) >= 6
     total = sum(block.saved_bytes for block in found)
-    assert choose(found, 2 * total, 1.0) == {}
+    assert choose(found, 2 * total, (0.1, 1.0)) == [{}, {}]
     before = float("inf")
     for share in (0.3, 0.5, 0.7, 0.9):
-        actions = choose(found, int(share * total), 1.0)
-        if actions is not None:
+        for actions in choose(found, int(share * total), (1.0,)):
             held = total - sum(request.problem.candidates[s].num_bytes for s in actions)
             assert held <= share * total
             seconds = sum(
@@ -117,4 +116,4 @@ def test_pofo_chooses_per_block() -> None:
             )
             assert seconds <= before
             before = seconds
-    assert choose(found, 0, 1.0) is None
+    assert choose(found, 0, (1.0,)) == []

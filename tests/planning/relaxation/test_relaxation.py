@@ -249,7 +249,7 @@ def test_large_steps_have_a_thin_program(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = relax(Problem(graph), SLOW, budget)
     assert whole.method == "linear program"
     case = Case.of(Problem(graph), SLOW, simulate(Problem(graph), {}, SLOW), budget)
-    cheap, _, _ = knapsack(Problem(graph), SLOW, case.items, case.plain, budget)
+    cheap, _, _ = knapsack(case)
     monkeypatch.setattr(relaxation, "MAX_ITEMS", len(case.items) - 1)
     thin = relax(Problem(graph), SLOW, budget)
     assert thin.method == "thin linear program"
