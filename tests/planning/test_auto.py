@@ -266,7 +266,7 @@ def test_a_guess_changes_what_a_search_costs_not_what_it_finds(high: int, shorte
 
 @pytest.mark.parametrize("is_slow_to_copy", [False, True])
 def test_policies_that_cannot_win_are_not_fitted(monkeypatch: pytest.MonkeyPatch, is_slow_to_copy: bool) -> None:
-    """Where copies take long none that only swaps is, where replays do none that only recomputes; plans are the same."""
+    """Where copies are slow none that only swaps is, where replays do none that only recomputes; plans are the same."""
     ops = tuple(dataclasses.replace(op, seconds=0.05 if is_slow_to_copy else 50.0) for op in NET.ops)
     graph = dataclasses.replace(NET, ops=ops)
     low, high = floor_of(graph), plain_peak(graph)
