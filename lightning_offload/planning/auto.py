@@ -51,6 +51,7 @@ _MAX_PLAIN_ROWS = 8_000_000  # the same where the simulation is not compiled
 _MANY_ROWS = 200_000  # of a step in which each simulation counts
 _OPTIMAL = 1 + 1e-9  # of the lower bound
 _MAX_PREFIXES = 16  # of each policy's order, before those around the best one
+_FEW_PREFIXES = 8  # the same for long steps
 _T = TypeVar("_T")
 
 
@@ -103,9 +104,9 @@ def _plan(request: PlanRequest, best: Choice | None, rival: MemoryPlan | None) -
 
 def _best_policy(search: Search) -> MemoryPlan | None:
     """The fastest plan of a published policy; their choices are tried with schedules of our own as well."""
-    request = search.request.trying(_MAX_PREFIXES)
+    is_large = search.request.problem.num_rows > _MANY_ROWS
+    request = search.request.trying(_FEW_PREFIXES if is_large else _MAX_PREFIXES)
     plans = []
-    is_large = request.problem.num_rows > _MANY_ROWS
     bounds = {action: request.bound_of(action) for action in sorted(set(ONLY.values()))}
     for name, policy in PUBLISHED.items():
         if search.is_over:

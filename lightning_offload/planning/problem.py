@@ -212,8 +212,8 @@ class Problem:
             KeyError: There is no choice about one of the storages.
         """
         codes = np.zeros(len(self.candidates), dtype=np.int8)
-        for storage, action in actions.items():
-            codes[self.number[storage]] = _CODES[action]
+        if actions:
+            codes[[self.number[s] for s in actions]] = [_CODES[action] for action in actions.values()]
         return codes
 
     def actions(self, codes: Codes) -> dict[int, Action]:

@@ -21,16 +21,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies.fitting import Fitting, Tried, num_tried, spaced
-from lightning_offload.planning.policies.layers import Layers, layers_of
+from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.policies.segments import (
     OUTSIDE,
+    Replays,
     by_block,
+    crossing_bytes_of,
     equal_parts,
     grouped,
     num_layers,
-    recompute_inside,
     sqrt_size,
 )
 from lightning_offload.planning.request import PlanRequest
@@ -39,7 +42,7 @@ from lightning_offload.planning.request import PlanRequest
 def checkpoint(request: PlanRequest) -> MemoryPlan:
     """Recompute each block from its inputs."""
     layers, fitting = layers_of(request.problem), Fitting(request, "checkpoint")
-    _first_segments(fitting, layers, by_block(request.problem) or equal_parts(layers))
+    _first_segments(fitting, Replays(layers), by_block(request.problem) or equal_parts(layers))
     return fitting.plan()
 
 
@@ -54,17 +57,19 @@ def checkpoint_sqrt(request: PlanRequest) -> MemoryPlan:
     else:
         root = round(math.sqrt(num_layers(layers)))
         numbers = [root] if is_fixed else spaced(1, max(1, 2 * root), num_tried(request))
-        splits = [equal_parts(layers, number) for number in numbers]
+        crossing_bytes = crossing_bytes_of(request.problem)
+        splits = [equal_parts(layers, number, crossing_bytes) for number in numbers]
+    replays = Replays(layers)
     for split in splits:
-        _first_segments(fitting, layers, split)
+        _first_segments(fitting, replays, split)
     return fitting.plan()
 
 
-def _first_segments(fitting: Fitting, layers: Layers, segment_of_op: list[int]) -> None:
+def _first_segments(fitting: Fitting, replays: Replays, segment_of_op: list[int]) -> None:
     """Allow recomputing the first segments, however many; all of them where there is no budget."""
+    segments = np.array(segment_of_op, dtype=np.int64)
 
     def first(num: int) -> Tried:
-        segments = [segment if segment < num else OUTSIDE for segment in segment_of_op]
-        return Tried(actions=recompute_inside(layers, segments))
+        return Tried(actions=replays.inside(np.where(segments < num, segments, OUTSIDE)))
 
     fitting.up_to(max(segment_of_op, default=OUTSIDE) + 1, first)

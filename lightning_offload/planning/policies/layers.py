@@ -100,6 +100,7 @@ class Layers:
             first_unpack.setdefault(unpack.storage, unpack.tick)
         in_order = sorted(problem.candidates.values(), key=lambda c: (graph.values[c.value].producer, c.storage))
         self.by_storage = {c.storage: self._layer(c, readers.get(c.value, []), first_unpack) for c in in_order}
+        self._first_unpacks = {s: layer.first_unpack for s, layer in self.by_storage.items()}
         self.nodes = _nodes(problem)
         self._node_ends = [node.until for node in self.nodes]
 
@@ -136,10 +137,14 @@ class Layers:
 
     def needs(self, actions: Actions) -> dict[int, int]:
         """By storage: the tick at which it is first needed, by its own unpack or for a replay that reads it."""
-        needs = {s: layer.first_unpack for s, layer in self.by_storage.items()}
+        needs = self._first_unpacks.copy()
+        if "recompute" not in actions.values():
+            return needs
         for s, layer in reversed(self.by_storage.items()):
             if actions.get(s) == "recompute":
-                needs.update((source, min(needs[source], needs[s])) for source in layer.sources if source in needs)
+                for source in layer.sources:
+                    if source in needs:
+                        needs[source] = min(needs[source], needs[s])
         return needs
 
     def node_at(self, tick: int) -> int:

@@ -29,8 +29,9 @@ def layup(request: PlanRequest) -> MemoryPlan:
     """Transfer what is dear to compute, recompute the rest."""
     layers = layers_of(request.problem)
     again = [s for s, layer in layers.by_storage.items() if _is_recomputed(layer)]
-    transferable = fit_host(request, (s for s in layers.swappable() if s not in set(again)), again)
-    chosen = set(again) | set(transferable)
+    recomputed = set(again)
+    transferable = fit_host(request, (s for s in layers.swappable() if s not in recomputed), again)
+    chosen = recomputed | set(transferable)
     storages = [s for s in layers.by_storage if s in chosen]
 
     def first(num: int) -> Tried:

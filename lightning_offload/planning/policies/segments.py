@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.policies.layers import Layers
@@ -100,15 +101,18 @@ def num_layers(layers: Layers) -> int:
     return sum(layer.producer >= 0 for layer in layers.by_storage.values())
 
 
-def equal_parts(layers: Layers, num_parts: int | None = None) -> list[int]:
-    """So many parts, by default the square root of the number of layers, of near equal counts.
+def equal_parts(layers: Layers, num_parts: int | None = None, crossing_bytes: Sequence[int] | None = None) -> list[int]:
+    """Parts of near equal counts, cut where the fewest bytes cross.
 
-    Cut where the fewest bytes cross.
+    Args:
+        layers: The step.
+        num_parts: How many; by default the square root of the number of layers.
+        crossing_bytes: Those of :func:`crossing_bytes_of`, where they are known.
     """
     graph = layers.problem.graph
     producers = [layer.producer for layer in layers.by_storage.values() if layer.producer >= 0]
     num_parts = round(math.sqrt(len(producers))) if num_parts is None else num_parts
-    crossing = _crossing_bytes(layers.problem)
+    crossing = crossing_bytes_of(layers.problem) if crossing_bytes is None else crossing_bytes
     cuts: list[int] = []
     for part in range(1, num_parts):
         middle, reach = part * len(producers) / num_parts, len(producers) / num_parts / 2
@@ -120,7 +124,7 @@ def equal_parts(layers: Layers, num_parts: int | None = None) -> list[int]:
     return [int(segment) for segment in segments]
 
 
-def _crossing_bytes(problem: Problem) -> list[int]:
+def crossing_bytes_of(problem: Problem) -> list[int]:
     """By op: the bytes made before it in forward that it or later ones read."""
     graph = problem.graph
     last_reader: dict[int, int] = {}
@@ -136,18 +140,25 @@ def _crossing_bytes(problem: Problem) -> list[int]:
     return list(itertools.accumulate(delta))
 
 
-def recompute_inside(layers: Layers, segment_of_op: Sequence[int]) -> dict[int, Action]:
-    """Recompute what segments save, but for what replays of other segments read: those are the checkpoints."""
-    by_storage = layers.by_storage
-    inside = {
-        s: segment_of_op[layer.producer]
-        for s, layer in by_storage.items()
-        if layer.can_recompute and layer.producer >= 0 and segment_of_op[layer.producer] != OUTSIDE
-    }
-    kept = {
-        source
-        for s, segment in inside.items()
-        for source in by_storage[s].sources
-        if inside.get(source, segment) != segment
-    }
-    return {s: "recompute" for s in inside if s not in kept}
+class Replays:
+    """What may be recomputed within segments.
+
+    Args:
+        layers: The step.
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        by_storage = layers.by_storage
+        self._storages = [s for s, layer in by_storage.items() if layer.can_recompute and layer.producer >= 0]
+        place = {s: i for i, s in enumerate(self._storages)}
+        self._producers = np.array([by_storage[s].producer for s in self._storages], dtype=np.int64)
+        links = [(place[o], i) for i, s in enumerate(self._storages) for o in by_storage[s].sources if o in place]
+        self._links = np.array(links, dtype=np.int64).reshape(-1, 2)  # what a replay reads, and what it makes
+
+    def inside(self, segment_of_op: npt.NDArray[np.int64]) -> dict[int, Action]:
+        """Recompute what segments save, but for what replays of other segments read: those are the checkpoints."""
+        segments = segment_of_op[self._producers]
+        chosen = segments != OUTSIDE
+        read, made = self._links[(chosen[self._links]).all(axis=1)].T
+        chosen[read[segments[read] != segments[made]]] = False
+        return {self._storages[i]: "recompute" for i in np.flatnonzero(chosen).tolist()}
