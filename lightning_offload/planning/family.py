@@ -14,6 +14,7 @@ its lower bound is the plain step's duration. Policies other than "auto" plan as
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -120,16 +121,22 @@ class FamilyPlanner:
         """The peak of a step under a plan that was made for a larger one.
 
         Args:
-            plan: The plan. What it says of storages that are always kept here is left out.
+            plan: The plan, whoever made it: it may move storages about which there is no choice here.
             graph: The step at a size, as the model gives it; its ops' own figures are not read.
             figures: What depends on its size.
             device: Where it runs.
         """
-        problem = self._problem.resized(graph, figures.workspace_bytes, figures.seconds)
+        moved = {d.storage: d.action for d in plan.decisions}
+        problem = self._problem if moved.keys() <= self._problem.number.keys() else self._whole
+        problem = problem.resized(graph, figures.workspace_bytes, figures.seconds)
         problem.is_urgent = True
-        codes = problem.codes({d.storage: d.action for d in plan.decisions if d.storage in problem.number})
         no_memo = problem.flags(frozenset(d.storage for d in plan.decisions if not d.memo))
-        return Simulator(problem, device, plan.budget_bytes).timeline(codes, no_memo).peak_bytes
+        return Simulator(problem, device, plan.budget_bytes).timeline(problem.codes(moved), no_memo).peak_bytes
+
+    @functools.cached_property
+    def _whole(self) -> Problem:
+        """The step with a choice about each storage that may leave at all."""
+        return Problem(self.model.structure, smallest=1)
 
     def _search(self, search: Search) -> MemoryPlan:
         made = auto(search.request)
