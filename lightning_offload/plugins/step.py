@@ -42,8 +42,9 @@ from lightning_offload.plugins.plan_making import make_plan
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.plugins.shape_families import Room
 from lightning_offload.runtime.aligned_executor import AlignedExecutor
-from lightning_offload.runtime.executor import Executor, KeepingExecutor, StepExecutor
+from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
+from lightning_offload.runtime.keeping_executor import Executor, KeepingExecutor
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier

@@ -36,8 +36,8 @@ from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.shape_families import StepShape, of_shapes, shape_of
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
 from lightning_offload.runtime.aligned_executor import AlignedExecutor
-from lightning_offload.runtime.executor import Executor
 from lightning_offload.runtime.hooks import executing, listen, mode_off, seeing_user_code, watch_backward
+from lightning_offload.runtime.keeping_executor import Executor
 
 _SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
 _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway

@@ -77,6 +77,19 @@ class GivenCursor:
         self._num_taken = 0
         self.place = 0
 
+    @classmethod
+    def on(cls, route: GivenRoute | None) -> GivenCursor | None:
+        """Where a step begins on a route; None without one."""
+        return cls(route) if route is not None else None
+
+    def refusal(self, num_bytes: int) -> str:
+        """What to say of a pack that ends the plan.
+
+        Args:
+            num_bytes: Of the storage behind it.
+        """
+        return f"one of {num_bytes} bytes was saved where {self.expected()}"
+
     def next(self, index: int, num_bytes: int) -> int | None:
         """The place of a pack; -1 for one that was not planned and does not matter, None where the step left its plan.
 

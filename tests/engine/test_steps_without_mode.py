@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_offload import MemoryPlugin
 from lightning_offload.planning import planner
 from lightning_offload.plugins import cadence
-from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
+from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.keeping_executor import KeepingExecutor
 from tests.engine.probing import levels, train
 from tests.fuzz.running import random_planner
 from tests.zoo.case import Case

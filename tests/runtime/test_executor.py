@@ -18,9 +18,10 @@ from typing_extensions import override
 from lightning_offload.errors import StaleInputError
 from lightning_offload.graph import Decision
 from lightning_offload.runtime.cpu_lanes import CpuLanes
-from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
+from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.keeping_executor import KeepingExecutor
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.tensors.observer import StepObserver
