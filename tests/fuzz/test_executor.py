@@ -20,9 +20,10 @@ from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem
 from lightning_offload.runtime.aligned_executor import AlignedExecutor
-from lightning_offload.runtime.executor import KeepingExecutor, StepExecutor
+from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, listen
 from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.keeping_executor import KeepingExecutor
 from lightning_offload.runtime.program import Program as Compiled
 from lightning_offload.runtime.program import compile_plan
 from lightning_offload.runtime.tiers import Tiers
