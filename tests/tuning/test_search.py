@@ -22,6 +22,8 @@ KINDS = ("measured", "biased", "exact", "blind")
 """What is known before a search: nothing but trials, or predictions of several qualities."""
 NUM_SEEDS = {"measured": 100, "biased": 100, "exact": 40, "blind": 40} if is_all() else dict.fromkeys(KINDS, 40)
 """Of each shape, by what is predicted."""
+NUM_ODD_SEEDS = 100 if is_all() else 40
+"""The same for machines that disturb, tiles, and slow rises."""
 
 
 def search(
@@ -57,24 +59,25 @@ def test_picks_a_right_size(shape: str, kind: str) -> None:
 @pytest.mark.parametrize("shape", ["saturating", "peaked", "stepped"])
 def test_on_a_machine_that_drifts(shape: str) -> None:
     """Where whole trials are off by 5%, which none of their repeats tells, nine in ten picks are right all the same."""
-    assert len(wrong_seeds(shape, "measured", count=40, noise=0.02, drift=0.05)) <= 4
+    wrong = wrong_seeds(shape, "measured", count=NUM_ODD_SEEDS, noise=0.02, drift=0.05)
+    assert len(wrong) <= 0.1 * NUM_ODD_SEEDS
 
 
 @pytest.mark.parametrize("shape", ["saturating", "peaked", "stepped"])
 def test_on_a_machine_that_stalls(shape: str) -> None:
     """Where 15% of the steps are slowed by 1.2 to 2.5, 95% of the picks are right: a disturbance only ever slows."""
-    assert len(wrong_seeds(shape, "measured", count=40, spikes=0.15)) <= 2
+    assert len(wrong_seeds(shape, "measured", count=NUM_ODD_SEEDS, spikes=0.15)) <= 0.05 * NUM_ODD_SEEDS
 
 
 @pytest.mark.parametrize("shape", TILES)
 def test_with_large_tiles(shape: str) -> None:
     """Where work is done in whole tiles of 64 or of 128 samples, nine in ten picks are right."""
-    assert len(wrong_seeds(shape, "measured", count=40)) <= 4
+    assert len(wrong_seeds(shape, "measured", count=NUM_ODD_SEEDS)) <= 0.1 * NUM_ODD_SEEDS
 
 
 def test_where_throughput_rises_slowly() -> None:
     """Nine in ten picks are right where each doubling gains a few percent, for ever."""
-    assert len(wrong_seeds("creeping", "measured", count=40)) <= 4
+    assert len(wrong_seeds("creeping", "measured", count=NUM_ODD_SEEDS)) <= 0.1 * NUM_ODD_SEEDS
 
 
 @pytest.mark.parametrize("kind", ["biased", "exact", "blind"])
