@@ -126,7 +126,7 @@ class FamilyPlanner:
             figures: What depends on its size.
             device: Where it runs.
         """
-        moved = {d.storage: d.action for d in plan.decisions}
+        moved = {d.storage: d.action for d in plan.decisions if d.action != "keep"}
         problem = self._problem if moved.keys() <= self._problem.number.keys() else self._whole
         problem = problem.resized(graph, figures.workspace_bytes, figures.seconds)
         problem.is_urgent = True
