@@ -14,7 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.planning.arrays import Buffers
-from lightning_offload.planning.kernels.buffers import Buckets, Events, Gaps, Lanes, Needs, Room, Scratch, Transfers
+from lightning_offload.planning.kernels.buffers import (
+    Buckets,
+    Copies,
+    Events,
+    Gaps,
+    Lanes,
+    Needs,
+    Room,
+    Scratch,
+    Transfers,
+)
 from lightning_offload.planning.kernels.prefetches import BLOCK
 from lightning_offload.planning.problem import Problem
 
@@ -107,15 +117,6 @@ class Walk(NamedTuple):
                 stored_through=new.whole(num_values),
             ),
         )
-
-
-class Copies(NamedTuple):
-    """What the passes that place copies back, and the clock, read and fill in."""
-
-    prefetch: Any
-    room: Room
-    events: Events
-    lanes: Lanes
 
 
 class Columns(NamedTuple):

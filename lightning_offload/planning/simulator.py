@@ -29,9 +29,10 @@ import numpy.typing as npt
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Tier
 from lightning_offload.planning.arrays import SWAP, Codes
-from lightning_offload.planning.columns import Columns, Space, Walk
+from lightning_offload.planning.columns import Space, Walk
 from lightning_offload.planning.kernels import PLAIN, Kernels, kernels_for
-from lightning_offload.planning.kernels.buffers import Lanes, Links, Needs, Transfers
+from lightning_offload.planning.kernels.buffers import Copies, Links, Needs, Transfers
+from lightning_offload.planning.kernels.needs import find_needs
 from lightning_offload.planning.kernels.releases import NO_LIMIT
 from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.problem import Bytes, Problem
@@ -140,7 +141,8 @@ class Residency:
 def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = frozenset()) -> Residency:
     """Walk the step's unpacks under a choice of actions (storages without one are kept)."""
     columns = Walk.of(problem, is_compiled=False)
-    is_done = _find_needs(problem, problem.codes(actions), problem.flags(no_memo), PLAIN, columns, float("inf"))
+    _write(columns, problem.codes(actions), problem.flags(no_memo), PLAIN)
+    is_done = find_needs(problem.columns(False), *columns, float("inf"))
     assert is_done
     needs = columns.needs
     saved = problem.saved_storages
@@ -155,19 +157,11 @@ def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = froz
     )
 
 
-def _find_needs(
-    problem: Problem,
-    codes: Codes,
-    no_memo: npt.NDArray[np.bool_] | None,
-    kernels: Kernels,
-    columns: Walk,
-    max_replay_seconds: float,
-) -> bool:
-    """Run the static pass in fresh columns; False, and not all of it, where replays take longer than is said."""
+def _write(columns: Walk, codes: Codes, no_memo: npt.NDArray[np.bool_] | None, kernels: Kernels) -> None:
+    """Note a choice in fresh columns."""
     columns.codes[: len(codes)] = codes if kernels.is_compiled else codes.tolist()
     if no_memo is not None:
         columns.no_memo[:] = no_memo if kernels.is_compiled else no_memo.tolist()
-    return kernels.find_needs(problem.columns(kernels.is_compiled), *columns, max_replay_seconds)
 
 
 _NOTEWORTHY = 1e-3  # share of the step that compute waits, above which other prefetches are tried
@@ -207,19 +201,10 @@ class _Pass(NamedTuple):
     needs: Needs
     starts: Any
     transfers: Transfers
-    lanes: Lanes
-    memory: Any
+    copies: Copies
     peak_tick: int
     step_seconds: float
     stall_seconds: float
-    stored: TierChoice | None
-
-
-class _Static(NamedTuple):
-    """What does not depend on when copies back are issued."""
-
-    kernels: Kernels
-    columns: Columns
     stored: TierChoice | None
 
 
@@ -284,7 +269,7 @@ class Simulator:
         if made is None:
             return NEVER
         overflow = made.stored.overflow_bytes if made.stored is not None else 0
-        return Outcome(int(made.memory[made.peak_tick]), made.step_seconds, made.stall_seconds, overflow)
+        return Outcome(int(made.copies.room.memory[made.peak_tick]), made.step_seconds, made.stall_seconds, overflow)
 
     def timeline(
         self,
@@ -307,19 +292,20 @@ class Simulator:
         assert made is not None
         swapped = np.flatnonzero(codes == SWAP)
         stored = made.stored or self._tiers(codes, made.needs, made.starts)
-        release, prefetch, needed = made.transfers.release, made.transfers.prefetch, made.needs.needed
+        release, needed = made.transfers.release, made.needs.needed
+        prefetch, memory, lanes = made.copies.prefetch, made.copies.room.memory, made.copies.lanes
         named = [(i, int(self.problem.order[i])) for i in swapped.tolist()]
         return Timeline(
-            memory=np.array(made.memory[: self.problem.graph.num_ticks + 1], dtype=np.int64),
-            peak_bytes=int(made.memory[made.peak_tick]),
+            memory=np.array(memory[: self.problem.graph.num_ticks + 1], dtype=np.int64),
+            peak_bytes=int(memory[made.peak_tick]),
             peak_tick=int(made.peak_tick),
             step_seconds=made.step_seconds,
             stall_seconds=made.stall_seconds,
             release_tick={s: int(release[i]) for i, s in named},
             prefetch={s: int(prefetch[i]) for i, s in self._by_need(named, needed) if is_given or needed[i] >= 0},
             tiers={s: "disk" if made.transfers.on_disk[i] else "host" for i, s in named},
-            out_seconds={s: float(made.lanes.out_end[i]) for i, s in named},
-            in_seconds={s: float(made.lanes.in_end[i]) for i, s in named if made.lanes.in_end[i] >= 0},
+            out_seconds={s: float(lanes.out_end[i]) for i, s in named},
+            in_seconds={s: float(lanes.in_end[i]) for i, s in named if lanes.in_end[i] >= 0},
             host_peak_bytes=stored.host_peak_bytes,
             disk_peak_bytes=stored.disk_peak_bytes,
             overflow_bytes=stored.overflow_bytes,
@@ -339,10 +325,10 @@ class Simulator:
         kernels = self._kernels or kernels_for(problem.num_rows, is_urgent=problem.is_urgent)
         columns = self._space(kernels).columns.fresh()
         walk, starts, transfers, room = columns.walk, columns.starts, columns.transfers, columns.room
-        if not _find_needs(problem, codes, no_memo, kernels, walk, max_seconds - problem.plain_seconds):
-            return None
         step, needs = problem.columns(kernels.is_compiled), walk.needs
-        kernels.begin_ticks(step, needs, links.overhead, starts)
+        _write(walk, codes, no_memo, kernels)
+        if not kernels.begin(step, *walk, starts, links.overhead, max_seconds - problem.plain_seconds):
+            return None
         stored = None
         if self.device.host_memory_bytes is not None:
             stored = self._tiers(codes, needs, starts)
@@ -350,29 +336,18 @@ class Simulator:
         is_given = schedule is not None
         if schedule is not None:
             self._follow(schedule, transfers)
-        else:
-            kernels.copies_out_end(step, walk.codes, starts, links, transfers, columns.out_lanes)
-        kernels.place_releases(step, walk.codes, needs, transfers, room, self._limit, is_given)
-        static = _Static(kernels, columns, stored)
-        made = self._fetch(static, is_given=is_given, in_order=False)
+        copies, limit = self._space(kernels).copies, self._limit
+        static = (step, walk.codes, needs, starts, links, transfers, room, columns.out_lanes)
+        back = copies[False].fresh()
+        timed = kernels.finish(*static, back, limit, is_given, False)
+        made = _Pass(needs, starts, transfers, back, *timed, stored)
         if not is_given and made.stall_seconds > _NOTEWORTHY * made.step_seconds:
-            other = self._fetch(static, is_given=False, in_order=True)
+            back = copies[True].fresh()
+            timed = kernels.finish(*static, back, limit, is_given, True)
+            other = _Pass(needs, starts, transfers, back, *timed, stored)
             if other.step_seconds < (1.0 - _ROUNDING) * made.step_seconds:
                 return other  # no prefetch exceeds the limit, so that no order does better there than another
         return made
-
-    def _fetch(self, static: _Static, *, is_given: bool, in_order: bool) -> _Pass:
-        """Place the copies back, the first need first or the last one, and run the clock."""
-        kernels, columns, stored = static
-        step, codes, needs = self.problem.columns(kernels.is_compiled), columns.walk.codes, columns.walk.needs
-        prefetch, room, events, lanes = self._space(kernels).copies[in_order].fresh()
-        prefetch[:], room.memory[:] = columns.transfers.prefetch, columns.room.memory
-        transfers = columns.transfers._replace(prefetch=prefetch)
-        peak_tick = kernels.place_prefetches(
-            step, codes, needs, columns.starts, self._links, transfers, events, room, self._limit, is_given, in_order
-        )
-        seconds, stalls = kernels.run_step(step, codes, columns.starts, self._links, transfers, events, lanes)
-        return _Pass(needs, columns.starts, transfers, lanes, room.memory, peak_tick, seconds, stalls, stored)
 
     def _space(self, kernels: Kernels) -> Space:
         space = self._spaces.get(kernels.is_compiled)

@@ -15,20 +15,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.util
+import inspect
 import logging
 import os
 import pathlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_offload.planning.kernels import clock, needs, prefetches, releases
+from lightning_offload.planning import arrays
+from lightning_offload.planning.kernels import buffers, clock, needs, prefetches, releases, simulation
 
 _log = logging.getLogger(__name__)
 
 _WISH = os.environ.get("LIGHTNING_OFFLOAD_NUMBA", "")
-_MODULES = (needs, clock, releases, prefetches)  # none calls another's functions: caches go by the file
+_MODULES = (needs, clock, releases, prefetches)  # what :mod:`~.simulation` calls
 WARM_ROWS = 0 if _WISH == "1" else 2_000_000
 """Rows that plain loops go through, in all, before the compiled form is loaded from a cache: half a second."""
 COLD_ROWS = 0 if _WISH == "1" else 50_000_000
@@ -37,30 +40,18 @@ COLD_ROWS = 0 if _WISH == "1" else 50_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The loops in one form; cf. the functions of the same names.
+    """The loops in one form; cf. the functions of :mod:`~.simulation`.
 
     Attributes:
         is_compiled: Whether they want arrays rather than lists.
     """
 
-    find_needs: Callable[..., bool]
-    begin_ticks: Callable[..., None]
-    copies_out_end: Callable[..., None]
-    place_releases: Callable[..., None]
-    place_prefetches: Callable[..., int]
-    run_step: Callable[..., tuple[float, float]]
+    begin: Callable[..., bool]
+    finish: Callable[..., tuple[int, float, float]]
     is_compiled: bool
 
 
-PLAIN = Kernels(
-    find_needs=needs.find_needs,
-    begin_ticks=clock.begin_ticks,
-    copies_out_end=clock.copies_out_end,
-    place_releases=releases.place_releases,
-    place_prefetches=prefetches.place_prefetches,
-    run_step=clock.run_step,
-    is_compiled=False,
-)
+PLAIN = Kernels(begin=simulation.begin, finish=simulation.finish, is_compiled=False)
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,34 +103,62 @@ def compiled() -> Kernels | None:
     except Exception as error:  # numba supports some versions of numpy only, and says so in several ways
         _log.warning("plans are made without numba, which does not import: %s", error)
         return None
-    forms = {name: form for module in _MODULES for name, form in _compile(module, numba).items()}
-    names = [field.name for field in dataclasses.fields(Kernels) if field.name != "is_compiled"]
-    return Kernels(**{name: forms[name] for name in names}, is_compiled=True)
+    forms: dict[str, Any] = {}
+    for module in _MODULES:
+        forms |= _compiled(module, forms, functools.partial(_inner, numba))
+    forms = _compiled(simulation, forms, functools.partial(_entry, numba))
+    return Kernels(begin=forms["begin"], finish=forms["finish"], is_compiled=True)
 
 
 @functools.cache
 def _is_cached(kernels: Kernels) -> bool:
-    """Whether compiled code is there to be loaded; if it is out of date, one process compiles early."""
-    stats = getattr(kernels.run_step, "stats", None)
+    """Whether compiled code is there to be loaded."""
+    stats = getattr(kernels.finish, "stats", None)
     folder = getattr(stats, "cache_path", None)
-    return folder is not None and any(pathlib.Path(folder).glob("clock.run_step-*.nbi"))
+    return folder is not None and any(pathlib.Path(folder).glob(f"simulation.{_mark('finish')}-*.nbi"))
 
 
-def _compile(module: types.ModuleType, numba: Any) -> dict[str, Any]:
-    """Compiled forms of a module's functions, which call one another's; nothing is compiled before it is called."""
-    scope = dict(vars(module))
-    forms: dict[str, Any] = {}
+def _compiled(module: types.ModuleType, forms: Mapping[str, Any], jit: Callable[..., Any]) -> dict[str, Any]:
+    """Compiled forms of a module's functions, which call one another and others' that are there already.
+
+    Nothing is compiled before it is called.
+    """
+    scope = {**vars(module), **{name: form for name, form in forms.items() if name in vars(module)}}
+    made: dict[str, Any] = {}
     for name, function in vars(module).items():
         if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
             copy = types.FunctionType(function.__code__, scope, name)
             copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
-            forms[name] = _jit(numba, copy)
-    scope.update(forms)
-    return forms
+            made[name] = jit(copy)
+    scope.update(made)
+    return made
 
 
-def _jit(numba: Any, function: types.FunctionType) -> Any:
+def _inner(numba: Any, function: types.FunctionType) -> Any:
+    """A compiled form that only others call: without what Python enters it by, which takes long to compile."""
+    return numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+def _entry(numba: Any, function: types.FunctionType) -> Any:
+    """A compiled form that is written to a cache, with all that it calls."""
     try:
+        function.__qualname__ = _mark(function.__qualname__)
         return numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # there is no folder to cache in
+    except (RuntimeError, OSError):  # there is no folder to cache in, or no source
         return numba.njit(nogil=True)(function)
+
+
+def _mark(name: str) -> str:
+    """A function's name and what tells its code, and that of all it calls, from another version's.
+
+    A cache looks at a function's own file alone.
+    """
+    return f"{name}_{_digest()}"
+
+
+@functools.cache
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for module in (*_MODULES, simulation, buffers, arrays):
+        digest.update(inspect.getsource(module).encode())
+    return digest.hexdigest()[:12]

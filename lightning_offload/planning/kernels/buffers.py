@@ -146,3 +146,19 @@ class Lanes(NamedTuple):
     out: Any
     back: Any
     busy: Any
+
+
+class Copies(NamedTuple):
+    """Copies back in one order, and the clock.
+
+    Attributes:
+        prefetch: By candidate: ordinal of the unpack at which its copy back is issued; -1 on demand.
+        room: Memory with them.
+        events: The swapped storages by tick.
+        lanes: Copies on the clock.
+    """
+
+    prefetch: Any
+    room: Room
+    events: Events
+    lanes: Lanes
