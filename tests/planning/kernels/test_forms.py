@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -65,3 +66,27 @@ def test_without_numba_loops_are_plain(tmp_path: object) -> None:
     """Whatever the wish: it is an extra."""
     hidden = "import importlib.util as u; real = u.find_spec\nu.find_spec = lambda n: None if n == 'numba' else real(n)"
     assert forms(tmp_path, "1", hidden + SCRIPT) == ["False", "False", "False", "False"]
+
+
+@needs_numba
+def test_cached_code_is_of_all_that_it_calls(tmp_path: pathlib.Path) -> None:
+    """Its cache looks at one file; another version of a loop that is called from there has a cache of its own."""
+    script = """
+import inspect, sys
+from lightning_offload.planning import kernels
+from lightning_offload.planning.kernels import releases
+real = inspect.getsource
+if sys.argv[1:] == ["changed"]:
+    inspect.getsource = lambda item: real(item) + "#" * (item is releases)
+print(kernels.compiled().finish.py_func.__qualname__, kernels.compiled().begin.py_func.__qualname__)
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    names = [
+        subprocess.run(
+            [sys.executable, "-c", script, *words], env=environment, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for words in ([], [], ["changed"])
+    ]
+    assert names[0] == names[1]
+    assert not set(names[0]) & set(names[2])
+    assert [name.split("_")[0] for name in names[0]] == ["finish", "begin"]
