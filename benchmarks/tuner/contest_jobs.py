@@ -48,7 +48,15 @@ def contests() -> tuple[Contest, ...]:
         _digits("SGD", sizes=sizes, batch_size=8, lr=0.003, target_loss=0.25),
         _digits("AdamW", sizes=sizes, batch_size=8, lr=0.0003, target_loss=0.25),
         _resnet(sizes=sizes, width=8, image_size=16, batch_size=16, target_loss=0.5, num_race_samples=16_000),
-        _text(sizes=(1, 2, 4, 8, 16, 32, 64), layers=2, width=64, length=64, target_loss=2.4, num_race_samples=12_000),
+        _text(
+            sizes=(1, 2, 4, 8, 16, 32, 64),
+            layers=2,
+            width=64,
+            length=64,
+            target_loss=2.4,
+            num_race_samples=12_000,
+            num_repeats=3,
+        ),
     )
 
 
@@ -74,11 +82,12 @@ def _contest(
     sizes: tuple[int, ...],
     rate_factors: tuple[float, ...] = _FACTORS,
     seeds: tuple[int, ...] = _SEEDS,
+    num_repeats: int = 1,
 ) -> Contest:
     return Contest(
         job=job, held_out=held_out, error=_next_byte_error if is_language else _num_wrong,
         error_name="held_out_loss" if is_language else "held_out_wrong_share", sizes=sizes, rate_factors=rate_factors,
-        give_up_seconds=_GIVE_UP_SECONDS, seeds=seeds,
+        give_up_seconds=_GIVE_UP_SECONDS, seeds=seeds, num_repeats=num_repeats,
     )  # fmt: skip
 
 

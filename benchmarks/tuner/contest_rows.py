@@ -83,7 +83,7 @@ def _errors(runs: Sequence[Run]) -> list[float]:
 def _ratio(
     case: str, metric: str, runs: Sequence[Run], above: str, below: str, goal: float | None, *, is_bare: bool = False
 ) -> Iterator[Row]:
-    """The median of a ratio over seeds, with its interval where there are enough of them."""
+    """The median of a ratio over seeds and repeats, with its interval where there are enough of them."""
     pairs = _pairs(runs, above, below, is_bare=is_bare)
     if not pairs:
         return
@@ -104,12 +104,12 @@ def _entrant(runs: Sequence[Run], name: str) -> list[Run]:
 
 
 def _pairs(runs: Sequence[Run], above: str, below: str, *, is_bare: bool = False) -> list[tuple[float, float]]:
-    """Seconds of two entrants, of each seed with which both arrived."""
-    by_seed = {run.seed: run for run in _entrant(runs, below) if run.has_arrived}
+    """Seconds of two entrants, one after the other with the same seed, where both arrived."""
+    before = {(run.seed, run.repeat): run for run in _entrant(runs, below) if run.has_arrived}
     return [
-        (run.training_seconds if is_bare else run.seconds, by_seed[run.seed].seconds)
+        (run.training_seconds if is_bare else run.seconds, before[run.seed, run.repeat].seconds)
         for run in _entrant(runs, above)
-        if run.has_arrived and run.seed in by_seed
+        if run.has_arrived and (run.seed, run.repeat) in before
     ]
 
 
@@ -141,7 +141,7 @@ def _lines(runs: Sequence[Run], config: dict[str, Any]) -> Iterator[str]:
     yield from ("", *(f"- The finder: {note}" for note in notes), *([""] if notes else []))
     yield "| seed | | batch size | learning rate | steps | time | of it tuning | held-out error |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
-    for run in sorted((run for run in runs if run.entrant != GRID), key=lambda run: run.seed):
+    for run in sorted((run for run in runs if run.entrant != GRID), key=lambda run: (run.seed, run.repeat)):
         time = format_seconds(run.seconds) + ("" if run.has_arrived else ", given up")
         tuning = format_seconds(run.seconds - run.training_seconds) if run.entrant == "tuned" else ""
         yield (
@@ -158,6 +158,7 @@ def _point(run: Run) -> str:
 
 
 _INTRODUCTION = """A configured training, the same one with the finder among its callbacks, and the best of seven sizes
-with three rates each, one after the other for each of five seeds. The clock runs from `fit` on, tuning included; no
-memory plan is involved. The finder is as it is by default, with `min_efficiency=0`, since the trainings end at a loss.
-Of the grid each size and rate is trained once, on a seed of its own, until the best so far would have arrived."""
+with three rates each, one after the other for each of five seeds; thrice where a training takes seconds, since a single
+one of those says more of the machine than of the finder. The clock runs from `fit` on, tuning included; no memory plan
+is involved. The finder is as it is by default, with `min_efficiency=0`, since the trainings end at a loss. Of the grid
+each size and rate is trained once, on a seed of its own, until the best so far would have arrived."""

@@ -3,9 +3,9 @@
 Each contest is a job with a training loss to reach. First a grid of seven batch sizes with three learning rates each
 is tried on a seed of its own, one training each, which is given up where the best so far has arrived before. Then, seed
 by seed, three trainings follow one another, and who goes first turns from seed to seed: the configured size and rate
-(*base*), the same with the finder among the callbacks (*tuned*), and the best of the grid (*best*). The clock runs from
-`fit` on, so what tuning takes counts. No memory plan is involved. The held-out samples are looked at after the clock
-has stopped.
+(*base*), the same with the finder among the callbacks (*tuned*), and the best of the grid (*best*). Where a training
+takes seconds, and so shows the machine's moods, the three are repeated. The clock runs from `fit` on, so what tuning
+takes counts. No memory plan is involved. The held-out samples are looked at after the clock has stopped.
 
 The finder is as it is by default, but for `min_efficiency=0`, which its page gives for trainings that end at a loss. So
 it may find that a run is too short to be tuned; the run's note says so.
@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import lightning.pytorch as L
@@ -53,6 +53,7 @@ class Contest:
         rate_factors: Rates of the grid, by the rate that the job's rule gives for a size.
         give_up_seconds: After which any training is given up.
         seeds: Of the trainings that are compared.
+        num_repeats: How often they are compared with each seed.
     """
 
     job: Job
@@ -63,6 +64,7 @@ class Contest:
     rate_factors: tuple[float, ...]
     give_up_seconds: float
     seeds: tuple[int, ...]
+    num_repeats: int = 1
 
     def grid(self) -> list[tuple[int, float]]:
         """Sizes and rates, those of the configured size first."""
@@ -73,7 +75,7 @@ class Contest:
 
     def config(self) -> dict[str, Any]:
         """Sizes and settings, ready for JSON."""
-        own = {name: getattr(self, name) for name in ("error_name", "give_up_seconds")}
+        own = {name: getattr(self, name) for name in ("error_name", "give_up_seconds", "num_repeats")}
         lists = {name: list(getattr(self, name)) for name in ("sizes", "rate_factors", "seeds")}
         return {"title": self.job.title, **self.job.config(), **own, **lists}
 
@@ -96,6 +98,7 @@ class Run:
         held_out_error: At the end; None where it was not asked for, or is not finite.
         load_average: How many processes the machine had to run in the minute before; None where it does not tell.
         note: What the finder said.
+        repeat: How many trainings of the same entrant and seed came before.
     """
 
     contest: str
@@ -111,6 +114,7 @@ class Run:
     held_out_error: float | None
     load_average: float | None
     note: str = ""
+    repeat: int = 0
 
     def encoded(self) -> dict[str, Any]:
         """The run as JSON-able data."""
@@ -119,7 +123,7 @@ class Run:
 
 def num_runs(contest: Contest) -> int:
     """The most trainings that a contest takes."""
-    return len(contest.grid()) + len(ENTRANTS) * len(contest.seeds)
+    return len(contest.grid()) + len(ENTRANTS) * len(contest.seeds) * contest.num_repeats
 
 
 def best_of_grid(contest: Contest, known: Sequence[Run]) -> tuple[int, float] | None:
@@ -145,15 +149,17 @@ def runs_left(contest: Contest, known: Sequence[Run]) -> Iterator[Run]:
         yield done[-1]
     base = (contest.job.batch_size, contest.job.lr)
     best = best_of_grid(contest, done)
-    for index, seed in enumerate(contest.seeds):
+    rounds = [(repeat, seed) for repeat in range(contest.num_repeats) for seed in contest.seeds]
+    for index, (repeat, seed) in enumerate(rounds):
         for turn in range(len(ENTRANTS)):
             entrant = ENTRANTS[(index + turn) % len(ENTRANTS)]
-            if any((run.entrant, run.seed) == (entrant, seed) for run in done):
+            if any((run.entrant, run.seed, run.repeat) == (entrant, seed, repeat) for run in done):
                 continue
             if entrant == "best" and best in (None, base):  # base is timed anyway
                 continue
             size, lr = best if entrant == "best" and best is not None else base
-            done.append(_train(contest, entrant, seed, size, lr, seconds=contest.give_up_seconds))
+            trained = _train(contest, entrant, seed, size, lr, seconds=contest.give_up_seconds)
+            done.append(replace(trained, repeat=repeat))
             yield done[-1]
 
 

@@ -63,11 +63,23 @@ def test_the_entrants_take_turns_after_the_grid(contest: Contest) -> None:
 
 
 def test_a_contest_goes_on_where_it_stopped(contest: Contest) -> None:
-    """Stopped after any training, and stored, it ends with the same ones."""
+    """Stopped after any training, and stored, it ends with the same ones; so does one that is repeated."""
+    contest = dataclasses.replace(contest, num_repeats=2)
     whole = list(runs_left(contest, []))
+    assert len(whole) == num_runs(contest)
     for number in range(len(whole)):
         known = [Run(**json.loads(json.dumps(run.encoded()))) for run in whole[:number]]
         assert [*known, *runs_left(contest, known)] == whole
+
+
+def test_a_contest_is_repeated_seed_by_seed(contest: Contest) -> None:
+    """After all seeds once; who goes first turns on, and what is compared ran side by side."""
+    runs = [run for run in runs_left(dataclasses.replace(contest, num_repeats=2), []) if run.entrant != "grid"]
+    assert [run.repeat for run in runs] == [0] * 9 + [1] * 9
+    assert [(run.seed, run.entrant) for run in runs[9:12]] == [(0, "base"), (0, "tuned"), (0, "best")]
+    slowed = [dataclasses.replace(run, seconds=run.seconds * (10 if run.repeat else 1)) for run in runs]
+    rows = {row.metric: row.value for row in contest_rows(slowed, [{"key": KEY, **contest.config()}])}
+    assert rows["tuned_over_base_time_to_loss"] == 1.0
 
 
 def test_the_best_is_not_timed_twice_where_it_is_the_base(contest: Contest) -> None:
