@@ -7,7 +7,9 @@ one's by more than that differs from seed to seed; and a configured size that is
 
 from __future__ import annotations
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ ALL_CONTESTS = "all contests"
 _MOST_OVER_BASE, _CLEARLY_LESS, _MOST_OVER_BEST = 1.05, 0.9, 1.10
 _OPTIMAL = 1.05  # times the best of the grid that a configured size may take and be called the best itself
 _LEAST_JOBS = 2
+_FIGURE = re.compile(r"\d[\d.,]*( m?s\b)?")  # two notes that differ in these alone say the same
 
 
 def contest_rows(runs: Sequence[Run], configs: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -137,8 +140,11 @@ def _lines(runs: Sequence[Run], config: dict[str, Any]) -> Iterator[str]:
         f"To a training loss of {config['target_loss']:g}, from {config['batch_size']} samples at a rate of"
         f" {config['lr']:g}; {config['optimizer']}."
     )
-    notes = list(dict.fromkeys(run.note for run in runs if run.note))
-    yield from ("", *(f"- The finder: {note}" for note in notes), *([""] if notes else []))
+    notes = [run.note for run in runs if run.note]
+    alike = Counter(_FIGURE.sub("", note) for note in notes)
+    first = {_FIGURE.sub("", note): note for note in reversed(notes)}
+    said = [f"- The finder, in {count} of {len(notes)}: {first[words]}" for words, count in alike.items()]
+    yield from ("", *said, *([""] if said else []))
     yield "| seed | | batch size | learning rate | steps | time | of it tuning | held-out error |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for run in sorted((run for run in runs if run.entrant != GRID), key=lambda run: (run.seed, run.repeat)):

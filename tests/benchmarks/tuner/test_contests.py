@@ -193,3 +193,13 @@ def test_trainings_are_stored_as_they_end(tmp_path: Any, monkeypatch: pytest.Mon
     assert again.config["contest_runs"] == found.config["contest_runs"]
     monkeypatch.setattr(tuner.environment, "digest_of", lambda *_: "other")
     assert measured(tmp_path, minutes=0).config["contest_runs"] == []
+
+
+def test_notes_that_differ_in_figures_alone_are_shown_once(contest: Contest) -> None:
+    """The first of them, and how many trainings had it."""
+    notes = ["Kept: 3.5 s of 40 s.", "Kept: 120 ms of 41.25 s.", "Raised by 8.", "Kept: 2 s of 9 s."]
+    runs = [ran("tuned", seed, 10.0, note=note) for seed, note in enumerate(notes)]
+    lines = list(contest_lines(runs, [{"key": KEY, **contest.config()}]))
+    assert [line for line in lines if line.startswith("- ")] == [
+        "- The finder, in 3 of 4: Kept: 3.5 s of 40 s.", "- The finder, in 1 of 4: Raised by 8.",
+    ]  # fmt: skip
