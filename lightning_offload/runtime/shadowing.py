@@ -134,8 +134,8 @@ def _enter_caching(mode: Any) -> Any:
 def _exit_caching(mode: Any, *args: Any) -> Any:
     shadowed = _open.shadowed
     if shadowed is not None and torch._C._current_graph_task_id() == -1:
-        held = tree_leaves([list(calls.values()) for calls in mode.storage.values()])
-        for item in held:
+        # By op: a list of what its calls gave up to torch 2.11, a dict of it by call later.
+        for item in tree_leaves(list(mode.storage.values())):
             tensor = getattr(item, "val", None)
             if isinstance(tensor, Tensor) and getattr(item, "unpack_hook", None) is None:
                 shadowed.note(SELECTIVE, tensor)

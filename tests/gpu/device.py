@@ -79,6 +79,17 @@ def clean() -> None:
         torch.cuda.empty_cache()
 
 
+def warm_up() -> int:
+    """Clean, and let cuBLAS make what it keeps for each thread: the bytes of that."""
+    clean()
+    before = torch.cuda.memory_allocated(DEVICE)
+    layer = nn.Linear(64, 64, device=DEVICE)
+    layer(torch.ones(64, 64, device=DEVICE)).sum().backward()
+    del layer
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(DEVICE) - before
+
+
 def peak_of_step(model: nn.Module, batch: Mapping[str, Tensor], memory: MemoryPlugin | None) -> int:
     """Run forward and backward, as a step of the plugin if there is one; the most bytes allocated meanwhile.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
-from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean
+from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, warm_up
 
 pytestmark = [*CUDA_MARKS, TOLERANT]
 
@@ -41,7 +41,7 @@ def train(
     memory: MemoryPlugin | None, *, large_step: int | None = None, wraps_backward: bool = True
 ) -> tuple[list[Tensor], Changing]:
     """The gradients of each step, and the model."""
-    clean()
+    warm_up()
     torch.manual_seed(1)
     model = Changing(large_step).to(DEVICE)
     found = []
@@ -96,7 +96,7 @@ def test_forwards_alone_are_not_swapped() -> None:
 
 def test_what_does_not_fit_is_swapped() -> None:
     """Under a budget without room to spare."""
-    model, phase = check(MemoryPlugin(budget=f"{14 * MIB}B", policy="all-swap"))
+    model, phase = check(MemoryPlugin(budget=f"{warm_up() + 14 * MIB}B", policy="all-swap"))
     assert phase in ("planned", "recording")
     assert all(model.swaps)
 
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_swapped() -> None:
 @pytest.mark.parametrize("wraps_backward", [True, False])
 def test_no_budget_is_exceeded_twice(wraps_backward: bool) -> None:
     """After a step that turns out too large, those to come are swapped again."""
-    budget_bytes = 36 * MIB
+    budget_bytes = warm_up() + 36 * MIB
     memory = MemoryPlugin(budget=f"{budget_bytes}B", policy="all-swap")
     model, phase = check(memory, large_step=LARGE_STEP, wraps_backward=wraps_backward)
     assert phase in ("planned", "recording")
@@ -116,7 +116,7 @@ def test_what_grew_beside_them_counts() -> None:
     """Once there is less room than steps need they are swapped, and plain again when it is back."""
     torch.manual_seed(1)
     model = Changing().to(DEVICE)
-    with MemoryPlugin(budget=f"{32 * MIB}B", policy="all-swap") as memory:
+    with MemoryPlugin(budget=f"{warm_up() + 32 * MIB}B", policy="all-swap") as memory:
         beside = None
         for step in range(NUM_STEPS):
             model.step, batch = step, torch.ones(1024, 256, device=DEVICE)

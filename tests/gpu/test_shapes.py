@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_offload import MemoryPlugin
 from tests.engine.test_shapes import JOBS, Batch
-from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean, peak_of_step, take_races
+from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, deterministic, peak_of_step, take_races, warm_up
 
 pytestmark = [*CUDA_MARKS, TOLERANT]
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 def _train(name: str, memory: MemoryPlugin | None) -> tuple[list[Tensor], list[int], list[tuple[str, int]]]:
     """Gradients of all steps, their peaks, and what each did, with the bytes that stayed on the device."""
-    clean()
+    warm_up()
     build, make, largest = JOBS[name]
     rng = random.Random(2)
     torch.manual_seed(3)
@@ -31,7 +31,8 @@ def _train(name: str, memory: MemoryPlugin | None) -> tuple[list[Tensor], list[i
         batch = {key: tensor.to(DEVICE) for key, tensor in given.items()}
         model.zero_grad()
         torch.manual_seed(4)
-        peaks.append(peak_of_step(model, batch, memory))
+        with deterministic(warn_only=True):
+            peaks.append(peak_of_step(model, batch, memory))
         if memory is not None:
             report = memory.report()
             shown.append((report.phase, report.kept_bytes))
@@ -46,14 +47,15 @@ def test_changing_shapes_are_exact_and_within_the_budget(name: str, height: floa
     """What a larger recording left of the budget stays in smaller ones; from the fourth shape on steps are planned."""
     expected, plain_peaks, _ = _train(name, None)
     with MemoryPlugin(budget="1GiB", policy="all-swap") as memory:
-        _, (floor, *_), _ = _train(name, memory)
+        _, floor_peaks, _ = _train(name, memory)
+    floor = max(floor_peaks)
     budget = int(floor + height * (max(plain_peaks) - floor)) + MIB
     with MemoryPlugin(budget=budget) as memory:
         found, peaks, shown = _train(name, memory)
     assert not take_races()
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert max(peaks) <= budget
+    assert max(peaks) <= budget, f"{budget} bytes; {peaks}, all swapped {floor_peaks}, plain {plain_peaks}"
     assert shown[0] == ("recording", 0)
     assert any(phase == "recording" and kept for phase, kept in shown[1:]), "all was swapped out"
     assert [phase for phase, _ in shown].count("planned") >= NUM_STEPS // 2

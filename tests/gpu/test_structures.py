@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_offload import MemoryPlugin
 from tests.engine.test_structures import JOBS
-from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, clean, peak_of_step, take_races
+from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, deterministic, peak_of_step, take_races, warm_up
 
 pytestmark = [*CUDA_MARKS, TOLERANT]
 
@@ -20,7 +20,7 @@ def _train(
     name: str, memory: MemoryPlugin | None, *, forgets: bool = False
 ) -> tuple[list[Tensor], list[int], list[str]]:
     """Gradients of all steps, their peaks and their phases."""
-    clean()
+    warm_up()
     build, make = JOBS[name]
     torch.manual_seed(3)
     model = build().to(DEVICE)
@@ -29,7 +29,8 @@ def _train(
     found, peaks, phases = [], [], []
     for _ in range(NUM_STEPS):
         batch = {key: tensor.to(DEVICE) for key, tensor in make().items()}
-        peaks.append(peak_of_step(model, batch, memory))
+        with deterministic(warn_only=True):
+            peaks.append(peak_of_step(model, batch, memory))
         if memory is not None:
             phases.append(memory.report().phase)
             if forgets:
@@ -55,5 +56,5 @@ def test_changing_structures_are_exact_and_within_the_budget(name: str, height: 
     assert not take_races()
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert max(peaks[NUM_LEARNING:]) <= budget
+    assert max(peaks[NUM_LEARNING:]) <= budget, f"{budget} bytes; {peaks}, all swapped {floor_peaks}, plain {plain_peaks}"
     assert phases[NUM_LEARNING:].count("planned") >= 6

@@ -3,7 +3,7 @@
 The rules are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, ``sdp_utils_cpp.h`` and
 ``attention.cpp`` above it; nested tensors, ROCm and an order of the program's own are left out. cuDNN is taken to be
 9.15.1 or newer, as in torch's builds for CUDA 13: from there on its kernel comes first on compute capabilities 9 and
-10.
+10. From torch 2.12 on it is not taken for a dropout that is no multiple of a sixteenth.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def _suits_cudnn(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     widths = (query.shape[3], value.shape[3])
     if query.dtype not in _HALVES or max(widths) > 128 or any(width % 8 for width in widths):
         return False
-    if dropout * 16 != int(dropout * 16) or torch.are_deterministic_algorithms_enabled():
+    is_coarse = dropout * 16 == int(dropout * 16) or torch.__version__ < "2.12"
+    if not is_coarse or torch.are_deterministic_algorithms_enabled():
         return False
     is_too_short = key.shape[2] == 1 or (dropout > 0 and query.shape[2] == 1)
     return not is_too_short and max(query.shape[:2]) <= 65535 and _are_rows(query, key, value)

@@ -1,6 +1,7 @@
 """Autocasts fake CPU tensors by CUDA's lists: what a CPU's leave out, above all functions that need float32.
 
-The lists are those of ``aten/src/ATen/autocast_mode.h``. Shortfall: a CPU's own few more functions in float32
+The lists are those of ``aten/src/ATen/autocast_mode.h``, as far as this torch has them (``rms_norm`` is cast from 2.12
+on). Shortfall: a CPU's own few more functions in float32
 (``avg_pool3d``, ``grid_sampler``, those of ``torch.fft``) stay so, and ``cross_entropy``, which takes a copy of float16
 that CUDA's kernel goes without.
 """
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_offload.capture.cuda.overrides import has_kernel, overload_of, replacing
 
 _KEY = "AutocastCPU"
+_CUDA_KEY = "AutocastCUDA"
 _HERE = torch._C.DispatchKey.AutocastCPU
 _AUTOCAST = torch._C.DispatchKeySet(_HERE)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -72,7 +74,11 @@ def casting() -> Iterator[None]:
         **{name: _cast(name, _widest) for name in _IN_WIDEST},
         **{name: _cast_within(name) for name in _TO_FLOAT32},
     }
-    lacking = {name: _elsewhere(name, function) for name, function in table.items() if not has_kernel(name, _KEY)}
+    lacking = {
+        name: _elsewhere(name, function)
+        for name, function in table.items()
+        if has_kernel(name, _CUDA_KEY) and not has_kernel(name, _KEY)
+    }
     autocast: Any = torch.amp.autocast_mode.autocast
     leave = autocast.__exit__
     with replacing(_KEY, lacking):

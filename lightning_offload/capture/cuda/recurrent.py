@@ -74,10 +74,19 @@ def _call(
     projected = hx.shape[2] if hx.shape[2] != hidden else 0
     stride = (4 if has_biases else 2) + (1 if projected else 0)
     out = _aten._cudnn_rnn(
-        data, list(weights), stride, None, hx, cx, mode, hidden, projected, num_layers, batch_first, dropout, train,
+        data, list(weights), stride, _block_of(weights), hx, cx, mode, hidden, projected, num_layers, batch_first, dropout, train,
         bidirectional, [], None,
     )  # fmt: skip
     return out[0], out[1], out[2]
+
+
+def _block_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """The memory that all weights lie in, looked for as torch does (``RNN.cpp``); None where they do not."""
+    block = torch.empty(0, dtype=weights[0].dtype, device=weights[0].device).set_(weights[0].untyped_storage())
+    num_elements = sum(weight.numel() for weight in weights)
+    if block.numel() < num_elements or len({weight.untyped_storage()._cdata for weight in weights}) > 1:
+        return None
+    return block if block.numel() == num_elements else block[:num_elements]
 
 
 def _cast_into_a_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -147,10 +156,8 @@ def cudnn_rnn(
     output = output.transpose(0, 1) if batch_first else output
     shape = Shape(steps, batch, num_layers, directions, hidden)
     kept = reserve_bytes(mode, shape, data.element_size(), has_dropout=dropout > 0) if train else 0
-    if buffer is None:  # they lie in one block already, or are copied into one
-        is_flat = len({weight.untyped_storage()._cdata for weight in weights}) == 1
-        size = sum(weight.numel() for weight in weights)
-        buffer = weights[0].as_strided((size,), (1,), 0) if is_flat else data.new_empty(size)
+    if buffer is None:  # they do not lie in one, and are copied into one
+        buffer = data.new_empty(sum(weight.numel() for weight in weights))
     last = hx.new_empty(num_layers * directions, batch, projected or hidden)
     cells = hx.new_empty(0) if cx is None else torch.empty_like(cx)
     return output, last, cells, data.new_empty(kept, dtype=torch.uint8), buffer

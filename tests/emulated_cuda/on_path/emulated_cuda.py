@@ -248,7 +248,7 @@ def _install() -> None:
         "_cuda_setMemoryFraction": _set_fraction,
         "_cuda_getMemoryFraction": lambda device: _fractions.get(device, 1.0),
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_clearCublasWorkspaces": lambda: _C.emulated_clear_workspaces(),  # dynamo hashes functions
         "_cuda_set_sync_debug_mode": lambda mode: None,
         "_cuda_get_sync_debug_mode": lambda: 0,
     }
