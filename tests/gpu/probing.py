@@ -81,7 +81,8 @@ def levels_of(case: Case, wrap: Wrap = Wrap.WHOLE) -> Levels:
     run(case, memory=memory, wrap=wrap, around=around, steps=steps, device=str(DEVICE), record=False)
     floor_bytes, plain_bytes = max(low for low, _ in found), max(high for _, high in found)
     # cuDNN takes other algorithms from step to step while it tries them: then the two are of different ones.
-    assert 0 < floor_bytes <= plain_bytes or (floor_bytes and torch.backends.cudnn.benchmark), (floor_bytes, plain_bytes)
+    assert floor_bytes > 0
+    assert floor_bytes <= plain_bytes or torch.backends.cudnn.benchmark, (floor_bytes, plain_bytes)
     return Levels(floor_bytes=floor_bytes, plain_peak_bytes=max(floor_bytes, plain_bytes))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.gpu.memory import CudaMeter
 from lightning_offload import MemoryPlugin
+from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.plugins.report import Report
 from lightning_offload.tensors.geometry import same_bits
@@ -29,8 +30,10 @@ MIB = 1 << 20
 HEIGHTS = (0.5, 0.25, 0.0)
 FIRST_STEADY_STEP = 4
 """The fifth step; plans are final from the fourth on."""
-MAX_CORRECTIONS = 3
-"""How often a plan may be made again because copies took longer than it counted on."""
+MAX_CORRECTIONS = 5
+"""How often a plan may be made again because copies took longer than it counted on: a GPU may have other users."""
+MAX_RAISE = 1.02
+"""By how much an error may raise a budget at the floor: what blocks of the allocator take is known by a measured step."""
 MAX_WASTE = 1.05
 
 
@@ -146,9 +149,16 @@ def is_close(predicted_bytes: int | None, measured_bytes: int) -> bool:
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_peak_is_within_the_budget_and_as_predicted(case: Case, height: float) -> None:
     """Once the plan is final; what the plugin measured itself is right as well."""
-    memory, budget_bytes, _ = within(case, height)
-    seen = watch(case, memory, steps=14)
-    for index in range(seen.first_steady_step, 14):
+    steps = 20 if IS_FAST else 14
+    memory, budget_bytes, levels = within(case, height)
+    try:
+        seen = watch(case, memory, steps=steps)
+    except BudgetInfeasibleError as error:
+        assert budget_bytes < error.floor_bytes <= MAX_RAISE * levels.budget(height)
+        budget_bytes = error.floor_bytes
+        clean()
+        seen = watch(case, MemoryPlugin(budget=f"{budget_bytes}B"), steps=steps)
+    for index in range(seen.first_steady_step, steps):
         peak_bytes, report = seen.peak_bytes[index], seen.reports[index]
         told = f"step {index}: {peak_bytes} bytes, {report}"
         assert peak_bytes <= budget_bytes, told

@@ -13,7 +13,17 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.stream_lanes import StreamMover
 from tests.engine.harness import differences
 from tests.fuzz.running import random_planner
-from tests.gpu.device import ARE_COPIES_FIRST, CUDA_MARKS, IS_CUDA, IS_EMULATED, IS_LATE, MARKS, TOLERANT, take_races
+from tests.gpu.device import (
+    ARE_COPIES_FIRST,
+    CUDA_MARKS,
+    IS_CUDA,
+    IS_EMULATED,
+    IS_FAST,
+    IS_LATE,
+    MARKS,
+    TOLERANT,
+    take_races,
+)
 from tests.gpu.probing import Plain, Trained, check_same, plain_of, train
 from tests.gpu.streams import Lane, poisoned, slowed, without_waiting
 from tests.zoo.case import Case
@@ -69,7 +79,8 @@ class TestOnAnyDevice:
                 trained = train(case, MemoryPlugin(budget=None, policy=policy), plain=plain)
         check_same(case, plain, trained)
         assert counts["device"] > 0
-        is_sure = policy == "all-swap" and not IS_LATE  # dice may hold on to all host memory of a small model
+        # Dice may hold on to all host memory of a small model, and a GPU's host may be ahead of all its copies.
+        is_sure = policy == "all-swap" and not IS_LATE and not IS_FAST
         assert counts["host"] > 0 or not is_sure, "host memory was given back, and no copy was to come"
 
 

@@ -55,7 +55,7 @@ def test_changing_shapes_are_exact_and_within_the_budget(name: str, height: floa
     assert not take_races()
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert max(peaks) <= budget, f"{budget} bytes; {peaks}, all swapped {floor_peaks}, plain {plain_peaks}"
+    assert max(peaks) <= budget, (peaks, "all swapped", floor_peaks, "plain", plain_peaks)
     assert shown[0] == ("recording", 0)
     assert any(phase == "recording" and kept for phase, kept in shown[1:]), "all was swapped out"
     assert [phase for phase, _ in shown].count("planned") >= NUM_STEPS // 2

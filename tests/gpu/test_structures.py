@@ -56,5 +56,5 @@ def test_changing_structures_are_exact_and_within_the_budget(name: str, height: 
     assert not take_races()
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert max(peaks[NUM_LEARNING:]) <= budget, f"{budget} bytes; {peaks}, all swapped {floor_peaks}, plain {plain_peaks}"
+    assert max(peaks[NUM_LEARNING:]) <= budget, (peaks, "all swapped", floor_peaks, "plain", plain_peaks)
     assert phases[NUM_LEARNING:].count("planned") >= 6

@@ -74,8 +74,8 @@ def _call(
     projected = hx.shape[2] if hx.shape[2] != hidden else 0
     stride = (4 if has_biases else 2) + (1 if projected else 0)
     out = _aten._cudnn_rnn(
-        data, list(weights), stride, _block_of(weights), hx, cx, mode, hidden, projected, num_layers, batch_first, dropout, train,
-        bidirectional, [], None,
+        data, list(weights), stride, _block_of(weights), hx, cx, mode, hidden, projected, num_layers, batch_first,
+        dropout, train, bidirectional, [], None,
     )  # fmt: skip
     return out[0], out[1], out[2]
 
