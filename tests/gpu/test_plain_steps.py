@@ -121,7 +121,7 @@ def test_what_grew_beside_them_counts() -> None:
         for step in range(NUM_STEPS):
             model.step, batch = step, torch.ones(1024, 256, device=DEVICE)
             if step in (10, 12):
-                beside = torch.ones(17 * MIB // 4, device=DEVICE) if beside is None else None
+                beside = torch.ones(24 * MIB // 4, device=DEVICE) if beside is None else None
             with memory.step(batch):
                 model(batch).square().mean().backward()
     assert model.swaps[9:] == [False, True, True, False, False]

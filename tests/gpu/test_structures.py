@@ -8,12 +8,15 @@ from torch import Tensor
 
 from lightning_offload import MemoryPlugin
 from tests.engine.test_structures import JOBS
-from tests.gpu.device import CUDA_MARKS, DEVICE, TOLERANT, deterministic, peak_of_step, take_races, warm_up
+from tests.gpu.device import CUDA_MARKS, DEVICE, IS_FAST, TOLERANT, peak_of_step, take_races, warm_up
+from tests.gpu.probing import repeatably
 
 pytestmark = [*CUDA_MARKS, TOLERANT]
 
 NUM_STEPS = 20
 NUM_LEARNING = 12
+REMAINDER = (1 << 20) if IS_FAST else 0
+"""CUDA's allocator does not split off less, and counts the whole block: much, where a model's tensors are no larger."""
 
 
 def _train(
@@ -29,8 +32,7 @@ def _train(
     found, peaks, phases = [], [], []
     for _ in range(NUM_STEPS):
         batch = {key: tensor.to(DEVICE) for key, tensor in make().items()}
-        with deterministic(warn_only=True):
-            peaks.append(peak_of_step(model, batch, memory))
+        peaks.append(peak_of_step(model, batch, memory))
         if memory is not None:
             phases.append(memory.report().phase)
             if forgets:
@@ -46,15 +48,15 @@ def _train(
 @pytest.mark.parametrize("name", ["drop", "regularised", "turns", "drop, padded"])
 def test_changing_structures_are_exact_and_within_the_budget(name: str, height: float) -> None:
     """Gradients are those of plain training; once the widest structure is known no step is above the budget."""
-    expected, plain_peaks, _ = _train(name, None)
+    expected, plain_peaks, _ = repeatably(lambda: _train(name, None))
     with MemoryPlugin(budget="1GiB", policy="all-swap") as memory:
         _, floor_peaks, _ = _train(name, memory, forgets=True)
     floor = max(floor_peaks)
     budget = int(floor + height * (max(plain_peaks) - floor))
     with MemoryPlugin(budget=budget) as memory:
-        found, peaks, phases = _train(name, memory)
+        found, peaks, phases = repeatably(lambda: _train(name, memory))
     assert not take_races()
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert max(peaks[NUM_LEARNING:]) <= budget, (peaks, "all swapped", floor_peaks, "plain", plain_peaks)
+    assert max(peaks[NUM_LEARNING:]) <= budget + REMAINDER, (peaks, "all swapped", floor_peaks, "plain", plain_peaks)
     assert phases[NUM_LEARNING:].count("planned") >= 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -85,3 +86,19 @@ def test_hooks_of_the_model_are_left_as_they_were() -> None:
         torch.ones(3, requires_grad=True).sin()
     assert hooks.pack_hook is _pack
     assert shadowed.num_tensors == {"_pack": 1}
+
+
+@pytest.mark.parametrize("calls", [list, lambda items: dict(enumerate(items))], ids=["up to torch 2.11", "later"])
+def test_what_a_selective_checkpoint_caches_is_counted(calls: Any) -> None:
+    """However torch keeps it, and once for each call."""
+    shadowed = Shadowed()
+
+    def cached(num_elements: int) -> Any:
+        return types.SimpleNamespace(val=torch.ones(num_elements))
+
+    mode = _mode(None)
+    mode.storage |= {"mm": calls([cached(2), (cached(3), None)]), "sin": calls([cached(4)])}
+    with saved_tensors_hooks(_pack, _unpack), noticing(shadowed, _pack), mode:
+        pass
+    assert shadowed.num_tensors == {shadowing.SELECTIVE: 3}
+    assert shadowed.num_bytes == {shadowing.SELECTIVE: 36}
