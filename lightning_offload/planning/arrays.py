@@ -9,7 +9,6 @@ Values that exist before and after the step are always at hand, so they are left
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +34,8 @@ class StepArrays(NamedTuple):
         wanted_tick: Its tick.
         num_candidates: How many of the saved storages are candidates, in a column of one row.
         size: By saved storage: bytes.
+        stored_size: What it takes on a tier.
+        storage_of: Its number among the step's storages.
         value: The value that is saved.
         death: First tick without references of the program itself.
         pack: First pack.
@@ -66,6 +67,8 @@ class StepArrays(NamedTuple):
     wanted_tick: Any
     num_candidates: Any
     size: Any
+    stored_size: Any
+    storage_of: Any
     value: Any
     death: Any
     pack: Any
@@ -86,21 +89,6 @@ class StepArrays(NamedTuple):
     out_begin: Any
     outputs: Any
     replayed: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StoredArrays:
-    """What a saved storage takes on its tier, and for how long; by number of the saved storage.
-
-    Attributes:
-        num_bytes: Rounded up to what it takes there.
-        begin: Tick of its first pack.
-        dropped: First tick at which autograd has dropped it.
-    """
-
-    num_bytes: npt.NDArray[np.int64]
-    begin: npt.NDArray[np.int64]
-    dropped: npt.NDArray[np.int64]
 
 
 class Buffers:

@@ -3,11 +3,11 @@
 Good choices come from three sides: orders in which storages leave the device (:func:`~.search.families`), of which
 the shortest prefix that fits is taken; fractions of a linear relaxation (:func:`~.search.roundings`); and every
 published policy, so that none of them is ever better. What relaxations are rounded to is improved by small changes
-(:func:`~.search.improve`) at once, one after the other until one is close to the bound: which of them leads furthest is
-not seen before. Then the best of all is improved in longer and longer rounds, while that gains and the gap is worth
-it. Where storages are large beside the budget, no small changes may lead from there to the best, so the floor's choice
-is a start as well where the gap stays. Every trial is simulated in full. The floor's choice, waiting for each copy, is
-the last resort, so there is a plan whenever the budget is at least the floor.
+(:class:`~.annealing.LocalSearch`) at once, one after the other until one is close to the bound: which of them leads
+furthest is not seen before. Then the best of all is improved in longer and longer rounds, while that gains and the gap
+is worth it. Where storages are large beside the budget, no small changes may lead from there to the best, so the
+floor's choice is a start as well where the gap stays. Every trial is simulated in full. The floor's choice, waiting for
+each copy, is the last resort, so there is a plan whenever the budget is at least the floor.
 
 Policies that only swap, or only recompute, are left out where the best is below the bound of all plans that do; those
 that take long to fit for large steps, too, and where the best is as near to the bound as they never come.
@@ -29,12 +29,13 @@ import numpy as np
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.planning.annealing import LocalSearch
 from lightning_offload.planning.arrays import Codes
 from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.policies import ONLY, PUBLISHED
 from lightning_offload.planning.relaxation import MAX_ITEMS
 from lightning_offload.planning.request import PlanRequest, build_plan
-from lightning_offload.planning.search import Choice, Order, Search, families, improve, roundings
+from lightning_offload.planning.search import Choice, Order, Search, families, roundings
 
 _CLOSE = 1.01  # to the lower bound, in multiples of it: more starts are not looked for
 _SLOW = {"checkmate": 1.001, "dtr": 1.03}  # policies that take long to fit: as near to the bound as they hardly come
@@ -217,6 +218,7 @@ class _Effort:
 
     def __init__(self, search: Search) -> None:
         self._search = search
+        self._local = LocalSearch(search)
         self._num_rounds = 0
         num_rows = max(1, search.request.problem.num_rows)
         self._num_left = _max_rows(num_rows) // num_rows
@@ -236,7 +238,7 @@ class _Effort:
         if start is None or num_trials <= 0 or search.is_over or search.is_within(gap):
             return False
         before = search.num_trials
-        improve(search, start, num_trials, seed=request.seed + self._num_rounds)
+        self._local.improve(start, num_trials, seed=request.seed + self._num_rounds)
         self._num_rounds += 1
         self._num_left -= search.num_trials - before
         return search.num_trials > before

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lightning_offload.graph.host_layout import LiveRanges, stored_bytes
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.graph.step_graph import Save, StepGraph
-from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes, StepArrays, StoredArrays
+from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes, StepArrays
 
 MIN_BYTES = 64 << 10
 """Smaller saved storages are always kept, unless the whole step is small: cf. :func:`min_bytes`."""
@@ -141,11 +141,11 @@ class Problem:
         made.op_seconds = op_seconds
         storage = self.arrays.storage
         saved_bytes = sizes[self.saved_storages]
-        made.__dict__["stored"] = dataclasses.replace(self.stored, num_bytes=stored_bytes(saved_bytes))
         made.__dict__["arrays"] = self.arrays._replace(
             seconds=made.seconds,
             base=made.base,
             size=saved_bytes,
+            stored_size=stored_bytes(saved_bytes),
             made_bytes=np.where(self._is_persistent[storage], 0, sizes[storage]),
             op_seconds=op_seconds,
             op_workspace=workspace_bytes,
@@ -199,11 +199,6 @@ class Problem:
     def num_rows(self) -> int:
         """Rows that a simulation goes through, roughly: ticks, ops, candidates."""
         return 4 * self.graph.num_ticks + 8 * len(self.arrays.replayed) + 8 * len(self.candidates)
-
-    @functools.cached_property
-    def stored(self) -> StoredArrays:
-        """What saved storages take on their tiers, by candidate number."""
-        return stored_arrays(self)
 
     def codes(self, actions: Mapping[int, Action]) -> Codes:
         """Actions as an array: one code (KEEP, SWAP, RECOMPUTE of :mod:`~.arrays`) for each candidate.
@@ -500,7 +495,9 @@ def step_arrays(problem: Problem) -> StepArrays:
         wanted=_column(number[unpack.storage] for unpack in wanted),
         wanted_tick=_column(unpack.tick for unpack in wanted),
         num_candidates=_column([len(candidates)]),
-        size=_column(storages[s].num_bytes for s in saved),
+        size=(size := _column(storages[s].num_bytes for s in saved)),
+        stored_size=stored_bytes(size),
+        storage_of=_column(saved),
         value=_column(saved_value),
         death=_column(storages[s].death for s in saved),
         pack=_column(packs),
@@ -521,16 +518,6 @@ def step_arrays(problem: Problem) -> StepArrays:
         out_begin=out_begin,
         outputs=flat_outputs,
         replayed=_column(_replayed_ops(problem, inputs)),
-    )
-
-
-def stored_arrays(problem: Problem) -> StoredArrays:
-    """What saved storages take on their tiers."""
-    saved = problem.saved_storages
-    return StoredArrays(
-        num_bytes=stored_bytes(_column(problem.graph.storages[s].num_bytes for s in saved)),
-        begin=_column(problem.stays.begin[s] for s in saved),
-        dropped=_column(problem.stays.dropped[s] for s in saved),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the planner's search is made of: simulated choices, orders, roundings, small changes.
+"""What the planner's search begins with: simulated choices, orders, roundings.
 
 A :class:`Search` simulates choices, remembers the best ones and says when to stop.
 
@@ -19,31 +19,12 @@ choice already. It does not know two things: that copies back need room ahead of
 replays takes memory for all that is made on the way. For the first the relaxation is asked for less than the budget,
 by several margins; for the second some storages, *anchors*, may not be recomputed, so that no chain is longer than a
 number of bytes. What is missing after rounding is filled up in the order of the fractions.
-
-Improves a choice by small changes: simulated annealing.
-
-A change for the worse is accepted with a probability that falls with the harm and with the temperature, which falls
-geometrically to a two-hundred-thousandth of the plain step's duration; cf. Kirkpatrick, Gelatt and Vecchi,
-"Optimization by simulated annealing" (Science 220, 1983). It starts at a hundredth of the gap to the lower bound.
-Starting cool keeps most of a good start. From a thousandth of the plain step the same number of trials ends higher
-where the gap is small (ResNet-152 on an A100, float32, h = 0.05: 1.3% above the bound, not 0.6%), and lower where it
-is large (GPT-2 with eager attention, bfloat16, h = 0.2: 3.6%, not 4.2%).
-
-Changes are one storage's action, or two storages' at once. What leaves the device makes room for what stays, so mostly
-two storages exchange their actions: of the same size, wherever they are, since that fits again, or neighbours in the
-step. That a recomputed storage stays for its later reads, or is made again for each, counts as two actions: where room
-is short it decides whether anything can be recomputed at all.
-
-The cost is the step's duration; for a choice that does not fit it is raised by a penalty in proportion to the excess,
-so that the search may pass through such choices on its way to better ones. Where storages are large, few changes
-lead from one that fits to another. Deterministic for a seed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -55,14 +36,16 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Tier
 from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes
 from lightning_offload.planning.links import in_rates, out_rates
-from lightning_offload.planning.problem import Problem, anchors, replay_cost
+from lightning_offload.planning.problem import anchors, replay_cost
 from lightning_offload.planning.relaxation import Relaxation, relax
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Outcome
 from lightning_offload.planning.tiers import HostRoom, must_fit_host
 
-_AS_GOOD = 1.0005  # of the lower bound
-_HOPELESS = 2.0  # as slow as that multiple of the best, a choice need not be simulated to its end
+AS_GOOD = 1.0005
+"""Multiple of the lower bound: so good a choice ends a search."""
+HOPELESS = 2.0
+"""As slow as that multiple of the best, a choice need not be simulated to its end."""
 
 _MAX_SEEN_BYTES = 32 << 20  # of choices that are remembered, several times that in all
 
@@ -114,7 +97,7 @@ class Search:
     @property
     def is_over(self) -> bool:
         """Whether to stop with what there is: time is up, or the best is as good as the lower bound."""
-        return self.is_out_of_time or self.is_within(_AS_GOOD)
+        return self.is_out_of_time or self.is_within(AS_GOOD)
 
     @property
     def is_out_of_time(self) -> bool:
@@ -139,7 +122,7 @@ class Search:
         choice = self._seen.get(key)
         if choice is None:
             self.num_trials += 1
-            most = _HOPELESS * self.best.seconds if self.best is not None else math.inf
+            most = HOPELESS * self.best.seconds if self.best is not None else math.inf
             outcome = self.request.simulator.run(codes, no_memo if no_memo.any() else None, max_seconds=most)
             fits = self._limit is None or outcome.peak_bytes <= self._limit
             fits = fits and outcome.overflow_bytes == 0 and outcome.step_seconds < math.inf
@@ -149,124 +132,6 @@ class Search:
             if fits and (self.best is None or choice.seconds < self.best.seconds):
                 self.best = choice
         return choice
-
-
-_FIRST, _HOTTEST, _LAST = 1e-4, 2e-3, 5e-6  # temperatures, in plain steps
-_SHARE = 0.01  # of the gap to the bound: the first temperature, within those limits
-_PENALTY = 10.0  # in plain steps, for exceeding the budget by all that the plain step does
-_NEIGHBOURHOOD = 12
-_SINGLE = 0.2  # share of changes of one storage
-_BOTH = 0.1  # share of changes of two neighbours, each to anything
-_ALIKE = 0.4  # share of exchanges between two of the same size; the rest is between neighbours
-_MAX_DRAWS = 8  # for two that can exchange their actions
-_MAX_IDLE = 3  # proposals for each trial: many repeat others
-
-
-def improve(search: Search, start: Choice, num_trials: int, *, seed: int = 0) -> Choice:
-    """The best choice found from a feasible one.
-
-    Args:
-        search: Simulates choices.
-        start: Where to begin.
-        num_trials: Simulations to spend.
-        seed: Of the random changes.
-    """
-    rng = random.Random(seed)
-    moves = _Moves(search.request.problem, rng)
-    cost = _Cost(search.request)
-    current = best = start
-    current_cost = cost(start)
-    first_share = min(max(_FIRST, _SHARE * search.gap), _HOTTEST)
-    hot = first_share * search.request.plain.step_seconds
-    first = search.num_trials
-    for _ in range(_MAX_IDLE * num_trials):
-        done = (search.num_trials - first) / num_trials
-        if search.is_over or done >= 1 or not moves.are_any:
-            break
-        choice = search.try_(*moves.changed(current.codes, current.no_memo))
-        choice_cost = cost(choice)
-        harm = choice_cost - current_cost
-        if harm <= 0 or (hot > 0 and rng.random() < math.exp(-harm / (hot * (_LAST / first_share) ** done))):
-            current, current_cost = choice, choice_cost
-            if choice.is_feasible and choice.seconds < best.seconds:
-                best = choice
-    return best
-
-
-class _Cost:
-    """Duration, and a penalty for what does not fit."""
-
-    def __init__(self, request: PlanRequest) -> None:
-        assert request.budget_bytes is not None
-        self._limit = request.budget_bytes
-        excess = max(1, request.plain.peak_bytes - self._limit)
-        self._seconds_per_byte = _PENALTY * request.plain.step_seconds / excess
-
-    def __call__(self, choice: Choice) -> float:
-        if choice.is_feasible:
-            return choice.seconds
-        excess = max(0, choice.outcome.peak_bytes - self._limit) + choice.outcome.overflow_bytes
-        return choice.seconds + self._seconds_per_byte * excess
-
-
-class _Moves:
-    """Random changes of a choice."""
-
-    def __init__(self, problem: Problem, rng: random.Random) -> None:
-        self._rng = rng
-        self._options: list[list[tuple[int, bool]]] = []  # by candidate: actions, and whether made for each read anew
-        for c in problem.candidates.values():
-            swap = [(SWAP, False)] if c.can_swap else []
-            recompute = [(RECOMPUTE, False), (RECOMPUTE, True)] if c.can_recompute else []
-            self._options.append([(KEEP, False), *swap, *recompute])
-        self._movable = [i for i, options in enumerate(self._options) if len(options) > 1]
-        sizes = [c.num_bytes for c in problem.candidates.values()]
-        self._alike: dict[int, list[int]] = {}  # by place in `_movable`: the places of those of its size
-        by_size: dict[int, list[int]] = {}
-        for place, i in enumerate(self._movable):
-            self._alike[place] = by_size.setdefault(sizes[i], [])
-            self._alike[place].append(place)
-
-    @property
-    def are_any(self) -> bool:
-        """Whether anything can be changed."""
-        return bool(self._movable)
-
-    def changed(self, codes: Codes, no_memo: Flags) -> tuple[Codes, Flags]:
-        """A copy with one or two other actions."""
-        rng, movable = self._rng, self._movable
-        codes, no_memo = np.array(codes), np.array(no_memo)
-        kind = rng.random()
-        if kind >= _SINGLE + _BOTH and self._exchange(codes, no_memo, is_alike=kind >= 1.0 - _ALIKE):
-            return codes, no_memo
-        place = rng.randrange(len(movable))
-        self._change(codes, no_memo, movable[place])
-        if _SINGLE <= kind < _SINGLE + _BOTH and (other := self._near(place)) != place:
-            self._change(codes, no_memo, movable[other])
-        return codes, no_memo
-
-    def _exchange(self, codes: Codes, no_memo: Flags, *, is_alike: bool) -> bool:
-        """Exchange the actions of two storages, if two are found that can; whether they were."""
-        rng = self._rng
-        for _ in range(_MAX_DRAWS):
-            place = rng.randrange(len(self._movable))
-            i = self._movable[place]
-            k = self._movable[rng.choice(self._alike[place]) if is_alike else self._near(place)]
-            here, there = (int(codes[i]), bool(no_memo[i])), (int(codes[k]), bool(no_memo[k]))
-            if here != there and there in self._options[i] and here in self._options[k]:
-                codes[i], no_memo[i] = there
-                codes[k], no_memo[k] = here
-                return True
-        return False
-
-    def _near(self, place: int) -> int:
-        """Another place near one, within the list of those that can be changed."""
-        other = place + self._rng.choice((-1, 1)) * self._rng.randint(1, _NEIGHBOURHOOD)
-        return min(max(other, 0), len(self._movable) - 1)
-
-    def _change(self, codes: Codes, no_memo: Flags, i: int) -> None:
-        now = (int(codes[i]), bool(no_memo[i]))
-        codes[i], no_memo[i] = self._rng.choice([option for option in self._options[i] if option != now])
 
 
 Order = list[tuple[int, Action]]

@@ -29,14 +29,25 @@ import numpy.typing as npt
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, Tier
 from lightning_offload.planning.arrays import SWAP, Codes
-from lightning_offload.planning.columns import Space, Walk
+from lightning_offload.planning.columns import space_of, walk_columns
 from lightning_offload.planning.kernels import PLAIN, Kernels, kernels_for
-from lightning_offload.planning.kernels.buffers import Copies, Links, Needs, Transfers
+from lightning_offload.planning.kernels.annealing import NUM_TRIALS
+from lightning_offload.planning.kernels.buffers import (
+    Annealing,
+    Columns,
+    Copies,
+    Links,
+    Moves,
+    Needs,
+    Seen,
+    Space,
+    Transfers,
+    Walk,
+)
 from lightning_offload.planning.kernels.needs import find_needs
 from lightning_offload.planning.kernels.releases import NO_LIMIT
 from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.problem import Bytes, Problem
-from lightning_offload.planning.tiers import TierChoice, choose_tiers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +85,6 @@ class Outcome(NamedTuple):
     step_seconds: float
     stall_seconds: float
     overflow_bytes: int
-
-
-NEVER = Outcome(NO_LIMIT, float("inf"), float("inf"), 0)
-"""A step that was not simulated to its end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +147,7 @@ class Residency:
 
 def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = frozenset()) -> Residency:
     """Walk the step's unpacks under a choice of actions (storages without one are kept)."""
-    columns = Walk.of(problem, is_compiled=False)
+    columns = walk_columns(problem, is_compiled=False)
     _write(columns, problem.codes(actions), problem.flags(no_memo), PLAIN)
     is_done = find_needs(problem.columns(False), *columns, float("inf"))
     assert is_done
@@ -158,14 +165,12 @@ def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = froz
 
 
 def _write(columns: Walk, codes: Codes, no_memo: npt.NDArray[np.bool_] | None, kernels: Kernels) -> None:
-    """Note a choice in fresh columns."""
+    """Note a choice."""
     columns.codes[: len(codes)] = codes if kernels.is_compiled else codes.tolist()
-    if no_memo is not None:
+    if no_memo is None:
+        columns.no_memo[:] = False if kernels.is_compiled else [False] * len(codes)
+    else:
         columns.no_memo[:] = no_memo if kernels.is_compiled else no_memo.tolist()
-
-
-_NOTEWORTHY = 1e-3  # share of the step that compute waits, above which other prefetches are tried
-_ROUNDING = 1e-9  # share of the step by which its duration may differ for no reason but the order of sums
 
 
 def simulate(
@@ -198,14 +203,10 @@ def simulate(
 class _Pass(NamedTuple):
     """One simulation, in the columns of its kernels; the next one writes over them."""
 
-    needs: Needs
-    starts: Any
-    transfers: Transfers
+    columns: Columns
     copies: Copies
     peak_tick: int
-    step_seconds: float
-    stall_seconds: float
-    stored: TierChoice | None
+    outcome: Outcome
 
 
 @final
@@ -238,11 +239,14 @@ class Simulator:
         self._kernels = kernels
         self._spaces: dict[bool, Space] = {}
         out, back = out_rates(device), in_rates(device)
+        host_bytes = device.host_memory_bytes
         self._links = Links(
             (float(out.link), float(out.disk), float(out.link_under_disk)),
             (float(back.link), float(back.disk), float(back.link_under_disk)),
             float(device.overhead_seconds),
             float(device.copy_interference),
+            NO_LIMIT if host_bytes is None else host_bytes,
+            device.has_disk,
         )
 
     def run(
@@ -266,10 +270,29 @@ class Simulator:
         """
         is_given = schedule is not None or not overlap
         made = self._simulate(codes, no_memo, schedule or ON_DEMAND if is_given else None, max_seconds)
-        if made is None:
-            return NEVER
-        overflow = made.stored.overflow_bytes if made.stored is not None else 0
-        return Outcome(int(made.copies.room.memory[made.peak_tick]), made.step_seconds, made.stall_seconds, overflow)
+        return made.outcome
+
+    def anneal(self, moves: Moves, seen: Seen, run: Annealing, draws: npt.NDArray[np.float64], until: int) -> None:
+        """Go on with a search; cf. :func:`~lightning_offload.planning.kernels.annealing.anneal`.
+
+        Args:
+            moves: What may be changed, in arrays.
+            seen: What was simulated before; written.
+            run: The search; written.
+            draws: Random numbers from 0 to 1.
+            until: Trials in all after which it pauses.
+        """
+        problem, num_left = self.problem, until - int(run.counts[NUM_TRIALS])
+        kernels = self._kernels or kernels_for(num_left * problem.num_rows, is_urgent=problem.is_urgent)
+        where = (problem.columns(kernels.is_compiled), self._space(kernels), self._links, self._limit)
+        if kernels.is_compiled:
+            kernels.anneal(*where, problem.plain_seconds, moves, seen, run, draws, until)
+            return
+        as_lists = [_as_lists(columns) for columns in (moves, seen, run)]
+        kernels.anneal(*where, problem.plain_seconds, *as_lists, draws.tolist(), until)
+        for column, found in zip((*seen, *run), (*as_lists[1], *as_lists[2]), strict=True):
+            if isinstance(column, np.ndarray):
+                column[:] = found
 
     def timeline(
         self,
@@ -289,26 +312,29 @@ class Simulator:
         """
         is_given = schedule is not None or not overlap
         made = self._simulate(codes, no_memo, schedule or ON_DEMAND if is_given else None, float("inf"))
-        assert made is not None
         swapped = np.flatnonzero(codes == SWAP)
-        stored = made.stored or self._tiers(codes, made.needs, made.starts)
-        release, needed = made.transfers.release, made.needs.needed
-        prefetch, memory, lanes = made.copies.prefetch, made.copies.room.memory, made.copies.lanes
+        needs, transfers, lanes = made.columns.walk.needs, made.columns.transfers, made.copies.lanes
+        release, prefetch, needed, memory = (
+            transfers.release,
+            made.copies.prefetch,
+            needs.needed,
+            made.copies.room.memory,
+        )
         named = [(i, int(self.problem.order[i])) for i in swapped.tolist()]
         return Timeline(
             memory=np.array(memory[: self.problem.graph.num_ticks + 1], dtype=np.int64),
-            peak_bytes=int(memory[made.peak_tick]),
-            peak_tick=int(made.peak_tick),
-            step_seconds=made.step_seconds,
-            stall_seconds=made.stall_seconds,
+            peak_bytes=made.outcome.peak_bytes,
+            peak_tick=made.peak_tick,
+            step_seconds=made.outcome.step_seconds,
+            stall_seconds=made.outcome.stall_seconds,
             release_tick={s: int(release[i]) for i, s in named},
             prefetch={s: int(prefetch[i]) for i, s in self._by_need(named, needed) if is_given or needed[i] >= 0},
-            tiers={s: "disk" if made.transfers.on_disk[i] else "host" for i, s in named},
+            tiers={s: "disk" if transfers.on_disk[i] else "host" for i, s in named},
             out_seconds={s: float(lanes.out_end[i]) for i, s in named},
             in_seconds={s: float(lanes.in_end[i]) for i, s in named if lanes.in_end[i] >= 0},
-            host_peak_bytes=stored.host_peak_bytes,
-            disk_peak_bytes=stored.disk_peak_bytes,
-            overflow_bytes=stored.overflow_bytes,
+            host_peak_bytes=self._stored_peak(needs, [i for i, _ in named if not transfers.on_disk[i]]),
+            disk_peak_bytes=self._stored_peak(needs, [i for i, _ in named if transfers.on_disk[i]]),
+            overflow_bytes=made.outcome.overflow_bytes,
         )
 
     def _by_need(self, named: list[tuple[int, int]], needed: Any) -> list[tuple[int, int]]:
@@ -320,39 +346,34 @@ class Simulator:
 
     def _simulate(
         self, codes: Codes, no_memo: npt.NDArray[np.bool_] | None, schedule: Schedule | None, max_seconds: float
-    ) -> _Pass | None:
-        problem, links = self.problem, self._links
+    ) -> _Pass:
+        problem = self.problem
         kernels = self._kernels or kernels_for(problem.num_rows, is_urgent=problem.is_urgent)
-        columns = self._space(kernels).columns.fresh()
-        walk, starts, transfers, room = columns.walk, columns.starts, columns.transfers, columns.room
-        step, needs = problem.columns(kernels.is_compiled), walk.needs
-        _write(walk, codes, no_memo, kernels)
-        if not kernels.begin(step, *walk, starts, links.overhead, max_seconds - problem.plain_seconds):
-            return None
-        stored = None
-        if self.device.host_memory_bytes is not None:
-            stored = self._tiers(codes, needs, starts)
-            transfers.on_disk[:] = stored.on_disk if kernels.is_compiled else stored.on_disk.tolist()
-        is_given = schedule is not None
+        space = self._space(kernels)
+        kernels.reset(space.resets)
+        _write(space.columns.walk, codes, no_memo, kernels)
         if schedule is not None:
-            self._follow(schedule, transfers)
-        copies, limit = self._space(kernels).copies, self._limit
-        static = (step, walk.codes, needs, starts, links, transfers, room, columns.out_lanes)
-        back = copies[False].fresh()
-        timed = kernels.finish(*static, back, limit, is_given, False)
-        made = _Pass(needs, starts, transfers, back, *timed, stored)
-        if not is_given and made.stall_seconds > _NOTEWORTHY * made.step_seconds:
-            back = copies[True].fresh()
-            timed = kernels.finish(*static, back, limit, is_given, True)
-            other = _Pass(needs, starts, transfers, back, *timed, stored)
-            if other.step_seconds < (1.0 - _ROUNDING) * made.step_seconds:
-                return other  # no prefetch exceeds the limit, so that no order does better there than another
-        return made
+            self._follow(schedule, space.columns.transfers)
+        found = kernels.simulate(
+            problem.columns(kernels.is_compiled), space, self._links, self._limit,
+            max_seconds - problem.plain_seconds, schedule is not None,
+        )  # fmt: skip
+        is_second, tick, peak_bytes, seconds, stall_seconds, overflow_bytes = found
+        copies = space.second if is_second else space.first
+        return _Pass(space.columns, copies, tick, Outcome(int(peak_bytes), seconds, stall_seconds, overflow_bytes))
+
+    def _stored_peak(self, needs: Needs, swapped: list[int]) -> int:
+        """Most bytes of these at once, on their tier."""
+        arrays, ends = self.problem.arrays, np.asarray(needs.stored, dtype=np.int64)[swapped]
+        delta = np.zeros(self.problem.graph.num_ticks + 1, dtype=np.int64)
+        np.add.at(delta, arrays.pack[swapped], arrays.stored_size[swapped])
+        np.subtract.at(delta, ends, arrays.stored_size[swapped])
+        return int(np.cumsum(delta).max())
 
     def _space(self, kernels: Kernels) -> Space:
         space = self._spaces.get(kernels.is_compiled)
         if space is None:
-            space = self._spaces[kernels.is_compiled] = Space(self.problem, is_compiled=kernels.is_compiled)
+            space = self._spaces[kernels.is_compiled] = space_of(self.problem, is_compiled=kernels.is_compiled)
         return space
 
     @property
@@ -365,12 +386,8 @@ class Simulator:
             for storage, moment in wished.items():
                 column[self.problem.number[storage]] = moment
         for storage, tier in (schedule.tiers or {}).items():
-            transfers.on_disk[self.problem.number[storage]] = tier == "disk"
+            transfers.given[self.problem.number[storage]] = int(tier == "disk")
 
-    def _tiers(self, codes: Codes, needs: Needs, starts: Any) -> TierChoice:
-        problem, swapped = self.problem, np.flatnonzero(codes == SWAP)
-        needed = np.asarray(needs.needed, dtype=np.int64)[swapped]
-        until = np.where(needed >= 0, needed, problem.arrays.release[swapped])
-        starts = np.asarray(starts, dtype=np.float64)
-        away = starts[until] - starts[problem.arrays.pack[swapped]]
-        return choose_tiers(problem, swapped, np.asarray(needs.stored, dtype=np.int64), away, self.device)
+
+def _as_lists(columns: Any) -> Any:
+    return type(columns)(*(column.tolist() if isinstance(column, np.ndarray) else column for column in columns))

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_offload.planning.arrays import Buffers
-from lightning_offload.planning.columns import Workspace
+from lightning_offload.planning.columns import with_resets
+from lightning_offload.planning.kernels.simulation import reset
 
 
 class Inner(NamedTuple):
@@ -36,24 +37,25 @@ def as_lists(columns: Outer) -> list[list[Any]]:
     return [list(column) for column in (columns.real, *columns.inner, columns.none)]
 
 
-def test_arrays_are_written_over() -> None:
-    """The same memory each time, as it was made; columns do not overlap."""
-    space = Workspace(lambda: made(Buffers(True)), is_reused=True)
-    first = space.fresh()
-    assert as_lists(first) == as_lists(made(Buffers(True)))
-    assert isinstance(first.inner, Inner)
-    first.real[:], first.inner.whole[:], first.inner.flags[:] = 7.0, 7, [False, True]
-    assert as_lists(first) == [[7.0, 7.0], [7, 7, 7], [False, True], []]
-    again = space.fresh()
-    assert again is first
-    assert as_lists(again) == as_lists(made(Buffers(True)))
-    assert [column.flags["C_CONTIGUOUS"] for column in (again.real, *again.inner)] == [True] * 3
+def test_arrays_are_reset_in_place() -> None:
+    """The same memory each time, as it was made, but for flags; columns do not overlap."""
+    columns, resets = with_resets(made(Buffers(True)))
+    assert as_lists(columns) == as_lists(made(Buffers(True)))
+    assert isinstance(columns.inner, Inner)
+    columns.real[:], columns.inner.whole[:], columns.inner.flags[:] = 7.0, 7, [False, True]
+    assert as_lists(columns) == [[7.0, 7.0], [7, 7, 7], [False, True], []]
+    reset(resets)
+    assert as_lists(columns) == [[0.5, 0.5], [-1, -1, -1], [False, True], []]
+    assert [column.flags["C_CONTIGUOUS"] for column in (columns.real, *columns.inner)] == [True] * 3
+    assert [len(part) for part in resets] == [1] * 4  # one copy for each type
 
 
-def test_lists_are_made_anew() -> None:
-    """What one simulation holds no other one touches."""
-    space = Workspace(lambda: made(Buffers(False)), is_reused=False)
-    first = space.fresh()
-    first.inner.whole[0] = 7
-    assert space.fresh().inner.whole == [-1, -1, -1]
-    assert first.inner.whole[0] == 7
+def test_lists_are_reset_in_place() -> None:
+    """What they are reset to is never written."""
+    columns, resets = with_resets(made(Buffers(False)))
+    whole = columns.inner.whole
+    for _ in range(2):
+        whole[0], columns.inner.flags[1], columns.real[1] = 7, True, 0.0
+        reset(resets)
+        assert as_lists(columns) == as_lists(made(Buffers(False)))
+    assert columns.inner.whole is whole

@@ -26,12 +26,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_offload.planning import arrays
-from lightning_offload.planning.kernels import buffers, clock, needs, prefetches, releases, simulation
+from lightning_offload.planning.kernels import (
+    annealing,
+    buffers,
+    clock,
+    needs,
+    prefetches,
+    releases,
+    simulation,
+    tiers,
+)
 
 _log = logging.getLogger(__name__)
 
 _WISH = os.environ.get("LIGHTNING_OFFLOAD_NUMBA", "")
-_MODULES = (needs, clock, releases, prefetches)  # what :mod:`~.simulation` calls
+_MODULES = (needs, clock, releases, prefetches, tiers, simulation, annealing)  # each calls those before it
 WARM_ROWS = 0 if _WISH == "1" else 2_000_000
 """Rows that plain loops go through, in all, before the compiled form is loaded from a cache: half a second."""
 COLD_ROWS = 0 if _WISH == "1" else 50_000_000
@@ -40,18 +49,23 @@ COLD_ROWS = 0 if _WISH == "1" else 50_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The loops in one form; cf. the functions of :mod:`~.simulation`.
+    """The loops in one form.
 
     Attributes:
+        reset: Cf. :func:`.simulation.reset`.
+        simulate: Cf. :func:`.simulation.simulate`.
+        anneal: Cf. :func:`.annealing.anneal`.
         is_compiled: Whether they want arrays rather than lists.
     """
 
-    begin: Callable[..., bool]
-    finish: Callable[..., tuple[int, float, float]]
+    reset: Callable[..., None]
+    simulate: Callable[..., tuple[bool, int, int, float, float, int]]
+    anneal: Callable[..., None]
     is_compiled: bool
 
 
-PLAIN = Kernels(begin=simulation.begin, finish=simulation.finish, is_compiled=False)
+PLAIN = Kernels(reset=simulation.reset, simulate=simulation.simulate, anneal=annealing.anneal, is_compiled=False)
+_ENTRIES = ("reset", "simulate", "anneal")
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,20 +119,19 @@ def compiled() -> Kernels | None:
         return None
     forms: dict[str, Any] = {}
     for module in _MODULES:
-        forms |= _compiled(module, forms, functools.partial(_inner, numba))
-    forms = _compiled(simulation, forms, functools.partial(_entry, numba))
-    return Kernels(begin=forms["begin"], finish=forms["finish"], is_compiled=True)
+        forms |= _compiled(module, forms, numba)
+    return Kernels(reset=forms["reset"], simulate=forms["simulate"], anneal=forms["anneal"], is_compiled=True)
 
 
 @functools.cache
 def _is_cached(kernels: Kernels) -> bool:
     """Whether compiled code is there to be loaded."""
-    stats = getattr(kernels.finish, "stats", None)
+    stats = getattr(kernels.simulate, "stats", None)
     folder = getattr(stats, "cache_path", None)
-    return folder is not None and any(pathlib.Path(folder).glob(f"simulation.{_mark('finish')}-*.nbi"))
+    return folder is not None and any(pathlib.Path(folder).glob(f"simulation.{_mark('simulate')}-*.nbi"))
 
 
-def _compiled(module: types.ModuleType, forms: Mapping[str, Any], jit: Callable[..., Any]) -> dict[str, Any]:
+def _compiled(module: types.ModuleType, forms: Mapping[str, Any], numba: Any) -> dict[str, Any]:
     """Compiled forms of a module's functions, which call one another and others' that are there already.
 
     Nothing is compiled before it is called.
@@ -129,7 +142,7 @@ def _compiled(module: types.ModuleType, forms: Mapping[str, Any], jit: Callable[
         if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
             copy = types.FunctionType(function.__code__, scope, name)
             copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
-            made[name] = jit(copy)
+            made[name] = _entry(numba, copy) if name in _ENTRIES else _inner(numba, copy)
     scope.update(made)
     return made
 
@@ -159,6 +172,6 @@ def _mark(name: str) -> str:
 @functools.cache
 def _digest() -> str:
     digest = hashlib.sha256()
-    for module in (*_MODULES, simulation, buffers, arrays):
+    for module in (*_MODULES, buffers, arrays):
         digest.update(inspect.getsource(module).encode())
     return digest.hexdigest()[:12]

@@ -56,11 +56,13 @@ class Transfers(NamedTuple):
         on_disk: By candidate: 1 if a swap of it goes to disk, 0 if to the host.
         release: Tick before which its device copy is released; -1 at its pack.
         prefetch: Ordinal of the unpack at which its copy back is issued; -1 on demand.
+        given: ``on_disk`` where a schedule says it; -1 elsewhere.
     """
 
     on_disk: Any
     release: Any
     prefetch: Any
+    given: Any
 
 
 class Buckets(NamedTuple):
@@ -122,12 +124,23 @@ class Room(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Figures of a device: rates out and back, seconds of a copy's or replay's overhead, interference of copies."""
+    """Figures of a device.
+
+    Attributes:
+        out_rates: Rates of copies out.
+        in_rates: Rates of copies back.
+        overhead: Seconds of a copy's or replay's overhead.
+        interference: Share of a copy that compute is slowed down by.
+        host_bytes: What the host may hold.
+        has_disk: Whether there is a disk behind it.
+    """
 
     out_rates: Any
     in_rates: Any
     overhead: float
     interference: float
+    host_bytes: int
+    has_disk: bool
 
 
 class Lanes(NamedTuple):
@@ -162,3 +175,146 @@ class Copies(NamedTuple):
     room: Room
     events: Events
     lanes: Lanes
+
+
+class Walk(NamedTuple):
+    """What the static pass reads and fills in.
+
+    Attributes:
+        codes: By saved storage: its action; those that are no candidates are kept.
+        no_memo: By candidate: whether it is not kept when it is replayed on the way to another.
+        needs: What backward needs.
+        scratch: Buffers.
+    """
+
+    codes: Any
+    no_memo: Any
+    needs: Needs
+    scratch: Scratch
+
+
+class Tiers(NamedTuple):
+    """Buffers.
+
+    Attributes:
+        swapped: By candidate: a list of those that are swapped.
+        away: By candidate: for how long.
+        delta: By tick: bytes that come and go.
+    """
+
+    swapped: Any
+    away: Any
+    delta: Any
+
+
+class Columns(NamedTuple):
+    """What is filled in before copies back are placed; lanes are free for copies out at first."""
+
+    walk: Walk
+    starts: Any
+    transfers: Transfers
+    out_lanes: Any
+    room: Room
+    tiers: Tiers
+
+
+class Resets(NamedTuple):
+    """Columns that must be as they were at first for another simulation, and how that was.
+
+    Attributes:
+        whole: Of integers; one behind another in one, where they are arrays.
+        whole_at_first: How they were.
+        real: Of real numbers.
+        real_at_first: How they were.
+    """
+
+    whole: Any
+    whole_at_first: Any
+    real: Any
+    real_at_first: Any
+
+
+class Space(NamedTuple):
+    """All that a simulation fills in.
+
+    Attributes:
+        columns: Before copies back are placed.
+        first: Copies back, the last need first.
+        second: The same, the first need first.
+        resets: Of ``columns``.
+        resets_of_first: Of ``first``.
+        resets_of_second: Of ``second``.
+    """
+
+    columns: Columns
+    first: Copies
+    second: Copies
+    resets: Resets
+    resets_of_first: Resets
+    resets_of_second: Resets
+
+
+class Moves(NamedTuple):
+    """What a search may change.
+
+    Attributes:
+        movable: The candidates that have a choice.
+        can_swap: By candidate: 1 if it may be swapped, else 0.
+        can_recompute: By candidate: 1 if it may be recomputed, else 0.
+        alike: Places in ``movable``, those of one size behind one another.
+        alike_begin: By place: where those of its size begin.
+        alike_end: By place: where they end.
+    """
+
+    movable: Any
+    can_swap: Any
+    can_recompute: Any
+    alike: Any
+    alike_begin: Any
+    alike_end: Any
+
+
+class Seen(NamedTuple):
+    """What was simulated before, as far as no other one took its slot.
+
+    Attributes:
+        marks: By candidate and state: a random number; those of all states, combined by exclusive or, are a key.
+        keys: By slot: a key; -1 for none.
+        costs: By slot: what was found.
+    """
+
+    marks: Any
+    keys: Any
+    costs: Any
+
+
+class Annealing(NamedTuple):
+    """A search.
+
+    Attributes:
+        states: By candidate: where it is.
+        best: By candidate: the best that fits.
+        changed: Four numbers: a buffer.
+        counts: Trials; proposals; random numbers used; the key of ``states``.
+        costs: Of ``states``; of the best of all searches.
+        hot_seconds: Temperature at first.
+        cooling: What it is multiplied by until the end.
+        max_trials: When that is.
+        max_proposals: After which it ends, too.
+        enough_seconds: With so good a best it ends as well.
+        hopeless: As slow as that multiple of the best, a choice need not be simulated to its end.
+        seconds_per_byte: Penalty for memory beyond the limit.
+    """
+
+    states: Any
+    best: Any
+    changed: Any
+    counts: Any
+    costs: Any
+    hot_seconds: float
+    cooling: float
+    max_trials: int
+    max_proposals: int
+    enough_seconds: float
+    hopeless: float
+    seconds_per_byte: float

@@ -1,75 +1,98 @@
-"""One simulation, from a choice to its duration: the passes of the other modules, one after the other.
-
-By these functions compiled loops are entered. To hand the columns over takes as long as the shorter loops do, so there
-is one call up to where the tiers must be chosen, and one for all that comes then.
-"""
+"""One simulation, from a choice to its duration: the passes of the other modules, one after the other."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning_offload.planning.arrays import StepArrays
-from lightning_offload.planning.kernels.buffers import Copies, Links, Needs, Room, Scratch, Transfers
+from lightning_offload.planning.kernels.buffers import Columns, Copies, Links, Resets, Space, Transfers
 from lightning_offload.planning.kernels.clock import begin_ticks, copies_out_end, run_step
 from lightning_offload.planning.kernels.needs import find_needs
 from lightning_offload.planning.kernels.prefetches import place_prefetches
-from lightning_offload.planning.kernels.releases import place_releases
+from lightning_offload.planning.kernels.releases import NO_LIMIT, place_releases
+from lightning_offload.planning.kernels.tiers import choose_tiers
+
+NOTEWORTHY = 1e-3
+"""Share of the step that compute waits, above which other prefetches are tried."""
+ROUNDING = 1e-9
+"""Share of the step by which its duration may differ for no reason but the order of sums."""
+NEVER = float("inf")
+"""Seconds of a step that was not simulated to its end."""
 
 
-def begin(
-    step: StepArrays, codes: Any, no_memo: Any, needs: Needs, scratch: Scratch, starts: Any, overhead: float,
-    max_replay_seconds: float,
-) -> bool:  # fmt: skip
-    """Fill in what backward needs and when ticks begin; False, and not all of it, where replays take too long.
-
-    Args:
-        step: The step.
-        codes: Actions.
-        no_memo: Which replayed values do not stay.
-        needs: Filled in.
-        scratch: Buffers.
-        starts: Filled in: seconds at which ticks begin if nothing is waited for.
-        overhead: Seconds of a replay's overhead.
-        max_replay_seconds: The longest that replays may take in all.
-    """
-    if not find_needs(step, codes, no_memo, needs, scratch, max_replay_seconds):
-        return False
-    begin_ticks(step, needs, overhead, starts)
-    return True
+def reset(resets: Resets) -> None:
+    """Make columns what they were at first."""
+    for i in range(len(resets.whole)):
+        resets.whole[i][:] = resets.whole_at_first[i]
+    for i in range(len(resets.real)):
+        resets.real[i][:] = resets.real_at_first[i]
 
 
-def finish(
-    step: StepArrays, codes: Any, needs: Needs, starts: Any, links: Links, transfers: Transfers, room: Room,
-    out_lanes: Any, copies: Copies, limit: int, is_given: bool, in_order: bool,
-) -> tuple[int, float, float]:  # fmt: skip
-    """Place the copies and run the clock; copies back from the last need to the first, or, once more, in order.
+def simulate(
+    step: StepArrays, space: Space, links: Links, limit: int, max_replay_seconds: float, is_given: bool
+) -> tuple[bool, int, int, float, float, int]:
+    """Simulate a choice.
 
     Args:
         step: The step.
-        codes: Actions.
-        needs: What backward needs.
-        starts: Seconds at which ticks begin if nothing is waited for.
+        space: The columns: the choice is in ``walk``, all else is as it was at first, but for what of ``transfers`` is
+            given.
         links: Figures of the device.
-        transfers: ``release`` is filled in, if it is not given.
-        room: ``memory`` is filled in, without copies back.
-        out_lanes: From when the link and the disk are free for copies out.
-        copies: Filled in: when copies back are made, memory with them, and the clock.
         limit: Bytes that memory stays below where it can.
+        max_replay_seconds: Where replays take longer, the simulation is given up.
         is_given: Whether releases and prefetches are given.
-        in_order: Whether copies out are placed already, and for those back the first need chooses first.
+
+    Returns:
+        Whether the second of the space's copies are those that were taken, the tick of the peak, the peak, the step's
+        seconds (infinite where it was given up), those of them that compute waits for copies, and by how many bytes
+        the host would have to be larger.
+    """
+    columns, codes = space.columns, space.columns.walk.codes
+    needs, starts, transfers = columns.walk.needs, columns.starts, columns.transfers
+    if not find_needs(step, codes, columns.walk.no_memo, needs, columns.walk.scratch, max_replay_seconds):
+        return False, 0, NO_LIMIT, NEVER, NEVER, 0
+    begin_ticks(step, needs, links.overhead, starts)
+    overflow = choose_tiers(step, codes, needs, starts, links, transfers.on_disk, columns.tiers)
+    if is_given:
+        for s in range(len(transfers.given)):
+            if transfers.given[s] >= 0:
+                transfers.on_disk[s] = transfers.given[s]
+    else:
+        copies_out_end(step, codes, starts, links, transfers, columns.out_lanes)
+    place_releases(step, codes, needs, transfers, columns.room, limit, is_given)
+    reset(space.resets_of_first)
+    tick, seconds, stall = fetch(step, columns, space.first, links, limit, is_given, False)
+    if not is_given and stall > NOTEWORTHY * seconds:
+        reset(space.resets_of_second)
+        other_tick, other_seconds, other_stall = fetch(step, columns, space.second, links, limit, False, True)
+        if other_seconds < (1.0 - ROUNDING) * seconds:
+            # no prefetch exceeds the limit, so that no order does better there than another
+            peak = space.second.room.memory[other_tick]
+            return True, other_tick, peak, other_seconds, other_stall, overflow
+    return False, tick, space.first.room.memory[tick], seconds, stall, overflow
+
+
+def fetch(
+    step: StepArrays, columns: Columns, copies: Copies, links: Links, limit: int, is_given: bool, in_order: bool
+) -> tuple[int, float, float]:
+    """Place the copies back and run the clock.
+
+    Args:
+        step: The step.
+        columns: With all that comes before.
+        copies: Filled in.
+        links: Figures of the device.
+        limit: Bytes that memory stays below where it can.
+        is_given: Whether prefetches are given.
+        in_order: Whether the first need chooses first, or the last one.
 
     Returns:
         The tick of the peak, the step's seconds, and those of them that compute waits for copies.
     """
-    if not in_order:
-        if not is_given:
-            copies_out_end(step, codes, starts, links, transfers, out_lanes)
-        place_releases(step, codes, needs, transfers, room, limit, is_given)
-    for i in range(len(transfers.prefetch)):
-        copies.prefetch[i] = transfers.prefetch[i]
-    for tick in range(len(room.memory)):
-        copies.room.memory[tick] = room.memory[tick]
-    made = Transfers(transfers.on_disk, transfers.release, copies.prefetch)
+    codes, needs, starts = columns.walk.codes, columns.walk.needs, columns.starts
+    for s in range(len(copies.prefetch)):
+        copies.prefetch[s] = columns.transfers.prefetch[s]
+    for tick in range(len(columns.room.memory)):
+        copies.room.memory[tick] = columns.room.memory[tick]
+    made = Transfers(columns.transfers.on_disk, columns.transfers.release, copies.prefetch, columns.transfers.given)
     peak_tick = place_prefetches(
         step, codes, needs, starts, links, made, copies.events, copies.room, limit, is_given, in_order
     )

@@ -78,7 +78,7 @@ from lightning_offload.planning.kernels import releases
 real = inspect.getsource
 if sys.argv[1:] == ["changed"]:
     inspect.getsource = lambda item: real(item) + "#" * (item is releases)
-print(kernels.compiled().finish.py_func.__qualname__, kernels.compiled().begin.py_func.__qualname__)
+print(kernels.compiled().simulate.py_func.__qualname__, kernels.compiled().anneal.py_func.__qualname__)
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     names = [
@@ -89,4 +89,4 @@ print(kernels.compiled().finish.py_func.__qualname__, kernels.compiled().begin.p
     ]
     assert names[0] == names[1]
     assert not set(names[0]) & set(names[2])
-    assert [name.split("_")[0] for name in names[0]] == ["finish", "begin"]
+    assert [name.split("_")[0] for name in names[0]] == ["simulate", "anneal"]
