@@ -38,7 +38,7 @@ from lightning_offload.planning.kernels.annealing import (
 from lightning_offload.planning.kernels.buffers import Annealing, Moves, Seen
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.search import AS_GOOD, HOPELESS, Choice, Flags, Search
+from lightning_offload.planning.search import HOPELESS, Choice, Flags, Search
 
 _FIRST, _HOTTEST, _LAST = 1e-4, 2e-3, 5e-6  # temperatures, in plain steps
 _SHARE = 0.01  # of the gap to the bound: the first temperature, within those limits
@@ -103,7 +103,7 @@ class LocalSearch:
             cooling=_LAST / first_share,
             max_trials=num_trials,
             max_proposals=_MAX_IDLE * num_trials,
-            enough_seconds=AS_GOOD * request.bound_seconds,
+            enough_seconds=self._search.enough_seconds,
             hopeless=HOPELESS,
             seconds_per_byte=seconds_per_byte,
         )

@@ -42,8 +42,7 @@ from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Outcome
 from lightning_offload.planning.tiers import HostRoom, must_fit_host
 
-AS_GOOD = 1.0005
-"""Multiple of the lower bound: so good a choice ends a search."""
+_AS_GOOD = 1.0005  # of the lower bound
 HOPELESS = 2.0
 """As slow as that multiple of the best, a choice need not be simulated to its end."""
 
@@ -97,7 +96,12 @@ class Search:
     @property
     def is_over(self) -> bool:
         """Whether to stop with what there is: time is up, or the best is as good as the lower bound."""
-        return self.is_out_of_time or self.is_within(AS_GOOD)
+        return self.is_out_of_time or (self.best is not None and self.best.seconds <= self.enough_seconds)
+
+    @property
+    def enough_seconds(self) -> float:
+        """As good as the lower bound: a choice as fast as that ends the search."""
+        return _AS_GOOD * self.request.bound_seconds
 
     @property
     def is_out_of_time(self) -> bool:
