@@ -1,7 +1,7 @@
 """Improves a choice by small changes: simulated annealing, with a simulation for each trial.
 
 What is changed is a *state*: by candidate 0 keep, 1 swap, 2 recompute, 3 recompute for each of its reads anew. What the
-changes are, and why, says :mod:`~lightning_offload.planning.search`.
+changes are, and why, says :mod:`~lightning_offload.planning.annealing`.
 
 Random numbers are drawn before, since plain and compiled loops are to use the same ones.
 """
