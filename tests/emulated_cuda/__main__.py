@@ -35,6 +35,7 @@ LAZY = {"EMULATED_CUDA_MODE": "lazy", "EMULATED_CUDA_POLICY": "random", "EMULATE
 COPIES_LAST = {**LAZY, "EMULATED_CUDA_POLICY": "copies_last"}
 THREADS = {"EMULATED_CUDA_MODE": "threads", "EMULATED_CUDA_COMPUTE_US": "100", "EMULATED_CUDA_COPY_US": "300"}
 EAGER = {"EMULATED_CUDA_MODE": "eager"}
+WORKSPACES = {**EAGER, "EMULATED_CUDA_WORKSPACE_BYTES": str(32 << 20)}
 TWO_DEVICES = {**LAZY, "EMULATED_CUDA_SEED": "2", "EMULATED_CUDA_DEVICES": "2"}
 
 EXACT = (
@@ -128,6 +129,12 @@ SHARE = (  # the longest first
         only=(
             "two_devices and dropout or of_the_users and (dropout or inplace-residual) or test_device or current_device"
         ),
+    ),
+    Run(
+        name="eager, with cuBLAS's workspaces: plain steps, structures",
+        schedule=WORKSPACES,
+        tests=(f"{GPU}/test_plain_steps.py", f"{GPU}/test_structures.py"),
+        only="test_plain_steps or changing_structures and turns",
     ),
 )
 

@@ -51,7 +51,7 @@ bool multiplies_matrices(const std::string& name) {
 }  // namespace
 
 void keep_workspace(const std::string& name, StreamKey stream) {
-  static const auto num_bytes = static_cast<size_t>(number_setting("EMULATED_CUDA_WORKSPACE_BYTES", 32 << 20));
+  static const auto num_bytes = static_cast<size_t>(number_setting("EMULATED_CUDA_WORKSPACE_BYTES", 0));
   if (!num_bytes || !multiplies_matrices(name)) return;
   thread_local Handle handle;
   std::lock_guard lock(known().mutex);
