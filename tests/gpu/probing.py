@@ -48,31 +48,28 @@ class Trained:
     num_mismatched: int
 
 
-def repeatably(run: Callable[[], T]) -> T:
+def repeatably(run: Callable[[], T]) -> tuple[T, bool]:
     """Run something with deterministic kernels; where an op has none, with those that there are.
 
     Not with the latter at once: asked only to warn, attention computes its gradients in whatever order comes.
+
+    Returns:
+        What it gave, and whether some of its ops have no deterministic kernel.
     """
     try:
         with deterministic(warn_only=False):
-            return run()
+            return run(), False
     except RuntimeError as error:
         if NOT_DETERMINISTIC not in str(error):
             raise
     with deterministic(warn_only=True):
-        return run()
+        return run(), True
 
 
 def train_plainly(case: Case, *, around: Around = nullcontext) -> Plain:
     """Train without a plugin, with deterministic kernels wherever there are any."""
-    try:
-        with deterministic(warn_only=False):
-            return Plain(outcome=run(case, device=str(DEVICE), around=around), has_exceptions=False)
-    except RuntimeError as error:
-        if NOT_DETERMINISTIC not in str(error):
-            raise
-    with deterministic(warn_only=True):
-        return Plain(outcome=run(case, device=str(DEVICE), around=around), has_exceptions=True)
+    outcome, has_exceptions = repeatably(lambda: run(case, device=str(DEVICE), around=around))
+    return Plain(outcome=outcome, has_exceptions=has_exceptions)
 
 
 @functools.lru_cache(maxsize=4)

@@ -45,13 +45,13 @@ def _train(name: str, memory: MemoryPlugin | None) -> tuple[list[Tensor], list[i
 @pytest.mark.parametrize("name", ["t5", "images"])
 def test_changing_shapes_are_exact_and_within_the_budget(name: str, height: float) -> None:
     """What a larger recording left of the budget stays in smaller ones; from the fourth shape on steps are planned."""
-    expected, plain_peaks, _ = repeatably(lambda: _train(name, None))
+    (expected, plain_peaks, _), _ = repeatably(lambda: _train(name, None))
     with MemoryPlugin(budget="1GiB", policy="all-swap") as memory:
         _, floor_peaks, _ = _train(name, memory)
     floor = max(floor_peaks)
     budget = int(floor + height * (max(plain_peaks) - floor)) + MIB
     with MemoryPlugin(budget=budget) as memory:
-        found, peaks, shown = repeatably(lambda: _train(name, memory))
+        (found, peaks, shown), _ = repeatably(lambda: _train(name, memory))
     assert not take_races()
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
