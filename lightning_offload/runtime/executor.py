@@ -111,7 +111,7 @@ class StepExecutor:
         self.swapped_bytes = self.stayed_bytes = 0
         self.took_data = False
         self._grants_room, self._spare_bytes = program is None and spare_bytes > 0, spare_bytes
-        self._lease: StepLiveness | None = StepLiveness()
+        self._lease: StepLiveness | None = StepLiveness(program.num_objects if program is not None else 0)
         self._unread = weakref.ref(self._lease)
         self._device = device
         self._can_capture = kind_of(device).captures_graphs

@@ -67,7 +67,7 @@ class KeepingExecutor:
         self.on_backward: Callable[[], None] | None = None
         self._num_packs = 0
         self._pack_keys: dict[int, int] = {}
-        self._lease: StepLiveness | None = StepLiveness()
+        self._lease: StepLiveness | None = StepLiveness(program.num_objects if packs else 0)
         self._unread = weakref.ref(self._lease)
 
     @property

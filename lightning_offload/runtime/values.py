@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_offload.runtime.collector import Allowance
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.hooks import out_of_compilers_sight
 from lightning_offload.runtime.lanes import Block, Copy
@@ -236,10 +237,14 @@ class Call:
                     value.forget_call(self)
 
 
-class StepLiveness:
-    """Held by everything of a step that autograd may still unpack; gone when the last of it is."""
+class StepLiveness(Allowance):
+    """Held by everything of a step that autograd may still unpack; gone when the last of it is.
 
-    __slots__ = ("__weakref__",)
+    Args:
+        num_objects: How many objects the step makes that the garbage collector need not count meanwhile.
+    """
+
+    __slots__ = ()
 
 
 class Handle:

@@ -1,0 +1,62 @@
+"""Keeps Python's garbage collector from going through what a planned step holds, again and again.
+
+The collector runs whenever so many more objects were made than were freed, 700 unless the program says otherwise. A
+planned step makes some five for each saved tensor and frees them in backward: so in each forward it would run several
+times, find nothing, and take what it looked through for long-lived, until it looks through the whole process for that.
+For as long as these objects live, its threshold is higher by their number: garbage of the program's own is found after
+as many objects of its own as without us.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+
+class Allowance:
+    """Counts objects out of the collector's threshold for as long as it lives.
+
+    Args:
+        num_objects: How many the collector is not to count.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, num_objects: int) -> None:
+        if num_objects:
+            _allowances[id(self)] = num_objects
+            _threshold.adjust()
+
+    def __del__(self) -> None:
+        if _allowances.pop(id(self), 0):
+            _threshold.adjust()
+
+
+class _Threshold:
+    """The threshold of the youngest generation, as the program has it and as it is now.
+
+    Finalizers come here, in any thread and perhaps in the midst of another call of the same one: so nobody waits for
+    the lock, and who has it looks again once it is free.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._allowed = 0
+        self._raised, self._rise = -1, 0  # what was set last, and how much of that is allowed
+
+    def adjust(self) -> None:
+        """Have the threshold be the program's own and all that is allowed."""
+        while self._allowed != sum(list(_allowances.values())) and self._lock.acquire(blocking=False):
+            try:
+                self._allowed = sum(list(_allowances.values()))
+                now, *others = gc.get_threshold()
+                own = now - self._rise if now == self._raised else now  # else the program has set it since
+                if own > 0:  # else collections are off
+                    self._raised, self._rise = own + self._allowed, self._allowed
+                    gc.set_threshold(self._raised, *others)
+            finally:
+                self._lock.release()
+
+
+_allowances: dict[int, int] = {}
+_threshold = _Threshold()
