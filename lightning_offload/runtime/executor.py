@@ -39,7 +39,7 @@ from lightning_offload.runtime.given import GivenCursor
 from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight, past_own_mode
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.materialize import Materializer
-from lightning_offload.runtime.program import OpStep, Program, ProgramCursor
+from lightning_offload.runtime.program import KEPT_FOR_CALLS, OpStep, Program, ProgramCursor
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.tracking import ValueTracker
 from lightning_offload.runtime.values import (
@@ -55,9 +55,10 @@ from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of
+from lightning_offload.tensors.op_facts import OpFacts, as_saved, detached, effects, facts_of, kept_plainly
 
 _log = logging.getLogger(__name__)
+_num_function_modes = torch._C._len_torch_function_stack
 
 
 class StepExecutor:
@@ -122,6 +123,7 @@ class StepExecutor:
         self._num_packs = 0
         self._pack_keys: dict[int, int] = {}
         self._has_begun_backward = False
+        self._idle_packs = program.idle_packs if program is not None and observer is None else b""
         self._kept: list[weakref.ref[Handle]] = []
         self._late: list[weakref.ref[Handle]] = []
         self._late_node = 0
@@ -195,7 +197,9 @@ class StepExecutor:
                 step = self._cursor.next(facts.name)
                 if step is None:
                     self.deviate(f"{facts.name} ran where {self._cursor.expected} was expected")
-            if step is None or self.observer is not None or facts.mutates or step.is_busy:
+            if step is None or self.observer is not None or step.is_busy:
+                return self._dispatch(func, facts, args, kwargs, step)
+            if facts.mutates and not self._writes.is_idle(facts, args):
                 return self._dispatch(func, facts, args, kwargs, step)
             return call(func, args, kwargs)
         finally:
@@ -274,7 +278,7 @@ class StepExecutor:
             exposed: Storages that may be written unseen.
         """
         assert not self.sees_ops
-        self.deviation = how
+        self.deviation, self._idle_packs = how, b""
         for storage in (reference() for reference in exposed):
             if storage is not None:
                 self._keep_from_now_on(storage)
@@ -300,7 +304,7 @@ class StepExecutor:
         plan kept leaves the device, too.
         """
         where = self._given.where() if self._given is not None else ""
-        self.deviation = f"after {self._num_packs} saved tensors{where} {how}"
+        self.deviation, self._idle_packs = f"after {self._num_packs} saved tensors{where} {how}", b""
         _log.debug("the step left its plan: %s", self.deviation)
         for value in self._table.all_indexed():
             self._materializer.release(value)
@@ -332,6 +336,7 @@ class StepExecutor:
 
     def _give_up(self, handle: Handle, tensor: Tensor) -> None:
         """Let a saved tensor leave the device that was kept."""
+        tensor = handle.version_alias = detached(tensor)  # so far it may have been the program's own
         storage = tensor.untyped_storage()
         value = self._table.find(storage)
         if value is None:
@@ -360,6 +365,11 @@ class StepExecutor:
     @out_of_compilers_sight
     def pack(self, tensor: Tensor) -> Handle:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
+        index, idle = self._num_packs, self._idle_packs
+        if index < len(idle) and idle[index] and not _num_function_modes():
+            handle = self._keep_as_planned(index, tensor)
+            if handle is not None:
+                return handle
         bypass_mode.depth += 1
         try:
             with NotSeen():
@@ -375,6 +385,28 @@ class StepExecutor:
                 return handle
         finally:
             bypass_mode.depth -= 1
+
+    def _keep_as_planned(self, index: int, tensor: Tensor) -> Handle | None:
+        """Keep a tensor where that is all that the program asks for; None where it is not the one that was planned."""
+        program = self.program
+        assert program is not None
+        kept = kept_plainly(tensor)
+        if kept is None or (self._can_capture and is_capturing()):
+            return None
+        storage = kept.untyped_storage()
+        if storage.nbytes() != program.pack_bytes[index]:
+            return None
+        value = self._table.find(storage) if self._idle_packs[index] == KEPT_FOR_CALLS else None
+        if value is not None and not value.is_given:
+            if value.block is not None:
+                return None
+            self._table.own(value, storage)
+        self._num_packs = index + 1
+        handle = Handle(None, self._lease, index, kept)
+        handle.kept, handle.value = kept, value
+        if index in program.made_packs:
+            self._kept.append(weakref.ref(handle))
+        return handle
 
     def _pack(self, tensor: Tensor, plain: bool) -> Handle:
         index = self._num_packs
@@ -529,6 +561,11 @@ class StepExecutor:
             ReplayError: A replay failed.
         """
         with self._lock, NotSeen():
+            kept = handle.kept
+            is_sound = kept is not None and handle.version_alias._version == handle.version
+            if kept is not None and is_sound and self._idle_packs and self._passes_idly():
+                handle.is_out = True
+                return kept
             in_backward = torch._C._current_graph_task_id() != -1  # else somebody reads grad_fn._saved_...
             if in_backward:
                 self._begin_unpack(handle)
@@ -544,6 +581,15 @@ class StepExecutor:
                     return self._read(handle)
             finally:
                 bypass_mode.depth -= 1
+
+    def _passes_idly(self) -> bool:
+        """Whether this is an unpack, not the first one, at which the program does nothing; then it is counted."""
+        assert self.program is not None
+        ordinal = self.num_unpacks
+        if not ordinal or ordinal in self.program.busy_unpacks or torch._C._current_graph_task_id() == -1:
+            return False
+        self.num_unpacks = ordinal + 1
+        return True
 
     def _bring_back(self, program: Program, handle: Handle) -> None:
         """Begin to bring back what is read now, and what the plan has come back next."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,9 @@ class Program:
         route: What steps of other structures follow it by; None where only those of its own do.
         given: What steps follow it by, if it was made elsewhere; None where it was made for a step that was seen here.
         num_objects: About how many Python objects a step makes under it that live until backward.
+        idle_packs: By pack: 0, or where there is nothing to do but to keep what is saved KEPT, and KEPT_FOR_CALLS where
+            calls that may be replayed read it; empty where sizes are bounds, or where the program was made elsewhere.
+        busy_unpacks: Ordinals of the unpacks at which something is released or fetched.
     """
 
     plan: MemoryPlan
@@ -107,6 +110,8 @@ class Program:
     route: Route | None = None
     given: GivenRoute | None = None
     num_objects: int = 0
+    idle_packs: bytes = b""
+    busy_unpacks: frozenset[int] = frozenset()
 
     def expects(self, index: int, num_bytes: int) -> bool:
         """Whether a storage of this size may be behind a pack."""
@@ -238,6 +243,10 @@ def compile_plan(
     steps = list(skeleton.idle)
     for i, step in busy.items():
         steps[i] = step
+    release_at_unpack = {hook.ordinal: s for hook, s in releases.items() if not hook.is_pack}
+    records_backward = any(in_backward[i] and step.record for i, step in busy.items())
+    followed_storages = {graph.values[v].storage for v in followed}
+    is_own = not (is_bound or is_given or records_backward)
     if forms is not None and (is_recomputing or has_others):
         raise PlanError("steps of other structures can follow a plan only where it needs no op to be seen")
     return Program(
@@ -258,15 +267,31 @@ def compile_plan(
         made_packs=skeleton.made_packs,
         pack_storages=_leaving(graph, decisions),
         release_at_pack=release_at_pack,
-        release_at_unpack={hook.ordinal: s for hook, s in releases.items() if not hook.is_pack},
+        release_at_unpack=release_at_unpack,
         is_keep_all=not decisions,
         needs_ops=is_recomputing or has_others,
         is_recomputing=is_recomputing,
-        records_backward=any(in_backward[i] and step.record for i, step in busy.items()),
+        records_backward=records_backward,
         route=Route.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
         given=GivenRoute.of(graph, decisions) if is_given else None,
         num_objects=_num_objects(len(skeleton.saved), len(decisions), sum(step.record for step in busy.values())),
+        idle_packs=_idle_packs(skeleton.saved, decisions, followed_storages, release_at_pack) if is_own else b"",
+        busy_unpacks=frozenset({*prefetch, *release_at_unpack}),
     )
+
+
+KEPT, KEPT_FOR_CALLS = 1, 2
+
+
+def _idle_packs(
+    saved: Sequence[int], decisions: Container[int], followed: Container[int], releases: Container[int]
+) -> bytes:
+    """What :attr:`Program.idle_packs` says."""
+    idle = bytearray(len(saved))
+    for i, storage in enumerate(saved):
+        if storage not in decisions and i not in releases:
+            idle[i] = KEPT_FOR_CALLS if storage in followed else KEPT
+    return bytes(idle)
 
 
 def _num_objects(num_packs: int, num_leaving: int, num_recorded: int) -> int:

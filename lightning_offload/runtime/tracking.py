@@ -50,15 +50,43 @@ class ValueTracker:
         call: Call | None,
     ) -> str:
         """Follow the values that an op made, as :meth:`op` does, where nobody has asked yet what it made."""
-        if call is None or facts.mutates or not isinstance(out, Tensor):
+        if call is not None and (not facts.mutates or facts.running_stats):
+            found = self._made_by_recorded(facts, args, kwargs, out)
+        else:
             found = sole_effect(facts, args, kwargs, out)
-        else:  # all that a recorded call reads is in the table
-            is_apart = is_plain(out) and self._find(out.untyped_storage()) is None
-            found = ([out], 1) if is_apart else None
         if found is None:
             did = effects(facts, args, kwargs, out)
             found = did.made, did.num_fresh
         return self.op(facts, *found, step, call)
+
+    def _made_by_recorded(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> tuple[list[Tensor], int] | None:
+        """What a recorded call made and how many of that are fresh, as effects tell it: all that it reads is in the table.
+
+        None where its results may lie on what it was given.
+        """
+        made: list[Tensor] = []
+        keys: set[int] = set()
+        for tensor in (out,) if isinstance(out, Tensor) else out if out.__class__ is tuple else (None,):
+            if not isinstance(tensor, Tensor) or not is_plain(tensor):
+                return None
+            storage = tensor.untyped_storage()
+            if self._find(storage) is not None:
+                return None
+            if storage._cdata not in keys:
+                keys.add(storage._cdata)
+                made.append(tensor)
+        num_fresh = len(made)
+        if facts.running_stats:
+            for tensor in facts.written(args, kwargs):
+                key = tensor.untyped_storage()._cdata if is_plain(tensor) else 0
+                if key in keys:
+                    return None
+                if key:
+                    made.append(tensor)
+                    keys.add(key)
+        return made, num_fresh
 
     def op(
         self,
