@@ -103,15 +103,16 @@ class AlignedExecutor(StepExecutor):
         bypass_mode.depth += 1
         try:
             with NotSeen():
-                return self._pack(*as_saved(tensor))
+                saved, plain = as_saved(tensor)
+                return self._pack(saved, plain, saved is tensor)
         finally:
             bypass_mode.depth -= 1
 
     @override
-    def _pack(self, tensor: Tensor, plain: bool) -> Handle:
+    def _pack(self, tensor: Tensor, plain: bool, is_borrowed: bool) -> Handle:
         index = self._num_packs
         self._num_packs = index + 1
-        handle = Handle(self.observer, self._lease, index, tensor)
+        handle = Handle(self.observer, self._lease, index, tensor, is_borrowed=is_borrowed)
         handle.kept = tensor
         is_captured = self._can_capture and is_capturing()
         plain = plain and not is_captured
@@ -229,7 +230,7 @@ class AlignedExecutor(StepExecutor):
             return False
         self.swapped_bytes += value.num_bytes
         if not self.sees_ops:
-            value.guards = ((handle.version_alias, handle.version),)
+            value.guards = ((handle.own_alias(), handle.version),)
         self._let_go(handle, value, tensor)
         return True
 

@@ -55,7 +55,7 @@ from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, as_saved, detached, effects, facts_of, kept_plainly
+from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of, plainly_saved
 
 _log = logging.getLogger(__name__)
 _num_function_modes = torch._C._len_torch_function_stack
@@ -336,13 +336,12 @@ class StepExecutor:
 
     def _give_up(self, handle: Handle, tensor: Tensor) -> None:
         """Let a saved tensor leave the device that was kept."""
-        tensor = handle.version_alias = detached(tensor)  # so far it may have been the program's own
         storage = tensor.untyped_storage()
         value = self._table.find(storage)
         if value is None:
             value = LiveValue(-1, storage.nbytes())
             if not self.sees_ops:
-                value.guards = ((handle.version_alias, handle.version_alias._version),)
+                value.guards = ((handle.own_alias(), handle.version_alias._version),)
             self._table.follow(value, storage)
         if value.is_given or not (self.sees_ops or value.is_as_saved(handle)):
             return
@@ -357,7 +356,7 @@ class StepExecutor:
         handle.value = value
         handle.geometry = self._tracker.geometry_of(tensor)
         handle.kept = None
-        emptied(tensor)  # the handle's version alias from now on
+        emptied(handle.own_alias())
         value.note_handle(handle)
 
     # ---- saved tensors
@@ -373,7 +372,8 @@ class StepExecutor:
         bypass_mode.depth += 1
         try:
             with NotSeen():
-                handle = self._pack(*as_saved(tensor))
+                saved, plain = as_saved(tensor)
+                handle = self._pack(saved, plain, saved is tensor)
                 if not (self.sees_ops or self.deviation) and self.program is not None:
                     releases = self.program.release_at_pack
                     if self._given is None:
@@ -390,7 +390,7 @@ class StepExecutor:
         """Keep a tensor where that is all that the program asks for; None where it is not the one that was planned."""
         program = self.program
         assert program is not None
-        kept = kept_plainly(tensor)
+        kept = plainly_saved(tensor)
         if kept is None or (self._can_capture and is_capturing()):
             return None
         storage = kept.untyped_storage()
@@ -402,16 +402,16 @@ class StepExecutor:
                 return None
             self._table.own(value, storage)
         self._num_packs = index + 1
-        handle = Handle(None, self._lease, index, kept)
+        handle = Handle(None, self._lease, index, kept, is_borrowed=kept is tensor)
         handle.kept, handle.value = kept, value
         if index in program.made_packs:
             self._kept.append(weakref.ref(handle))
         return handle
 
-    def _pack(self, tensor: Tensor, plain: bool) -> Handle:
+    def _pack(self, tensor: Tensor, plain: bool, is_borrowed: bool) -> Handle:
         index = self._num_packs
         self._num_packs = index + 1
-        handle = Handle(self.observer, self._lease, index, tensor)
+        handle = Handle(self.observer, self._lease, index, tensor, is_borrowed=is_borrowed)
         plain = plain and not (self._can_capture and is_capturing())
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
@@ -462,7 +462,7 @@ class StepExecutor:
         if not self._leave(value, tensor):
             self._table.drop(storage)
             return None
-        value.guards = ((handle.version_alias, handle.version),)
+        value.guards = ((handle.own_alias(), handle.version),)
         return value
 
     def _given_place(self, index: int, tensor: Tensor, plain: bool) -> int:

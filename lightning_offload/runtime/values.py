@@ -254,19 +254,29 @@ class Handle:
         observer: Notified when autograd drops it; None for nobody.
         lease: Keeps the step from being over.
         index: Ordinal of its pack.
-        kept: The tensor itself, detached, where it is kept.
+        kept: The tensor itself, or detached from its graph, where it is kept.
         value: What it reads; where the tensor is kept, only held for calls that read it too.
         geometry: How the saved tensor lies on the value's storage.
         version_alias: Shares the saved tensor's version counter.
+        is_borrowed: Whether it is that tensor, the program's own, which must stay as it is.
         version: The version that was saved.
         is_out: Whether the tensor itself was handed out, which is somebody else's from then on.
     """
 
     __slots__ = (
-        "__weakref__", "geometry", "index", "is_out", "kept", "lease", "observer", "value", "version", "version_alias",
+        "__weakref__", "geometry", "index", "is_borrowed", "is_out", "kept", "lease", "observer", "value", "version",
+        "version_alias",
     )  # fmt: skip
 
-    def __init__(self, observer: StepObserver | None, lease: StepLiveness | None, index: int, tensor: Tensor) -> None:
+    def __init__(
+        self,
+        observer: StepObserver | None,
+        lease: StepLiveness | None,
+        index: int,
+        tensor: Tensor,
+        *,
+        is_borrowed: bool = False,
+    ) -> None:
         self.observer = observer
         self.lease = lease
         self.index = index
@@ -275,6 +285,7 @@ class Handle:
         self.value: LiveValue | None = None
         self.geometry: Geometry | None = None
         self.version_alias: Tensor = tensor
+        self.is_borrowed = is_borrowed
         self.is_out = False
 
     @out_of_compilers_sight
@@ -284,6 +295,12 @@ class Handle:
         value = self.value
         if value is not None and value.call is not None and torch._C._current_graph_task_id() != -1:
             value.forget_call(self)
+
+    def own_alias(self) -> Tensor:
+        """A version alias that is not the program's own tensor, for whoever refers to it longer than to that or empties it."""
+        if self.is_borrowed:
+            self.version_alias, self.is_borrowed = version_alias_of(self.version_alias), False
+        return self.version_alias
 
     def check_version(self) -> None:
         """Raise as plain autograd does if the saved tensor was modified in place.

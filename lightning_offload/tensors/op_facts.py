@@ -392,7 +392,10 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def as_saved(tensor: Tensor) -> tuple[Tensor, bool]:
-    """A saved tensor without its graph, and whether it is plain.
+    """What to hold of a saved tensor, without its graph, and whether it is plain.
+
+    A plain one that belongs to no graph is held itself, as autograd does without hooks: whoever gives it other memory by
+    ``.data`` before backward, as sharded parameters get it, has that read.
 
     The wrappers of ``torch.func`` and of batched gradients have no memory that could be asked for. They meet no
     dispatch mode, but a custom function may save them.
@@ -402,23 +405,23 @@ def as_saved(tensor: Tensor) -> tuple[Tensor, bool]:
             return tensor.data, False
     if _is_wrapped(tensor):
         return tensor.detach(), False
-    tensor = detached(tensor)
-    return tensor, is_plain(tensor)
+    if is_plain(tensor):
+        return (tensor if _has_no_graph(tensor) else detached(tensor)), True
+    return detached(tensor), False
 
 
-def kept_plainly(tensor: Tensor) -> Tensor | None:
-    """What to hold of a plain tensor that autograd saves and that stays where it is; None of one that may not be plain.
-
-    One that belongs to no graph is held itself, as autograd does without hooks, which takes a third of the time.
-    """
+def _has_no_graph(tensor: Tensor) -> bool:
     kind = tensor.__class__
-    if kind not in _PLAIN_TYPES or _is_batched(tensor) or _is_wrapped(tensor):
+    return kind in _PLAIN_TYPES and (not tensor.requires_grad or (kind is torch.nn.Parameter and is_leaf(tensor)))
+
+
+def plainly_saved(tensor: Tensor) -> Tensor | None:
+    """What :func:`as_saved` gives of a plain tensor, in less time; None of one that may not be plain."""
+    if tensor.__class__ not in _PLAIN_TYPES or _is_batched(tensor) or _is_wrapped(tensor):
         return None
     if tensor.layout is not _STRIDED or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor():
         return None
-    if not tensor.requires_grad or (kind is torch.nn.Parameter and tensor.is_leaf):
-        return tensor
-    return detached(tensor)
+    return tensor if _has_no_graph(tensor) else detached(tensor)
 
 
 def is_at_hand(tensor: Tensor, device: torch.device) -> bool:
