@@ -191,6 +191,17 @@ def _nested(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
     return loss
 
 
+def _other_data(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A parameter and a buffer, saved themselves, are given other memory between forward and backward."""
+    with memory.step():
+        loss = ((x * s.weight).sin() * s.running * s.weight).sum()
+        if attack:
+            s.weight.data = s.weight.data * 2
+            s.running.data = s.running.data - 1
+        loss.backward()
+    return loss
+
+
 class _Plain:
     def step(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -199,7 +210,7 @@ class _Plain:
 ATTACKS: tuple[Step, ...] = (
     _write_result_outside, _hook_writes, _lost_reader, _inference_input,
     _saved_self_of_prod, _backward_writes_saved, _two_steps_one_buffer, _set_alias, _max_with_negative_gradient,
-    _unreplayable_write, _nested,
+    _unreplayable_write, _nested, _other_data,
 )  # fmt: skip
 
 
@@ -223,7 +234,7 @@ def _outcome(step: Step, memory: Any) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:this MemoryPlugin has no effect")
 @pytest.mark.parametrize("verify", ["first", "never"])
-@pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
+@pytest.mark.parametrize("policy", ["all-recompute", "all-swap", "keep-all"])
 @pytest.mark.parametrize("step", ATTACKS, ids=lambda step: step.__name__.strip("_").replace("_", "-"))
 def test_attack_changes_nothing(step: Step, policy: str, verify: str) -> None:
     """The program ends as in plain PyTorch; where it writes behind the step's back, it may be refused instead."""
