@@ -62,9 +62,9 @@ class ValueTracker:
     def _made_by_recorded(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> tuple[list[Tensor], int] | None:
-        """What a recorded call made and how many of that are fresh, as effects tell it: all that it reads is in the table.
+        """What a recorded call made, and how many of that are fresh; None where that takes a closer look.
 
-        None where its results may lie on what it was given.
+        As effects tell it: all that it reads is in the table, so what is not lies on fresh memory.
         """
         made: list[Tensor] = []
         keys: set[int] = set()

@@ -297,7 +297,7 @@ class Handle:
             value.forget_call(self)
 
     def own_alias(self) -> Tensor:
-        """A version alias that is not the program's own tensor, for whoever refers to it longer than to that or empties it."""
+        """A version alias that is not the program's own tensor, for who empties it, or refers to it for longer."""
         if self.is_borrowed:
             self.version_alias, self.is_borrowed = version_alias_of(self.version_alias), False
         return self.version_alias

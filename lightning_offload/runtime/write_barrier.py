@@ -56,7 +56,7 @@ class WriteBarrier:
             return self._is_apart(args[0])
         if facts.writes or facts.writes_all:
             return False
-        return all([args[i] is None or self._is_apart(args[i]) for i in facts.running_stats[:-1]])
+        return all(args[i] is None or self._is_apart(args[i]) for i in facts.running_stats[:-1])
 
     def _is_apart(self, tensor: Any) -> bool:
         return tensor.__class__ is Tensor and is_plain(tensor) and not self._table.may_hold(tensor.untyped_storage())

@@ -394,8 +394,8 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 def as_saved(tensor: Tensor) -> tuple[Tensor, bool]:
     """What to hold of a saved tensor, without its graph, and whether it is plain.
 
-    A plain one that belongs to no graph is held itself, as autograd does without hooks: whoever gives it other memory by
-    ``.data`` before backward, as sharded parameters get it, has that read.
+    A plain one that belongs to no graph is held itself, as autograd does without hooks: whoever gives it other memory
+    by ``.data`` before backward, as sharded parameters get it, has that read.
 
     The wrappers of ``torch.func`` and of batched gradients have no memory that could be asked for. They meet no
     dispatch mode, but a custom function may save them.
