@@ -10,7 +10,43 @@ as many objects of its own as without us.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+
+from lightning_offload.runtime.hooks import out_of_compilers_sight
+
+
+class _Threshold:
+    """The threshold of the youngest generation, as the program has it and as it is now.
+
+    Finalizers come here, in any thread and perhaps in the midst of another call of the same one: so nobody waits for
+    the lock, and who has it looks again once it is free.
+
+    Attributes:
+        allowances: How many objects are not to be counted, by who says so.
+    """
+
+    def __init__(self) -> None:
+        self.allowances: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._allowed = 0
+        self._raised, self._rise = -1, 0  # what was set last, and how much of that is allowed
+
+    def adjust(self) -> None:
+        """Have the threshold be the program's own and all that is allowed."""
+        while self._allowed != sum(list(self.allowances.values())) and self._lock.acquire(blocking=False):
+            try:
+                self._allowed = sum(list(self.allowances.values()))
+                now, *others = gc.get_threshold()
+                own = now - self._rise if now == self._raised else now  # else the program has set it since
+                if own > 0:  # else collections are off
+                    self._raised, self._rise = own + self._allowed, self._allowed
+                    gc.set_threshold(self._raised, *others)
+            finally:
+                self._lock.release()
+
+
+_threshold = _Threshold()
 
 
 class Allowance:
@@ -24,39 +60,10 @@ class Allowance:
 
     def __init__(self, num_objects: int) -> None:
         if num_objects:
-            _allowances[id(self)] = num_objects
+            _threshold.allowances[id(self)] = num_objects
             _threshold.adjust()
 
+    @out_of_compilers_sight
     def __del__(self) -> None:
-        if _allowances.pop(id(self), 0):
+        if not sys.is_finalizing() and _threshold.allowances.pop(id(self), 0):
             _threshold.adjust()
-
-
-class _Threshold:
-    """The threshold of the youngest generation, as the program has it and as it is now.
-
-    Finalizers come here, in any thread and perhaps in the midst of another call of the same one: so nobody waits for
-    the lock, and who has it looks again once it is free.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._allowed = 0
-        self._raised, self._rise = -1, 0  # what was set last, and how much of that is allowed
-
-    def adjust(self) -> None:
-        """Have the threshold be the program's own and all that is allowed."""
-        while self._allowed != sum(list(_allowances.values())) and self._lock.acquire(blocking=False):
-            try:
-                self._allowed = sum(list(_allowances.values()))
-                now, *others = gc.get_threshold()
-                own = now - self._rise if now == self._raised else now  # else the program has set it since
-                if own > 0:  # else collections are off
-                    self._raised, self._rise = own + self._allowed, self._allowed
-                    gc.set_threshold(self._raised, *others)
-            finally:
-                self._lock.release()
-
-
-_allowances: dict[int, int] = {}
-_threshold = _Threshold()

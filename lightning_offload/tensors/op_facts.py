@@ -416,8 +416,13 @@ def _has_no_graph(tensor: Tensor) -> bool:
 
 
 def plainly_saved(tensor: Tensor) -> Tensor | None:
-    """What :func:`as_saved` gives of a plain tensor, in less time; None of one that may not be plain."""
+    """What :func:`as_saved` gives of a plain tensor, in less time and unseen by our mode.
+
+    None of one that may not be plain, and where other modes are on, which would see it.
+    """
     if tensor.__class__ not in _PLAIN_TYPES or _is_batched(tensor) or _is_wrapped(tensor):
+        return None
+    if torch._C._len_torch_dispatch_stack() > 1:
         return None
     if tensor.layout is not _STRIDED or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor():
         return None

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_offload.errors import StaleInputError
@@ -64,6 +65,34 @@ def test_step_is_exact_and_leaves_nothing(action: str | None) -> None:
     assert ran.pool.used_bytes == 0
     assert ran.executor.has_deviated is False
     assert (ran.pool.peak_bytes > 0) == (action != "recompute")
+
+
+class _OwnMode(TorchDispatchMode):
+    """A mode of the program's own."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute"])
+def test_mode_of_the_program_makes_no_other_step(action: str) -> None:
+    """Under one of its own within the step, what is done to keep a tensor is no op of the step."""
+    x = leaf()
+
+    def step() -> Tensor:
+        with _OwnMode():
+            return chain_of(x, 60) + chain_of(x * 0.5, 60)
+
+    program = compiled(step, action, only=lambda place: place < 2)  # type: ignore[arg-type]
+    assert program.idle_packs.count(0) < len(program.idle_packs)
+    x.grad = None
+    executor = executor_for(program)
+    torch.manual_seed(3)
+    with executing(executor):
+        step().backward()
+    assert not executor.has_deviated
+    assert gradients((x,)) == plain(step, x)[:1]
 
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
