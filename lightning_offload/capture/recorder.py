@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_offload.accelerators import DeviceKind, kind_of
@@ -247,7 +248,11 @@ class Recorder(LiveBytes):
             if counts
             else self._new_value(self._new_storage(0, -1), -1)
         )
-        save = _Save(value, self._next_tick(), self._modules.current(), must_keep=not counts)
+        # A parameter that lies on memory of the step's, as a sharded one may, is the program's: it stays.
+        must_keep = not counts or (
+            tensor.__class__ is Parameter and self._storages.birth[self._value_storage[value]] >= 0
+        )
+        save = _Save(value, self._next_tick(), self._modules.current(), must_keep=must_keep)
         assert index == len(self._saves)
         self._saves.append(save)
         self.saved_forms.append(form_of(tensor, is_plain=is_plain))

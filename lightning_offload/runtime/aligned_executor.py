@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_offload.accelerators import is_capturing
@@ -141,7 +142,9 @@ class AlignedExecutor(StepExecutor):
         return handle
 
     def _decide(self, handle: Handle, tensor: Tensor, place: int) -> None:
-        """Keep a saved tensor, or let it leave the device."""
+        """Keep a saved tensor, or let it leave the device; a parameter stays, whose memory is the program's."""
+        if tensor.__class__ is Parameter:
+            return
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
         value = self._table.find(storage)

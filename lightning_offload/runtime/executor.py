@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_offload.accelerators import is_capturing, kind_of
 from lightning_offload.errors import UnsupportedError
@@ -335,7 +336,9 @@ class StepExecutor:
             self._late.append(weakref.ref(handle))
 
     def _give_up(self, handle: Handle, tensor: Tensor) -> None:
-        """Let a saved tensor leave the device that was kept."""
+        """Let a saved tensor leave the device that was kept; not a parameter, whose memory is the program's."""
+        if tensor.__class__ is Parameter:
+            return
         storage = tensor.untyped_storage()
         value = self._table.find(storage)
         if value is None:
@@ -419,7 +422,7 @@ class StepExecutor:
             place = self._given_place(index, tensor, plain)
         else:
             place = index if plain and self.program is not None and self._is_as_planned(index, tensor) else -1
-        if not plain:
+        if not plain or tensor.__class__ is Parameter:  # whose memory is the program's: it may lie elsewhere any time
             value = None
         elif self.deviation and not self.sees_ops:
             handle.kept = tensor

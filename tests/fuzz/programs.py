@@ -126,6 +126,14 @@ class Machine:
             self.any().data.mul_(0.9)
         if drop and len(self.pool) > 3:
             del self.pool[int(dropped * (len(self.pool) - 1))]
+        if self.rng.random() < 0.04:
+            self._give_other_memory()
+
+    def _give_other_memory(self) -> None:
+        """Have a parameter or a buffer lie elsewhere: where it was saved itself, backward reads what it then is."""
+        net = self.net
+        tensor = self.rng.choice([self.weight(), net.bias, net.running, net.conv.weight, net.layer_norm.weight])
+        tensor.data = tensor.data * 0.95
 
 
 Instruction = Callable[[Machine], Any]
