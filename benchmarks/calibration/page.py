@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.calibration.checking import CLOSE, Checked, median_error, share_close
+from benchmarks.calibration.own import Own
 from benchmarks.calibration.public import Public
 
 DOCUMENT = "calibration.md"
@@ -79,6 +80,10 @@ def page(result: dict[str, Any]) -> str:
         "",
         *_far(found),
         "",
+        "## Against this project's own measurements",
+        "",
+        *_own([Own(**entry) for entry in result["config"]["own"]]),
+        "",
         "## All measurements",
         "",
         (
@@ -128,6 +133,28 @@ def _left_out(errors: dict[str, list[float]]) -> list[str]:
         cells = (
             f"the same {name}", f"{num_close} of {len(found)} ({100 * share_close(found):.0f}%)",
             f"{100 * median_error(found):.0f}%", f"{100 * max(found, key=abs):+.0f}%",
+        )  # fmt: skip
+        lines.append(_line(cells))
+    return lines
+
+
+_OWN = """\
+Plain steps of `python -m benchmarks gpu` in milliseconds: forward and backward, in float32 without TF32, images as they
+are by default. No such step on Ampere or later is in the fit. Where the device itself is at hand, op times are measured
+there, and modelled ones are not used.
+"""
+
+
+def _own(steps: list[Own]) -> list[str]:
+    lines = [
+        _OWN,
+        "| model | batch | device | torch | measured | predicted | error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for step in steps:
+        cells = (
+            step.model, str(step.sizes["batch_size"]), step.device, step.torch_version, _milliseconds(step.seconds),
+            _milliseconds(step.modelled_seconds), f"{100 * step.error:+.0f}%",
         )  # fmt: skip
         lines.append(_line(cells))
     return lines

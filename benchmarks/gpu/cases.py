@@ -18,7 +18,7 @@ _GIB = 1 << 30
 _QUICK_CAP_BYTES = 24 << 20
 _HEIGHTS = ("h=0.75", "h=0.5", "h=0.25", "h=0.1")
 _ROOMY = "fits"
-_MODELS = {
+MODELS = {
     "resnet50": "ResNet-50",
     "resnet152": "ResNet-152",
     "vgg19": "VGG-19",
@@ -26,6 +26,8 @@ _MODELS = {
     "bert-large": "BERT-large",
     "vit-large": "ViT-L",
 }
+"""Titles of the models, by name."""
+
 _FIRST_BATCH = {("resnet50", False): 120, ("resnet50", True): 400, ("resnet152", False): 60, ("resnet152", True): 200}
 """Where to begin the search in 12 GiB, under management or plainly."""
 
@@ -114,9 +116,9 @@ def _links(key: str, function: str, seconds: float, device: str, quick: bool) ->
 
 
 def _overhead(model: str, seconds: float, device: str, quick: bool) -> Case:
-    title = f"{_MODELS[model]}, budget fits the plain step"
+    title = f"{MODELS[model]}, budget fits the plain step"
     arguments = {
-        "model": model, "title": _MODELS[model], "budgets": [_ROOMY], "peers": False, "goals": {_ROOMY: 1.01},
+        "model": model, "title": MODELS[model], "budgets": [_ROOMY], "peers": False, "goals": {_ROOMY: 1.01},
         "num_rounds": 30,
     }  # fmt: skip
     job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
@@ -135,7 +137,7 @@ def _activation_share(device: str, quick: bool) -> Case:
 
 def _contest(model: str, device: str, quick: bool, *, precision: str = "fp32") -> Case:
     suffix = "" if precision == "fp32" else f" {precision}"
-    title = f"{_MODELS[model]}{suffix}"
+    title = f"{MODELS[model]}{suffix}"
     arguments = {
         "model": model, "title": title, "budgets": list(_HEIGHTS), "peers": True, "num_rounds": 8,
         "precision": precision,
@@ -161,5 +163,5 @@ def _search(model: str, cap_bytes: int, is_managed: bool, device: str, quick: bo
         compared_with=f"{key}-plain" if is_managed else "",
         config={"cap_bytes": cap_bytes, "optimizer": "SGD with momentum", "allocator": "expandable segments"},
     )
-    title = f"{_MODELS[model]}, largest batch in {cap}, {kinds[is_managed]}"
+    title = f"{MODELS[model]}, largest batch in {cap}, {kinds[is_managed]}"
     return Case(key=f"{key}-{kinds[is_managed]}", title=title, seconds=30, job=job, search=search)

@@ -14,12 +14,12 @@ from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.calibration import fitting, recording
+from benchmarks.calibration import fitting, own, recording
 from benchmarks.calibration.checking import Checked, check, median_error, seconds_of, share_close
 from benchmarks.calibration.page import DOCUMENT, LEFT_OUT, page
 from benchmarks.calibration.public import SOURCES, Public, card_of, is_held, rows
 from benchmarks.calibration.recording import Step
-from benchmarks.results import Measurements, Options, Row
+from benchmarks.results import RESULTS_FOLDER, Measurements, Options, Row
 
 __all__ = ["DOCUMENT", "TITLE", "page", "run"]
 
@@ -46,6 +46,7 @@ def run(options: Options, progress: Progress) -> Measurements:
             "fit": _encoded(fit),
             "checked": [_described(checked) for checked in found],
             "sources": SOURCES,
+            "own": [asdict(step) for step in ([] if options.quick else own.measured_here(RESULTS_FOLDER))],
             "left_out": {} if options.quick else {name: _left_out(public, steps, name) for name in LEFT_OUT},
         },
         repeats=1,

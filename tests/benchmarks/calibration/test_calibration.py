@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.calibration import fitting, recording
+from benchmarks.calibration import fitting, own, recording
 from benchmarks.calibration.checking import check, seconds_of, share_close
 from benchmarks.calibration.models import MODELS
 from benchmarks.calibration.page import page
@@ -18,7 +19,7 @@ from benchmarks.calibration.public import DTYPES, SOURCES, card_of, is_held, row
 from benchmarks.calibration.recording import Step
 from benchmarks.results import RESULTS_FOLDER
 from lightning_offload.capture.roofline import Work
-from lightning_offload.graph.catalog import device_spec, spec_of
+from lightning_offload.graph.catalog import device_spec, find_card, spec_of
 from lightning_offload.graph.work_kinds import WorkKind
 
 ROWS = rows()
@@ -171,3 +172,25 @@ def test_the_fit_predicts_as_the_catalogue_does(steps: list[Step]) -> None:
     ]
     errors = [math.log(1 + checked.error) for checked in check(ROWS, steps)]
     assert list(problem.residuals(np.log(x))) == pytest.approx(errors, abs=1e-9)
+
+
+def test_own_measurements_are_those_of_the_stored_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each float32 step that the GPU suite stored, with what is modelled for it; a step on another GPU is left out."""
+    monkeypatch.setattr(own, "_record", lambda name, batch_size: ((Work(0.0, 1 << 40), batch_size),))
+    found = own.measured_here(RESULTS_FOLDER)
+    stored = [own.Own(**entry) for entry in STORED["config"]["own"]]
+    assert [dataclasses.replace(step, modelled_seconds=0.0) for step in found] == [
+        dataclasses.replace(step, modelled_seconds=0.0) for step in stored
+    ]
+    assert {step.model for step in stored} >= {"ResNet-50", "ResNet-152", "GPT-2 medium"}
+    h200 = spec_of(find_card("h200"), "float32")
+    for step in found:
+        assert step.modelled_seconds == seconds_of(((Work(0.0, 1 << 40), step.sizes["batch_size"]),), h200)
+    for step in stored:
+        assert f"| {step.model} | {step.sizes['batch_size']} | {step.device} |" in page(STORED)
+
+
+def test_own_measurements_on_unknown_gpus_are_left_out(tmp_path: Path) -> None:
+    """They have no figures to be modelled by."""
+    (tmp_path / "gpu-toy.json").write_text(json.dumps({"device": "Toy", "rows": [], "config": {}}), encoding="utf-8")
+    assert own.measured_here(tmp_path) == []
