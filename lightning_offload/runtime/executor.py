@@ -317,6 +317,14 @@ class StepExecutor:
         else:
             self._late, self._late_node = kept, next_node()
 
+    def _may_leave_later(self, handle: Handle) -> None:
+        """Note a tensor that leaves the device if the step leaves its program, perhaps at an op.
+
+        Where ops are seen, autograd is past: no tensor made there shares a version counter. So it is made now.
+        """
+        handle.hold_apart()
+        self._kept.append(weakref.ref(handle))
+
     def _give_all_up(self, kept: list[weakref.ref[Handle]]) -> None:
         for handle in (reference() for reference in kept):
             if handle is not None and handle.kept is not None and not handle.is_out:
@@ -408,7 +416,7 @@ class StepExecutor:
         handle = Handle(None, self._lease, index, kept, is_borrowed=kept is tensor)
         handle.kept, handle.value = kept, value
         if index in program.made_packs:
-            self._kept.append(weakref.ref(handle))
+            self._may_leave_later(handle)
         return handle
 
     def _pack(self, tensor: Tensor, plain: bool, is_borrowed: bool) -> Handle:
@@ -439,7 +447,7 @@ class StepExecutor:
         handle.kept = tensor
         if plain and place >= 0 and self.program is not None:
             if place in self.program.made_packs:
-                self._kept.append(weakref.ref(handle))
+                self._may_leave_later(handle)
             if value is None and self.program.records_backward:
                 self._tracker.know(tensor)
         return handle

@@ -296,8 +296,17 @@ class Handle:
         if value is not None and value.call is not None and torch._C._current_graph_task_id() != -1:
             value.forget_call(self)
 
+    def hold_apart(self) -> None:
+        """Keep a tensor of its own in place of the program's, on the same memory."""
+        if self.is_borrowed and self.kept is not None:
+            self.kept = self.version_alias = detached(self.kept)
+            self.is_borrowed = False
+
     def own_alias(self) -> Tensor:
-        """A version alias that is not the program's own tensor, for who empties it, or refers to it for longer."""
+        """A version alias that is not the program's own tensor, for who empties it, or refers to it for longer.
+
+        Not to be asked for where ops are seen: what is made there shares no version counter.
+        """
         if self.is_borrowed:
             self.version_alias, self.is_borrowed = version_alias_of(self.version_alias), False
         return self.version_alias

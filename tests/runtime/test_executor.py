@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -274,6 +275,47 @@ def test_dropped_graph_frees_everything_without_backward(action: str | None) -> 
         assert pool.used_bytes == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_belongs_to_no_graph_leaves_at_an_op_of_another_step(is_written: bool) -> None:
+    """The program's own tensor stays as it is, and a write to it is noticed as in plain PyTorch."""
+    x = leaf()
+
+    def step(is_other: bool = True) -> Tensor:
+        mask = (x.detach() > 0).float()
+        mask.add_(1.0)
+        y = (x * mask).sin()
+        z = (y * 2.0).exp()
+        if is_other:
+            for _ in range(80):
+                z = z + 0.01
+        if is_written and is_other:
+            mask.mul_(2.0)
+        seen.append(mask.sum().item())
+        return z.sum()
+
+    seen: list[float] = []
+    program = compiled(lambda: step(is_other=False), "recompute", only=lambda place: place > 1)
+    assert program.idle_packs
+    x.grad = None
+    seen.clear()
+    executor = executor_for(program, pool=(pool := HostPool()))
+    outcomes = []
+    for context in (executing(executor), contextlib.nullcontext()):
+        with context:
+            loss = step()
+            try:
+                loss.backward()
+                outcomes.append(gradients((x,)))
+            except RuntimeError as error:
+                outcomes.append(str(error).split(":")[0])
+        x.grad = None
+    assert executor.has_deviated
+    assert pool.peak_bytes >= x.nbytes
+    assert outcomes[0] == outcomes[1]
+    assert ("modified" in str(outcomes[0])) == is_written
+    assert seen[0] == seen[1]
 
 
 def test_host_memory_that_runs_out_keeps_tensors() -> None:
