@@ -30,7 +30,7 @@ class _Threshold:
         self.allowances: dict[int, int] = {}
         self._lock = threading.Lock()
         self._allowed = 0
-        self._raised, self._rise = -1, 0  # what was set last, and how much of that is allowed
+        self._own: dict[int, int] = {}  # by what was set lately: what of that is the program's own, who may put it back
 
     def adjust(self) -> None:
         """Have the threshold be the program's own and all that is allowed."""
@@ -38,14 +38,23 @@ class _Threshold:
             try:
                 self._allowed = sum(list(self.allowances.values()))
                 now, *others = gc.get_threshold()
-                own = now - self._rise if now == self._raised else now  # else the program has set it since
+                own = self._own.get(now, now)
                 if own > 0:  # else collections are off
-                    self._raised, self._rise = own + self._allowed, self._allowed
-                    gc.set_threshold(self._raised, *others)
+                    raised = min(own + self._allowed, _LARGEST)
+                    self._note(raised, own)
+                    gc.set_threshold(raised, *others)
             finally:
                 self._lock.release()
 
+    def _note(self, raised: int, own: int) -> None:
+        self._own.pop(raised, None)
+        self._own[raised] = own
+        if len(self._own) > _NUM_REMEMBERED:
+            del self._own[next(iter(self._own))]
 
+
+_LARGEST = 2**31 - 1
+_NUM_REMEMBERED = 64
 _threshold = _Threshold()
 
 

@@ -320,8 +320,11 @@ class StepExecutor:
     def _may_leave_later(self, handle: Handle) -> None:
         """Note a tensor that leaves the device if the step leaves its program, perhaps at an op.
 
-        Where ops are seen, autograd is past: no tensor made there shares a version counter. So it is made now.
+        Where ops are seen, autograd is past: no tensor made there shares a version counter. So it is made now. A
+        parameter stays in any case.
         """
+        if handle.version_alias.__class__ is Parameter:
+            return
         handle.hold_apart()
         self._kept.append(weakref.ref(handle))
 

@@ -45,12 +45,13 @@ class WriteBarrier:
         self._materializer = residence
         self._lock = lock
         self._observer = observer
+        self._num_own = int(is_recomputing)
         if is_recomputing:
             _RECOMPUTING.add(self)
 
     def is_idle(self, facts: OpFacts, args: tuple[Any, ...]) -> bool:
         """Whether an op surely writes nothing that any step follows, told in little time."""
-        if len(_RECOMPUTING) > 1 or _num_function_modes():
+        if len(_RECOMPUTING) > self._num_own or _num_function_modes():
             return False
         if facts.writes_first_alone:
             return self._is_apart(args[0])
@@ -65,7 +66,7 @@ class WriteBarrier:
         """Settle what needs the old contents of storages about to be written; those made in this step, by identity."""
         is_first = facts.writes_first_alone and isinstance(args[0], Tensor) if args else False
         written = [t for t in (args[:1] if is_first else facts.written(args, kwargs)) if is_plain(t)]
-        for other in list(_RECOMPUTING) if len(_RECOMPUTING) > 1 else ():
+        for other in list(_RECOMPUTING) if len(_RECOMPUTING) > self._num_own else ():
             if other is not self:
                 for tensor in written:
                     other.before(tensor)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional as F
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import StaleInputError
@@ -202,15 +203,41 @@ def _other_data(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
     return loss
 
 
+def _gathered(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A sharded parameter: its memory is made in the step, goes after its use, and is made again before backward."""
+    shard = s.weight.data
+    with memory.step():
+        s.weight.data = shard * 1.0
+        loss = ((x + s.bias).sin() * s.weight).sum()
+        s.weight.data = shard
+        s.weight.data = shard * (2.0 if attack else 1.0)
+        loss.backward()
+    s.weight.data = shard
+    return loss
+
+
+def _statistics_of_another_step(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """Batch norm in a step of another kind updates, past version counters, what the step before is recomputed from."""
+    mean, variance = s.running[0], s.running[1].abs() + 1.0
+    with memory.step(x):
+        loss = F.batch_norm((x @ s.weight).sin(), mean, variance).cos().sum()
+    if attack:
+        with memory.step(x[:8]):
+            other = F.batch_norm((x[:8] @ s.weight).sin(), mean, variance, training=True).cos().sum()
+        other.backward()
+    loss.backward()
+    return loss
+
+
 class _Plain:
-    def step(self) -> contextlib.AbstractContextManager[None]:
+    def step(self, *inputs: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
 ATTACKS: tuple[Step, ...] = (
     _write_result_outside, _hook_writes, _lost_reader, _inference_input,
     _saved_self_of_prod, _backward_writes_saved, _two_steps_one_buffer, _set_alias, _max_with_negative_gradient,
-    _unreplayable_write, _nested, _other_data,
+    _unreplayable_write, _nested, _other_data, _gathered, _statistics_of_another_step,
 )  # fmt: skip
 
 

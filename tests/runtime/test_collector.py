@@ -77,6 +77,29 @@ def test_collector_that_is_off_stays_off() -> None:
     assert first() == OWN
 
 
+def test_threshold_that_is_put_back_later_is_the_programs() -> None:
+    """As who remembers it within a step and puts it back after that."""
+    for size in (1000, 50, 1000):
+        allowance = Allowance(size)
+        before = gc.get_threshold()
+        gc.set_threshold(10**6, 10, 10)
+        del allowance
+        gc.set_threshold(*before)
+    allowance = Allowance(7)
+    assert first() == OWN + 7
+    del allowance
+    assert first() == OWN
+
+
+def test_largest_threshold_stays() -> None:
+    """There is none above it."""
+    gc.set_threshold(2**31 - 1, 10, 10)
+    allowance = Allowance(1000)
+    assert first() == 2**31 - 1
+    del allowance
+    assert first() == 2**31 - 1
+
+
 def test_threads_leave_the_threshold_as_it_was() -> None:
     """Many that come and go at once."""
 
