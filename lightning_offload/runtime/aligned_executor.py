@@ -76,6 +76,7 @@ class AlignedExecutor(StepExecutor):
         assert program.route is not None
         self._program, self._route = program, program.route
         self._cursor = None  # ops are not followed
+        self._idle_packs = b""  # what is done at an unpack goes by the place of its pack
         self._packs = PackCursor(program.route)
         self._places: dict[int, int] = {}
         self._next_unpack = 0

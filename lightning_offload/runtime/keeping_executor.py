@@ -98,7 +98,7 @@ class KeepingExecutor:
 
     @out_of_compilers_sight
     def pack(self, tensor: Tensor) -> _Packed | Handle:
-        """Take a tensor that autograd saves; never held itself, cf. :mod:`~lightning_offload.runtime.values`."""
+        """Take a tensor that autograd saves; held itself only without a graph."""
         if self._rest is not None:
             return self._rest.pack(tensor)
         index = self._num_packs

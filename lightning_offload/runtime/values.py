@@ -3,8 +3,9 @@
 Ownership is plain reference counting. Autograd owns a :class:`Handle` for each saved tensor; a handle owns the
 :class:`LiveValue` it reads; a value owns what it can be had from: device memory, a host block, or a :class:`Call`
 to replay, which owns the values that the call read. When autograd drops a handle, everything that only it
-needed goes with it. Nothing here refers to a tensor that has a ``grad_fn``: that would be a cycle through
-autograd's graph that no garbage collector sees.
+needed goes with it. Nothing here refers to a tensor that has a ``grad_fn`` when it is saved: that would be a
+cycle through autograd's graph that no garbage collector sees. One that gets a graph later is such a cycle in plain
+PyTorch as well, which holds what it saves itself.
 
 Which value a live storage holds is in a :class:`ValueTable`: identity by the storage object itself, never by its
 address. torch keeps the Python object of a storage for as long as the storage lives, so a weak reference to it is an

@@ -411,8 +411,7 @@ def as_saved(tensor: Tensor) -> tuple[Tensor, bool]:
 
 
 def _has_no_graph(tensor: Tensor) -> bool:
-    kind = tensor.__class__
-    return kind in _PLAIN_TYPES and (not tensor.requires_grad or (kind is torch.nn.Parameter and is_leaf(tensor)))
+    return tensor.__class__ in _PLAIN_TYPES and (not tensor.requires_grad or is_leaf(tensor))
 
 
 def plainly_saved(tensor: Tensor) -> Tensor | None:
