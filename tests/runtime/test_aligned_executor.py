@@ -22,6 +22,7 @@ from lightning_offload.runtime.hooks import executing, listen
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.runtime.tiers import Tiers
+from lightning_offload.runtime.values import Handle
 from lightning_offload.tensors.op_facts import is_plain
 from tests.capture.recording import observe
 from tests.runtime.executing import CPU, plain, plan_of, saved_storages
@@ -102,6 +103,22 @@ def _run(
     x.grad = None
     assert found == expected
     return executor, pool, found
+
+
+def test_each_unpack_brings_back_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is released and fetched goes by the place of a pack in the plan, also where what is unpacked was kept."""
+    layers, passed = Layers(), []
+    bring_back = AlignedExecutor._bring_back
+
+    def noting(executor: AlignedExecutor, program: Program, handle: Handle) -> None:
+        passed.append(handle.index)
+        bring_back(executor, program, handle)
+
+    monkeypatch.setattr(AlignedExecutor, "_bring_back", noting)
+    executor, _, _ = _run(
+        layers("esemes"), _program(layers("eseees"), "swap", only=lambda place: place % 2 == 0), layers.x
+    )
+    assert len(passed) == executor.num_unpacks > 5
 
 
 @pytest.mark.parametrize("sees_ops", [False, True])
