@@ -51,7 +51,7 @@ class WriteBarrier:
 
     def is_idle(self, facts: OpFacts, args: tuple[Any, ...]) -> bool:
         """Whether an op surely writes nothing that any step follows, told in little time."""
-        if len(_RECOMPUTING) > self._num_own or _num_function_modes():
+        if not args or len(_RECOMPUTING) > self._num_own or _num_function_modes():
             return False
         if facts.writes_first_alone:
             return self._is_apart(args[0])
@@ -64,8 +64,7 @@ class WriteBarrier:
 
     def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
         """Settle what needs the old contents of storages about to be written; those made in this step, by identity."""
-        is_first = facts.writes_first_alone and isinstance(args[0], Tensor) if args else False
-        written = [t for t in (args[:1] if is_first else facts.written(args, kwargs)) if is_plain(t)]
+        written = [t for t in facts.written(args, kwargs) if is_plain(t)]
         for other in list(_RECOMPUTING) if len(_RECOMPUTING) > self._num_own else ():
             if other is not self:
                 for tensor in written:
