@@ -23,7 +23,8 @@ from lightning_offload.runtime.values import Handle, StepLiveness, raise_modifie
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import as_saved
 
-_Packed = tuple[Tensor, int, StepLiveness | None]
+# A tensor, its version, what keeps the step from being over, and what ``torch.utils.swap_tensors`` takes for a user.
+_Packed = tuple[Tensor, int, StepLiveness | None, weakref.ref[Tensor]]
 
 
 class KeepingExecutor:
@@ -114,14 +115,14 @@ class KeepingExecutor:
             if not (is_as_planned and self.program.shares(index, storage._cdata, self._pack_keys)):
                 planned = f"{expected[index]} were" if index < len(expected) else "nothing was"
                 return self._leave_program(f"one of {num_bytes} bytes was saved where {planned} expected", tensor)
-        return tensor, tensor._version, self._lease
+        return tensor, tensor._version, self._lease, weakref.ref(tensor)
 
     def _leave_program(self, how: str, tensor: Tensor) -> _Packed | Handle:
         """End the program at a tensor that it does not have; what that saves from then on may leave the device."""
         where = self._given.where() if self._given is not None else ""
         self.deviation = f"after {self._num_packs - 1} saved tensors{where} {how}"
         if self._make_rest is None:
-            return tensor, tensor._version, self._lease
+            return tensor, tensor._version, self._lease, weakref.ref(tensor)
         self._rest = self._make_rest()
         self._rest.begin_late(self.deviation, self._exposed.values())
         return self._rest.pack(tensor)
@@ -139,7 +140,7 @@ class KeepingExecutor:
         if isinstance(packed, Handle):
             assert self._rest is not None
             return self._rest.unpack(packed)
-        tensor, version, _ = packed
+        tensor, version, *_ = packed
         if tensor._version != version:
             raise_modified(tensor, tensor.shape, version)
         return tensor

@@ -259,13 +259,14 @@ class Handle:
         value: What it reads; where the tensor is kept, only held for calls that read it too.
         geometry: How the saved tensor lies on the value's storage.
         version_alias: Shares the saved tensor's version counter.
-        is_borrowed: Whether it is that tensor, the program's own, which must stay as it is.
+        loan: A weak reference to that tensor where it is the program's own, which must stay as it is; while there is
+            one, ``torch.utils.swap_tensors`` refuses to put another in its place. None otherwise.
         version: The version that was saved.
         is_out: Whether the tensor itself was handed out, which is somebody else's from then on.
     """
 
     __slots__ = (
-        "__weakref__", "geometry", "index", "is_borrowed", "is_out", "kept", "lease", "observer", "value", "version",
+        "__weakref__", "geometry", "index", "is_out", "kept", "lease", "loan", "observer", "value", "version",
         "version_alias",
     )  # fmt: skip
 
@@ -286,7 +287,7 @@ class Handle:
         self.value: LiveValue | None = None
         self.geometry: Geometry | None = None
         self.version_alias: Tensor = tensor
-        self.is_borrowed = is_borrowed
+        self.loan = weakref.ref(tensor) if is_borrowed else None
         self.is_out = False
 
     @out_of_compilers_sight
@@ -299,17 +300,17 @@ class Handle:
 
     def hold_apart(self) -> None:
         """Keep a tensor of its own in place of the program's, on the same memory."""
-        if self.is_borrowed and self.kept is not None:
+        if self.loan is not None and self.kept is not None:
             self.kept = self.version_alias = detached(self.kept)
-            self.is_borrowed = False
+            self.loan = None
 
     def own_alias(self) -> Tensor:
         """A version alias that is not the program's own tensor, for who empties it, or refers to it for longer.
 
         Not to be asked for where ops are seen: what is made there shares no version counter.
         """
-        if self.is_borrowed:
-            self.version_alias, self.is_borrowed = version_alias_of(self.version_alias), False
+        if self.loan is not None:
+            self.version_alias, self.loan = version_alias_of(self.version_alias), None
         return self.version_alias
 
     def check_version(self) -> None:

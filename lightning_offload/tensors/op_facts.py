@@ -91,6 +91,14 @@ _BATCH_NORM = {
     "miopen_batch_norm": (3, 4, 5),
 }
 
+# Positions of the running statistics that are only read, and of a flag that says they are not; -1 where there is none.
+_READS_STATISTICS = {
+    **_BATCH_NORM,
+    "_native_batch_norm_legit_no_training": (3, 4, -1),
+    "_batch_norm_no_update": (3, 4, -1),
+    "native_batch_norm_backward": (3, 4, 7),
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpFacts:
@@ -106,6 +114,7 @@ class OpFacts:
         overwrites: Whether its first argument is written without being read.
         is_query: Whether it only asks a tensor something (``prim.device`` under FakeTensorMode) and is no op.
         running_stats: Positions of batch norm's running statistics and its training flag, or ().
+        read_stats: Positions of running statistics that are only read, unless the flag at the last one is set; or ().
         may_make_any_size: Whether the first size of what it makes may depend on data.
         may_multiply: Whether it may multiply matrices or convolve, so that the settings for that matter to it.
         mutates: Whether running it may change the contents of an argument.
@@ -124,6 +133,7 @@ class OpFacts:
     is_query: bool = False
     may_make_any_size: bool = False
     may_multiply: bool = True
+    read_stats: tuple[int, ...] = ()
     mutates: bool = dataclasses.field(init=False)  # asked for at every op
     writes_first_alone: bool = dataclasses.field(init=False)
     is_foreach_write: bool = dataclasses.field(init=False)
@@ -152,10 +162,21 @@ class OpFacts:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
     def replayed_args(self, args: Any) -> Any:
-        """The arguments of a replay: without the running statistics that batch norm updates in training."""
-        if not self.running_stats or not args[self.running_stats[-1]]:
+        """The arguments of a replay: without the running statistics that batch norm updates, and copies of what it reads.
+
+        They are updated past their version counters, and where ops are not seen nobody notices.
+        """
+        if not self.read_stats:
             return args
-        return tuple(None if i in self.running_stats[:-1] else item for i, item in enumerate(args))
+        *statistics, training = self.read_stats
+        if training >= 0 and args[training]:
+            if not self.running_stats:
+                return args
+            return tuple(None if i in statistics else item for i, item in enumerate(args))
+        return tuple(
+            item.clone() if i in statistics and isinstance(item, Tensor) and is_plain(item) else item
+            for i, item in enumerate(args)
+        )
 
     def remakes(self, position: int, num_fresh: int) -> bool:
         """Whether a replay makes a result: not running statistics that were updated, which it leaves out."""
@@ -228,6 +249,7 @@ def _inspect(func: Any) -> OpFacts:
         overwrites=f"{base}.{func._overloadname}" in _OVERWRITING,
         may_make_any_size=torch.Tag.dynamic_output_shape in func.tags,
         may_multiply=torch.Tag.pointwise not in func.tags and base not in _NO_PRODUCTS,
+        read_stats=_READS_STATISTICS.get(base, ()),
     )
 
 

@@ -229,6 +229,33 @@ def _statistics_of_another_step(memory: Any, s: State, x: Tensor, attack: bool) 
     return loss
 
 
+def _statistics_outside(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """Batch norm outside any step updates them, unseen; backward, differentiated again, reads them as well."""
+    mean, variance = s.running[0], s.running[1].abs() + 1.0
+    with memory.step(x):
+        loss = F.batch_norm((x @ s.weight).sin(), mean, variance).cos().sum()
+        if attack:
+            F.batch_norm(x.exp(), mean, variance, training=True)
+        (gradient,) = torch.autograd.grad(loss, s.weight, create_graph=True)
+        penalty = loss + gradient.sin().square().sum()
+    if attack:
+        F.batch_norm(x, mean, variance, training=True)
+    penalty.backward()
+    return penalty
+
+
+def _swapped(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """Another tensor is put in place of one that was saved: torch refuses that, whoever holds it."""
+    factor = x.cos()
+    with memory.step(x):
+        loss = (s.weight * factor).sin().sum()
+    if attack:
+        with contextlib.suppress(RuntimeError):
+            torch.utils.swap_tensors(factor, x.exp())
+    loss.backward()
+    return loss
+
+
 class _Plain:
     def step(self, *inputs: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -238,6 +265,7 @@ ATTACKS: tuple[Step, ...] = (
     _write_result_outside, _hook_writes, _lost_reader, _inference_input,
     _saved_self_of_prod, _backward_writes_saved, _two_steps_one_buffer, _set_alias, _max_with_negative_gradient,
     _unreplayable_write, _nested, _other_data, _gathered, _statistics_of_another_step,
+    _statistics_outside, _swapped,
 )  # fmt: skip
 
 
