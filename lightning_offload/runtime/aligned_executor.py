@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from typing_extensions import override
 
 from lightning_offload.accelerators import is_capturing
@@ -28,7 +27,7 @@ from lightning_offload.runtime.executor import StepExecutor, next_node
 from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.values import Handle, LiveValue
-from lightning_offload.tensors.op_facts import as_saved
+from lightning_offload.tensors.op_facts import as_saved, is_parameter
 from lightning_offload.tensors.saved_forms import form_of
 
 _MANY_ASTRAY = 4
@@ -144,7 +143,7 @@ class AlignedExecutor(StepExecutor):
 
     def _decide(self, handle: Handle, tensor: Tensor, place: int) -> None:
         """Keep a saved tensor, or let it leave the device; a parameter stays, whose memory is the program's."""
-        if tensor.__class__ is Parameter:
+        if is_parameter(tensor):
             return
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_offload.accelerators import is_capturing, kind_of
 from lightning_offload.errors import UnsupportedError
@@ -56,7 +55,7 @@ from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of, plainly_saved
+from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of, is_parameter, plainly_saved
 
 _log = logging.getLogger(__name__)
 _num_function_modes = torch._C._len_torch_function_stack
@@ -323,7 +322,7 @@ class StepExecutor:
         Where ops are seen, autograd is past: no tensor made there shares a version counter. So it is made now. A
         parameter stays in any case.
         """
-        if handle.version_alias.__class__ is Parameter:
+        if is_parameter(handle.version_alias):
             return
         handle.hold_apart()
         self._kept.append(weakref.ref(handle))
@@ -348,7 +347,7 @@ class StepExecutor:
 
     def _give_up(self, handle: Handle, tensor: Tensor) -> None:
         """Let a saved tensor leave the device that was kept; not a parameter, whose memory is the program's."""
-        if tensor.__class__ is Parameter:
+        if is_parameter(tensor):
             return
         storage = tensor.untyped_storage()
         value = self._table.find(storage)
@@ -433,7 +432,7 @@ class StepExecutor:
             place = self._given_place(index, tensor, plain)
         else:
             place = index if plain and self.program is not None and self._is_as_planned(index, tensor) else -1
-        if not plain or tensor.__class__ is Parameter:  # whose memory is the program's: it may lie elsewhere any time
+        if not plain or is_parameter(tensor):  # whose memory is the program's: it may lie elsewhere any time
             value = None
         elif self.deviation and not self.sees_ops:
             handle.kept = tensor

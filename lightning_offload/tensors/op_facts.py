@@ -162,7 +162,7 @@ class OpFacts:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
     def replayed_args(self, args: Any) -> Any:
-        """The arguments of a replay: without the running statistics that batch norm updates, and copies of what it reads.
+        """The arguments of a replay: without running statistics that batch norm updates, with copies of what it reads.
 
         They are updated past their version counters, and where ops are not seen nobody notices.
         """
@@ -249,7 +249,7 @@ def _inspect(func: Any) -> OpFacts:
         overwrites=f"{base}.{func._overloadname}" in _OVERWRITING,
         may_make_any_size=torch.Tag.dynamic_output_shape in func.tags,
         may_multiply=torch.Tag.pointwise not in func.tags and base not in _NO_PRODUCTS,
-        read_stats=_READS_STATISTICS.get(base, ()),
+        read_stats=_READS_STATISTICS.get(base, ()) if func._overloadname == "default" else (),
     )
 
 
@@ -433,7 +433,16 @@ def as_saved(tensor: Tensor) -> tuple[Tensor, bool]:
 
 
 def _has_no_graph(tensor: Tensor) -> bool:
-    return tensor.__class__ in _PLAIN_TYPES and (not tensor.requires_grad or is_leaf(tensor))
+    may_be_held = tensor.__class__ in _PLAIN_TYPES or is_parameter(tensor)
+    return may_be_held and (not tensor.requires_grad or is_leaf(tensor))
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, of whatever class; without the ``isinstance`` of torch, which takes longer."""
+    kind = tensor.__class__
+    if kind is Tensor:
+        return False
+    return issubclass(kind, torch.nn.Parameter) or getattr(tensor, "_is_param", False) is True
 
 
 def plainly_saved(tensor: Tensor) -> Tensor | None:

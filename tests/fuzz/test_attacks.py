@@ -203,6 +203,28 @@ def _other_data(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
     return loss
 
 
+class _Weight(nn.Parameter):
+    """A class of parameters of one's own."""
+
+
+class _Tagged(Tensor):
+    """A tensor that knows something, and is a parameter as well."""
+
+
+def _other_data_of_own_classes(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """Parameters of classes of their own are given other memory between forward and backward."""
+    weight = _Weight(s.weight.detach().clone())
+    tagged = nn.Parameter(s.running.clone().as_subclass(_Tagged))
+    with memory.step():
+        loss = ((x * weight).sin() * tagged * s.bias).sum().as_subclass(Tensor)
+        if attack:
+            weight.data = weight.data * 2
+            tagged.data = tagged.data - 1
+        loss.backward()
+    s.weight.grad, s.running = weight.grad, tagged.grad.as_subclass(Tensor)
+    return loss
+
+
 def _gathered(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
     """A sharded parameter: its memory is made in the step, goes after its use, and is made again before backward."""
     shard = s.weight.data
@@ -264,7 +286,8 @@ class _Plain:
 ATTACKS: tuple[Step, ...] = (
     _write_result_outside, _hook_writes, _lost_reader, _inference_input,
     _saved_self_of_prod, _backward_writes_saved, _two_steps_one_buffer, _set_alias, _max_with_negative_gradient,
-    _unreplayable_write, _nested, _other_data, _gathered, _statistics_of_another_step,
+    _unreplayable_write, _nested, _other_data, _other_data_of_own_classes,
+    _gathered, _statistics_of_another_step,
     _statistics_outside, _swapped,
 )  # fmt: skip
 

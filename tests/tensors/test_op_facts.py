@@ -68,13 +68,19 @@ def test_declared_writes(op: Any, args: Any, kwargs: Any, written: list[int]) ->
 @pytest.mark.parametrize("op", [aten.native_batch_norm.default, aten._native_batch_norm_legit.default], ids=str)
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_writes_running_statistics_in_training_alone(op: Any, training: bool) -> None:
-    """In training it writes them behind its schema, and is replayed without them; in eval it reads them."""
+    """In training it writes them behind its schema, and is replayed without them; in eval it reads them as they are."""
     x, weight, bias, mean, variance = (torch.ones(3) for _ in range(5))
     args = (x, weight, bias, mean, variance, training, 0.1, 1e-5)
     facts = facts_of(op)
     assert positions(facts.written(args, {}), [mean, variance]) == ([0, 1] if training else [])
     replayed = facts.replayed_args(args)
-    assert replayed == ((x, weight, bias, None, None, *args[5:]) if training else args)
+    assert (*replayed[:3], *replayed[5:]) == (*args[:3], *args[5:])
+    if training:
+        assert replayed[3:5] == (None, None)
+    else:
+        mean.zero_(), variance.zero_()
+        assert torch.equal(replayed[3], torch.ones(3))
+        assert torch.equal(replayed[4], torch.ones(3))
     assert facts.replayable == (op is aten.native_batch_norm.default)  # the other one needs its statistics
 
 
@@ -86,6 +92,7 @@ def test_batch_norm_without_running_statistics_writes_nothing() -> None:
     )
     facts = facts_of(aten._native_batch_norm_legit.no_stats)
     assert list(facts.written((x, None, None, True, 0.1, 1e-5), {})) == []
+    assert facts.replayed_args((x, None, None, True, 0.1, 1e-5)) == (x, None, None, True, 0.1, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["native_batch_norm.out", "_native_batch_norm_legit.no_stats_out"])
