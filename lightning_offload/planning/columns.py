@@ -101,10 +101,11 @@ def walk_columns(problem: Problem, *, is_compiled: bool) -> Walk:
 def space_of(problem: Problem, *, is_compiled: bool) -> Space:
     """The columns of simulations by loops of one form."""
     made = _Made(problem, is_compiled)
+    walk, resets_of_walk = with_resets(walk_columns(problem, is_compiled=is_compiled))
     columns, resets = with_resets(made.columns())
     first, resets_of_first = with_resets(made.copies())
     second, resets_of_second = with_resets(made.copies())
-    return Space(columns, first, second, resets, resets_of_first, resets_of_second)
+    return Space(walk, columns, first, second, resets_of_walk, resets, resets_of_first, resets_of_second)
 
 
 class _Made:
@@ -112,7 +113,6 @@ class _Made:
 
     def __init__(self, problem: Problem, is_compiled: bool) -> None:
         self._problem = problem
-        self._is_compiled = is_compiled
         self._new = Buffers(is_compiled)
         self._count = len(problem.candidates)
         self._num_ticks = problem.graph.num_ticks
@@ -120,7 +120,6 @@ class _Made:
     def columns(self) -> Columns:
         new, count = self._new, self._count
         return Columns(
-            walk=walk_columns(self._problem, is_compiled=self._is_compiled),
             starts=new.real(self._num_ticks + 2),
             transfers=Transfers(
                 on_disk=new.whole(count),

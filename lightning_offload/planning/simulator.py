@@ -44,7 +44,7 @@ from lightning_offload.planning.kernels.buffers import (
     Transfers,
     Walk,
 )
-from lightning_offload.planning.kernels.needs import find_needs
+from lightning_offload.planning.kernels.needs import hold_inputs, walk
 from lightning_offload.planning.kernels.releases import NO_LIMIT
 from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.problem import Bytes, Problem
@@ -149,9 +149,10 @@ def residency(problem: Problem, actions: Actions, no_memo: frozenset[int] = froz
     """Walk the step's unpacks under a choice of actions (storages without one are kept)."""
     columns = walk_columns(problem, is_compiled=False)
     _write(columns, problem.codes(actions), problem.flags(no_memo), PLAIN)
-    is_done = find_needs(problem.columns(False), *columns, float("inf"))
+    step, needs = problem.columns(False), columns.needs
+    is_done = walk(step, *columns, float("inf"))
     assert is_done
-    needs = columns.needs
+    hold_inputs(step, columns.codes, needs, columns.scratch)
     saved = problem.saved_storages
     ticks = problem.lists.wanted_tick
     replayed = [k for k, num_calls in enumerate(needs.num_calls) if num_calls]
@@ -203,6 +204,7 @@ def simulate(
 class _Pass(NamedTuple):
     """One simulation, in the columns of its kernels; the next one writes over them."""
 
+    needs: Needs
     columns: Columns
     copies: Copies
     peak_tick: int
@@ -313,7 +315,7 @@ class Simulator:
         is_given = schedule is not None or not overlap
         made = self._simulate(codes, no_memo, schedule or ON_DEMAND if is_given else None, float("inf"))
         swapped = np.flatnonzero(codes == SWAP)
-        needs, transfers, lanes = made.columns.walk.needs, made.columns.transfers, made.copies.lanes
+        needs, transfers, lanes = made.needs, made.columns.transfers, made.copies.lanes
         release, prefetch, needed, memory = (
             transfers.release,
             made.copies.prefetch,
@@ -350,8 +352,9 @@ class Simulator:
         problem = self.problem
         kernels = self._kernels or kernels_for(problem.num_rows, is_urgent=problem.is_urgent)
         space = self._space(kernels)
+        kernels.reset(space.resets_of_walk)
         kernels.reset(space.resets)
-        _write(space.columns.walk, codes, no_memo, kernels)
+        _write(space.walk, codes, no_memo, kernels)
         if schedule is not None:
             self._follow(schedule, space.columns.transfers)
         found = kernels.simulate(
@@ -360,7 +363,8 @@ class Simulator:
         )  # fmt: skip
         is_second, tick, peak_bytes, seconds, stall_seconds, overflow_bytes = found
         copies = space.second if is_second else space.first
-        return _Pass(space.columns, copies, tick, Outcome(int(peak_bytes), seconds, stall_seconds, overflow_bytes))
+        outcome = Outcome(int(peak_bytes), seconds, stall_seconds, overflow_bytes)
+        return _Pass(space.walk.needs, space.columns, copies, tick, outcome)
 
     def _stored_peak(self, needs: Needs, swapped: list[int]) -> int:
         """Most bytes of these at once, on their tier."""

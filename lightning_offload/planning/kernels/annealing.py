@@ -13,7 +13,8 @@ from typing import Any
 
 from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, StepArrays
 from lightning_offload.planning.kernels.buffers import Annealing, Links, Moves, Seen, Space
-from lightning_offload.planning.kernels.simulation import reset, simulate
+from lightning_offload.planning.kernels.needs import walk
+from lightning_offload.planning.kernels.simulation import NEVER, ROUNDING, come_back, least_seconds, leave, reset
 
 NUM_STATES = 4
 ANEW = 3
@@ -120,11 +121,58 @@ def key_after(marks: Any, key: int, states: Any, changed: Any) -> int:
     return key
 
 
+def excess_cost(run: Annealing, limit: int, peak: int, overflow: int) -> float:
+    """The penalty for what a choice does not fit by."""
+    penalty: float = run.seconds_per_byte * (max(0, peak - limit) + overflow)
+    return penalty
+
+
+def price(
+    step: StepArrays, space: Space, links: Links, limit: int, plain_seconds: float, run: Annealing, useless: float
+) -> tuple[float, bool, bool]:
+    """What the states of a search cost, as far as that matters.
+
+    Args:
+        step: The step.
+        space: Columns of its simulation.
+        links: Figures of the device.
+        limit: Of memory.
+        plain_seconds: Of the step's own ops.
+        run: The search; only read.
+        useless: A choice that costs more is not looked at any further.
+
+    Returns:
+        The cost; whether it is that, or the choice costs at least as much; whether the choice fits.
+    """
+    codes, no_memo, needs, scratch = space.walk.codes, space.walk.no_memo, space.walk.needs, space.walk.scratch
+    reset(space.resets_of_walk)
+    for s in range(len(run.states)):
+        codes[s] = min(run.states[s], RECOMPUTE)
+        no_memo[s] = run.states[s] == ANEW
+    if not walk(step, codes, no_memo, needs, scratch, run.hopeless * run.costs[BEST] - plain_seconds):
+        return NEVER, True, False
+    least = least_seconds(step, space, links, plain_seconds)
+    if least > useless:
+        return least, False, False
+    reset(space.resets)
+    peak, overflow = leave(step, space, links, limit, False)
+    least += (1.0 - ROUNDING) * excess_cost(run, limit, peak, overflow)
+    if least > useless:
+        return least, False, False
+    _, _, peak, seconds, _ = come_back(step, space, links, limit, False)
+    if peak > limit or overflow > 0:
+        return seconds + excess_cost(run, limit, peak, overflow), True, False
+    return seconds, True, True
+
+
 def anneal(
     step: StepArrays, space: Space, links: Links, limit: int, plain_seconds: float, moves: Moves, seen: Seen,
     run: Annealing, draws: Any, until: int,
 ) -> None:  # fmt: skip
     """Go on with a search, as far as the random numbers reach.
+
+    Whether a change is accepted is drawn before it is simulated. So a simulation ends where it is sure that the choice
+    is neither accepted nor the best, which is soon for most.
 
     Args:
         step: The step.
@@ -139,7 +187,6 @@ def anneal(
         until: Trials in all after which it pauses.
     """
     states, best, changed, counts, costs = run.states, run.best, run.changed, run.counts, run.costs
-    codes, no_memo = space.columns.walk.codes, space.columns.walk.no_memo
     num_slots = len(seen.keys)
     at = 0
     while (
@@ -153,26 +200,23 @@ def anneal(
         at = propose(moves, states, draws, at, changed)
         key = key_after(seen.marks, counts[KEY], states, changed)
         slot = key % num_slots
-        if seen.keys[slot] == key:
-            cost = seen.costs[slot]
+        draw = draws[at]
+        bar = costs[CURRENT] - temperature * math.log(draw) if draw > 0.0 else NEVER
+        useless = (1.0 + ROUNDING) * max(bar, costs[BEST])
+        is_known = seen.keys[slot] == key
+        if is_known and (seen.costs[slot] >= 0.0 or -seen.costs[slot] > useless):
+            cost = abs(seen.costs[slot])
         else:
-            counts[NUM_TRIALS] += 1
-            reset(space.resets)
-            for s in range(len(states)):
-                codes[s] = min(states[s], RECOMPUTE)
-                no_memo[s] = states[s] == ANEW
-            max_replay_seconds = run.hopeless * costs[BEST] - plain_seconds
-            _, _, peak, seconds, _, overflow = simulate(step, space, links, limit, max_replay_seconds, False)
-            cost = seconds
-            if peak > limit or overflow > 0:
-                cost += run.seconds_per_byte * (max(0, peak - limit) + overflow)
-            elif seconds < costs[BEST]:
-                costs[BEST] = seconds
+            if not is_known:
+                counts[NUM_TRIALS] += 1
+            cost, is_exact, fits = price(step, space, links, limit, plain_seconds, run, useless)
+            if fits and cost < costs[BEST]:
+                costs[BEST] = cost
                 best[:] = states
             seen.keys[slot] = key
-            seen.costs[slot] = cost
+            seen.costs[slot] = cost if is_exact else -cost
         harm = cost - costs[CURRENT]
-        if harm <= 0.0 or (temperature > 0.0 and draws[at] < math.exp(-harm / temperature)):
+        if harm <= 0.0 or (temperature > 0.0 and draw < math.exp(-harm / temperature)):
             costs[CURRENT] = cost
             counts[KEY] = key
         else:

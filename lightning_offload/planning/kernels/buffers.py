@@ -208,9 +208,8 @@ class Tiers(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What is filled in before copies back are placed; lanes are free for copies out at first."""
+    """What is filled in between the static pass and the copies back; lanes are free for copies out at first."""
 
-    walk: Walk
     starts: Any
     transfers: Transfers
     out_lanes: Any
@@ -238,17 +237,21 @@ class Space(NamedTuple):
     """All that a simulation fills in.
 
     Attributes:
+        walk: Of the static pass.
         columns: Before copies back are placed.
         first: Copies back, the last need first.
         second: The same, the first need first.
+        resets_of_walk: Of ``walk``.
         resets: Of ``columns``.
         resets_of_first: Of ``first``.
         resets_of_second: Of ``second``.
     """
 
+    walk: Walk
     columns: Columns
     first: Copies
     second: Copies
+    resets_of_walk: Resets
     resets: Resets
     resets_of_first: Resets
     resets_of_second: Resets
@@ -280,7 +283,7 @@ class Seen(NamedTuple):
     Attributes:
         marks: By candidate and state: a random number; those of all states, combined by exclusive or, are a key.
         keys: By slot: a key; -1 for none.
-        costs: By slot: what was found.
+        costs: By slot: what was found; negative where it costs at least that much.
     """
 
     marks: Any
@@ -302,7 +305,7 @@ class Annealing(NamedTuple):
         max_trials: When that is.
         max_proposals: After which it ends, too.
         enough_seconds: With so good a best it ends as well.
-        hopeless: As slow as that multiple of the best, a choice need not be simulated to its end.
+        hopeless: With replays as slow as that multiple of the best, a choice is taken for one that never ends.
         seconds_per_byte: Penalty for memory beyond the limit.
     """
 

@@ -132,7 +132,7 @@ def replay(step: StepArrays, codes: Any, no_memo: Any, k: int, num_calls: int, n
     needs.transient[k] = max(0, peak - staying_bytes)
 
 
-def hold_inputs(step: StepArrays, codes: Any, needs: Needs, held_through: Any, stored_through: Any) -> None:
+def hold_inputs(step: StepArrays, codes: Any, needs: Needs, scratch: Scratch) -> None:
     """A recorded call holds what it reads until its result is there again, or is not wanted any more.
 
     Through values that are not saved this reaches the saved storages behind them. On a tier, what was read may be
@@ -142,9 +142,9 @@ def hold_inputs(step: StepArrays, codes: Any, needs: Needs, held_through: Any, s
         step: The step.
         codes: Actions.
         needs: What :func:`walk` found; ``held`` and ``stored`` are raised.
-        held_through: By value: a buffer of zeros.
-        stored_through: The same.
+        scratch: Buffers.
     """
+    held_through, stored_through = scratch.held_through, scratch.stored_through
     saved, needed, held, stored = step.saved, needs.needed, needs.held, needs.stored
     in_begin, inputs, out_begin, outputs = step.in_begin, step.inputs, step.out_begin, step.outputs
     release = step.release
@@ -172,13 +172,3 @@ def hold_inputs(step: StepArrays, codes: Any, needs: Needs, held_through: Any, s
                 stored[s] = max(stored[s], stored_until)
                 if codes[s] == KEEP or (codes[s] == SWAP and needed[s] >= 0):
                     held[s] = max(held[s], held_until)
-
-
-def find_needs(
-    step: StepArrays, codes: Any, no_memo: Any, needs: Needs, scratch: Scratch, max_replay_seconds: float
-) -> bool:
-    """All passes of this module; False where replays take too long."""
-    if not walk(step, codes, no_memo, needs, scratch, max_replay_seconds):
-        return False
-    hold_inputs(step, codes, needs, scratch.held_through, scratch.stored_through)
-    return True

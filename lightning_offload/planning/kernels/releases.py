@@ -156,8 +156,8 @@ def pop(heap: Any, count: int) -> int:
 
 def place_releases(
     step: StepArrays, codes: Any, needs: Needs, transfers: Transfers, room: Room, limit: int, is_given: bool
-) -> None:
-    """All passes of this module.
+) -> int:
+    """All passes of this module; the peak.
 
     Args:
         step: The step.
@@ -174,5 +174,10 @@ def place_releases(
         follow(step, codes, needs, transfers, room.memory)
     else:
         choose_releases(step, codes, needs, transfers, room.memory, limit < NO_LIMIT)
-    if add_up(step, needs, room.memory) > limit and not is_given:
+    peak = add_up(step, needs, room.memory)
+    if peak > limit and not is_given:
         release_earlier(step, codes, transfers, room, limit)
+        peak = 0
+        for tick in range(len(step.base)):
+            peak = max(peak, room.memory[tick])
+    return peak

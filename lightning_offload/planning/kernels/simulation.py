@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_offload.planning.arrays import StepArrays
-from lightning_offload.planning.kernels.buffers import Columns, Copies, Links, Resets, Space, Transfers
+from lightning_offload.planning.arrays import SWAP, StepArrays
+from lightning_offload.planning.kernels.buffers import Copies, Links, Resets, Space, Transfers
 from lightning_offload.planning.kernels.clock import begin_ticks, copies_out_end, run_step
-from lightning_offload.planning.kernels.needs import find_needs
+from lightning_offload.planning.kernels.needs import hold_inputs, walk
 from lightning_offload.planning.kernels.prefetches import place_prefetches
 from lightning_offload.planning.kernels.releases import NO_LIMIT, place_releases
 from lightning_offload.planning.kernels.tiers import choose_tiers
@@ -45,10 +45,43 @@ def simulate(
         seconds (infinite where it was given up), those of them that compute waits for copies, and by how many bytes
         the host would have to be larger.
     """
-    columns, codes = space.columns, space.columns.walk.codes
-    needs, starts, transfers = columns.walk.needs, columns.starts, columns.transfers
-    if not find_needs(step, codes, columns.walk.no_memo, needs, columns.walk.scratch, max_replay_seconds):
+    if not walk(step, space.walk.codes, space.walk.no_memo, space.walk.needs, space.walk.scratch, max_replay_seconds):
         return False, 0, NO_LIMIT, NEVER, NEVER, 0
+    _, overflow = leave(step, space, links, limit, is_given)
+    is_second, tick, peak, seconds, stall = come_back(step, space, links, limit, is_given)
+    return is_second, tick, peak, seconds, stall, overflow
+
+
+def least_seconds(step: StepArrays, space: Space, links: Links, plain_seconds: float) -> float:
+    """What a step takes at least, whenever its copies are made, once what backward needs is known.
+
+    Compute either waits for copies or is slowed down by them.
+    """
+    codes, needs = space.walk.codes, space.walk.needs
+    seconds = plain_seconds
+    for k in range(len(step.wanted)):
+        if needs.num_calls[k] > 0:
+            seconds += needs.seconds[k] + links.overhead
+    copied = 0.0
+    for s in range(step.num_candidates[0]):
+        if codes[s] == SWAP:
+            seconds += 2 * links.overhead
+            copied += step.size[s] * links.out_rates[0]
+            if needs.needed[s] >= 0:
+                copied += step.size[s] * links.in_rates[0]
+    return (1.0 - ROUNDING) * (seconds + min(1.0, links.interference) * copied)
+
+
+def leave(step: StepArrays, space: Space, links: Links, limit: int, is_given: bool) -> tuple[int, int]:
+    """Place what leaves the device, once what backward needs is known.
+
+    Returns:
+        The peak, but for what copies back add before their need, and by how many bytes the host would have to be
+        larger.
+    """
+    columns, codes, needs = space.columns, space.walk.codes, space.walk.needs
+    starts, transfers = columns.starts, columns.transfers
+    hold_inputs(step, codes, needs, space.walk.scratch)
     begin_ticks(step, needs, links.overhead, starts)
     overflow = choose_tiers(step, codes, needs, starts, links, transfers.on_disk, columns.tiers)
     if is_given:
@@ -57,27 +90,36 @@ def simulate(
                 transfers.on_disk[s] = transfers.given[s]
     else:
         copies_out_end(step, codes, starts, links, transfers, columns.out_lanes)
-    place_releases(step, codes, needs, transfers, columns.room, limit, is_given)
+    return place_releases(step, codes, needs, transfers, columns.room, limit, is_given), overflow
+
+
+def come_back(
+    step: StepArrays, space: Space, links: Links, limit: int, is_given: bool
+) -> tuple[bool, int, int, float, float]:
+    """Place what comes back, and run the clock, once it is known what leaves.
+
+    Returns:
+        As :func:`simulate`, but for what the host lacks.
+    """
     reset(space.resets_of_first)
-    tick, seconds, stall = fetch(step, columns, space.first, links, limit, is_given, False)
+    tick, seconds, stall = fetch(step, space, space.first, links, limit, is_given, False)
     if not is_given and stall > NOTEWORTHY * seconds:
         reset(space.resets_of_second)
-        other_tick, other_seconds, other_stall = fetch(step, columns, space.second, links, limit, False, True)
+        other_tick, other_seconds, other_stall = fetch(step, space, space.second, links, limit, False, True)
         if other_seconds < (1.0 - ROUNDING) * seconds:
             # no prefetch exceeds the limit, so that no order does better there than another
-            peak = space.second.room.memory[other_tick]
-            return True, other_tick, peak, other_seconds, other_stall, overflow
-    return False, tick, space.first.room.memory[tick], seconds, stall, overflow
+            return True, other_tick, space.second.room.memory[other_tick], other_seconds, other_stall
+    return False, tick, space.first.room.memory[tick], seconds, stall
 
 
 def fetch(
-    step: StepArrays, columns: Columns, copies: Copies, links: Links, limit: int, is_given: bool, in_order: bool
+    step: StepArrays, space: Space, copies: Copies, links: Links, limit: int, is_given: bool, in_order: bool
 ) -> tuple[int, float, float]:
     """Place the copies back and run the clock.
 
     Args:
         step: The step.
-        columns: With all that comes before.
+        space: With all that comes before.
         copies: Filled in.
         links: Figures of the device.
         limit: Bytes that memory stays below where it can.
@@ -87,7 +129,7 @@ def fetch(
     Returns:
         The tick of the peak, the step's seconds, and those of them that compute waits for copies.
     """
-    codes, needs, starts = columns.walk.codes, columns.walk.needs, columns.starts
+    columns, codes, needs, starts = space.columns, space.walk.codes, space.walk.needs, space.columns.starts
     for s in range(len(copies.prefetch)):
         copies.prefetch[s] = columns.transfers.prefetch[s]
     for tick in range(len(columns.room.memory)):

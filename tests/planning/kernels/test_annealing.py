@@ -6,15 +6,16 @@ import functools
 import importlib.util
 import random
 from typing import Any
+from unittest import mock
 
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 
 from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.planning.annealing import LocalSearch
 from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP
-from lightning_offload.planning.kernels import PLAIN, Kernels, compiled
+from lightning_offload.planning.kernels import PLAIN, Kernels, annealing, compiled
 from lightning_offload.planning.kernels.annealing import (
     ANEW,
     MAX_DRAWS,
@@ -26,6 +27,7 @@ from lightning_offload.planning.kernels.annealing import (
     propose,
 )
 from lightning_offload.planning.kernels.buffers import Moves
+from lightning_offload.planning.kernels.simulation import NEVER
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.search import Search
@@ -131,6 +133,43 @@ def test_both_forms_search_alike(graph: StepGraph, device: DeviceSpec, seed: int
     assert best.is_feasible
     assert best.seconds <= plain.start.seconds
     assert best.outcome == plain.request.simulator.run(best.codes, best.no_memo)
+
+
+@settings(max_examples=100)
+@given(
+    graph=odd_steps() | step_graphs(max_saves=8, max_ops=14, unit=1000), device=tiered_devices(unit=1000), seed=SEEDS
+)
+def test_what_is_given_up_costs_at_least_as_much(graph: StepGraph, device: DeviceSpec, seed: int) -> None:
+    """Whatever is useless, a search finds what it finds with nothing given up; no choice costs less than was said."""
+    problem, rng = Problem(graph), random.Random(seed)
+    free = PlanRequest(problem, device, None)
+    if free.floor.peak_bytes >= free.plain.peak_bytes:
+        return
+    budget = rng.randint(free.floor.peak_bytes, free.plain.peak_bytes - 1)
+    whole, ran = (Ran(problem, device, budget, PLAIN) for _ in range(2))
+    if not ran.start.is_feasible:
+        return
+    price, num_given_up = annealing.price, 0
+
+    def in_full(*args: Any) -> tuple[float, bool, bool]:
+        return price(*args[:-1], NEVER)
+
+    def checked(*args: Any) -> tuple[float, bool, bool]:
+        nonlocal num_given_up
+        cost, is_exact, fits = price(*args)
+        in_truth, _, truly_fits = in_full(*args)
+        if is_exact:
+            assert (cost, fits) == (in_truth, truly_fits)
+        else:
+            num_given_up += 1
+            assert args[-1] < cost <= in_truth
+        return cost, is_exact, fits
+
+    with mock.patch.object(annealing, "price", in_full):
+        expected = whole.improve(100, seed)
+    with mock.patch.object(annealing, "price", checked):
+        assert ran.improve(100, seed) == expected
+    event(f"given up: {min(num_given_up, 1)}")
 
 
 def test_what_was_seen_is_not_simulated_again() -> None:
