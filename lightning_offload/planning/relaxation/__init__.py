@@ -67,8 +67,9 @@ from lightning_offload.planning.relaxation.program import Floats
 from lightning_offload.planning.simulator import Timeline, simulate
 
 MAX_ITEMS = 3000
-_MAX_MEMORY_TICKS = 160
-_MAX_CLOCK_TICKS = 160
+_MAX_TICKS = 160  # of the grid, where memory is limited, and as many where copies are counted
+_MANY_ITEMS = 256
+_FEW_TICKS = 96  # the same for so many items: a third of the time, for a bound that is lower by 0.2% at most
 _MAX_ROUNDS = 4
 _MAX_THIN_TICKS = 24
 _CLEAR = 1e-6  # fractions below it are the solver's tolerance
@@ -159,7 +160,7 @@ def integral_bound(problem: Problem, device: DeviceSpec, budget_bytes: int, *, m
         Seconds; None where the solver has none.
     """
     case = Case.of(problem, device, simulate(problem, {}, device), budget_bytes)
-    ticks = _memory_ticks(case, _MAX_MEMORY_TICKS) | _clock_ticks(case, _MAX_CLOCK_TICKS)
+    ticks = _memory_ticks(case, _MAX_TICKS) | _clock_ticks(case, _MAX_TICKS)
     model = Model(case, sorted(ticks), integral=True)
     value = model.program.solve_integral(max_nodes=max_nodes)
     return None if value is None else model.seconds(value)
@@ -167,8 +168,8 @@ def integral_bound(problem: Problem, device: DeviceSpec, budget_bytes: int, *, m
 
 def _solve(case: Case, deadline: float | None, *, is_thin: bool) -> Relaxation | None:
     """Solve, adding ticks where the solution exceeds the budget, until there are none."""
-    ticks = _memory_ticks(case, _MAX_THIN_TICKS if is_thin else _MAX_MEMORY_TICKS)
-    clock = _clock_ticks(case, _MAX_THIN_TICKS if is_thin else _MAX_CLOCK_TICKS)
+    most = _MAX_THIN_TICKS if is_thin else _FEW_TICKS if len(case.items) > _MANY_ITEMS else _MAX_TICKS
+    ticks, clock = _memory_ticks(case, most), _clock_ticks(case, most)
     best: Relaxation | None = None
     for _ in range(1 if is_thin else _MAX_ROUNDS):
         model = Model(case, sorted({*ticks, *clock}), is_thin=is_thin)
@@ -228,4 +229,4 @@ def _exceeded(case: Case, absent: Floats) -> list[int]:
     over = np.flatnonzero((short > _TOLERANCE * max(1, int(case.excess.max()))) & (case.excess > 0))
     stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if len(over) else []
     worst = [int(part[np.argmax(short[part])]) for part in stretches]
-    return sorted(worst, key=lambda t: -short[t])[:_MAX_MEMORY_TICKS]
+    return sorted(worst, key=lambda t: -short[t])[:_MAX_TICKS]

@@ -288,7 +288,7 @@ def test_ticks_are_added_where_the_solution_exceeds_the_budget(monkeypatch: pyte
     """Starting from a single tick the program finds the others that count."""
     problem = Problem(chain(*[10, 40, 20, 30] * 4))
     everything = relax(problem, SLOW, 300)
-    monkeypatch.setattr(relaxation, "_MAX_MEMORY_TICKS", 1)
+    monkeypatch.setattr(relaxation, "_MAX_TICKS", 1)
     few = relax(problem, SLOW, 300)
     monkeypatch.setattr(relaxation, "_MAX_ROUNDS", 1)
     fewest = relax(problem, SLOW, 300)
