@@ -1,7 +1,7 @@
 """Every case of the zoo, each setting trained once: its bits, its true peak, its report, and what is left of it.
 
-Untracked, each of most cases is trained under one of two policies and at one of two heights, by turns; under both where
-nothing is left out.
+Most cases are trained under one of two policies tracked, under the other one untracked, and at one of two heights, by
+turns; under both, either way, where nothing is left out.
 
 From the 4th step on the true peak of live tensors is within the budget, and the report is right.
 """
@@ -77,15 +77,15 @@ class Setting:
 
 
 def _settings(number: int, case: Case) -> list[Setting]:
-    """Policies and heights, each with its wraps; tracked once under each policy, and at one height at least."""
+    """Policies and heights, each with its wraps; tracked once under a policy at least, and at one height at least."""
     heights = ALL_HEIGHTS if case.name in FULL_MATRIX else HEIGHTS
-    tracked: list[str | float] = [*POLICIES]
+    is_whole = case.name in FULL_MATRIX or is_all()
+    tracked: list[str | float] = [*(POLICIES if is_whole else (POLICIES[1 - number % 2],))]
     if case.budgeted:
         tracked += ALL_HEIGHTS if case in TYPICAL else [(0.5, 0.0)[BUDGETED.index(case) % 2]]
     found = [Setting(how=how, wrap=Wrap.WHOLE, is_tracked=True) for how in tracked]
     if case in TYPICAL:
         found += [Setting(how=0.5, wrap=wrap, is_tracked=True) for wrap in (Wrap.FORWARD, Wrap.BARE)]
-    is_whole = case.name in FULL_MATRIX or is_all()
     for hows, first in ((POLICIES, number + 1), (heights, number)):
         for turn, how in enumerate(hows, first):
             if is_whole or (number + turn - first) % 2 == 0:
