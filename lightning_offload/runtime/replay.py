@@ -65,7 +65,7 @@ def record_call(
         environment: The settings that it runs under.
         blank: The first argument, where it is written without being read.
     """
-    args = facts.replayed_args(args)
+    args = facts.recorded_args(args)
     drawn = None
     if facts.is_random:
         generator = _generator(args, kwargs)

@@ -99,6 +99,13 @@ _READS_STATISTICS = {
     "native_batch_norm_backward": (3, 4, 7),
 }
 
+# Positions of the running statistics that synchronised batch norm updates behind the schemas of its parts.
+_UPDATES_STATISTICS = {
+    "batch_norm_gather_stats": (3, 4),
+    "batch_norm_gather_stats_with_counts": (3, 4),
+    "batch_norm_update_stats": (1, 2),
+}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpFacts:
@@ -162,19 +169,21 @@ class OpFacts:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
     def replayed_args(self, args: Any) -> Any:
-        """The arguments of a replay: without running statistics that batch norm updates, with copies of what it reads.
+        """The arguments of a replay: without the running statistics that batch norm updates in training."""
+        if not self.running_stats or not args[self.running_stats[-1]]:
+            return args
+        return tuple(None if i in self.running_stats[:-1] else item for i, item in enumerate(args))
+
+    def recorded_args(self, args: Any) -> Any:
+        """The arguments to keep for a replay: with copies of running statistics that are only read.
 
         They are updated past their version counters, and where ops are not seen nobody notices.
         """
-        if not self.read_stats:
+        args = self.replayed_args(args)
+        if not self.read_stats or (self.read_stats[-1] >= 0 and args[self.read_stats[-1]]):
             return args
-        *statistics, training = self.read_stats
-        if training >= 0 and args[training]:
-            if not self.running_stats:
-                return args
-            return tuple(None if i in statistics else item for i, item in enumerate(args))
         return tuple(
-            item.clone() if i in statistics and isinstance(item, Tensor) and is_plain(item) else item
+            item.clone() if i in self.read_stats[:-1] and isinstance(item, Tensor) and is_plain(item) else item
             for i, item in enumerate(args)
         )
 
@@ -228,7 +237,7 @@ def _inspect(func: Any) -> OpFacts:
     writes = tuple(
         (i, argument.name)
         for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write) or i in _UPDATES_STATISTICS.get(base, ())
     )
     denied = base in _DENIED or base.startswith(_DENIED_PREFIXES) or base.endswith("_out")
     is_random = torch.Tag.nondeterministic_seeded in func.tags

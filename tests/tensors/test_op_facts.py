@@ -73,14 +73,15 @@ def test_batch_norm_writes_running_statistics_in_training_alone(op: Any, trainin
     args = (x, weight, bias, mean, variance, training, 0.1, 1e-5)
     facts = facts_of(op)
     assert positions(facts.written(args, {}), [mean, variance]) == ([0, 1] if training else [])
-    replayed = facts.replayed_args(args)
-    assert (*replayed[:3], *replayed[5:]) == (*args[:3], *args[5:])
+    replayed, recorded = facts.replayed_args(args), facts.recorded_args(args)
+    assert replayed == ((x, weight, bias, None, None, *args[5:]) if training else args)
+    assert (*recorded[:3], *recorded[5:]) == (*args[:3], *args[5:])
     if training:
-        assert replayed[3:5] == (None, None)
+        assert recorded[3:5] == (None, None)
     else:
         mean.zero_(), variance.zero_()
-        assert torch.equal(replayed[3], torch.ones(3))
-        assert torch.equal(replayed[4], torch.ones(3))
+        assert torch.equal(recorded[3], torch.ones(3))
+        assert torch.equal(recorded[4], torch.ones(3))
     assert facts.replayable == (op is aten.native_batch_norm.default)  # the other one needs its statistics
 
 
@@ -92,7 +93,26 @@ def test_batch_norm_without_running_statistics_writes_nothing() -> None:
     )
     facts = facts_of(aten._native_batch_norm_legit.no_stats)
     assert list(facts.written((x, None, None, True, 0.1, 1e-5), {})) == []
-    assert facts.replayed_args((x, None, None, True, 0.1, 1e-5)) == (x, None, None, True, 0.1, 1e-5)
+    assert facts.recorded_args((x, None, None, True, 0.1, 1e-5)) == (x, None, None, True, 0.1, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("op", "first"),
+    [
+        (aten.batch_norm_gather_stats.default, 3),
+        (aten.batch_norm_gather_stats_with_counts.default, 3),
+        (aten.batch_norm_update_stats.default, 1),
+    ],
+    ids=str,
+)
+def test_synchronised_batch_norm_writes_its_statistics(op: Any, first: int) -> None:
+    """Its parts update them behind their schemas, where there are any, and none of them is replayed."""
+    args = [torch.ones(3) for _ in op._schema.arguments]
+    facts = facts_of(op)
+    assert positions(facts.written(tuple(args), {}), args) == [first, first + 1]
+    assert not facts.replayable
+    args[first] = args[first + 1] = None
+    assert list(facts.written(tuple(args), {})) == []
 
 
 @pytest.mark.parametrize("name", ["native_batch_norm.out", "_native_batch_norm_legit.no_stats_out"])
