@@ -40,6 +40,22 @@ def _tiny_resnet(*, bottleneck: bool = False) -> nn.Module:
     return ResNet((2, 2, 1), bottleneck=bottleneck, width=8, num_classes=10)
 
 
+class _FrozenNorms(ResNet):
+    """Fine-tuned with the statistics that it came with: its norms are in evaluation mode, whatever the mode."""
+
+    def train(self, mode: bool = True) -> _FrozenNorms:
+        """Set the mode of all but the norms."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+def _frozen_norms() -> nn.Module:
+    return _FrozenNorms((2, 1), bottleneck=False, width=8, num_classes=10).train()
+
+
 def _tiny_vgg(*, batch_norm: bool) -> nn.Module:
     return VGG((1, 1, 2), width=8, hidden=32, grid=2, batch_norm=batch_norm, num_classes=10)
 
@@ -59,6 +75,7 @@ VISION: tuple[Case, ...] = (
     _vision("resnet-basic", _tiny_resnet, 48, 32, budgeted=True),
     _vision("resnet-bottleneck", lambda: _tiny_resnet(bottleneck=True), 16, 32, budgeted=True),
     _vision("resnet-channels-last", _channels_last_resnet, 40, 32, _classify_channels_last, budgeted=True),
+    _vision("resnet-frozen-norms", _frozen_norms, 48, 32, budgeted=True),
     _vision("resnet-bf16", _tiny_resnet, 48, 32, _classify_bf16),
     _vision("vgg", lambda: _tiny_vgg(batch_norm=False), 24, 32, budgeted=True),
     _vision("vgg-batchnorm", lambda: _tiny_vgg(batch_norm=True), 20, 32, budgeted=True),
