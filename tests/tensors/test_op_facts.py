@@ -75,6 +75,8 @@ def test_batch_norm_writes_running_statistics_in_training_alone(op: Any, trainin
     assert positions(facts.written(args, {}), [mean, variance]) == ([0, 1] if training else [])
     replayed, recorded = facts.replayed_args(args), facts.recorded_args(args)
     assert replayed == ((x, weight, bias, None, None, *args[5:]) if training else args)
+    did = effects(facts, args, {}, (torch.ones(3), torch.ones(0)))
+    assert [any(tensor is read for read in did.read) for tensor in (mean, variance)] == 2 * [not training]
     assert (*recorded[:3], *recorded[5:]) == (*args[:3], *args[5:])
     if training:
         assert recorded[3:5] == (None, None)
