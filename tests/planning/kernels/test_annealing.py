@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy.typing as npt
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import assume, event, given, settings
 
 from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.planning.annealing import LocalSearch
@@ -110,6 +110,19 @@ class Ran:
         return (best.codes.tolist(), best.no_memo.tolist(), best.outcome, self.search.num_trials)
 
 
+def two_from_the_floor(
+    graph: StepGraph, device: DeviceSpec, seed: int, forms: tuple[Kernels, Kernels]
+) -> tuple[Ran, Ran]:
+    """Two searches under one budget, drawn between the floor and the plain peak, from a choice that fits."""
+    problem, rng = Problem(graph), random.Random(seed)
+    free = PlanRequest(problem, device, None)
+    assume(free.floor.peak_bytes < free.plain.peak_bytes)
+    budget = rng.randint(free.floor.peak_bytes, free.plain.peak_bytes - 1)
+    one, other = (Ran(problem, device, budget, kernels) for kernels in forms)
+    assume(one.start.is_feasible)
+    return one, other
+
+
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
 @settings(max_examples=60)
 @given(
@@ -117,16 +130,9 @@ class Ran:
 )
 def test_both_forms_search_alike(graph: StepGraph, device: DeviceSpec, seed: int) -> None:
     """To the bit, for any step, budget and tiers; and the best is a choice that fits."""
-    problem, rng = Problem(graph), random.Random(seed)
-    free = PlanRequest(problem, device, None)
-    if free.floor.peak_bytes >= free.plain.peak_bytes:
-        return
-    budget = rng.randint(free.floor.peak_bytes, free.plain.peak_bytes - 1)
     loops = compiled()
     assert loops is not None
-    plain, other = (Ran(problem, device, budget, kernels) for kernels in (PLAIN, loops))
-    if not plain.start.is_feasible:
-        return
+    plain, other = two_from_the_floor(graph, device, seed, (PLAIN, loops))
     assert plain.improve(100, seed) == other.improve(100, seed)
     best = plain.search.best
     assert best is not None
@@ -141,14 +147,7 @@ def test_both_forms_search_alike(graph: StepGraph, device: DeviceSpec, seed: int
 )
 def test_what_is_given_up_costs_at_least_as_much(graph: StepGraph, device: DeviceSpec, seed: int) -> None:
     """Whatever is useless, a search finds what it finds with nothing given up; no choice costs less than was said."""
-    problem, rng = Problem(graph), random.Random(seed)
-    free = PlanRequest(problem, device, None)
-    if free.floor.peak_bytes >= free.plain.peak_bytes:
-        return
-    budget = rng.randint(free.floor.peak_bytes, free.plain.peak_bytes - 1)
-    whole, ran = (Ran(problem, device, budget, PLAIN) for _ in range(2))
-    if not ran.start.is_feasible:
-        return
+    whole, ran = two_from_the_floor(graph, device, seed, (PLAIN, PLAIN))
     price, num_given_up = annealing.price, 0
 
     def in_full(*args: Any) -> tuple[float, bool, bool]:
