@@ -158,6 +158,7 @@ class Recorder(LiveBytes):
         self._saves: list[_Save] = []
         self._by_runtime = _Lifetimes()
         self._backward_module = ""
+        self._unseen_writes: set[int] = set()  # storages, which nothing has read since
         self._closed = False
         self._saw_backward_op = False
 
@@ -184,6 +185,8 @@ class Recorder(LiveBytes):
         read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
         if self._dead:
             self._forget_dead()
+        if self._unseen_writes:
+            self._end_values()
         if facts.may_make_any_size and facts.makes_any_size(args):
             self.open_sizes.update(size for tensor in made for size in tensor.shape[:1] if isinstance(size, int))
         device = self._device
@@ -242,6 +245,8 @@ class Recorder(LiveBytes):
     def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
         if self._closed:
             return
+        if self._unseen_writes:
+            self._end_values()
         counts = is_plain and self._counts(tensor)
         value = (
             self._value_of(tensor, tensor.untyped_storage())
@@ -266,6 +271,8 @@ class Recorder(LiveBytes):
     def on_unpack(self, index: int) -> None:
         self.num_unpacks += 1
         if not self._closed:
+            if self._unseen_writes:
+                self._end_values()
             self._saves[index].unpack_ticks.append(self._next_tick())
             self._backward_module = self._saves[index].module
 
@@ -290,7 +297,23 @@ class Recorder(LiveBytes):
             counted = self._follow(storage, is_older=False)
             counted.row, counted.deaths = self._by_runtime.add(counted.num_bytes, self._tick), self._by_runtime.death
 
+    def on_unseen_write(self, tensors: list[Tensor]) -> None:
+        """Tensors are about to be written by ops that are not seen: by an optimizer between the scope and its backward.
+
+        Calls that read what they hold now cannot be replayed in what comes; where nothing comes, nothing is noted.
+        """
+        for tensor in tensors:
+            found = self._find(tensor.untyped_storage()) if self._counts(tensor) else None
+            if found is not None and found.index >= 0:
+                self._unseen_writes.add(found.index)
+
     # ---- identity
+
+    def _end_values(self) -> None:
+        """What is read from now on is what the unseen writes left."""
+        for storage in sorted(self._unseen_writes):
+            self._new_value(storage, -1)
+        self._unseen_writes.clear()
 
     def _counts(self, tensor: Tensor) -> bool:
         return tensor.device == self._device and is_plain(tensor)

@@ -13,7 +13,10 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.errors import StaleInputError
 from tests.engine.faults import FAULTY_STEPS, interruption, tolerant_case
 from tests.engine.harness import Outcome, Wrap, assert_same, run
+from tests.engine.probing import levels, train_within, trained_plainly
+from tests.engine.test_cases import check_within
 from tests.zoo.case import Case, Job, Scope
+from tests.zoo.cases import BY_NAME
 from tests.zoo.models.sandwich import Sandwich, rows, square_loss
 
 POLICIES = ("keep-all", "all-swap", "all-recompute")
@@ -151,3 +154,15 @@ def test_moved_leaf_is_exact_or_raises(policy: str, moved: str, wrap: Wrap) -> N
     except StaleInputError:
         return
     assert_same(expected, actual)
+
+
+@pytest.mark.parametrize("height", [0.0, 0.25])
+@pytest.mark.parametrize("wrap", [Wrap.FORWARD, Wrap.BARE], ids=lambda wrap: wrap.value)
+def test_plans_know_of_an_optimizer_that_steps_before_backward(wrap: Wrap, height: float) -> None:
+    """What its update makes impossible to replay is in no plan, also where its ops are not seen: peaks stay in budget."""
+    case = BY_NAME["optimizer-between"]
+    budget_bytes = levels(case.name, wrap).budget(height)
+    found, raised_bytes = train_within(case, budget_bytes, wrap, is_tracked=True)
+    assert raised_bytes == budget_bytes
+    assert_same(trained_plainly(case.name).outcome, found.outcome)
+    check_within(found.steps, budget_bytes, wrap)
