@@ -159,7 +159,7 @@ def test_moved_leaf_is_exact_or_raises(policy: str, moved: str, wrap: Wrap) -> N
 @pytest.mark.parametrize("height", [0.0, 0.25])
 @pytest.mark.parametrize("wrap", [Wrap.FORWARD, Wrap.BARE], ids=lambda wrap: wrap.value)
 def test_plans_know_of_an_optimizer_that_steps_before_backward(wrap: Wrap, height: float) -> None:
-    """What its update makes impossible to replay is in no plan, also where its ops are not seen: peaks stay in budget."""
+    """What its update makes impossible to replay is in no plan, also where no mode sees it: peaks stay in budget."""
     case = BY_NAME["optimizer-between"]
     budget_bytes = levels(case.name, wrap).budget(height)
     found, raised_bytes = train_within(case, budget_bytes, wrap, is_tracked=True)
