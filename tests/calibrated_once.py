@@ -1,4 +1,4 @@
-"""A fixture for tests that make many plugins: links are measured once for a test process, not for each plugin."""
+"""Links are measured once for a test process, not for each plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def calibrations(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def calibrated_once(calibrations: str) -> Iterator[None]:
-    """Plugins of this file's tests share their measurements with those of other files that ask for this fixture."""
+    """Plugins share their measurements, also with those of processes that a test starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_OFFLOAD_CACHE", calibrations)
         yield

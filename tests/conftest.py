@@ -24,6 +24,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _pop_mode
 
 from lightning_offload import MemoryPlugin
+from tests.calibrated_once import calibrated_once as calibrated_once
+from tests.calibrated_once import calibrations as calibrations
 
 OURS = "lightning-offload"
 """How the names of our threads and spill files begin."""

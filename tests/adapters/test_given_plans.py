@@ -19,8 +19,6 @@ from lightning_offload.graph.step_graph import StepGraph
 from tests.adapters import trainings
 from tests.adapters.test_transformers import quiet as quiet
 from tests.adapters.trainings import BATCH_SIZE, NUM_STEPS, NUM_TOKENS, Seen
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
 from tests.cli.running import json_of
 
 IMAGES = ("--input", "3x16x16", "--input", "int64:")

@@ -23,8 +23,6 @@ from transformers import (
 
 from lightning_offload.transformers import OffloadCallback
 from tests.adapters.nets import assert_same, state_of
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.shares import is_all
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
 from tests.lightning_runs import NOTICES, MakeTrainer, silence, trainer_factory
 from tests.lightning_runs import quiet_log as quiet_log
 from tests.one_thread import one_thread as one_thread

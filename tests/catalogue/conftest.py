@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
 from tests.one_thread import one_thread as one_thread

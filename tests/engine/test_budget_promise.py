@@ -13,8 +13,6 @@ import pytest
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.capture.live import CensusClock
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
 from tests.engine.promise import NUM_HEIGHTS, Training, is_close, judge, probe, train, try_budget
 from tests.shares import is_all
 from tests.zoo.cases_loops import LOOPS, LOOPS_BY_NAME

@@ -17,8 +17,6 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.capture.live import CensusClock
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins import plan_cache
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
 from tests.engine.live_tracker import LiveStorageTracker
 
 NUM_STEPS = 24
@@ -136,8 +134,9 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Callable[[random.Random, int], Ba
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Nothing of another training counts."""
+    """Nothing of another training counts, nor is what the session has loaded looked through in every step."""
     gc.collect()
+    gc.freeze()
     yield
     gc.collect()
     gc.unfreeze()

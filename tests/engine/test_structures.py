@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.shares import is_all, pairs
 from tests.zoo.models import hugging_face
@@ -164,8 +162,9 @@ REPEATED = {"olmoe", "whisper", "mixtral, padded", "wav2vec2, padded"}
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Nothing of another training counts."""
+    """Nothing of another training counts, nor is what the session has loaded looked through in every step."""
     gc.collect()
+    gc.freeze()
     yield
     gc.collect()
     gc.unfreeze()

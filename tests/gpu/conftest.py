@@ -8,9 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
-
 # Read when cuBLAS is first used: with it, matrix products repeat themselves whatever else runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -51,6 +51,7 @@ def test_the_device_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[DeviceSpec]:
     """What is remembered of the machine."""
     found: list[DeviceSpec] = []
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_CACHE", "")  # nothing yet
     monkeypatch.setattr(spec_cache, "store", lambda key, spec: found.append(spec))
     return found
 
