@@ -33,6 +33,13 @@ from tests.zoo.case import Job
 AT = pytest.mark.parametrize("step", FAULTY_STEPS)
 POLICIES = pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
 
+
+@pytest.fixture(autouse=True)
+def measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is measured under the fault, as where a machine is new; what is known of it is not asked again."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_CACHE", "")
+
+
 # ---- no room on disk, no folder
 
 
