@@ -158,7 +158,8 @@ class Recorder(LiveBytes):
         self._saves: list[_Save] = []
         self._by_runtime = _Lifetimes()
         self._backward_module = ""
-        self._unseen_writes: set[int] = set()  # storages, which nothing has read since
+        self._given: dict[int, weakref.ref[Tensor]] = {}  # by storage from before the step: a tensor on it
+        self._left: dict[int, int] = {}  # its version, as the last scope left it
         self._closed = False
         self._saw_backward_op = False
 
@@ -185,8 +186,6 @@ class Recorder(LiveBytes):
         read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
         if self._dead:
             self._forget_dead()
-        if self._unseen_writes:
-            self._end_values()
         if facts.may_make_any_size and facts.makes_any_size(args):
             self.open_sizes.update(size for tensor in made for size in tensor.shape[:1] if isinstance(size, int))
         device = self._device
@@ -245,8 +244,6 @@ class Recorder(LiveBytes):
     def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
         if self._closed:
             return
-        if self._unseen_writes:
-            self._end_values()
         counts = is_plain and self._counts(tensor)
         value = (
             self._value_of(tensor, tensor.untyped_storage())
@@ -271,8 +268,8 @@ class Recorder(LiveBytes):
     def on_unpack(self, index: int) -> None:
         self.num_unpacks += 1
         if not self._closed:
-            if self._unseen_writes:
-                self._end_values()
+            if self._left:
+                self._note_unseen_writes()
             self._saves[index].unpack_ticks.append(self._next_tick())
             self._backward_module = self._saves[index].module
 
@@ -297,23 +294,27 @@ class Recorder(LiveBytes):
             counted = self._follow(storage, is_older=False)
             counted.row, counted.deaths = self._by_runtime.add(counted.num_bytes, self._tick), self._by_runtime.death
 
-    def on_unseen_write(self, tensors: list[Tensor]) -> None:
-        """Tensors are about to be written by ops that are not seen: by an optimizer between the scope and its backward.
+    def end_scope(self) -> None:
+        """A scope of the step ends, after which ops are not seen until there is another.
 
-        Calls that read what they hold now cannot be replayed in what comes; where nothing comes, nothing is noted.
+        What was there before the step may be written until backward reads what the step saved: by an optimizer, by an
+        average of weights, by whoever fills the batch anew. Calls that read it cannot be replayed from then on.
         """
-        for tensor in tensors:
-            found = self._find(tensor.untyped_storage()) if self._counts(tensor) else None
-            if found is not None and found.index >= 0:
-                self._unseen_writes.add(found.index)
+        self._left = {}
+        for storage, reference in self._given.items():
+            tensor = reference()
+            if tensor is not None and not tensor.is_inference():
+                self._left[storage] = tensor._version
 
     # ---- identity
 
-    def _end_values(self) -> None:
-        """What is read from now on is what the unseen writes left."""
-        for storage in sorted(self._unseen_writes):
-            self._new_value(storage, -1)
-        self._unseen_writes.clear()
+    def _note_unseen_writes(self) -> None:
+        """What was written since the last scope ended holds another value now."""
+        for storage, version in self._left.items():
+            tensor = self._given[storage]()
+            if tensor is not None and tensor._version != version:
+                self._new_value(storage, -1)
+        self._left = {}
 
     def _counts(self, tensor: Tensor) -> bool:
         return tensor.device == self._device and is_plain(tensor)
@@ -339,8 +340,12 @@ class Recorder(LiveBytes):
             self._new_value(index, -1)
         else:
             index = found.index
-        if self._storages.birth[index] < 0 and tensor.requires_grad and is_leaf(tensor):
-            self.leaves.setdefault(id(tensor), weakref.ref(tensor))
+        if self._storages.birth[index] < 0:
+            known = self._given.get(index)
+            if known is None or known() is None:
+                self._given[index] = weakref.ref(tensor)
+            if tensor.requires_grad and is_leaf(tensor):
+                self.leaves.setdefault(id(tensor), weakref.ref(tensor))
         return self._latest[index]
 
     def _enter(self, storage: torch.UntypedStorage, birth: int) -> int:

@@ -112,6 +112,8 @@ class StepRun:
             try:
                 yield
             finally:
+                if self.recorder is not None:
+                    self.recorder.end_scope()
                 if self.is_watched:
                     self._note_device_peak()
 

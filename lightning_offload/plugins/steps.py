@@ -476,8 +476,6 @@ class Steps:
                 executor.settle_readers_of(parameters)
         if threading.get_ident() != self.state.thread:
             return
-        if run is not None and run.recorder is not None and not self._is_open:
-            run.recorder.on_unseen_write(parameters)
         self._num_optimizers += 1
         device = self.device
         if self._num_optimizers > 1 or run is None or device is None or kind_of(device).counts_memory:

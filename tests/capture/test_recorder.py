@@ -175,25 +175,24 @@ def test_in_place_op_makes_a_new_value_on_the_same_storage() -> None:
     assert len({first, second, third}) == 3
 
 
-@pytest.mark.parametrize("comes_backward", [True, False])
-def test_what_is_written_unseen_is_another_value_afterwards(comes_backward: bool) -> None:
-    """The old value is the storage's last one where nothing is read after the write."""
-    shift = leaf()
-    recorder = Recorder(CPU)
-
-    def step() -> None:
-        y = (shift + 1.0).sin()
-        recorder.on_unseen_write([shift, leaf()])
-        if comes_backward:
-            y.sum().backward()
-
-    observe(step, recorder)
+@pytest.mark.parametrize(("is_written", "comes_backward"), [(True, True), (True, False), (False, True)])
+def test_what_is_written_after_the_scope_is_another_value_in_backward(is_written: bool, comes_backward: bool) -> None:
+    """The old one is the storage's last where nothing writes it, or nothing is read afterwards."""
+    shift, recorder = leaf(), Recorder(CPU)
+    made: list[Tensor] = []
+    observe(lambda: made.append((shift + 1.0).sin()), recorder)
+    recorder.end_scope()
+    if is_written:
+        with torch.no_grad():
+            shift.add_(1.0)
+    if comes_backward:
+        made.pop().sum().backward()
     graph = recorder.finish()
     (read,) = graph.ops[op_names(graph).index("add.Tensor")].inputs
     of_shift = [v for v, value in enumerate(graph.values) if value.storage == graph.values[read].storage]
     assert of_shift[0] == read
     assert graph.values[of_shift[-1]].producer == -1
-    assert len(of_shift) == 1 + comes_backward
+    assert len(of_shift) == 1 + (is_written and comes_backward)
 
 
 def test_written_after_save_must_be_kept() -> None:

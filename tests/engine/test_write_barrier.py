@@ -119,11 +119,8 @@ def _without_messages(outcome: Outcome) -> Outcome:
     return Outcome(values)
 
 
-@pytest.mark.parametrize("wrap", [Wrap.FORWARD, Wrap.BARE], ids=lambda wrap: wrap.value)
-@pytest.mark.parametrize("moved", ["bias", "input"])
-@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
-def test_moved_leaf_is_exact_or_raises(policy: str, moved: str, wrap: Wrap) -> None:
-    """A leaf written outside the step, between forward and backward, never silently changes a gradient."""
+def _moving(moved: str, first_step: int = 0) -> Case:
+    """A training that writes a bias or the batch between the scope around forward and backward."""
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -137,8 +134,9 @@ def test_moved_leaf_is_exact_or_raises(policy: str, moved: str, wrap: Wrap) -> N
         with scope.step(batch):
             with scope.forward():
                 loss = square_loss(job.model, batch)
-            with torch.no_grad():
-                (job.model.body.bias if moved == "bias" else batch).add_(0.5)  # type: ignore[union-attr,operator]
+            if job.index >= first_step:
+                with torch.no_grad():
+                    (job.model.body.bias if moved == "bias" else batch).add_(0.5)  # type: ignore[union-attr,operator]
             scope.backward(loss)
         scope.record("loss", loss)
         scope.update(*job.optimizers)
@@ -147,10 +145,29 @@ def test_moved_leaf_is_exact_or_raises(policy: str, moved: str, wrap: Wrap) -> N
         def forward(self, x: Tensor) -> Tensor:
             return super().forward((x * 2.0).sin())
 
-    case = Case(name="moved", build=lambda: Doubled(Shifted(), depth=1), batch=rows, train_step=train_step, steps=6)
+    return Case(name="moved", build=lambda: Doubled(Shifted(), depth=1), batch=rows, train_step=train_step, steps=6)
+
+
+@pytest.mark.parametrize("wrap", [Wrap.FORWARD, Wrap.BARE], ids=lambda wrap: wrap.value)
+@pytest.mark.parametrize("moved", ["bias", "input"])
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+def test_plans_know_of_a_leaf_that_is_moved_before_backward(
+    policy: str, moved: str, wrap: Wrap, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One written outside the step, in each: what reads it is in no plan to recompute, so no replay finds it changed."""
+    case = _moving(moved)
+    assert_same(run(case), run(case, memory=MemoryPlugin(budget=None, policy=policy), wrap=wrap))
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("lightning_offload")] == []
+
+
+@pytest.mark.parametrize("wrap", [Wrap.FORWARD, Wrap.BARE], ids=lambda wrap: wrap.value)
+@pytest.mark.parametrize("moved", ["bias", "input"])
+def test_a_leaf_moved_in_a_late_step_is_exact_or_raises(moved: str, wrap: Wrap) -> None:
+    """No plan knows of it, and no replay of that step is verified: never silently another gradient."""
+    case = _moving(moved, first_step=4)
     expected = run(case)
     try:
-        actual = run(case, memory=MemoryPlugin(budget=None, policy=policy), wrap=wrap)
+        actual = run(case, memory=MemoryPlugin(budget=None, policy="all-recompute"), wrap=wrap)
     except StaleInputError:
         return
     assert_same(expected, actual)
