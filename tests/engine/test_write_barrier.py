@@ -154,7 +154,7 @@ def _moving(moved: str, first_step: int = 0) -> Case:
 def test_plans_know_of_a_leaf_that_is_moved_before_backward(
     policy: str, moved: str, wrap: Wrap, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One written outside the step, in each: what reads it is in no plan to recompute, so no replay finds it changed."""
+    """It is written outside each step: what reads it is recomputed in no plan, so no replay finds it changed."""
     case = _moving(moved)
     assert_same(run(case), run(case, memory=MemoryPlugin(budget=None, policy=policy), wrap=wrap))
     assert [r.getMessage() for r in caplog.records if r.name.startswith("lightning_offload")] == []
