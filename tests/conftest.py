@@ -24,8 +24,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _pop_mode
 
 from lightning_offload import MemoryPlugin
-from tests.calibrated_once import calibrated_once as calibrated_once
-from tests.calibrated_once import calibrations as calibrations
 
 OURS = "lightning-offload"
 """How the names of our threads and spill files begin."""
@@ -54,6 +52,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture(scope="session")
+def calibrations(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder that remembers what this process measured."""
+    return str(tmp_path_factory.mktemp("calibrations"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def calibrated_once(calibrations: str) -> Iterator[None]:
+    """Measure links once for a test process, and for the processes that it starts, not for each plugin."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_OFFLOAD_CACHE", calibrations)
+        yield
 
 
 @pytest.fixture(autouse=True)
