@@ -20,11 +20,15 @@ would tell is not known then. None of it has been run on such a device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+_SLEPT_CYCLES = 1_000_000
 _EXPANDABLE = "where reserved is well above allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -43,6 +47,7 @@ class DeviceKind:
             more, which depends on what was freed before: that is measured.
         pins_mappings: Host memory that we mapped can be page-locked for it, by ``cudart().cudaHostRegister``.
         captures_graphs: What is asked of a stream can go into a graph, and is not run then.
+        can_be_held: It can be made to do nothing for a while, in the order of a stream: :func:`hold`.
         has_cudnn: ``torch.backends.cudnn`` chooses its algorithms.
         has_nvml: NVML tells of its links to others.
         advice: What helps where its allocator holds far more than is alive; "" for nothing.
@@ -54,6 +59,7 @@ class DeviceKind:
     block_bytes: int = 1
     pins_mappings: bool = False
     captures_graphs: bool = False
+    can_be_held: bool = False
     has_cudnn: bool = False
     has_nvml: bool = False
     advice: str = ""
@@ -67,6 +73,7 @@ CUDA = DeviceKind(
     block_bytes=512,
     pins_mappings=True,
     captures_graphs=True,
+    can_be_held=True,
     has_cudnn=True,
     has_nvml=True,
     advice=_EXPANDABLE,
@@ -189,6 +196,43 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def hold(device: torch.device, seconds: float) -> None:
+    """Have the current stream of a device do nothing for about so long, while the host goes on to ask for more.
+
+    Without an effect where the device cannot be held, and while its stream is captured.
+    """
+    if not kind_of(device).can_be_held or is_capturing():
+        return
+    with _as_current(device):
+        _module(device)._sleep(int(seconds * _cycles_a_second(device)))
+
+
+@functools.cache
+def _cycles_a_second(device: torch.device) -> float:
+    """How far the clock that ``_sleep`` counts by comes in a second. Waits for the device."""
+    torch.accelerator.synchronize(device)
+    stream, marks = torch.accelerator.current_stream(device), []
+    for num_cycles in (_SLEPT_CYCLES, 0, _SLEPT_CYCLES):  # the first of all loads the kernel
+        _module(device)._sleep(num_cycles)
+        marks.append(torch.Event(device, enable_timing=True))
+        marks[-1].record(stream)
+    torch.accelerator.synchronize(device)
+    return _SLEPT_CYCLES / max(1e-6, marks[1].elapsed_time(marks[2]) * 1e-3)
+
+
+@contextlib.contextmanager
+def _as_current(device: torch.device) -> Iterator[None]:
+    before = torch.accelerator.current_device_index()
+    if device.index in (None, before):
+        yield
+        return
+    torch.accelerator.set_device_index(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that random ops on a device draw from by default; the CPU's where its kind has no row."""
     if not _is_accelerator(device):
@@ -235,10 +279,15 @@ def generators_in_use() -> list[torch.Generator]:
 
 def is_capturing() -> bool:
     """Whether what this thread asks of its device goes into a graph and is not run: nothing may be waited for."""
-    for module in _CAPTURING:  # noqa: SIM110 - asked at each op: a generator would take as long as the rest
-        if module.is_initialized() and module.is_current_stream_capturing():
-            return True
-    return False
+    return any(module.is_initialized() and module.is_current_stream_capturing() for module in _CAPTURING)
+
+
+def capture_query(device: torch.device) -> Callable[[], bool]:
+    """What :func:`is_capturing` tells, for a device, in less time: it is asked at each op."""
+    name = f"_{device.type}_isCurrentStreamCapturing"
+    if not (_is_accelerator(device) and _module(device).is_initialized() and hasattr(torch._C, name)):
+        return is_capturing
+    return lambda: bool(getattr(torch._C, name)())
 
 
 def _is_accelerator(device: torch.device) -> bool:

@@ -34,7 +34,9 @@ def test_the_table() -> None:
     """A row for each kind that the package runs on, and what each can do."""
     assert [(name, kind.type) for name, kind in KINDS.items()] == [("cpu", "cpu"), ("cuda", "cuda")]
     able = {name for name, value in dataclasses.asdict(CUDA).items() if value is True}
-    assert able == {"has_streams", "counts_memory", "pins_mappings", "captures_graphs", "has_cudnn", "has_nvml"}
+    assert able == {
+        "has_streams", "counts_memory", "pins_mappings", "captures_graphs", "can_be_held", "has_cudnn", "has_nvml",
+    }  # fmt: skip
     assert (CUDA.block_bytes, "expandable_segments:True" in CUDA.advice) == (512, True)
     assert DeviceKind(type="cpu") == HOST
     assert accelerators.kind_of(CPU) is HOST

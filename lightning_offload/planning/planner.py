@@ -32,6 +32,7 @@ POLICIES: dict[str, Policy] = {
     **PUBLISHED,
 }
 _MAX_RETRIES = 3
+_OF_ALL_PLANS = ("graph_digest", "floor_bytes", "floor_op", "bound_seconds")
 _LITTLE_LONGER = 1.02  # times the predicted step: what a plan may take more so that its steps need no dispatch mode
 _MODE_SECONDS = 20e-6  # what the mode costs the host for each op of forward
 _LAUNCH_SECONDS = 9e-6  # what an op costs the host in plain PyTorch
@@ -105,6 +106,7 @@ def plan_with_margin(
     shortfall_bytes: int,
     must_fit: bool,
     make: Make | None = None,
+    mode_seconds: float | None = None,
     **how: Any,
 ) -> MemoryPlan:
     """Plan a step so that its measured peak is within the budget, by a margin for what a plan does not foresee.
@@ -120,6 +122,7 @@ def plan_with_margin(
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
         must_fit: Whether a budget that cannot be met raises; the plan with the lowest peak is made otherwise.
         make: Plans a step within a budget; by default :func:`plan` does, and spares it the dispatch mode.
+        mode_seconds: By how much that lengthens a step; by default as it is known of other steps.
         how: Further keywords of :func:`plan`.
 
     Raises:
@@ -129,7 +132,10 @@ def plan_with_margin(
     limits = [limit for limit in (budget_bytes, usable_bytes) if limit is not None]
     try:
         limit = min(limits, default=None)
-        made = _plan_sparing_the_mode(counted, device, limit, **how) if make is None else make(counted, device, limit)
+        if make is not None:
+            made = make(counted, device, limit)
+        else:
+            made = _plan_sparing_the_mode(counted, device, limit, mode_seconds, **how)
     except BudgetInfeasibleError as error:
         is_within_budget = budget_bytes is None or (error.floor_bytes <= budget_bytes and min(limits) < budget_bytes)
         if must_fit and not is_within_budget:
@@ -140,7 +146,9 @@ def plan_with_margin(
     return dataclasses.replace(made, budget_bytes=budget_bytes, plain_peak_bytes=plain_peak_bytes)
 
 
-def _plan_sparing_the_mode(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan:
+def _plan_sparing_the_mode(
+    graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, mode_seconds: float | None, **how: Any
+) -> MemoryPlan:
     """Plan a step, and spare it the dispatch mode where that costs less than the mode does.
 
     Raises:
@@ -154,7 +162,7 @@ def _plan_sparing_the_mode(graph: StepGraph, device: DeviceSpec, budget_bytes: i
     def quiet() -> MemoryPlan | None:
         return _without_recompute(graph, device, budget_bytes, **how) if how.get("policy", "auto") == "auto" else None
 
-    return sparing_the_mode(problem, made, device, budget_bytes, quiet)
+    return sparing_the_mode(problem, made, device, budget_bytes, quiet, mode_seconds)
 
 
 def sparing_the_mode(
@@ -163,11 +171,12 @@ def sparing_the_mode(
     device: DeviceSpec,
     budget_bytes: int | None,
     find_quiet: Callable[[], MemoryPlan | None],
+    mode_seconds: float | None = None,
 ) -> MemoryPlan:
     """A plan, or one under which the step needs no dispatch mode, where that costs less than the mode does.
 
-    A step needs no mode whose plan recomputes nothing and releases device copies at packs and unpacks alone. Plans do
-    not count the host's time, so it is weighed here.
+    A step needs no mode whose plan recomputes nothing and releases device copies at packs and unpacks alone. Backward
+    needs none where nothing is released between its unpacks. Plans do not count the host's time, so it is weighed here.
 
     Args:
         problem: The step.
@@ -175,23 +184,39 @@ def sparing_the_mode(
         device: Where it runs.
         budget_bytes: The budget.
         find_quiet: Finds a plan that recomputes nothing, if there is one.
+        mode_seconds: By how much the mode lengthens a step; by default as it is known of other steps.
     """
-    may_take = _LITTLE_LONGER * made.predicted_step_seconds
-    quiet = made
-    if any(decision.action == "recompute" for decision in made.decisions):
-        may_take = made.predicted_step_seconds + _mode_seconds(problem, device)
-        if may_take <= _LITTLE_LONGER * made.predicted_step_seconds:
-            return made
+    little_longer = _LITTLE_LONGER * made.predicted_step_seconds
+    if not any(decision.action == "recompute" for decision in made.decisions):
+        return _with_releases_at_hooks(problem, made, device, budget_bytes, little_longer) or made
+    may_take = made.predicted_step_seconds + (_mode_seconds(problem, device) if mode_seconds is None else mode_seconds)
+    if may_take > little_longer:
         found = find_quiet()
-        if found is None or found.predicted_step_seconds > may_take:
-            return made
-        bounds = {name: getattr(made, name) for name in ("graph_digest", "floor_bytes", "floor_op", "bound_seconds")}
-        quiet = dataclasses.replace(found, **bounds)
-    limit_bytes = quiet.predicted_peak_bytes if budget_bytes is None else budget_bytes
-    for moved in (_at_hooks(problem, quiet, device, earlier) for earlier in (True, False)):
+        if found is not None and found.predicted_step_seconds <= may_take:
+            bounds = {name: getattr(made, name) for name in _OF_ALL_PLANS}
+            quiet = dataclasses.replace(found, **bounds)
+            quiet = _with_releases_at_hooks(problem, quiet, device, budget_bytes, may_take)
+            if quiet is not None:
+                return quiet
+    spared = _with_releases_at_hooks(problem, made, device, budget_bytes, little_longer, in_backward_alone=True)
+    return spared or made
+
+
+def _with_releases_at_hooks(
+    problem: Problem,
+    made: MemoryPlan,
+    device: DeviceSpec,
+    budget_bytes: int | None,
+    may_take: float,
+    *,
+    in_backward_alone: bool = False,
+) -> MemoryPlan | None:
+    """A plan with releases moved to packs and unpacks; None where none is within the budget and takes no longer."""
+    limit_bytes = made.predicted_peak_bytes if budget_bytes is None else budget_bytes
+    for moved in (_at_hooks(problem, made, device, earlier, in_backward_alone) for earlier in (True, False)):
         if moved.predicted_step_seconds <= may_take and moved.predicted_peak_bytes <= limit_bytes:
             return moved
-    return made
+    return None
 
 
 def _mode_seconds(problem: Problem, device: DeviceSpec) -> float:
@@ -283,22 +308,28 @@ def _after_their_ops(problem: Problem, made: MemoryPlan, device: DeviceSpec) -> 
     return _simulated(problem, made, list(map(moved, made.decisions)), device)
 
 
-def _at_hooks(problem: Problem, made: MemoryPlan, device: DeviceSpec, earlier: bool) -> MemoryPlan:
-    """A plan that swaps, with each release moved to where a pack or an unpack comes before the op.
+def _at_hooks(
+    problem: Problem, made: MemoryPlan, device: DeviceSpec, earlier: bool, in_backward_alone: bool = False
+) -> MemoryPlan:
+    """A plan with each release moved to where a pack or an unpack comes before the op.
 
     Args:
         problem: The step.
         made: The plan.
         device: Where it runs.
         earlier: Whether releases move to an op before theirs, and compute waits for copies; to a later one otherwise.
+        in_backward_alone: Whether those of forward stay where they are.
     """
-    moved = _hooks_near_ops(problem.graph)[not earlier]
-    decisions = [
-        d
-        if d.release_op == AT_PACK or moved[d.release_op] == d.release_op
-        else dataclasses.replace(d, release_op=moved[d.release_op])
-        for d in made.decisions
-    ]
+    moved, ops = _hooks_near_ops(problem.graph)[not earlier], problem.graph.ops
+
+    def at_a_hook(decision: Decision) -> Decision:
+        op = decision.release_op
+        stays = in_backward_alone and not (op < len(ops) and ops[op].phase == "backward")
+        if op == AT_PACK or moved[op] == op or stays:
+            return decision
+        return dataclasses.replace(decision, release_op=moved[op])
+
+    decisions = list(map(at_a_hook, made.decisions))
     return _simulated(problem, made, decisions, device)
 
 

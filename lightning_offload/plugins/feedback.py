@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from lightning_offload.capture.timing import OpTimes, retime, scaled
 from lightning_offload.planning.planner import beside
 from lightning_offload.planning.scaling_laws import Point
+from lightning_offload.plugins.pace import HostTimes
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.replanning import with_unforeseen
 from lightning_offload.units import format_bytes
@@ -148,14 +149,23 @@ def _is_final(kind: PlanEntry, unforeseen_bytes: int) -> bool:
 
 
 def compare(
-    kind: PlanEntry, step_seconds: float, stall_seconds: float, *, is_link_slower: bool, is_link_faster: bool = False
+    kind: PlanEntry,
+    step_seconds: float,
+    stall_seconds: float,
+    host: HostTimes | None = None,
+    *,
+    is_link_slower: bool,
+    is_link_faster: bool = False,
 ) -> None:
-    """Plan again if planned steps show that links or compute are not what the plan counted on, a few times at most.
+    """Plan again if planned steps show that links, compute or the host are not what the plan counted on.
+
+    That is done a few times at most.
 
     Args:
         kind: The kind of step.
         step_seconds: What the step took.
         stall_seconds: The part of it in which compute waited for copies.
+        host: What it took the host, on an accelerator; None where that is not known.
         is_link_slower: Whether a link turned out slower; that matters if it shows in stalls.
         is_link_faster: Whether one turned out faster; that matters if the plan costs time.
     """
@@ -164,12 +174,16 @@ def compare(
         return
     if kind.family is not None or kind.aligns:  # whose plan is for larger sizes, or another structure
         return
+    waits = host.beyond(kind.graph, plan) if host is not None else HostTimes(0.0, 0.0)
+    kind.pace.note_waits(plan, sum(waits))
     factor = kind.corrections.by_time(
-        plan, kind.spec, step_seconds, stall_seconds, is_slower=is_link_slower, is_faster=is_link_faster
+        plan, kind.spec, step_seconds, stall_seconds, sum(waits), is_slower=is_link_slower, is_faster=is_link_faster
     )
     if factor is not None:
         kind.graph = scaled(kind.graph, factor) if factor != 1 else kind.graph
-        kind.superseded, kind.program = plan, None
+    elif not kind.corrections.by_mode(plan, waits.forward):
+        return
+    kind.superseded, kind.program = plan, None
 
 
 def ran_out_of_memory(kind: PlanEntry) -> None:

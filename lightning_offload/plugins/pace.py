@@ -6,7 +6,8 @@ large ops and by a multiple for tiny ones. The steps that run under the plan tel
 the next will take, and without what replays, copies and waiting took of it, what a plain step would.
 
 An accelerator computes ops back to back while the host runs ahead, so there a step that takes other than predicted
-tells of its ops: :mod:`~lightning_offload.plugins.replanning`.
+tells of its ops: :mod:`~lightning_offload.plugins.replanning`. Where ops are small the host does not get ahead, the
+less so the more it is asked for beside launching them: what the device then waits for it is no op's.
 """
 
 from __future__ import annotations
@@ -39,6 +40,29 @@ class StepTimes(NamedTuple):
     replay: float
 
 
+class HostTimes(NamedTuple):
+    """What an accelerator's step took the host to launch, in seconds.
+
+    Attributes:
+        forward: Until backward began.
+        backward: From then on.
+    """
+
+    forward: float
+    backward: float
+
+    def beyond(self, graph: StepGraph, plan: MemoryPlan) -> HostTimes:
+        """By how much that is longer than what the device computes: what it waits for the host.
+
+        Args:
+            graph: The step.
+            plan: What was executed.
+        """
+        forward = sum(op.seconds for op in graph.ops if op.phase == "forward")
+        backward = max(0.0, plan.predicted_step_seconds - forward)
+        return HostTimes(max(0.0, self.forward - forward), max(0.0, self.backward - backward))
+
+
 class Expected(NamedTuple):
     """What the coming steps take, in seconds.
 
@@ -58,6 +82,13 @@ class Pace:
     _plan: MemoryPlan | None = None
     _last: deque[StepTimes] = dataclasses.field(default_factory=lambda: deque(maxlen=_NUM_LAST))
     _slowdown_seconds: float | None = None
+    _waited_for: MemoryPlan | None = None
+    _waited_seconds: float = 0.0
+
+    def note_waits(self, plan: MemoryPlan, seconds: float) -> None:
+        """A measured step has run under a plan in which an accelerator waited so long for the host."""
+        is_first = plan is not self._waited_for
+        self._waited_for, self._waited_seconds = plan, seconds if is_first else min(seconds, self._waited_seconds)
 
     def note(self, plan: MemoryPlan, times: StepTimes) -> None:
         """A step has run under a plan, and nothing about it was measured but these."""
@@ -75,7 +106,8 @@ class Pace:
             device: The device that it was made for.
         """
         if plan is not self._plan or len(self._last) < _NUM_FIRST:
-            return Expected(plan.predicted_step_seconds, plan.plain_step_seconds)
+            waited_seconds = self._waited_seconds if plan is self._waited_for else 0.0
+            return Expected(plan.predicted_step_seconds + waited_seconds, plan.plain_step_seconds)
         if self._slowdown_seconds is None:
             self._slowdown_seconds = follow(graph, plan, device).slowdown_seconds if plan.decisions else 0.0
         step, stall, replay = (statistics.median(column) for column in zip(*self._last, strict=True))

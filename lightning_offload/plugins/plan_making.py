@@ -43,7 +43,8 @@ def make_plan(
         PlanError: The given plan is for another graph, or cannot be carried out.
     """
     assert kind.graph is not None
-    kind.spec, kind.corrections.computing_seconds = device, None
+    kind.spec = device
+    kind.corrections.begin_plan()
     kind.begin_anew()
     kind.seen_by_op, kind.superseded = (), None
     if given is not None and not kind.aligns:
@@ -99,6 +100,7 @@ def _plan_within(
             shortfall_bytes=margin_bytes,
             must_fit=must_fit,
             make=plan_it,
+            mode_seconds=kind.corrections.mode_seconds,
             policy=policy,
             keep=keep_storages,
             is_provisional=kind.phase != "planned",

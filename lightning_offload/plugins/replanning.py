@@ -29,13 +29,21 @@ class Corrections:
         num_timed: Those since planned steps did not take the time they should.
         num_tightened: Those since the allocator had to give its reserve back again and again.
         computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
+        waited_seconds: What the device waited for the host in its forward.
+        mode_seconds: By how much a dispatch mode lengthens steps, where such steps have shown it.
         retried_at: The planned step in which the allocator last had to give its reserve back.
     """
 
     num_timed: int = 0
     num_tightened: int = 0
     computing_seconds: float | None = None
+    waited_seconds: float | None = None
+    mode_seconds: float | None = None
     retried_at: int | None = None
+
+    def begin_plan(self) -> None:
+        """Another plan comes into force."""
+        self.computing_seconds = self.waited_seconds = None
 
     def by_time(
         self,
@@ -43,6 +51,7 @@ class Corrections:
         device: DeviceSpec,
         step_seconds: float,
         stall_seconds: float,
+        waited_seconds: float = 0.0,
         *,
         is_slower: bool,
         is_faster: bool,
@@ -54,6 +63,7 @@ class Corrections:
             device: What it was made for.
             step_seconds: What the step took.
             stall_seconds: The part of it in which compute waited for copies.
+            waited_seconds: The part of it in which an accelerator waited for the host.
             is_slower: Whether a link turned out slower.
             is_faster: Whether one turned out faster.
         """
@@ -62,13 +72,31 @@ class Corrections:
         is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_slower, is_faster=is_faster)
         factor = 1.0
         if device.kind != "cpu":  # whose ops are not launched: what was timed one by one is what they take
-            computing = max(0.0, step_seconds - stall_seconds)
+            computing = max(0.0, step_seconds - stall_seconds - waited_seconds)
             factor = compute_factor(plan, computing, self.computing_seconds)
             self.computing_seconds = computing
         if factor == 1.0 and not is_wrong:
             return None
         self.num_timed += 1
         return factor
+
+    def by_mode(self, plan: MemoryPlan, waited_seconds: float) -> bool:
+        """Whether a plan is worth making again since its dispatch mode costs more than was thought.
+
+        Args:
+            plan: What was executed.
+            waited_seconds: What the device waited for the host in forward.
+        """
+        lasting = min(waited_seconds, self.waited_seconds) if self.waited_seconds is not None else 0.0
+        self.waited_seconds = waited_seconds
+        known_seconds = _MUCH_SLOWER * (self.mode_seconds or 0.0)
+        if self.num_timed >= _MAX_CORRECTIONS or all(decision.action != "recompute" for decision in plan.decisions):
+            return False
+        if lasting <= max(known_seconds, _SHARE * plan.predicted_step_seconds):
+            return False
+        self.num_timed += 1
+        self.mode_seconds = lasting
+        return True
 
     def by_retries(self, plan: MemoryPlan, num_planned: int) -> int | None:
         """The bytes to plan for from now on, where the allocator gives its reserve back again and again; else None.

@@ -35,7 +35,7 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins import feedback
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
-from lightning_offload.plugins.pace import StepTimes
+from lightning_offload.plugins.pace import HostTimes, StepTimes
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_making import make_plan
@@ -147,6 +147,7 @@ class StepRun:
         self.old_gradients = now
 
         def note() -> None:
+            self.clock.backward_begins()
             self.accumulated = gradients()
 
         if self.executor.packs:
@@ -349,8 +350,10 @@ class StepClock:
         self._device = device
         self._by_events = kind_of(device).has_streams
         self._is_watched = is_watched
-        self._seconds = 0.0
+        self._host_seconds = 0.0
         self._scopes: list[tuple[Mark, Mark]] = []
+        self._began: float | None = None
+        self._forward_seconds: float | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -358,19 +361,32 @@ class StepClock:
         if self._by_events and not self._is_watched:
             yield
             return
-        begin = record_event(self._device) if self._by_events else time.perf_counter()
+        mark = record_event(self._device) if self._by_events else None
+        began = self._began = time.perf_counter()
         try:
             yield
         finally:
-            if isinstance(begin, float):
-                self._seconds += time.perf_counter() - begin
-            else:
-                self._scopes.append((begin, record_event(self._device)))
+            self._host_seconds += time.perf_counter() - began
+            self._began = None
+            if mark is not None:
+                self._scopes.append((mark, record_event(self._device)))
+
+    def backward_begins(self) -> None:
+        """Note when the host comes to backward."""
+        if self._forward_seconds is None:
+            now = time.perf_counter() - self._began if self._began is not None else 0.0
+            self._forward_seconds = self._host_seconds + now
+
+    def host_times(self) -> HostTimes | None:
+        """What an accelerator's step took the host so far; None where that was not measured."""
+        if self._forward_seconds is None or not self._scopes:
+            return None
+        return HostTimes(self._forward_seconds, self._host_seconds - self._forward_seconds)
 
     def seconds(self) -> float | None:
         """The duration so far; None where it was not measured. Waits for the device."""
         if not self._by_events:
-            return self._seconds
+            return self._host_seconds
         if not self._scopes:
             return None
         self._scopes[-1][1].synchronize()
@@ -551,12 +567,14 @@ def learn_from(run: StepRun, hardware: Hardware) -> None:
     if run.lane_times is None or run.kind.phase != "planned":
         return
     hardware.observe(run.lane_times)
-    if run.seconds is not None:
+    # A device whose ops are timed is held back meanwhile: its step takes what no other does.
+    if run.seconds is not None and (run.times is None or not kind_of(run.device).has_streams):
         spec = run.kind.spec
         feedback.compare(
             run.kind,
             run.seconds,
             run.stall_seconds,
+            run.clock.host_times(),
             is_link_slower=hardware.is_slower_than(spec),
             is_link_faster=hardware.is_faster_than(spec),
         )

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_offload.accelerators import is_capturing
 from lightning_offload.graph.memory_plan import AT_PACK
 from lightning_offload.runtime.alignment import PackCursor
 from lightning_offload.runtime.executor import StepExecutor, next_node
@@ -115,7 +114,7 @@ class AlignedExecutor(StepExecutor):
         self._num_packs = index + 1
         handle = Handle(self.observer, self._lease, index, tensor, is_borrowed=is_borrowed)
         handle.kept = tensor
-        is_captured = self._can_capture and is_capturing()
+        is_captured = self._can_capture and self._is_capturing()
         plain = plain and not is_captured
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.accelerators import is_capturing, kind_of
+from lightning_offload.accelerators import capture_query, kind_of
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
 from lightning_offload.runtime.given import GivenCursor
@@ -115,7 +115,7 @@ class StepExecutor:
         self._lease: StepLiveness | None = StepLiveness(program.num_objects if program is not None else 0)
         self._unread = weakref.ref(self._lease)
         self._device = device
-        self._can_capture = kind_of(device).captures_graphs
+        self._can_capture, self._is_capturing = kind_of(device).captures_graphs, capture_query(device)
         self._persistent = functools.cache(persistent)
         self._verifier = verifier
         self._cursor = ProgramCursor(program) if program is not None else None
@@ -185,7 +185,7 @@ class StepExecutor:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program, with what the plan asks for around it."""
-        if bypass_mode.depth or (self._can_capture and is_capturing()):
+        if bypass_mode.depth or (self._can_capture and self._is_capturing()):
             return call(func, args, kwargs)
         bypass_mode.depth = 1  # as entering it does, in less time
         try:
@@ -393,7 +393,7 @@ class StepExecutor:
                         released = releases.get(handle.index, ())
                     else:
                         released = tuple(s for place in self._given.take_passed() for s in releases.get(place, ()))
-                    if released and not (self._can_capture and is_capturing()):  # a graph must not wait for copies
+                    if released and not (self._can_capture and self._is_capturing()):  # a graph must not wait for copies
                         self._release(released)
                 return handle
         finally:
@@ -404,7 +404,7 @@ class StepExecutor:
         program = self.program
         assert program is not None
         kept = plainly_saved(tensor)
-        if kept is None or (self._can_capture and is_capturing()):
+        if kept is None or (self._can_capture and self._is_capturing()):
             return None
         storage = kept.untyped_storage()
         if storage.nbytes() != program.pack_bytes[index]:
@@ -425,7 +425,7 @@ class StepExecutor:
         index = self._num_packs
         self._num_packs = index + 1
         handle = Handle(self.observer, self._lease, index, tensor, is_borrowed=is_borrowed)
-        plain = plain and not (self._can_capture and is_capturing())
+        plain = plain and not (self._can_capture and self._is_capturing())
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
         if self._given is not None:
@@ -587,7 +587,7 @@ class StepExecutor:
             bypass_mode.depth += 1
             try:
                 with past_own_mode():
-                    if self._can_capture and is_capturing():
+                    if self._can_capture and self._is_capturing():
                         _check_is_there(handle)
                     elif in_backward and self.program is not None and not self.deviation:
                         self._bring_back(self.program, handle)
@@ -615,8 +615,7 @@ class StepExecutor:
             ordinal = self.num_unpacks - 1
             released = program.release_at_unpack.get(ordinal, ())
             indices = program.prefetch.get(ordinal, ())
-        if not self.sees_ops:
-            self._release(released)
+        self._release(released)
         if handle.value is not None and handle.value.block is not None:
             self._materializer.fetch(handle.value)
         if indices:

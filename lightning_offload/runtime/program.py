@@ -74,7 +74,8 @@ class Program:
         made_packs: Ordinals of the packs whose storages the step made.
         pack_storages: By pack: the storage that leaves the device by it, the first that saves it; or -1.
         release_at_pack: By pack: storages whose device copies are released after it, where ops are not seen.
-        release_at_unpack: By ordinal of an unpack: those released before it brings anything back.
+        release_at_unpack: By ordinal of an unpack: those released before it brings anything back. Where ops are seen
+            those of forward are released at their ops, too; those of backward, which is seen for nothing else, are not.
         is_keep_all: Whether the plan keeps everything, so that the step needs no dispatch mode.
         needs_ops: Whether ops must be seen.
         is_recomputing: Whether anything is recomputed.
@@ -229,21 +230,25 @@ def compile_plan(
             (position, graph.values[v].storage) for position, v in enumerate(graph.ops[i].outputs) if v in followed
         )
     prefetch: dict[int, list[int]] = {}
+    in_backward = skeleton.in_backward
+    releases = _releases_at_hooks(graph, decisions)
+    releases_at_ops = [d for d in decisions.values() if d.action == "swap" and AT_PACK < d.release_op < len(graph.ops)]
+    has_others = len(releases_at_ops) > sum(map(len, releases.values()))
     for decision in decisions.values():
-        if decision.action == "swap" and decision.release_op != AT_PACK and decision.release_op < len(graph.ops):
-            busy[decision.release_op].release.append(decision.storage)
         if decision.action == "swap" and decision.prefetch_unpack != ON_DEMAND:
             prefetch.setdefault(decision.prefetch_unpack, []).append(decision.storage)
-    releases, has_others = _releases_at_hooks(graph, decisions)
     release_at_pack = {hook.ordinal: s for hook, s in releases.items() if hook.is_pack}
+    release_at_unpack = {hook.ordinal: s for hook, s in releases.items() if not hook.is_pack}
+    at_unpacks = {s for storages in release_at_unpack.values() for s in storages}
+    for decision in releases_at_ops:
+        if not (in_backward[decision.release_op] and decision.storage in at_unpacks):
+            busy[decision.release_op].release.append(decision.storage)
     is_recomputing = any(d.action == "recompute" for d in decisions.values())
     layout = plan_layout(graph, plan)
-    in_backward = skeleton.in_backward
     is_strict = any(in_backward[i] for i in busy)
     steps = list(skeleton.idle)
     for i, step in busy.items():
         steps[i] = step
-    release_at_unpack = {hook.ordinal: s for hook, s in releases.items() if not hook.is_pack}
     records_backward = any(in_backward[i] and step.record for i, step in busy.items())
     followed_storages = {graph.values[v].storage for v in followed}
     is_own = not (is_bound or is_given or records_backward)
@@ -336,19 +341,16 @@ def _leaving(graph: StepGraph, decisions: dict[int, Decision]) -> tuple[int, ...
     return tuple(leaving)
 
 
-def _releases_at_hooks(
-    graph: StepGraph, decisions: dict[int, Decision]
-) -> tuple[dict[HookPoint, tuple[int, ...]], bool]:
-    """The releases by pack or unpack, and whether there are some that come at neither."""
+def _releases_at_hooks(graph: StepGraph, decisions: dict[int, Decision]) -> dict[HookPoint, tuple[int, ...]]:
+    """The releases by the pack or unpack that comes just before their op; not those before which none comes."""
     hooks = hooks_before_ops(graph)
     found: dict[HookPoint, list[int]] = {}
     for decision in decisions.values():
         if decision.action == "swap" and AT_PACK < decision.release_op < len(hooks):
             hook = hooks[decision.release_op]
-            if hook is None:
-                return {}, True
-            found.setdefault(hook, []).append(decision.storage)
-    return {hook: tuple(storages) for hook, storages in found.items()}, False
+            if hook is not None:
+                found.setdefault(hook, []).append(decision.storage)
+    return {hook: tuple(storages) for hook, storages in found.items()}
 
 
 MAX_STRAY_OPS = 64

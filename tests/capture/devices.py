@@ -54,6 +54,47 @@ class FakeStream:
         self.num_waits += 1
 
 
+@dataclasses.dataclass
+class QueueMark:
+    """A mark that the device reaches once it is through with all before it."""
+
+    at_seconds: float
+    queue: LaunchQueue
+
+    def query(self) -> bool:
+        return self.at_seconds <= self.queue.host_seconds
+
+    def synchronize(self) -> None:
+        self.queue.host_seconds = max(self.queue.host_seconds, self.at_seconds)
+
+    def elapsed_time(self, end: QueueMark) -> float:
+        return (end.at_seconds - self.at_seconds) * 1e3
+
+
+@dataclasses.dataclass
+class LaunchQueue:
+    """A host that launches ops one after the other, and a device that runs each once it is launched and free."""
+
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+    num_held: int = 0
+
+    def launch(self, host_seconds: float, device_seconds: float) -> None:
+        self.host_seconds += host_seconds
+        self.device_seconds = max(self.device_seconds, self.host_seconds) + device_seconds
+
+    def mark(self, device: torch.device) -> QueueMark:
+        self.device_seconds = max(self.device_seconds, self.host_seconds)
+        return QueueMark(self.device_seconds, self)
+
+    def hold(self, device: torch.device, seconds: float) -> None:
+        self.num_held += 1
+        self.launch(0.0, seconds)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.host_seconds = max(self.host_seconds, self.device_seconds)
+
+
 class FakeMemory:
     """An allocator that is told what is allocated and freed."""
 

@@ -8,10 +8,20 @@ import threading
 import pytest
 import torch
 
-from lightning_offload.capture.timing import DeviceClock, HostClock, OpTimes, clock_for, empty_launch_seconds, retime
+from lightning_offload.accelerators import hold
+from lightning_offload.capture.timing import (
+    DeviceClock,
+    HostClock,
+    OpTimes,
+    clock_for,
+    empty_launch_seconds,
+    empty_mark_seconds,
+    record_event,
+    retime,
+)
 from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.tensors.op_facts import facts_of
-from tests.capture.devices import FakeMemory, FakeStream
+from tests.capture.devices import FakeMemory, FakeStream, LaunchQueue
 from tests.graph.building import chain
 
 _FACTS = facts_of(torch.ops.aten.add.Tensor)
@@ -82,9 +92,73 @@ def test_the_launch_is_no_part_of_an_op_that_the_device_waited_for() -> None:
     assert timed.resolve() == pytest.approx([1000 * us, 10 * us, 10 * us, 1000 * us, 1 * us, 0.5 * us])
 
 
+def queued(queue: LaunchQueue, *, holds: bool) -> DeviceClock:
+    """A device's clock on a queue whose marks take no time, or some when they are measured alone."""
+    return DeviceClock(
+        GPU, mark=queue.mark, synchronize=queue.synchronize, hold=queue.hold if holds else None,
+        launch_seconds=lambda device: 20e-6, mark_seconds=lambda device: 1e-6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("holds", "expected", "most_holds"), [(True, 9e-6, 20), (False, 40e-6, 0)], ids=["held", "starved"]
+)
+def test_a_held_device_runs_ops_back_to_back(holds: bool, expected: float, most_holds: int) -> None:
+    """Where the host needs five times as long as the device, ops are timed as if it did not; marks are subtracted."""
+    queue = LaunchQueue()
+    timed = queued(queue, holds=holds)
+    for _ in range(2000):
+        timed.before_op()
+        queue.launch(50e-6, 10e-6)
+        timed.after_op(50e-6)
+        queue.launch(20e-6, 0.0)  # what comes between two ops
+    found = timed.resolve()
+    assert found[1:] == pytest.approx([expected] * 1999)
+    assert queue.num_held <= most_holds
+
+
+def test_a_device_that_is_behind_is_not_held() -> None:
+    """Once, before the first op; then it has enough to do by itself."""
+    queue = LaunchQueue()
+    timed = queued(queue, holds=True)
+    for _ in range(500):
+        timed.before_op()
+        queue.launch(50e-6, 200e-6)
+        timed.after_op(50e-6)
+    assert timed.resolve() == pytest.approx([199e-6] * 500)
+    assert queue.num_held == 1
+
+
+def test_a_device_is_not_held_for_long_in_vain() -> None:
+    """A program that waits for its device after each op never gets ahead: it is held a few times, and then no more."""
+    queue = LaunchQueue()
+    timed = queued(queue, holds=True)
+    for _ in range(200):
+        timed.before_op()
+        queue.launch(50e-6, 10e-6)
+        timed.after_op(50e-6)
+        queue.synchronize(GPU)
+    assert 1 < queue.num_held < 12
+    assert len(timed.resolve()) == 200
+
+
 def test_a_cpu_has_no_launch() -> None:
     """Ops run where they are called."""
     assert empty_launch_seconds(torch.device("cpu")) == 0
+
+
+@pytest.mark.gpu
+def test_a_device_is_held_about_as_long_as_asked() -> None:
+    """What comes after is reached later by that; marks alone take a few microseconds."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    hold(device, 1e-3)  # measures how fast its clock is
+    torch.cuda.synchronize()
+    before = record_event(device)
+    hold(device, 0.02)
+    after = record_event(device)
+    torch.cuda.synchronize()
+    assert 0.01 < before.elapsed_time(after) * 1e-3 < 0.2  # type: ignore[attr-defined]
+    assert 0 <= empty_mark_seconds(device) < 1e-3
 
 
 @pytest.mark.gpu

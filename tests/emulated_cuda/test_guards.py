@@ -51,6 +51,7 @@ def capturing() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", return_value=True))
         for name in ("mark", "to_host", "to_device", "let_compute_wait", "settle", "new_event"):
             stack.enter_context(mock.patch.object(StreamMover, name, refuse))
         yield

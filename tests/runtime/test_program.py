@@ -14,6 +14,26 @@ FOUR = chain(10, 20, 30, 40)
 """Ops 0 to 3 make storages 1 to 4; ops 4 to 7 are those of backward."""
 
 
+def _five_in_backward() -> StepGraph:
+    builder = GraphBuilder()
+    value = builder.given(10)
+    saves = []
+    for size in (10, 20, 30, 40):
+        value = builder.make(size, value)
+        saves.append(builder.pack(value))
+    builder.backward()
+    for save in reversed(saves):
+        builder.unpack(save)
+        builder.make(8)
+        if save == saves[-1]:
+            builder.make(8)
+    return builder.build()
+
+
+FIVE = _five_in_backward()
+"""The same, but for a second op, op 5, after the first unpack."""
+
+
 def recorded(graph: StepGraph, *decisions: Decision) -> list[int]:
     """Which ops a plan has recorded."""
     return [i for i, op in enumerate(compile_plan(graph, plan_of(graph, *decisions)).ops) if op.record]
@@ -33,8 +53,20 @@ def test_ops_of_backward_are_left_out_where_nothing_is_asked_of_them() -> None:
     """Backward may run other ops when gradients accumulate, so its ops are compared only where needed."""
     program = compile_plan(FOUR, plan_of(FOUR, Decision(storage=1, action="swap")))
     assert [len(program.ops), program.is_strict] == [4, False]
-    strict = compile_plan(FOUR, plan_of(FOUR, Decision(storage=1, action="swap", release_op=5)))
-    assert [len(strict.ops), strict.is_strict] == [8, True]
+    at_an_unpack = compile_plan(FOUR, plan_of(FOUR, Decision(storage=1, action="swap", release_op=5)))
+    assert [len(at_an_unpack.ops), at_an_unpack.is_strict] == [4, False]
+    assert at_an_unpack.release_at_unpack == {1: (1,)}
+    strict = compile_plan(FIVE, plan_of(FIVE, Decision(storage=1, action="swap", release_op=5)))
+    assert [len(strict.ops), strict.is_strict] == [9, True]
+    assert [op.release for op in strict.ops] == [[], [], [], [], [], [1], [], [], []]
+
+
+def test_backward_is_not_seen_for_a_release_while_something_is_recomputed() -> None:
+    """Forward's ops are, then; a release of backward comes at its unpack, as it does where no op is seen."""
+    decisions = Decision(storage=1, action="swap", release_op=5), Decision(storage=3, action="recompute")
+    program = compile_plan(FOUR, plan_of(FOUR, *decisions))
+    assert (program.needs_ops, program.is_strict, len(program.ops)) == (True, False, 4)
+    assert (program.release_at_unpack, 1 in program.busy_unpacks) == ({1: (1,)}, True)
 
 
 def test_swapped_storage_is_followed_and_scheduled() -> None:
