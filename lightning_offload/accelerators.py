@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-_SLEPT_CYCLES = 1_000_000
+_SLEPT_CYCLES = 20_000_000  # some 10 ms of a GPU
 _EXPANDABLE = "where reserved is well above allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -212,7 +212,7 @@ def _cycles_a_second(device: torch.device) -> float:
     """How far the clock that ``_sleep`` counts by comes in a second. Waits for the device."""
     torch.accelerator.synchronize(device)
     stream, marks = torch.accelerator.current_stream(device), []
-    for num_cycles in (_SLEPT_CYCLES, 0, _SLEPT_CYCLES):  # the first of all loads the kernel
+    for num_cycles in (_SLEPT_CYCLES, 0, _SLEPT_CYCLES):  # in the first an idle device comes to its full speed
         _module(device)._sleep(num_cycles)
         marks.append(torch.Event(device, enable_timing=True))
         marks[-1].record(stream)

@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import statistics
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -40,9 +41,10 @@ from lightning_offload.tensors.op_facts import Effects, OpFacts
 _GAP_SECONDS = 5e-6  # between two ops; a device that is behind the host has a microsecond or two between marks
 _LEAST_SECONDS = 1e-6  # of an op
 _NUM_LAUNCHES = 15
-_HOLD_SECONDS = 0.01  # so long it takes the host to launch some hundred ops; 1,024 launches and marks fit in a queue
-_NUM_AHEAD = 16  # ops that the device has yet to do, or it is about to run out of them
-_MAX_WASTED = 8  # holds in which the host did not get ahead
+_HOLD_SECONDS = 0.01
+_HOLD_AGAIN_SECONDS = 0.008  # before the last one is over
+_NUM_AHEAD = 128  # ops that the device has yet to do, or it may run out of them; 1,024 launches and marks fit in a queue
+_FEW, _MAX_WASTED = 16, 8  # holds after so few ops, at the end of which the device is idle all the same
 
 
 class OpClock(abc.ABC):
@@ -126,6 +128,7 @@ class DeviceClock(OpClock):
         self._seconds: list[float] = []
         self._held_at = -1  # the first op since the device was last held; -1 before that
         self._num_wasted = 0
+        self._hold_again_at = 0.0
 
     @override
     def before_op(self) -> None:
@@ -156,20 +159,21 @@ class DeviceClock(OpClock):
                     self._seconds.append(max(0.0, seconds - mark_seconds))
                 before = span
             self._spans.clear()
-            self._held_at = -1
+            self._held_at, self._hold_again_at = -1, 0.0
         return self._seconds
 
     def _keep_ahead(self, hold: Callable[[torch.device, float], None]) -> None:
-        """Hold the device where it is about to run out of ops."""
-        spans = self._spans
-        if self._held_at >= 0:
-            index = max(len(spans) - _NUM_AHEAD, self._held_at)
-            if index >= len(spans) or self._num_wasted >= _MAX_WASTED or is_capturing() or not spans[index].is_over():
-                return
-            if len(spans) - self._held_at < _NUM_AHEAD:
-                self._num_wasted += 1
+        """Hold the device where it may run out of ops soon."""
+        now, spans = time.perf_counter(), self._spans
+        if now < self._hold_again_at or self._num_wasted >= _MAX_WASTED or is_capturing():
+            return
+        if len(spans) >= _NUM_AHEAD and not spans[-_NUM_AHEAD].is_over():
+            return
+        if spans and self._held_at >= 0 and len(spans) - self._held_at < _FEW and spans[-1].is_over():
+            self._num_wasted += 1  # the program waits for the device again and again
         hold(self._device, _HOLD_SECONDS)
         self._held_at = len(spans)
+        self._hold_again_at = now + _HOLD_AGAIN_SECONDS
 
 
 class _OpMark(threading.local):

@@ -72,8 +72,9 @@ class Corrections:
         is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_slower, is_faster=is_faster)
         factor = 1.0
         if device.kind != "cpu":  # whose ops are not launched: what was timed one by one is what they take
-            computing = max(0.0, step_seconds - stall_seconds - waited_seconds)
-            factor = compute_factor(plan, computing, self.computing_seconds)
+            busy = max(0.0, step_seconds - stall_seconds)
+            computing = max(0.0, busy - waited_seconds)
+            factor = compute_factor(plan, busy, computing, self.computing_seconds)
             self.computing_seconds = computing
         if factor == 1.0 and not is_wrong:
             return None
@@ -131,21 +132,22 @@ def links_were_wrong(plan: MemoryPlan, stall_seconds: float, *, is_slower: bool,
     return (is_slower and stall_seconds > allowed) or (is_faster and is_costly)
 
 
-def compute_factor(plan: MemoryPlan, computing_seconds: float, before: float | None) -> float:
+def compute_factor(plan: MemoryPlan, busy_seconds: float, computing_seconds: float, before: float | None) -> float:
     """By how much the ops' durations are wrong on an accelerator; 1 as long as that is not clear.
 
     Ops timed one by one may have waited for the host, of whose part only an estimate is taken off; a step as a whole
-    shows what they take back to back. A step that is slow once may have waited for the host, or for the allocator; one
-    that is so again shows that the durations are those of another machine, or of a cooler one.
+    shows what they take at most. A step that is slow once may have waited for the allocator; one that is so again, the
+    host aside, shows that the durations are those of another machine, or of a cooler one.
 
     Args:
         plan: What was executed.
-        computing_seconds: What a step took, stalls aside.
-        before: The same of the last measured step before it; None if that ran under another plan.
+        busy_seconds: What a step took, stalls aside.
+        computing_seconds: The same without what the device may have waited for the host.
+        before: The latter of the last measured step before it; None if that ran under another plan.
     """
     predicted = plan.predicted_step_seconds - plan.predicted_stall_seconds
-    if 0 < computing_seconds < _MUCH_FASTER * predicted:
-        return computing_seconds / predicted
+    if 0 < busy_seconds < _MUCH_FASTER * predicted:
+        return busy_seconds / predicted
     lasting = min(computing_seconds, before) if before is not None else 0.0
     return lasting / predicted if lasting > _MUCH_SLOWER * predicted > 0 else 1.0
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_offload.accelerators import hold
+from lightning_offload.capture import timing
 from lightning_offload.capture.timing import (
     DeviceClock,
     HostClock,
@@ -92,7 +93,15 @@ def test_the_launch_is_no_part_of_an_op_that_the_device_waited_for() -> None:
     assert timed.resolve() == pytest.approx([1000 * us, 10 * us, 10 * us, 1000 * us, 1 * us, 0.5 * us])
 
 
-def queued(queue: LaunchQueue, *, holds: bool) -> DeviceClock:
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> LaunchQueue:
+    """A queue by whose host's clock a device's clock goes."""
+    made = LaunchQueue()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: made.host_seconds)
+    return made
+
+
+def queued(queue: LaunchQueue, *, holds: bool = True) -> DeviceClock:
     """A device's clock on a queue whose marks take no time, or some when they are measured alone."""
     return DeviceClock(
         GPU, mark=queue.mark, synchronize=queue.synchronize, hold=queue.hold if holds else None,
@@ -100,46 +109,49 @@ def queued(queue: LaunchQueue, *, holds: bool) -> DeviceClock:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("holds", "expected", "most_holds"), [(True, 9e-6, 20), (False, 40e-6, 0)], ids=["held", "starved"]
-)
-def test_a_held_device_runs_ops_back_to_back(holds: bool, expected: float, most_holds: int) -> None:
-    """Where the host needs five times as long as the device, ops are timed as if it did not; marks are subtracted."""
-    queue = LaunchQueue()
+def timed_ops(
+    queue: LaunchQueue, num: int, host_seconds: float, device_seconds: float, *, holds: bool = True, waits: bool = False
+) -> list[float]:
+    """The durations of ops that are launched one after the other, perhaps each once the one before is done."""
     timed = queued(queue, holds=holds)
-    for _ in range(2000):
+    for _ in range(num):
         timed.before_op()
-        queue.launch(50e-6, 10e-6)
-        timed.after_op(50e-6)
+        queue.launch(host_seconds, device_seconds)
+        timed.after_op(host_seconds)
         queue.launch(20e-6, 0.0)  # what comes between two ops
-    found = timed.resolve()
-    assert found[1:] == pytest.approx([expected] * 1999)
-    assert queue.num_held <= most_holds
+        if waits:
+            queue.synchronize(GPU)
+    return timed.resolve()
 
 
-def test_a_device_that_is_behind_is_not_held() -> None:
-    """Once, before the first op; then it has enough to do by itself."""
-    queue = LaunchQueue()
-    timed = queued(queue, holds=True)
-    for _ in range(500):
-        timed.before_op()
-        queue.launch(50e-6, 200e-6)
-        timed.after_op(50e-6)
-    assert timed.resolve() == pytest.approx([199e-6] * 500)
-    assert queue.num_held == 1
+@pytest.mark.parametrize("host_seconds", [50e-6, 300e-6, 2e-3], ids=["a planned step", "a recording", "a slow host"])
+@pytest.mark.parametrize("device_seconds", [2e-6, 10e-6])
+def test_a_held_device_runs_ops_back_to_back(queue: LaunchQueue, host_seconds: float, device_seconds: float) -> None:
+    """However long the host needs to launch them, ops are timed as if it did not; what marks take is subtracted."""
+    found = timed_ops(queue, 2000, host_seconds, device_seconds)
+    expected = device_seconds - 1e-6
+    assert min(found) == pytest.approx(expected)
+    assert sum(seconds > 1.01 * expected for seconds in found) <= 4  # the device is through before it is held again
+    assert queue.num_held <= 2 + 2000 * (host_seconds + 20e-6) / 8e-3
+    assert queue.device_seconds < 1.3 * queue.host_seconds + 0.02
 
 
-def test_a_device_is_not_held_for_long_in_vain() -> None:
-    """A program that waits for its device after each op never gets ahead: it is held a few times, and then no more."""
-    queue = LaunchQueue()
-    timed = queued(queue, holds=True)
-    for _ in range(200):
-        timed.before_op()
-        queue.launch(50e-6, 10e-6)
-        timed.after_op(50e-6)
-        queue.synchronize(GPU)
+def test_a_starved_device_has_launches_subtracted(queue: LaunchQueue) -> None:
+    """Where it cannot be held; what is left of a launch is taken for the op's."""
+    assert timed_ops(queue, 200, 50e-6, 10e-6, holds=False)[1:] == pytest.approx([40e-6] * 199)
+    assert queue.num_held == 0
+
+
+def test_a_device_that_is_behind_is_not_held(queue: LaunchQueue) -> None:
+    """Once the host is ahead of it, it has enough to do by itself."""
+    assert timed_ops(queue, 1000, 50e-6, 200e-6) == pytest.approx([199e-6] * 1000)
+    assert queue.num_held <= 2
+
+
+def test_a_device_is_not_held_for_long_in_vain(queue: LaunchQueue) -> None:
+    """A program that waits for it after each op never gets ahead: it is held a few times, and then no more."""
+    assert len(timed_ops(queue, 300, 50e-6, 10e-6, waits=True)) == 300
     assert 1 < queue.num_held < 12
-    assert len(timed.resolve()) == 200
 
 
 def test_a_cpu_has_no_launch() -> None:

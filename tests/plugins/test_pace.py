@@ -6,7 +6,7 @@ import pytest
 
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.trace import follow
-from lightning_offload.plugins.pace import Expected, Pace, StepTimes
+from lightning_offload.plugins.pace import Expected, HostTimes, Pace, StepTimes
 from tests.graph.building import DEVICE, chain
 from tests.plugins.training import attached, net, rows, train_step
 
@@ -46,6 +46,25 @@ def test_a_plan_that_keeps_everything_takes_what_its_steps_took() -> None:
     for step in (7.0, 8.0, 9.0):
         pace.note(FULL, StepTimes(step, 0.0, 0.0))
     assert pace.expected(FULL, NET, DEVICE) == Expected(8.0, 8.0)
+
+
+def test_what_an_accelerator_waits_for_its_host_is_what_it_does_not_compute_meanwhile() -> None:
+    """In each half of the step: what the host took beyond it, if it took longer."""
+    forward = sum(op.seconds for op in NET.ops if op.phase == "forward")
+    backward = PLAN.predicted_step_seconds - forward
+    assert HostTimes(forward + 2.0, backward - 1.0).beyond(NET, PLAN) == pytest.approx((2.0, 0.0))
+    assert HostTimes(forward - 1.0, backward + 3.0).beyond(NET, PLAN) == pytest.approx((0.0, 3.0))
+
+
+def test_waits_for_the_host_lengthen_what_is_expected() -> None:
+    """The least that was seen, since a step that stood still once tells nothing of others; under the plan alone."""
+    pace = Pace()
+    for seconds in (5.0, 2.0, 3.0):
+        pace.note_waits(PLAN, seconds)
+    assert pace.expected(PLAN, NET, DEVICE) == Expected(PLAN.predicted_step_seconds + 2.0, PLAN.plain_step_seconds)
+    assert pace.expected(FULL, NET, DEVICE) == Expected(FULL.predicted_step_seconds, FULL.plain_step_seconds)
+    pace.note_waits(FULL, 1.0)
+    assert pace.expected(FULL, NET, DEVICE).step == FULL.predicted_step_seconds + 1.0
 
 
 def test_the_report_predicts_by_the_steps_that_ran() -> None:

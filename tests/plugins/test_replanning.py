@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from lightning_offload.graph import Decision
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import simulate_plan
-from lightning_offload.plugins.replanning import with_unforeseen
+from lightning_offload.plugins.replanning import Corrections, with_unforeseen
 from tests.graph.building import DEVICE, chain
 
 GRAPH = chain(100, 200, 300, 200)
@@ -63,3 +64,40 @@ def test_a_peak_that_no_op_shows_is_a_margin() -> None:
     assert with_unforeseen(GRAPH, PLAN, DEVICE, peak_bytes, predicted[1:]) == (GRAPH, 123)
     no_ops = dataclasses.replace(GRAPH, ops=(), values=(), saves=(), storages=())
     assert with_unforeseen(no_ops, dataclasses.replace(PLAN, decisions=()), DEVICE, 5, [])[0] == no_ops
+
+
+RECOMPUTING = dataclasses.replace(PLAN, decisions=(Decision(storage=1, action="recompute"),))
+
+
+def test_a_mode_that_costs_more_than_thought_has_a_plan_made_again() -> None:
+    """When two steps in a row have shown it, and no more often than that is news."""
+    corrections, wait = Corrections(), PLAN.predicted_step_seconds
+    assert [corrections.by_mode(RECOMPUTING, seconds) for seconds in (wait, 0.001 * wait, wait)] == [False] * 3
+    assert corrections.by_mode(RECOMPUTING, 0.5 * wait)
+    assert corrections.mode_seconds == 0.5 * wait
+    corrections.begin_plan()
+    assert [corrections.by_mode(RECOMPUTING, seconds) for seconds in (0.5 * wait, 0.54 * wait)] == [False, False]
+    assert corrections.by_mode(RECOMPUTING, 0.6 * wait) is False  # 0.54 lasts, which is not much more than 0.5
+    for _ in range(4):
+        corrections.begin_plan()
+        corrections.by_mode(RECOMPUTING, 100 * wait * (1 + (corrections.mode_seconds or 0.0)))
+        corrections.by_mode(RECOMPUTING, 100 * wait * (1 + (corrections.mode_seconds or 0.0)))
+    assert corrections.num_timed == 3
+
+
+def test_a_plan_without_a_mode_is_not_made_again_for_it() -> None:
+    """The host may be slow there too, but not by the mode."""
+    corrections = Corrections()
+    assert not any(corrections.by_mode(PLAN, PLAN.predicted_step_seconds) for _ in range(3))
+
+
+def test_waits_for_the_host_are_not_blamed_on_ops() -> None:
+    """A step twice as long has its ops' durations doubled, unless the device waited for the host for half of it."""
+    device = dataclasses.replace(DEVICE, kind="cuda")
+    seconds = 2 * PLAN.predicted_step_seconds
+    for waited, expected in ((0.0, pytest.approx(2.0)), (PLAN.predicted_step_seconds, None)):
+        corrections = Corrections()
+        found = [
+            corrections.by_time(PLAN, device, seconds, 0.0, waited, is_slower=False, is_faster=False) for _ in range(2)
+        ]
+        assert found == [None, expected]
