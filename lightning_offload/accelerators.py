@@ -284,10 +284,9 @@ def is_capturing() -> bool:
 
 def capture_query(device: torch.device) -> Callable[[], bool]:
     """What :func:`is_capturing` tells, for a device, in less time: it is asked at each op."""
-    name = f"_{device.type}_isCurrentStreamCapturing"
-    if not (_is_accelerator(device) and _module(device).is_initialized() and hasattr(torch._C, name)):
-        return is_capturing
-    return lambda: bool(getattr(torch._C, name)())
+    directly: Callable[[], bool] | None = getattr(torch._C, f"_{device.type}_isCurrentStreamCapturing", None)
+    is_in_use = _is_accelerator(device) and _module(device).is_initialized()
+    return directly if directly is not None and is_in_use else is_capturing
 
 
 def _is_accelerator(device: torch.device) -> bool:

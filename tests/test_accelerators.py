@@ -285,6 +285,17 @@ def test_captures_are_asked_for_once_cuda_is_in_use(monkeypatch: pytest.MonkeyPa
     assert not accelerators.is_capturing()
 
 
+def test_whether_a_graph_is_captured_is_asked_directly_of_a_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is not, or where torch has no such function, by way of who asks first whether it is."""
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    assert accelerators.capture_query(GPU) is accelerators.is_capturing
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert accelerators.capture_query(GPU) is torch._C._cuda_isCurrentStreamCapturing
+    assert accelerators.capture_query(CPU) is accelerators.is_capturing
+    monkeypatch.delattr(torch._C, "_cuda_isCurrentStreamCapturing")
+    assert accelerators.capture_query(GPU) is accelerators.is_capturing
+
+
 _ASKING = """
 import torch
 from lightning_offload import accelerators

@@ -43,7 +43,7 @@ _LEAST_SECONDS = 1e-6  # of an op
 _NUM_LAUNCHES = 15
 _HOLD_SECONDS = 0.01
 _HOLD_AGAIN_SECONDS = 0.008  # before the last one is over
-_NUM_AHEAD = 128  # ops that the device has yet to do, or it may run out of them; 1,024 launches and marks fit in a queue
+_NUM_AHEAD = 128  # ops that the device has yet to do, or it may run out of them; a queue has room for 1,024 launches
 _FEW, _MAX_WASTED = 16, 8  # holds after so few ops, at the end of which the device is idle all the same
 
 

@@ -190,16 +190,31 @@ def sparing_the_mode(
     if not any(decision.action == "recompute" for decision in made.decisions):
         return _with_releases_at_hooks(problem, made, device, budget_bytes, little_longer) or made
     may_take = made.predicted_step_seconds + (_mode_seconds(problem, device) if mode_seconds is None else mode_seconds)
-    if may_take > little_longer:
+    if may_take > max(little_longer, least_quiet_seconds(made, device, budget_bytes)):
         found = find_quiet()
         if found is not None and found.predicted_step_seconds <= may_take:
             bounds = {name: getattr(made, name) for name in _OF_ALL_PLANS}
-            quiet = dataclasses.replace(found, **bounds)
-            quiet = _with_releases_at_hooks(problem, quiet, device, budget_bytes, may_take)
+            bare = dataclasses.replace(found, **bounds)
+            quiet = _with_releases_at_hooks(problem, bare, device, budget_bytes, may_take)
             if quiet is not None:
                 return quiet
     spared = _with_releases_at_hooks(problem, made, device, budget_bytes, little_longer, in_backward_alone=True)
     return spared or made
+
+
+def least_quiet_seconds(made: MemoryPlan, device: DeviceSpec, budget_bytes: int | None) -> float:
+    """About what a plan takes at least that recomputes nothing: none is looked for where that is too much.
+
+    What is beyond the budget where the plain step has its peak is away by then, and comes back later, unless it is
+    saved and never read.
+
+    Args:
+        made: A plan for the step.
+        device: Where it runs.
+        budget_bytes: The budget.
+    """
+    excess_bytes = max(0, made.plain_peak_bytes - budget_bytes) if budget_bytes is not None else 0
+    return excess_bytes / device.d2h_bytes_per_second + excess_bytes / device.h2d_bytes_per_second
 
 
 def _with_releases_at_hooks(

@@ -181,7 +181,7 @@ def compare(
     )
     if factor is not None:
         kind.graph = scaled(kind.graph, factor) if factor != 1 else kind.graph
-    elif not kind.corrections.by_mode(plan, waits.forward):
+    elif not kind.corrections.by_mode(plan, kind.spec, waits.forward):
         return
     kind.superseded, kind.program = plan, None
 

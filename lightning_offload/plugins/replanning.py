@@ -10,6 +10,7 @@ import numpy as np
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.planner import least_quiet_seconds
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import simulate_plan
 
@@ -81,11 +82,12 @@ class Corrections:
         self.num_timed += 1
         return factor
 
-    def by_mode(self, plan: MemoryPlan, waited_seconds: float) -> bool:
+    def by_mode(self, plan: MemoryPlan, device: DeviceSpec, waited_seconds: float) -> bool:
         """Whether a plan is worth making again since its dispatch mode costs more than was thought.
 
         Args:
             plan: What was executed.
+            device: What it was made for.
             waited_seconds: What the device waited for the host in forward.
         """
         lasting = min(waited_seconds, self.waited_seconds) if self.waited_seconds is not None else 0.0
@@ -93,7 +95,8 @@ class Corrections:
         known_seconds = _MUCH_SLOWER * (self.mode_seconds or 0.0)
         if self.num_timed >= _MAX_CORRECTIONS or all(decision.action != "recompute" for decision in plan.decisions):
             return False
-        if lasting <= max(known_seconds, _SHARE * plan.predicted_step_seconds):
+        least_seconds = least_quiet_seconds(plan, device, plan.budget_bytes) - plan.predicted_step_seconds
+        if lasting <= max(known_seconds, least_seconds, _SHARE * plan.predicted_step_seconds):
             return False
         self.num_timed += 1
         self.mode_seconds = lasting

@@ -393,7 +393,8 @@ class StepExecutor:
                         released = releases.get(handle.index, ())
                     else:
                         released = tuple(s for place in self._given.take_passed() for s in releases.get(place, ()))
-                    if released and not (self._can_capture and self._is_capturing()):  # a graph must not wait for copies
+                    # A graph must not wait for copies.
+                    if released and not (self._can_capture and self._is_capturing()):
                         self._release(released)
                 return handle
         finally:

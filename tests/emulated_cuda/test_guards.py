@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_offload import MemoryPlugin, UnsupportedError
+from lightning_offload import MemoryPlugin, UnsupportedError, accelerators
+from lightning_offload.runtime import executor
 from lightning_offload.runtime.stream_lanes import StreamMover
 from tests.emulated_cuda.workloads import convolutional, images, same
 from tests.gpu.device import TOLERANT
@@ -23,6 +24,12 @@ pytestmark = TOLERANT
 
 NUM_STEPS = 10
 POLICIES = ("all-swap", "all-recompute")
+
+
+@pytest.fixture(autouse=True)
+def asked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have executors ask `torch.cuda` whether a graph is captured: there it can be pretended."""
+    monkeypatch.setattr(executor, "capture_query", lambda device: accelerators.is_capturing)
 
 
 class Captured(nn.Module):
@@ -51,7 +58,6 @@ def capturing() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True))
-        stack.enter_context(mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", return_value=True))
         for name in ("mark", "to_host", "to_device", "let_compute_wait", "settle", "new_event"):
             stack.enter_context(mock.patch.object(StreamMover, name, refuse))
         yield

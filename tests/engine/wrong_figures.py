@@ -141,6 +141,12 @@ def _in_virtual_time(clock: VirtualClock, device: DeviceSpec, believed: DeviceSp
             yield
             self._seconds += clock.now - begin
 
+        def backward_begins(self) -> None:
+            pass
+
+        def host_times(self) -> None:
+            pass
+
         def seconds(self) -> float:
             return self._seconds
 

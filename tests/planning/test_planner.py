@@ -255,6 +255,24 @@ def test_backward_is_not_seen_for_releases_while_something_is_recomputed() -> No
     assert {d.storage: d.release_op for d in found.decisions}[2] == 2
 
 
+@pytest.mark.parametrize("height", [0.1, 0.4, 0.7, 0.95])
+def test_a_plan_that_recomputes_nothing_takes_no_less_than_its_bytes(height: float) -> None:
+    """What is beyond the budget at the plain step's peak goes and comes back: it is not even looked for then."""
+    net = chain(*range(1000, 3000, 100), seconds=0.5)
+    plain, floor = plan(net, DEVICE, None, policy="keep-all").predicted_peak_bytes, plan(net, DEVICE, None).floor_bytes
+    budget = int(floor + height * (plain - floor))
+    made = plan(net, DEVICE, budget)
+    found = planner._without_recompute(net, DEVICE, budget)
+    assert found is not None
+    least_seconds = planner.least_quiet_seconds(made, DEVICE, budget)
+    assert 0 < least_seconds <= found.predicted_step_seconds
+    looked = mock.Mock(return_value=None)
+    for price in (least_seconds - made.predicted_step_seconds + more for more in (-0.01, 0.01)):
+        planner.sparing_the_mode(Problem(net), made, DEVICE, budget, looked, mode_seconds=price)
+    is_worth_more = least_seconds > 1.02 * made.predicted_step_seconds
+    assert looked.call_count == int(is_worth_more) or not is_worth_more
+
+
 @pytest.mark.parametrize(("mode_seconds", "is_quiet"), [(0.0, False), (1e9, True)])
 def test_what_steps_have_shown_of_the_mode_decides(mode_seconds: float, is_quiet: bool) -> None:
     """Not what is known of others: at a cost of nothing values are recomputed, at any price they are swapped."""

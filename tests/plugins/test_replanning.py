@@ -72,23 +72,35 @@ RECOMPUTING = dataclasses.replace(PLAN, decisions=(Decision(storage=1, action="r
 def test_a_mode_that_costs_more_than_thought_has_a_plan_made_again() -> None:
     """When two steps in a row have shown it, and no more often than that is news."""
     corrections, wait = Corrections(), PLAN.predicted_step_seconds
-    assert [corrections.by_mode(RECOMPUTING, seconds) for seconds in (wait, 0.001 * wait, wait)] == [False] * 3
-    assert corrections.by_mode(RECOMPUTING, 0.5 * wait)
+    assert [corrections.by_mode(RECOMPUTING, DEVICE, seconds) for seconds in (wait, 0.001 * wait, wait)] == [False] * 3
+    assert corrections.by_mode(RECOMPUTING, DEVICE, 0.5 * wait)
     assert corrections.mode_seconds == 0.5 * wait
     corrections.begin_plan()
-    assert [corrections.by_mode(RECOMPUTING, seconds) for seconds in (0.5 * wait, 0.54 * wait)] == [False, False]
-    assert corrections.by_mode(RECOMPUTING, 0.6 * wait) is False  # 0.54 lasts, which is not much more than 0.5
+    for seconds in (0.5 * wait, 0.54 * wait):
+        assert not corrections.by_mode(RECOMPUTING, DEVICE, seconds)
+    assert corrections.by_mode(RECOMPUTING, DEVICE, 0.6 * wait) is False  # 0.54 lasts, which is not much more than 0.5
     for _ in range(4):
         corrections.begin_plan()
-        corrections.by_mode(RECOMPUTING, 100 * wait * (1 + (corrections.mode_seconds or 0.0)))
-        corrections.by_mode(RECOMPUTING, 100 * wait * (1 + (corrections.mode_seconds or 0.0)))
+        corrections.by_mode(RECOMPUTING, DEVICE, 100 * wait * (1 + (corrections.mode_seconds or 0.0)))
+        corrections.by_mode(RECOMPUTING, DEVICE, 100 * wait * (1 + (corrections.mode_seconds or 0.0)))
     assert corrections.num_timed == 3
+
+
+def test_a_plan_is_not_made_again_where_its_bytes_alone_would_take_longer() -> None:
+    """All that is beyond the budget would have to be copied there and back."""
+    above = dataclasses.replace(RECOMPUTING, budget_bytes=RECOMPUTING.plain_peak_bytes - 100)
+    slow = dataclasses.replace(DEVICE, d2h_bytes_per_second=1.0, h2d_bytes_per_second=2.0)
+    worth = 150.0 - above.predicted_step_seconds
+    assert worth > 100
+    for waited, is_made_again in ((worth - 1, False), (worth + 1, True)):
+        corrections = Corrections()
+        assert [corrections.by_mode(above, slow, waited) for _ in range(2)] == [False, is_made_again]
 
 
 def test_a_plan_without_a_mode_is_not_made_again_for_it() -> None:
     """The host may be slow there too, but not by the mode."""
     corrections = Corrections()
-    assert not any(corrections.by_mode(PLAN, PLAN.predicted_step_seconds) for _ in range(3))
+    assert not any(corrections.by_mode(PLAN, DEVICE, PLAN.predicted_step_seconds) for _ in range(3))
 
 
 def test_waits_for_the_host_are_not_blamed_on_ops() -> None:
