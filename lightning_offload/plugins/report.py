@@ -47,8 +47,8 @@ class Report(Printed):
         plain_peak_bytes: Predicted peak with everything kept.
         predicted_peak_bytes: Predicted peak under the plan.
         measured_peak_bytes: Peak of the last step that was measured.
-        predicted_step_seconds: Predicted duration under the plan: by its ops, on an accelerator with what measured steps
-            under it waited for the host, and on a host that computes, once three have run, by the last of them.
+        predicted_step_seconds: Predicted duration under the plan: by its ops, on an accelerator with what it has
+            waited for the host, and on a host that computes, once three have run, by the last of them.
         measured_step_seconds: Duration of the last step.
         plain_step_seconds: Predicted duration with everything kept: by its ops, or by these steps, without what
             replays, copies and waiting took of them.
