@@ -44,7 +44,7 @@ _NUM_LAUNCHES = 15
 _HOLD_SECONDS = 0.01
 _HOLD_AGAIN_SECONDS = 0.008  # before the last one is over
 _NUM_AHEAD = 128  # ops that the device has yet to do, or it may run out of them; a queue has room for 1,024 launches
-_FEW, _MAX_WASTED = 16, 8  # holds after so few ops, at the end of which the device is idle all the same
+_FEW, _MAX_WASTED = 64, 8  # holds after so few ops, at the end of which the device is idle all the same
 
 
 class OpClock(abc.ABC):

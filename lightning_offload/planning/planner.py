@@ -35,6 +35,7 @@ _MAX_RETRIES = 3
 _OF_ALL_PLANS = ("graph_digest", "floor_bytes", "floor_op", "bound_seconds")
 _LITTLE_LONGER = 1.02  # times the predicted step: what a plan may take more so that its steps need no dispatch mode
 _MODE_SECONDS = 20e-6  # what the mode costs the host for each op of forward
+_MOST_MODE_SECONDS = 100e-6  # on a slow host
 _LAUNCH_SECONDS = 9e-6  # what an op costs the host in plain PyTorch
 
 
@@ -244,6 +245,21 @@ def _mode_seconds(problem: Problem, device: DeviceSpec) -> float:
     if device.kind == "cpu":
         return _MODE_SECONDS * num_ops
     return max(0.0, (_LAUNCH_SECONDS + _MODE_SECONDS) * num_ops - float(problem.op_seconds[is_forward].sum()))
+
+
+def mode_share(graph: StepGraph, waited_seconds: float) -> float:
+    """How much of what a device waited for its host in forward a dispatch mode may have cost, in seconds.
+
+    Not what launching the ops takes without it, nor more than a mode was ever seen to cost: the program has work of its
+    own for the host.
+
+    Args:
+        graph: The step.
+        waited_seconds: What the device waited.
+    """
+    seconds = [op.seconds for op in graph.ops if op.phase == "forward"]
+    without = max(0.0, _LAUNCH_SECONDS * len(seconds) - sum(seconds))
+    return min(max(0.0, waited_seconds - without), _MOST_MODE_SECONDS * len(seconds))
 
 
 def _without_recompute(graph: StepGraph, device: DeviceSpec, budget_bytes: int | None, **how: Any) -> MemoryPlan | None:

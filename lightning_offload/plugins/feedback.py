@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 
 from lightning_offload.capture.timing import OpTimes, retime, scaled
-from lightning_offload.planning.planner import beside
+from lightning_offload.planning.planner import beside, mode_share
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.plugins.pace import HostTimes
 from lightning_offload.plugins.plan_entry import PlanEntry
@@ -181,9 +181,17 @@ def compare(
     )
     if factor is not None:
         kind.graph = scaled(kind.graph, factor) if factor != 1 else kind.graph
-    elif not kind.corrections.by_mode(plan, kind.spec, waits.forward):
+    elif not (
+        _may_go_without_mode(kind) and kind.corrections.by_mode(plan, kind.spec, mode_share(kind.graph, waits.forward))
+    ):
         return
     kind.superseded, kind.program = plan, None
+
+
+def _may_go_without_mode(kind: PlanEntry) -> bool:
+    """Whether another plan would spare its steps the dispatch mode."""
+    is_ours = kind.plan is not None and kind.plan.policy == "auto" and kind.given_plan is None
+    return is_ours and not (kind.takes_data or kind.changes.num_deviations)
 
 
 def ran_out_of_memory(kind: PlanEntry) -> None:

@@ -24,6 +24,15 @@ from lightning_offload.planning.trace import follow
 
 _NUM_LAST = 9
 _NUM_FIRST = 3  # steps that one that was slow once does not decide
+_MUCH = 0.1
+_READING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_local_scalar_dense.default", "equal.default", "nonzero.default", "masked_select.default", "_unique2.default",
+        "unique_dim.default", "unique_consecutive.default", "repeat_interleave.Tensor",
+    )
+)  # fmt: skip
+_COPYING = frozenset({"aten._to_copy.default", "aten.copy_.default"})
 
 
 class StepTimes(NamedTuple):
@@ -52,7 +61,9 @@ class HostTimes(NamedTuple):
     backward: float
 
     def beyond(self, graph: StepGraph, plan: MemoryPlan) -> HostTimes:
-        """By how much that is longer than what the device computes: what it waits for the host.
+        """By how much that is longer than what the device does: what it waits for the host, if not the other way round.
+
+        A host that reads a result of the device has waited for what comes before, so where much does nothing is told.
 
         Args:
             graph: The step.
@@ -60,7 +71,20 @@ class HostTimes(NamedTuple):
         """
         forward = sum(op.seconds for op in graph.ops if op.phase == "forward")
         backward = max(0.0, plan.predicted_step_seconds - forward)
-        return HostTimes(max(0.0, self.forward - forward), max(0.0, self.backward - backward))
+        waits = [max(0.0, self.forward - forward - plan.predicted_stall_seconds), max(0.0, self.backward - backward)]
+        phases = ("forward", "backward")
+        return HostTimes(*(0.0 if _is_read_late(graph, p) else wait for p, wait in zip(phases, waits, strict=True)))
+
+
+def _is_read_late(graph: StepGraph, phase: str) -> bool:
+    """Whether the host reads a result of the device after much of a part of the step."""
+    total = read = 0.0
+    for op in graph.ops:
+        if op.phase == phase:
+            total += op.seconds
+            if op.name in _READING or (op.name in _COPYING and not op.outputs):  # a copy to the host makes nothing
+                read = total
+    return read > _MUCH * total
 
 
 class Expected(NamedTuple):

@@ -88,7 +88,7 @@ class Corrections:
         Args:
             plan: What was executed.
             device: What it was made for.
-            waited_seconds: What the device waited for the host in forward.
+            waited_seconds: What the device waited in forward for the host and the mode there.
         """
         lasting = min(waited_seconds, self.waited_seconds) if self.waited_seconds is not None else 0.0
         self.waited_seconds = waited_seconds

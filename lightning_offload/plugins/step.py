@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import (
@@ -338,6 +338,23 @@ def start_run(
     )  # fmt: skip
 
 
+_ALIKE, _CLOSE_SECONDS = 1.05, 5e-4  # a device that keeps up with its host takes as long as it does
+
+
+class _Forward(NamedTuple):
+    """What a measured forward took.
+
+    Attributes:
+        host_seconds: The host.
+        num_scopes: How many scopes had been closed at its end.
+        open_scope: The device's marks of its part of the scope that was open then; None where none was.
+    """
+
+    host_seconds: float
+    num_scopes: int
+    open_scope: tuple[Mark, Mark] | None
+
+
 class StepClock:
     """Adds up the scopes of one step.
 
@@ -353,7 +370,8 @@ class StepClock:
         self._host_seconds = 0.0
         self._scopes: list[tuple[Mark, Mark]] = []
         self._began: float | None = None
-        self._forward_seconds: float | None = None
+        self._mark: Mark | None = None
+        self._forward: _Forward | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -361,7 +379,7 @@ class StepClock:
         if self._by_events and not self._is_watched:
             yield
             return
-        mark = record_event(self._device) if self._by_events else None
+        mark = self._mark = record_event(self._device) if self._by_events else None
         began = self._began = time.perf_counter()
         try:
             yield
@@ -373,15 +391,28 @@ class StepClock:
 
     def backward_begins(self) -> None:
         """Note when the host comes to backward."""
-        if self._forward_seconds is None:
-            now = time.perf_counter() - self._began if self._began is not None else 0.0
-            self._forward_seconds = self._host_seconds + now
+        if self._forward is not None or not self._by_events or not self._is_watched:
+            return
+        if self._began is None or self._mark is None:
+            self._forward = _Forward(self._host_seconds, len(self._scopes), None)
+        else:
+            open_scope = self._mark, record_event(self._device)
+            seconds = self._host_seconds + time.perf_counter() - self._began
+            self._forward = _Forward(seconds, len(self._scopes), open_scope)
 
     def host_times(self) -> HostTimes | None:
-        """What an accelerator's step took the host so far; None where that was not measured."""
-        if self._forward_seconds is None or not self._scopes:
+        """What an accelerator's step took the host so far; None where that was not measured. Waits for the device.
+
+        0 for a part at whose end the device was behind: the host may have waited for it, whose queue was full.
+        """
+        forward, device_seconds = self._forward, self.seconds()
+        if forward is None or device_seconds is None:
             return None
-        return HostTimes(self._forward_seconds, self._host_seconds - self._forward_seconds)
+        scopes = [*self._scopes[: forward.num_scopes], *([forward.open_scope] if forward.open_scope else [])]
+        in_forward = sum(begin.elapsed_time(end) for begin, end in scopes) / 1000
+        host = HostTimes(forward.host_seconds, self._host_seconds - forward.host_seconds)
+        device = HostTimes(in_forward, device_seconds - in_forward)
+        return HostTimes(*(h if d <= _ALIKE * h + _CLOSE_SECONDS else 0.0 for h, d in zip(host, device, strict=True)))
 
     def seconds(self) -> float | None:
         """The duration so far; None where it was not measured. Waits for the device."""

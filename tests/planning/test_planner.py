@@ -361,6 +361,15 @@ def test_mode_weighs_where_ops_are_tiny() -> None:
     assert planner._mode_seconds(Problem(long), device) == 0
 
 
+def test_the_modes_share_of_a_wait() -> None:
+    """Not the launches that plain steps have too, nor what the program itself does for long."""
+    tiny, long = (chain(*[10] * 50, seconds=seconds) for seconds in (1e-6, 1e-3))
+    assert planner.mode_share(tiny, 2e-3) == pytest.approx(2e-3 - 50 * 8e-6)
+    assert planner.mode_share(long, 2e-3) == pytest.approx(2e-3)
+    assert planner.mode_share(tiny, 1e-4) == 0
+    assert planner.mode_share(tiny, 1.0) == pytest.approx(50 * 100e-6)
+
+
 def test_plain_figures_are_those_of_keep_all() -> None:
     """Every plan carries the peak and time that keeping everything would have."""
     kept = plan(NET, DEVICE, None, policy="keep-all")

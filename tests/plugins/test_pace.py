@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lightning_offload.planning.planner import plan
@@ -52,8 +54,37 @@ def test_what_an_accelerator_waits_for_its_host_is_what_it_does_not_compute_mean
     """In each half of the step: what the host took beyond it, if it took longer."""
     forward = sum(op.seconds for op in NET.ops if op.phase == "forward")
     backward = PLAN.predicted_step_seconds - forward
-    assert HostTimes(forward + 2.0, backward - 1.0).beyond(NET, PLAN) == pytest.approx((2.0, 0.0))
+    calm = dataclasses.replace(PLAN, predicted_stall_seconds=0.0)
+    assert HostTimes(forward + 2.0, backward - 1.0).beyond(NET, calm) == pytest.approx((2.0, 0.0))
     assert HostTimes(forward - 1.0, backward + 3.0).beyond(NET, PLAN) == pytest.approx((0.0, 3.0))
+
+
+@pytest.mark.parametrize(("at", "is_told"), [(0, True), (8, False)])
+def test_a_host_that_reads_late_has_waited_itself(at: int, is_told: bool) -> None:
+    """It is behind the device then whatever the device takes; what it reads at the beginning holds nothing up."""
+    ops = list(NET.ops)
+    ops[0] = dataclasses.replace(ops[0], seconds=0.01)
+    ops[at] = dataclasses.replace(ops[at], name="aten._local_scalar_dense.default")
+    waits = HostTimes(1000.0, 0.0).beyond(dataclasses.replace(NET, ops=tuple(ops)), PLAN)
+    assert (waits.forward > 0) is is_told
+
+
+def test_a_copy_to_the_host_is_read() -> None:
+    """It makes nothing on the device; a cast does."""
+    last = max(i for i, op in enumerate(NET.ops) if op.phase == "forward")
+    for outputs, is_told in ((NET.ops[last].outputs, True), ((), False)):
+        ops = list(NET.ops)
+        ops[last] = dataclasses.replace(ops[last], name="aten._to_copy.default", outputs=outputs)
+        waits = HostTimes(1000.0, 0.0).beyond(dataclasses.replace(NET, ops=tuple(ops)), PLAN)
+        assert (waits.forward > 0) is is_told
+
+
+def test_predicted_stalls_are_no_waits_for_the_host() -> None:
+    """A host that reads the loss stands by during them."""
+    stalling = dataclasses.replace(PLAN, predicted_stall_seconds=3.0)
+    forward = sum(op.seconds for op in NET.ops if op.phase == "forward")
+    assert HostTimes(forward + 2.0, 0.0).beyond(NET, stalling).forward == 0
+    assert HostTimes(forward + 5.0, 0.0).beyond(NET, stalling).forward == pytest.approx(2.0)
 
 
 def test_waits_for_the_host_lengthen_what_is_expected() -> None:

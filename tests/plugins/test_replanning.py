@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -10,6 +13,8 @@ from lightning_offload.graph import Decision
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import simulate_plan
+from lightning_offload.plugins import feedback
+from lightning_offload.plugins.pace import HostTimes, Pace
 from lightning_offload.plugins.replanning import Corrections, with_unforeseen
 from tests.graph.building import DEVICE, chain
 
@@ -113,3 +118,25 @@ def test_waits_for_the_host_are_not_blamed_on_ops() -> None:
             corrections.by_time(PLAN, device, seconds, 0.0, waited, is_slower=False, is_faster=False) for _ in range(2)
         ]
         assert found == [None, expected]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_worth_it"),
+    [({}, True), ({"policy": "all-recompute"}, False), ({"given_plan": PLAN}, False), ({"takes_data": True}, False),
+     ({"num_deviations": 1}, False)],
+    ids=["auto", "another policy", "a given plan", "data is taken", "it has left its plan"],
+)  # fmt: skip
+def test_no_plan_is_made_for_the_mode_where_none_would_spare_it(changed: dict[str, Any], is_worth_it: bool) -> None:
+    """Only ours weighs the mode, and steps whose ops must be seen anyway have it under any plan."""
+    facts = {"policy": "auto", "given_plan": None, "takes_data": False, "num_deviations": 0, **changed}
+    kind: Any = SimpleNamespace(
+        plan=dataclasses.replace(RECOMPUTING, policy=facts["policy"]), given_plan=facts["given_plan"],
+        takes_data=facts["takes_data"], changes=SimpleNamespace(num_deviations=facts["num_deviations"]),
+        family=None, aligns=False, program=object(), superseded=None,
+        graph=GRAPH, spec=dataclasses.replace(DEVICE, kind="cuda"), pace=Pace(), corrections=Corrections(),
+    )  # fmt: skip
+    host = HostTimes(PLAN.predicted_step_seconds + 0.05, 0.0)
+    with mock.patch.object(feedback, "mode_share", side_effect=lambda graph, seconds: seconds):
+        for _ in range(2):
+            feedback.compare(kind, host.forward, 0.0, host, is_link_slower=False)
+    assert (kind.program is None) is is_worth_it

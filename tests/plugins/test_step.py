@@ -10,6 +10,7 @@ import torch
 
 from lightning_offload.plugins import step as step_clock
 from lightning_offload.plugins.step import StepClock
+from tests.capture.devices import LaunchQueue
 
 CPU, OTHER = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -78,3 +79,51 @@ def test_unwatched_steps_of_a_device_cost_nothing(events: list[Any]) -> None:
         pass
     assert clock.seconds() is None
     assert events == []
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> LaunchQueue:
+    """A device and its host, by whose clock steps are timed."""
+    made = LaunchQueue()
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: made.host_seconds)
+    monkeypatch.setattr(step_clock, "record_event", made.mark)
+    return made
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["one scope", "a scope for backward"])
+@pytest.mark.parametrize(
+    ("launch", "compute", "expected"),
+    [(2e-3, 1e-3, (0.2, 0.2)), (1e-3, 2e-3, (0.0, 0.0))],
+    ids=["the device waits", "the host is ahead"],
+)
+def test_host_times_are_told_where_the_device_keeps_up(
+    queue: LaunchQueue, launch: float, compute: float, expected: tuple[float, float], is_apart: bool
+) -> None:
+    """A host that is ahead may have been held up by a full queue: what it took tells nothing then."""
+    clock = StepClock(OTHER, is_watched=True)
+
+    def half() -> None:
+        for _ in range(100):
+            queue.launch(launch, compute)
+
+    with clock.running():
+        half()
+        if not is_apart:
+            clock.backward_begins()
+            half()
+    if is_apart:
+        queue.launch(5.0, 0.0)  # what a program does between both
+        clock.backward_begins()
+        with clock.running():
+            half()
+    assert clock.host_times() == pytest.approx(expected)
+
+
+def test_host_times_of_unwatched_steps_are_not_known(queue: LaunchQueue) -> None:
+    """Marks cost the host time."""
+    clock = StepClock(OTHER, is_watched=False)
+    with clock.running():
+        clock.backward_begins()
+        queue.launch(1.0, 1.0)
+    assert clock.host_times() is None
+    assert clock.seconds() is None
