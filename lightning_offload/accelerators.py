@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 _SLEPT_CYCLES = 20_000_000  # some 10 ms of a GPU
+_LEAST_HERTZ, _MOST_HERTZ = 1e8, 4e9
 _EXPANDABLE = "where reserved is well above allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -217,7 +218,8 @@ def _cycles_a_second(device: torch.device) -> float:
         marks.append(torch.Event(device, enable_timing=True))
         marks[-1].record(stream)
     torch.accelerator.synchronize(device)
-    return _SLEPT_CYCLES / max(1e-6, marks[1].elapsed_time(marks[2]) * 1e-3)
+    found = _SLEPT_CYCLES / max(1e-6, marks[1].elapsed_time(marks[2]) * 1e-3)
+    return min(max(found, _LEAST_HERTZ), _MOST_HERTZ)  # whatever was measured, nothing is held for minutes
 
 
 @contextlib.contextmanager

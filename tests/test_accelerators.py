@@ -312,3 +312,25 @@ def test_asking_begins_nothing() -> None:
     """What is in use, what was allocated, whether there is a capture: none of it initialises CUDA."""
     done = subprocess.run([sys.executable, "-c", _ASKING], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["(None, None, False) 1 False", "(0, 0) True 0 False"]
+
+
+@pytest.mark.parametrize(("milliseconds", "hertz"), [(10.0, 2e9), (0.0, 4e9), (1e6, 1e8)])
+def test_a_device_is_held_for_no_longer_than_its_clock_can_be_wrong(
+    monkeypatch: pytest.MonkeyPatch, milliseconds: float, hertz: float
+) -> None:
+    """However long a measured nap took, what is asked for is within what clocks of devices are."""
+    slept: list[int] = []
+    event = types.SimpleNamespace(record=lambda stream: None, elapsed_time=lambda other: milliseconds)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch, "Event", lambda *_, **__: event)
+    for name in ("synchronize", "current_stream", "set_device_index"):
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: None)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    accelerators._cycles_a_second.cache_clear()
+    try:
+        accelerators.hold(GPU, 0.01)
+        accelerators.hold(CPU, 0.01)
+    finally:
+        accelerators._cycles_a_second.cache_clear()
+    assert slept[-1] == pytest.approx(0.01 * hertz)
+    assert len(slept) == 4  # three to measure, one to hold
