@@ -58,6 +58,7 @@ def time_rounds(
     *,
     num_rounds: int,
     on_error: Callable[[str, Exception], None],
+    num_untimed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time several kinds of step in turns, each once in a round; who goes first changes from round to round.
@@ -66,6 +67,8 @@ def time_rounds(
         steps: Run one step each, by name; warmed up by the caller.
         num_rounds: Rounds to time.
         on_error: Told of a kind of step that failed and that takes no further part.
+        num_untimed: Steps of the same kind before each timed one, so that it finds caches and the allocator as steps
+            of its own kind leave them, which is how it finds them in training, and not as another kind does.
         clock: Tells the time in seconds.
 
     Returns:
@@ -79,6 +82,8 @@ def time_rounds(
         order = names[turn:] + names[:turn]
         for name in order if num_turns % 2 == 0 else reversed(order):
             try:
+                for _ in range(num_untimed):
+                    steps[name]()
                 synchronize()
                 start = clock()
                 steps[name]()

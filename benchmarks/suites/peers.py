@@ -2,8 +2,10 @@
 
 One model of each kind trains on one batch in one process. First the true peak of each peer is counted, by a tracker of
 live storages that asks nobody. Then a budget is sought under which our own steps peak at no more than that, by the
-same tracker. In the end all take turns, the plain step among them: `overhead` is the median of a contender's step times
-over those of the plain step of the same round, less one; `overhead_over_peer` is ours over the peer's.
+same tracker. In the end all take turns, the plain step among them, each with one untimed step and one timed: a step
+finds the allocator and caches as steps of its own kind leave them, as in training (`malloc` gives pages back after a
+large step, and whoever came next paid for that). `overhead` is the median of a contender's step times over those of the
+plain step of the same round, less one; `overhead_over_peer` is ours over the peer's.
 
 `prediction_error` is how far the step time that the report predicts, as it stood before the timing began, is from the
 measured median: 0.1 for a tenth, on whichever side. By then a few steps have run under the plan, of which the report
@@ -257,7 +259,7 @@ def _time(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, li
     def fail(name: str, error: Exception) -> None:
         raise error
 
-    return time_rounds(steps, num_rounds=num_rounds, on_error=fail)
+    return time_rounds(steps, num_rounds=num_rounds, on_error=fail, num_untimed=1)
 
 
 def _peak_bytes(trained: Workload, context: _Context) -> int:

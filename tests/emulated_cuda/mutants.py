@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import subprocess
 import sys
@@ -24,7 +25,6 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.runtime import staged_lanes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.host_pool import Slab
-from lightning_offload.runtime.lanes import done_copy
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.ranges import Ranges
 from lightning_offload.runtime.stream_lanes import StreamCopy, StreamLanes, StreamMover
@@ -109,13 +109,32 @@ def _await_without_recording(self: Any, value: Any, storage: Any) -> None:
         self._wait(value)
 
 
-def _finish_at_once(finish: Callable[..., None]) -> Callable[..., None]:
-    def new_finish(self: Any) -> None:
-        if self._open is not None:
-            self._open.slot.move = done_copy()
-        finish(self)
+class _StoringFirst:
+    """A mover that has a chunk stored before it copies there; stored afterwards, the device might have been faster."""
 
-    return new_finish
+    def __init__(self, mover: Any, store: Callable[[int, int, int], None]) -> None:
+        self._mover = mover
+        self._store = store
+
+    def to_host(self, mark: Any, storage: Any, begin: int, num_bytes: int, address: int) -> Any:
+        self._store(begin, address, num_bytes)
+        return self._mover.to_host(mark, storage, begin, num_bytes, address)
+
+
+@contextlib.contextmanager
+def _store_before_copy() -> Iterator[None]:
+    ask = staged_lanes.Writer._ask
+
+    def new_ask(self: Any, job: Any, begin: int, num_bytes: int) -> Any:
+        storing = _StoringFirst(self._mover, functools.partial(self._store, job.block))
+        with mock.patch.object(self, "_mover", storing):
+            return ask(self, job, begin, num_bytes)
+
+    with (
+        mock.patch.object(staged_lanes.Writer, "_ask", new_ask),
+        mock.patch.object(staged_lanes.Writer, "_write", return_value=None),
+    ):
+        yield
 
 
 def _write_before_copy(before: Callable[..., bool]) -> Callable[..., bool]:
@@ -242,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         name="chunks are written to disk before they are there",
-        broken=_patch(staged_lanes.Writer, "_finish", _finish_at_once(staged_lanes.Writer._finish)),
+        broken=_store_before_copy,
         noticed_by=(("part of a backward", DISK),),
     ),
     Mutant(
