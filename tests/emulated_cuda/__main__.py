@@ -131,10 +131,12 @@ SHARE = (  # the longest first
         ),
     ),
     Run(
-        name="eager, with cuBLAS's workspaces: plain steps, structures",
+        name="eager, with cuBLAS's workspaces: plain steps, structures, memory given back",
         schedule=WORKSPACES,
-        tests=(f"{GPU}/test_plain_steps.py", f"{GPU}/test_structures.py"),
-        only="test_plain_steps or changing_structures and turns",
+        tests=(f"{GPU}/test_plain_steps.py", f"{GPU}/test_structures.py", f"{GPU}/test_races.py"),
+        only=(
+            "test_plain_steps or changing_structures and turns or read_by_nobody and (accumulation or custom-function)"
+        ),
     ),
 )
 

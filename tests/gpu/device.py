@@ -20,14 +20,16 @@ IS_CUDA = DEVICE.type == "cuda"
 IS_EMULATED = os.environ.get("EMULATED_CUDA") == "1"
 """Whether CUDA is the emulated device: tests/emulated_cuda/README.md."""
 
-IS_LATE = IS_EMULATED and os.environ.get("EMULATED_CUDA_MODE") == "lazy"
-"""Whether nothing that was asked of the device is done before the host waits for it."""
+_MODE = os.environ.get("EMULATED_CUDA_MODE", "threads") if IS_EMULATED else ""
 
-ARE_COPIES_FIRST = IS_LATE and os.environ.get("EMULATED_CUDA_POLICY") == "copies_first"
+ARE_COPIES_FIRST = _MODE == "lazy" and os.environ.get("EMULATED_CUDA_POLICY") == "copies_first"
 """Whether copies are done before all else that could be done, so that who does not wait for them sees the same bits."""
 
 IS_FAST = IS_CUDA and not IS_EMULATED
 """Whether large models train in seconds."""
+
+IS_AHEAD = IS_FAST or _MODE in {"lazy", "threads"}
+"""Whether the host may be ahead of all that it asked of the device: in threads it is where they get no processor."""
 
 MARKS = [pytest.mark.gpu] if IS_CUDA else []
 """Of tests that are skipped where the device under test is missing."""
