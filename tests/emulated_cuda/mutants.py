@@ -125,14 +125,20 @@ class _StoringFirst:
 def _store_before_copy() -> Iterator[None]:
     ask = staged_lanes.Writer._ask
 
+    def write_nothing(*_: Any) -> None:  # not a mock, which would remember, and so hold, all chunks
+        pass
+
     def new_ask(self: Any, job: Any, begin: int, num_bytes: int) -> Any:
-        storing = _StoringFirst(self._mover, functools.partial(self._store, job.block))
-        with mock.patch.object(self, "_mover", storing):
+        mover = self._mover
+        self._mover = _StoringFirst(mover, functools.partial(self._store, job.block))
+        try:
             return ask(self, job, begin, num_bytes)
+        finally:
+            self._mover = mover
 
     with (
         mock.patch.object(staged_lanes.Writer, "_ask", new_ask),
-        mock.patch.object(staged_lanes.Writer, "_write", return_value=None),
+        mock.patch.object(staged_lanes.Writer, "_write", write_nothing),
     ):
         yield
 
