@@ -2,7 +2,8 @@
 
 All contenders train the same model on the same batch in one process and take turns, after every plan is final. A
 budget is written `h=0.5` (that share of the way from the smallest feasible budget to the plain peak),
-`activations=0.4` (the plain peak less the rest of the bytes that autograd saves), or `fits` (more than the plain
+`activations=0.4` (the plain peak less the rest of the bytes that autograd saves), `peak=save_on_cpu` (what steps by
+that means were measured to need, or the smallest feasible budget where that is more), or `fits` (more than the plain
 step needs). A contender that fails is noted and leaves; the others go on.
 """
 
@@ -12,9 +13,9 @@ import contextlib
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,13 +51,18 @@ _RENAMED = {
 _LABELS = {"fits": "budget fits the plain step", "activations=0.4": "40% of its activation bytes"}
 
 
+PEERS = ("checkpoint per block", "selective checkpoint", "save_on_cpu")
+"""PyTorch's own means; the second keeps the outputs of matrix products, convolutions and attention."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
-    """Between which peaks the budgets lie, and what autograd saves."""
+    """Between which peaks the budgets lie, what autograd saves, and what peers need, by name."""
 
     floor_bytes: int
     plain_peak_bytes: int
     saved_bytes: int
+    peer_peaks: Mapping[str, int] = field(default_factory=dict)
 
     def budget(self, text: str) -> int:
         """Return the budget in bytes that `text` stands for."""
@@ -67,7 +73,19 @@ class _Limits:
             return self.floor_bytes + round(float(share) * (self.plain_peak_bytes - self.floor_bytes))
         if kind == "activations":
             return max(self.floor_bytes, self.plain_peak_bytes - round((1 - float(share)) * self.saved_bytes))
-        raise ValueError(f"budget {text!r} is not understood: write 'h=0.5', 'activations=0.4' or 'fits'")
+        if kind == "peak" and share in self.peer_peaks:
+            return max(self.floor_bytes, self.peer_peaks[share])
+        peers = ", ".join(f"'peak={name}'" for name in PEERS)
+        raise ValueError(
+            f"budget {text!r} is not understood: write 'h=0.5', 'activations=0.4', 'fits' or, of peers that take part "
+            f"and did not fail, {peers}"
+        )
+
+
+def _label(text: str) -> str:
+    """What a budget is called in rows."""
+    kind, _, of = text.partition("=")
+    return f"at the peak of {of}" if kind == "peak" else _LABELS.get(text, text.replace("=", " = "))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,6 +153,7 @@ def contest(
     num_rounds: int,
     goals: dict[str, float] | None = None,
     precision: str = "fp32",
+    batch_size: int | None = None,
 ) -> Measurements:
     """Measure one model in several ways.
 
@@ -148,20 +167,19 @@ def contest(
         num_rounds: How often each takes its turn.
         goals: For some budgets, the largest ratio to the plain step that is good enough.
         precision: "fp32" or "bf16".
+        batch_size: Samples in the batch, unless `quick`; the model's own size by default.
     """
-    trained = workload(model, device, quick=quick, precision=precision)
+    trained = workload(model, device, quick=quick, precision=precision, batch_size=None if quick else batch_size)
     found = _Contest(title=title, workload=trained)
-    checkpoints = BlockCheckpoints(blocks_of(trained.model)) if peers else None
     with contextlib.ExitStack() as stack:
         limits = _learn_limits(trained)
         plain = _Contender(title=f"{title}, plain", step=trained.step)
         found.enter(_PLAIN, plain, lambda: _warm_up(plain.step))
+        if peers:
+            _enter_peers(found)
+            limits = replace(limits, peer_peaks={name: p.allocated_bytes for name, p in _peaks(found) if name in PEERS})
         for text in budgets:
-            _enter_budget(found, stack, text, limits.budget(text), (goals or {}).get(text))
-        if checkpoints is not None:
-            _enter_peer(found, "checkpoint per block", checkpoints.on)
-            pinned = device.type == "cuda"
-            _enter_peer(found, "save_on_cpu", functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned))
+            _enter_budget(found, stack, text, limits, (goals or {}).get(text))
         times = _time(found, 2 if quick else num_rounds)
         reports = {name: c.memory.report() for name, c in found.contenders.items() if c.memory is not None}
         peaks = dict(_peaks(found))
@@ -184,20 +202,27 @@ def _learn_limits(trained: Workload) -> _Limits:
     )
 
 
-def _enter_budget(
-    found: _Contest, stack: contextlib.ExitStack, text: str, budget_bytes: int, goal: float | None
-) -> None:
+def _enter_budget(found: _Contest, stack: contextlib.ExitStack, text: str, limits: _Limits, goal: float | None) -> None:
+    if f"{found.title}, {text.removeprefix('peak=')}" in found.notes:
+        return  # a peer that has failed
     trained = found.workload
-    memory = stack.enter_context(MemoryPlugin(f"{budget_bytes}B", module=trained.model))
+    memory = stack.enter_context(MemoryPlugin(f"{limits.budget(text)}B", module=trained.model))
     step = functools.partial(trained.step, functools.partial(memory.step, *trained.batch))
-    label = _LABELS.get(text, text.replace("=", " = "))
-    contender = _Contender(title=f"{found.title}, {label}", step=step, memory=memory, goal=goal)
+    contender = _Contender(title=f"{found.title}, {_label(text)}", step=step, memory=memory, goal=goal)
     found.enter(text, contender, lambda: _plan(memory, step))
 
 
-def _enter_peer(found: _Contest, name: str, context: Callable[[], AbstractContextManager[object]]) -> None:
-    step = functools.partial(found.workload.step, context)
-    found.enter(name, _Contender(title=f"{found.title}, {name}", step=step), lambda: _warm_up(step))
+def _enter_peers(found: _Contest) -> None:
+    checkpoints = BlockCheckpoints(blocks_of(found.workload.model))
+    is_pinned = found.workload.batch[0].device.type == "cuda"
+    contexts: tuple[Callable[[], AbstractContextManager[object]], ...] = (
+        checkpoints.on, checkpoints.selective,
+        functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=is_pinned),
+    )  # fmt: skip
+    for name, context in zip(PEERS, contexts, strict=True):
+        step = functools.partial(found.workload.step, context)
+        contender = _Contender(title=f"{found.title}, {name}", step=step)
+        found.enter(name, contender, functools.partial(_warm_up, step))
 
 
 def _warm_up(step: Callable[[], None]) -> None:

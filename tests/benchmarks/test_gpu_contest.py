@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.contest import contest
+from benchmarks.checkpoints import BlockCheckpoints
+from benchmarks.gpu.contest import PEERS, contest
 from benchmarks.results import Measurements
 
 CPU = torch.device("cpu")
@@ -26,8 +27,9 @@ def figures(measured: Measurements, title: str) -> dict[str, float]:
 def test_all_contenders_have_their_rows():
     """Ratio with interval, times, peaks and predictions of each; the peaks are in the order of the budgets."""
     measured = run(budgets=["h=0.75", "h=0.1"], peers=True)
-    titles = ["R, plain", "R, h = 0.75", "R, h = 0.1", "R, checkpoint per block", "R, save_on_cpu"]
-    assert list(dict.fromkeys(row.case for row in measured.rows)) == titles
+    peers = ["R, checkpoint per block", "R, selective checkpoint", "R, save_on_cpu"]
+    titles = ["R, plain", "R, h = 0.75", "R, h = 0.1", *peers]
+    assert {row.case for row in measured.rows} == set(titles)
     assert all(math.isfinite(row.value) for row in measured.rows)
     for title in titles[1:]:
         found = figures(measured, title)
@@ -62,7 +64,31 @@ def test_a_contender_that_fails_leaves_and_is_noted():
     assert "ratio" in figures(measured, "R, h = 0.5")
 
 
-def test_unknown_budget_is_refused():
-    """The error says how budgets are written."""
+def test_budgets_at_the_peaks_of_peers():
+    """A peer is compared with at the memory that it needs, or at the least that is feasible."""
+    measured = run(budgets=[f"peak={name}" for name in PEERS], peers=True)
+    for name in PEERS:
+        peak = figures(measured, f"R, {name}")["peak_bytes"]
+        ours = figures(measured, f"R, at the peak of {name}")
+        assert ours["peak_bytes"] <= ours["budget_bytes"] == max(peak, ours["floor_bytes"])
+    assert measured.notes == {}
+
+
+def test_a_peer_that_fails_leaves_no_peak(monkeypatch: pytest.MonkeyPatch):
+    """Its own error is noted; there is no budget at a peak that nobody knows."""
+    monkeypatch.setattr(BlockCheckpoints, "on", _broken)
+    measured = run(budgets=["peak=checkpoint per block", "h=0.5"], peers=True)
+    assert figures(measured, "R, checkpoint per block") == {"error": 1.0}
+    assert figures(measured, "R, at the peak of checkpoint per block") == {}
+    assert "ratio" in figures(measured, "R, h = 0.5")
+
+
+def _broken(checkpoints: BlockCheckpoints) -> None:
+    raise RuntimeError("no checkpoints today")
+
+
+@pytest.mark.parametrize("text", ["half", "peak=nothing", "peak=save_on_cpu"])
+def test_unknown_budget_is_refused(text: str):
+    """The error says how budgets are written; without peers there are no peaks of theirs."""
     with pytest.raises(ValueError, match=r"write 'h=0\.5'"):
-        run(budgets=["half"])
+        run(budgets=[text])
