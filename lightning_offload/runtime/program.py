@@ -41,6 +41,7 @@ class OpStep:
         record: Whether to record its call.
         register: Results to follow: (position, storage index).
         release: Storages whose device copies are released before it.
+        adopts: Sizes of the storages that the step made and keeps, which nobody follows before this op reads them.
         is_busy: Whether there is anything to do.
     """
 
@@ -49,6 +50,7 @@ class OpStep:
     record: bool = False
     register: tuple[tuple[int, int], ...] = ()
     release: list[int] = dataclasses.field(default_factory=list)
+    adopts: tuple[int, ...] = ()
     is_busy: bool = False
 
 
@@ -82,6 +84,7 @@ class Program:
         records_backward: Whether anything is that backward made, for a backward of its own.
         route: What steps of other structures follow it by; None where only those of its own do.
         given: What steps follow it by, if it was made elsewhere; None where it was made for a step that was seen here.
+        num_calls: How many calls are recorded.
         num_objects: About how many Python objects a step makes under it that live until backward.
         idle_packs: By pack: 0, or where there is nothing to do but to keep what is saved KEPT, and KEPT_FOR_CALLS where
             calls that may be replayed read it; empty where sizes are bounds, or where the program was made elsewhere.
@@ -110,6 +113,7 @@ class Program:
     records_backward: bool
     route: Route | None = None
     given: GivenRoute | None = None
+    num_calls: int = 0
     num_objects: int = 0
     idle_packs: bytes = b""
     busy_unpacks: frozenset[int] = frozenset()
@@ -224,7 +228,7 @@ def compile_plan(
     plan.check(graph)
     decisions = {d.storage: d for d in plan.decisions if d.action != "keep"}
     skeleton, busy = _skeleton(graph), _BusySteps(graph)
-    followed = _follow(graph, decisions, busy)
+    followed = _follow(graph, decisions, busy, may_adopt=not (is_bound or is_given))
     for i in {graph.values[v].producer for v in followed} - {-1}:
         busy[i].register = tuple(
             (position, graph.values[v].storage) for position, v in enumerate(graph.ops[i].outputs) if v in followed
@@ -249,6 +253,7 @@ def compile_plan(
     steps = list(skeleton.idle)
     for i, step in busy.items():
         steps[i] = step
+    num_calls = sum(step.record for step in busy.values())
     records_backward = any(in_backward[i] and step.record for i, step in busy.items())
     followed_storages = {graph.values[v].storage for v in followed}
     is_own = not (is_bound or is_given or records_backward)
@@ -279,7 +284,8 @@ def compile_plan(
         records_backward=records_backward,
         route=Route.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
         given=GivenRoute.of(graph, decisions) if is_given else None,
-        num_objects=_num_objects(len(skeleton.saved), len(decisions), sum(step.record for step in busy.values())),
+        num_calls=num_calls,
+        num_objects=_num_objects(len(skeleton.saved), len(decisions), num_calls),
         idle_packs=_idle_packs(skeleton.saved, decisions, followed_storages, release_at_pack) if is_own else b"",
         busy_unpacks=frozenset({*prefetch, *release_at_unpack}),
     )
@@ -304,9 +310,20 @@ def _num_objects(num_packs: int, num_leaving: int, num_recorded: int) -> int:
     return 3 * num_packs + 8 * num_leaving + 20 * num_recorded
 
 
-def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps) -> set[int]:
-    """Mark the ops to record; return the values that the executor must know by identity."""
+def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps, *, may_adopt: bool) -> set[int]:
+    """Mark the ops to record; return the values that the executor must know by identity.
+
+    What stays on the device, and is made by an op that has nothing else to be done for it, is known early enough when
+    a recorded call reads it.
+
+    Args:
+        graph: The step.
+        decisions: By storage index.
+        steps: The entries to mark.
+        may_adopt: Whether that is told by the size of its storage.
+    """
     skeleton = _skeleton(graph)
+    adopted: dict[int, list[int]] = {}
     last, saved_values = skeleton.last, skeleton.saved_values
     followed = {v for v in saved_values if graph.values[v].storage in decisions}
     stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
@@ -320,7 +337,12 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps)
         steps[producer].record = True
         for v in graph.ops[producer].inputs:
             storage = graph.values[v].storage
-            if v in seen or (graph.storages[storage].is_persistent and last[storage] == v):
+            is_persistent = graph.storages[storage].is_persistent
+            if is_persistent and last[storage] == v:
+                continue
+            if may_adopt and not is_persistent and storage not in decisions and v in saved_values:
+                adopted.setdefault(v, []).append(producer)
+            if v in seen:
                 continue
             seen.add(v)
             followed.add(v)
@@ -328,7 +350,20 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps)
             at_hand = v in saved_values and (decision is None or decision.action != "recompute")
             if not at_hand and graph.values[v].producer >= 0:
                 stack.append(v)
-    return followed
+    return followed - _adopt(graph, adopted, steps)
+
+
+def _adopt(graph: StepGraph, readers: dict[int, list[int]], steps: _BusySteps) -> set[int]:
+    """Mark the recorded ops that adopt values, by what they read; return those values."""
+    adopted: set[int] = set()
+    for v, ops in readers.items():
+        producer = graph.values[v].producer
+        if producer < 0 or producer in steps or any(graph.ops[i].phase != "forward" for i in (producer, *ops)):
+            continue
+        adopted.add(v)
+        for i in ops:
+            steps[i].adopts = (*steps[i].adopts, graph.storages[graph.values[v].storage].num_bytes)
+    return adopted
 
 
 def _leaving(graph: StepGraph, decisions: dict[int, Decision]) -> tuple[int, ...]:
