@@ -118,8 +118,8 @@ class StepGraph:
         old_gradient_bytes: Gradients of earlier steps that may be there before backward, beyond those recorded.
         accumulated_bytes: The part of them that may still be there in backward.
         block_bytes: What the device's allocator rounds sizes up to a multiple of; sizes here are tensors' own.
-        call_seconds: What the host takes to record a call and to run it again, beside what the op itself takes. On an
-            accelerator only where the device waits for it.
+        call_seconds: What a host that computes takes to record a call and to run it again, beside the op itself; 0 where
+            it only launches.
     """
 
     num_ticks: int

@@ -170,7 +170,7 @@ def compare(
         is_link_faster: Whether one turned out faster; that matters if the plan costs time.
     """
     plan = kind.plan
-    if kind.program is None or plan is None or kind.graph is None or kind.spec is None:
+    if plan is None or kind.graph is None or kind.spec is None:
         return
     if kind.family is not None or kind.aligns:  # whose plan is for larger sizes, or another structure
         return
@@ -182,15 +182,14 @@ def compare(
     if factor is not None:
         kind.graph = scaled(kind.graph, factor) if factor != 1 else kind.graph
     elif not (
-        _may_ask_less_of_host(kind)
-        and kind.corrections.by_host(plan, kind.program.num_calls, mode_share(kind.graph, waits.forward))
+        _may_go_without_mode(kind) and kind.corrections.by_mode(plan, kind.spec, mode_share(kind.graph, waits.forward))
     ):
         return
     kind.superseded, kind.program = plan, None
 
 
-def _may_ask_less_of_host(kind: PlanEntry) -> bool:
-    """Whether another plan may ask less of the host: fewer calls recorded, or no dispatch mode."""
+def _may_go_without_mode(kind: PlanEntry) -> bool:
+    """Whether another plan would spare its steps the dispatch mode."""
     is_ours = kind.plan is not None and kind.plan.policy == "auto" and kind.given_plan is None
     return is_ours and not (kind.takes_data or kind.changes.num_deviations)
 

@@ -48,16 +48,15 @@ def make_plan(
     kind.spec = device
     kind.corrections.begin_plan()
     kind.begin_anew()
-    call_seconds = _CALL_SECONDS if device.kind == "cpu" else kind.corrections.call_seconds or 0.0
-    if kind.graph.call_seconds != call_seconds:
-        kind.graph = dataclasses.replace(kind.graph, call_seconds=call_seconds)
-    before, kind.seen_by_op, kind.superseded = kind.superseded, (), None
+    if device.kind == "cpu" and kind.graph.call_seconds != _CALL_SECONDS:
+        kind.graph = dataclasses.replace(kind.graph, call_seconds=_CALL_SECONDS)
+    kind.seen_by_op, kind.superseded = (), None
     if given is not None and not kind.aligns:
         found = _given_within(kind, given, device, budget_bytes)
         if found is not None:
             kind.program = compile_plan(kind.graph, found, is_given=True)
             return
-    _plan_within(kind, device, budget_bytes, policy, keep, before)
+    _plan_within(kind, device, budget_bytes, policy, keep)
 
 
 def _given_within(
@@ -84,12 +83,7 @@ def _given_within(
 
 
 def _plan_within(
-    kind: PlanEntry,
-    device: DeviceSpec,
-    budget_bytes: int | None,
-    policy: str,
-    keep: tuple[str, ...],
-    before: MemoryPlan | None,
+    kind: PlanEntry, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]
 ) -> None:
     assert kind.graph is not None
 
@@ -129,8 +123,6 @@ def _plan_within(
             raise
         kind.headroom_bytes = 0
         plan = make(kind.shortfall_bytes, must_fit=not is_accepted)
-    if kind.graph.call_seconds and device.kind != "cpu":
-        plan = _of_device_alone(plan, kind.graph, device, before)
     if budget_bytes is not None and kind.is_over and plan.predicted_peak_bytes > budget_bytes:
         kind.warn(budget_bytes, plan.predicted_peak_bytes)
     kind.must_search = kind.changes.is_retried = False
@@ -148,27 +140,6 @@ def _plan_within(
             floor_bytes=plan.floor_bytes,
             op=plan.floor_op,
         ) from None
-
-
-def _of_device_alone(
-    plan: MemoryPlan, graph: StepGraph, device: DeviceSpec, before: MemoryPlan | None
-) -> MemoryPlan:
-    """A plan for which the host's calls had a price, with what is predicted of the device: waits are told apart from it.
-
-    Args:
-        plan: The plan.
-        graph: The step, with the price.
-        device: What it was planned for.
-        before: The plan in force before, whose bound no price is in; None where there was none.
-    """
-    there = simulate_plan(Problem(dataclasses.replace(graph, call_seconds=0.0)), plan.decisions, device)
-    bound_seconds = before.bound_seconds if before is not None else plan.bound_seconds
-    return dataclasses.replace(
-        plan,
-        predicted_step_seconds=there.step_seconds,
-        predicted_stall_seconds=there.stall_seconds,
-        bound_seconds=min(bound_seconds, there.step_seconds),
-    )
 
 
 def _plan_of_family(kind: PlanEntry, keep: frozenset[int]) -> Make | None:

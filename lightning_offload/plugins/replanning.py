@@ -10,6 +10,7 @@ import numpy as np
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.planner import least_quiet_seconds
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import simulate_plan
 
@@ -18,7 +19,6 @@ _SHARE = 0.02  # this share of the step, are worth another plan
 _MUCH_FASTER, _MUCH_SLOWER = 0.9, 1.1
 _MAX_CORRECTIONS = 3
 _SLIGHTLY_TIGHTER = 0.95  # of a peak that the device had room for only by giving back what it held in reserve
-_MOST_CALL_SECONDS = 300e-6  # on a slow host
 _SOON = 16  # planned steps, within which a second time is no accident
 
 
@@ -31,9 +31,7 @@ class Corrections:
         num_tightened: Those since the allocator had to give its reserve back again and again.
         computing_seconds: What the ops of the last measured step under the plan in force took, copies aside.
         waited_seconds: What the device waited for the host in its forward.
-        known_seconds: What it was seen to wait there under some plan, two steps in a row.
-        call_seconds: The part of that which each call that is recorded has in it; None where nothing was seen.
-        mode_seconds: What is left, by which a dispatch mode lengthens steps; None where nothing was seen.
+        mode_seconds: By how much a dispatch mode lengthens steps, where such steps have shown it.
         retried_at: The planned step in which the allocator last had to give its reserve back.
     """
 
@@ -41,8 +39,6 @@ class Corrections:
     num_tightened: int = 0
     computing_seconds: float | None = None
     waited_seconds: float | None = None
-    known_seconds: float = 0.0
-    call_seconds: float | None = None
     mode_seconds: float | None = None
     retried_at: int | None = None
 
@@ -86,26 +82,24 @@ class Corrections:
         self.num_timed += 1
         return factor
 
-    def by_host(self, plan: MemoryPlan, num_calls: int, waited_seconds: float) -> bool:
-        """Whether a plan is worth making again since the host takes longer to see ops and record calls than was thought.
-
-        Under a plan that recomputes less often, of larger tensors, it takes less.
+    def by_mode(self, plan: MemoryPlan, device: DeviceSpec, waited_seconds: float) -> bool:
+        """Whether a plan is worth making again since its dispatch mode costs more than was thought.
 
         Args:
             plan: What was executed.
-            num_calls: How many calls are recorded under it.
-            waited_seconds: What the device waited in forward for that.
+            device: What it was made for.
+            waited_seconds: What the device waited in forward for the host and the mode there.
         """
         lasting = min(waited_seconds, self.waited_seconds) if self.waited_seconds is not None else 0.0
         self.waited_seconds = waited_seconds
-        if self.num_timed >= _MAX_CORRECTIONS or not num_calls:
+        known_seconds = _MUCH_SLOWER * (self.mode_seconds or 0.0)
+        if self.num_timed >= _MAX_CORRECTIONS or all(decision.action != "recompute" for decision in plan.decisions):
             return False
-        if lasting <= max(_MUCH_SLOWER * self.known_seconds, _SHARE * plan.predicted_step_seconds):
+        least_seconds = least_quiet_seconds(plan, device, plan.budget_bytes) - plan.predicted_step_seconds
+        if lasting <= max(known_seconds, least_seconds, _SHARE * plan.predicted_step_seconds):
             return False
         self.num_timed += 1
-        self.known_seconds = lasting
-        self.call_seconds = min(lasting / num_calls, _MOST_CALL_SECONDS)
-        self.mode_seconds = lasting - num_calls * self.call_seconds
+        self.mode_seconds = lasting
         return True
 
     def by_retries(self, plan: MemoryPlan, num_planned: int) -> int | None:

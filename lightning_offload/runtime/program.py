@@ -84,7 +84,6 @@ class Program:
         records_backward: Whether anything is that backward made, for a backward of its own.
         route: What steps of other structures follow it by; None where only those of its own do.
         given: What steps follow it by, if it was made elsewhere; None where it was made for a step that was seen here.
-        num_calls: How many calls are recorded.
         num_objects: About how many Python objects a step makes under it that live until backward.
         idle_packs: By pack: 0, or where there is nothing to do but to keep what is saved KEPT, and KEPT_FOR_CALLS where
             calls that may be replayed read it; empty where sizes are bounds, or where the program was made elsewhere.
@@ -113,7 +112,6 @@ class Program:
     records_backward: bool
     route: Route | None = None
     given: GivenRoute | None = None
-    num_calls: int = 0
     num_objects: int = 0
     idle_packs: bytes = b""
     busy_unpacks: frozenset[int] = frozenset()
@@ -253,7 +251,6 @@ def compile_plan(
     steps = list(skeleton.idle)
     for i, step in busy.items():
         steps[i] = step
-    num_calls = sum(step.record for step in busy.values())
     records_backward = any(in_backward[i] and step.record for i, step in busy.items())
     followed_storages = {graph.values[v].storage for v in followed}
     is_own = not (is_bound or is_given or records_backward)
@@ -284,8 +281,7 @@ def compile_plan(
         records_backward=records_backward,
         route=Route.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
         given=GivenRoute.of(graph, decisions) if is_given else None,
-        num_calls=num_calls,
-        num_objects=_num_objects(len(skeleton.saved), len(decisions), num_calls),
+        num_objects=_num_objects(len(skeleton.saved), len(decisions), sum(step.record for step in busy.values())),
         idle_packs=_idle_packs(skeleton.saved, decisions, followed_storages, release_at_pack) if is_own else b"",
         busy_unpacks=frozenset({*prefetch, *release_at_unpack}),
     )

@@ -74,36 +74,38 @@ def test_a_peak_that_no_op_shows_is_a_margin() -> None:
 RECOMPUTING = dataclasses.replace(PLAN, decisions=(Decision(storage=1, action="recompute"),))
 
 
-def test_a_host_that_takes_longer_than_thought_has_a_plan_made_again() -> None:
+def test_a_mode_that_costs_more_than_thought_has_a_plan_made_again() -> None:
     """When two steps in a row have shown it, and no more often than that is news."""
     corrections, wait = Corrections(), PLAN.predicted_step_seconds
-    assert [corrections.by_host(RECOMPUTING, 1, seconds) for seconds in (wait, 0.001 * wait, wait)] == [False] * 3
-    assert corrections.by_host(RECOMPUTING, 1, 0.5 * wait)
-    assert corrections.known_seconds == 0.5 * wait
+    assert [corrections.by_mode(RECOMPUTING, DEVICE, seconds) for seconds in (wait, 0.001 * wait, wait)] == [False] * 3
+    assert corrections.by_mode(RECOMPUTING, DEVICE, 0.5 * wait)
+    assert corrections.mode_seconds == 0.5 * wait
     corrections.begin_plan()
     for seconds in (0.5 * wait, 0.54 * wait):
-        assert not corrections.by_host(RECOMPUTING, 1, seconds)
-    assert corrections.by_host(RECOMPUTING, 1, 0.6 * wait) is False  # 0.54 lasts, which is not much more than 0.5
+        assert not corrections.by_mode(RECOMPUTING, DEVICE, seconds)
+    assert corrections.by_mode(RECOMPUTING, DEVICE, 0.6 * wait) is False  # 0.54 lasts, which is not much more than 0.5
     for _ in range(4):
         corrections.begin_plan()
-        corrections.by_host(RECOMPUTING, 1, 100 * wait * (1 + corrections.known_seconds))
-        corrections.by_host(RECOMPUTING, 1, 100 * wait * (1 + corrections.known_seconds))
+        corrections.by_mode(RECOMPUTING, DEVICE, 100 * wait * (1 + (corrections.mode_seconds or 0.0)))
+        corrections.by_mode(RECOMPUTING, DEVICE, 100 * wait * (1 + (corrections.mode_seconds or 0.0)))
     assert corrections.num_timed == 3
 
 
-@pytest.mark.parametrize(("waited", "call", "mode"), [(0.4, 0.1e-3, 0.0), (2.0, 0.3e-3, 0.8)], ids=["calls", "a mode"])
-def test_what_a_device_waits_is_the_price_of_the_calls_that_are_recorded(waited: float, call: float, mode: float) -> None:
-    """As much of it as calls were ever seen to cost; the rest is the mode's."""
-    corrections = Corrections()
-    assert [corrections.by_host(RECOMPUTING, 4000, waited) for _ in range(2)] == [False, True]
-    assert corrections.call_seconds == pytest.approx(call)
-    assert corrections.mode_seconds == pytest.approx(mode)
+def test_a_plan_is_not_made_again_where_its_bytes_alone_would_take_longer() -> None:
+    """All that is beyond the budget would have to be copied there and back."""
+    above = dataclasses.replace(RECOMPUTING, budget_bytes=RECOMPUTING.plain_peak_bytes - 100)
+    slow = dataclasses.replace(DEVICE, d2h_bytes_per_second=1.0, h2d_bytes_per_second=2.0)
+    worth = 150.0 - above.predicted_step_seconds
+    assert worth > 100
+    for waited, is_made_again in ((worth - 1, False), (worth + 1, True)):
+        corrections = Corrections()
+        assert [corrections.by_mode(above, slow, waited) for _ in range(2)] == [False, is_made_again]
 
 
-def test_a_plan_that_records_nothing_is_not_made_again_for_the_host() -> None:
-    """The host may be slow there too, but not by what a plan asks of it."""
+def test_a_plan_without_a_mode_is_not_made_again_for_it() -> None:
+    """The host may be slow there too, but not by the mode."""
     corrections = Corrections()
-    assert not any(corrections.by_host(PLAN, 0, PLAN.predicted_step_seconds) for _ in range(3))
+    assert not any(corrections.by_mode(PLAN, DEVICE, PLAN.predicted_step_seconds) for _ in range(3))
 
 
 def test_waits_for_the_host_are_not_blamed_on_ops() -> None:
@@ -124,13 +126,13 @@ def test_waits_for_the_host_are_not_blamed_on_ops() -> None:
      ({"num_deviations": 1}, False)],
     ids=["auto", "another policy", "a given plan", "data is taken", "it has left its plan"],
 )  # fmt: skip
-def test_no_plan_is_made_for_the_host_where_none_would_ask_less_of_it(changed: dict[str, Any], is_worth_it: bool) -> None:
+def test_no_plan_is_made_for_the_mode_where_none_would_spare_it(changed: dict[str, Any], is_worth_it: bool) -> None:
     """Only ours weighs the mode, and steps whose ops must be seen anyway have it under any plan."""
     facts = {"policy": "auto", "given_plan": None, "takes_data": False, "num_deviations": 0, **changed}
     kind: Any = SimpleNamespace(
         plan=dataclasses.replace(RECOMPUTING, policy=facts["policy"]), given_plan=facts["given_plan"],
         takes_data=facts["takes_data"], changes=SimpleNamespace(num_deviations=facts["num_deviations"]),
-        family=None, aligns=False, program=SimpleNamespace(num_calls=1), superseded=None,
+        family=None, aligns=False, program=object(), superseded=None,
         graph=GRAPH, spec=dataclasses.replace(DEVICE, kind="cuda"), pace=Pace(), corrections=Corrections(),
     )  # fmt: skip
     host = HostTimes(PLAN.predicted_step_seconds + 0.05, 0.0)
