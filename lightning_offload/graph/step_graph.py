@@ -118,8 +118,6 @@ class StepGraph:
         old_gradient_bytes: Gradients of earlier steps that may be there before backward, beyond those recorded.
         accumulated_bytes: The part of them that may still be there in backward.
         block_bytes: What the device's allocator rounds sizes up to a multiple of; sizes here are tensors' own.
-        call_seconds: What a host that computes takes to record a call and to run it again, beside the op itself; 0 where
-            it only launches.
     """
 
     num_ticks: int
@@ -132,7 +130,6 @@ class StepGraph:
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
     block_bytes: int = dataclasses.field(default=1, metadata=codec.ADDED)
-    call_seconds: float = dataclasses.field(default=0.0, metadata=codec.ADDED)
 
     @property
     def persistent_bytes(self) -> int:
@@ -201,7 +198,6 @@ class StepGraph:
             "old_gradient_bytes": self.old_gradient_bytes,
             "accumulated_bytes": self.accumulated_bytes,
             "block_bytes": self.block_bytes,
-            "call_seconds": self.call_seconds,
         }
         for name in ("ops", "storages", "values", "saves"):
             payload[name] = codec.encode_rows(getattr(self, name))
@@ -265,7 +261,6 @@ def check(graph: StepGraph) -> None:
     sizes = (graph.num_ticks, graph.extra_bytes, graph.gradient_bytes, graph.accumulated_bytes)
     _expect(min(sizes) >= 0 and graph.old_gradient_bytes >= graph.accumulated_bytes, "negative size")
     _expect(graph.block_bytes >= 1, f"blocks of {graph.block_bytes} bytes")
-    _expect(graph.call_seconds >= 0, f"calls of {graph.call_seconds} seconds")
     for i, storage in enumerate(graph.storages):
         ok = storage.num_bytes >= 0 and -1 <= storage.birth <= storage.death <= graph.num_ticks
         _expect(ok, f"storages[{i}] has a negative size or a death before its birth: {storage}")

@@ -49,7 +49,7 @@ class StepArrays(NamedTuple):
         storage: Its storage.
         producer: Op that made it; -1 for none.
         made_bytes: Device memory that a replay takes for it; updates of persistent state are left out of replays.
-        replay_seconds: By op: duration where it runs again.
+        op_seconds: By op: duration.
         op_workspace: By op: workspace.
         in_begin: By op: where its inputs begin.
         inputs: Values that ops read.
@@ -82,7 +82,7 @@ class StepArrays(NamedTuple):
     storage: Any
     producer: Any
     made_bytes: Any
-    replay_seconds: Any
+    op_seconds: Any
     op_workspace: Any
     in_begin: Any
     inputs: Any

@@ -73,7 +73,7 @@ def walk_columns(problem: Problem, *, is_compiled: bool) -> Walk:
     """The columns of the static pass, as it begins with them."""
     new, step = Buffers(is_compiled), problem.columns(is_compiled)
     num_saved, num_wanted = len(step.size), len(step.wanted)
-    num_values, num_ops = len(step.saved), len(step.replay_seconds)
+    num_values, num_ops = len(step.saved), len(step.op_seconds)
     return Walk(
         codes=new.copy(np.zeros(num_saved, dtype=np.int8)),
         no_memo=new.copy(np.zeros(len(problem.candidates), dtype=np.bool_)),

@@ -132,7 +132,7 @@ class Problem:
         made.requested = graph
         made.graph = graph = graph.allocated()
         made.views, made._sources = {}, {}
-        for name in ("lists", "plain_seconds", "_replay_seconds", "replay_seconds"):
+        for name in ("lists", "plain_seconds", "_op_seconds"):
             made.__dict__.pop(name, None)
         sizes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
         made.candidates = {s: _resized(c, max(1, int(sizes[s]))) for s, c in self.candidates.items()}
@@ -147,7 +147,7 @@ class Problem:
             size=saved_bytes,
             stored_size=stored_bytes(saved_bytes),
             made_bytes=np.where(self._is_persistent[storage], 0, sizes[storage]),
-            replay_seconds=made.replay_seconds,
+            op_seconds=op_seconds,
             op_workspace=workspace_bytes,
         )
         return made
@@ -156,11 +156,6 @@ class Problem:
     def op_seconds(self) -> npt.NDArray[np.float64]:
         """Duration of each op."""
         return self.seconds[self.op_ticks]
-
-    @functools.cached_property
-    def replay_seconds(self) -> npt.NDArray[np.float64]:
-        """What each op costs where it runs again."""
-        return self.op_seconds + self.graph.call_seconds
 
     @functools.cached_property
     def _is_persistent(self) -> npt.NDArray[np.bool_]:
@@ -238,13 +233,13 @@ class Problem:
         walk = self._walks[candidate.storage]
         if walk is None:
             return None
-        seconds = self._replay_seconds
+        seconds = self._op_seconds
         return Source(seconds=sum([seconds[i] for i in walk.ops]), saved=walk.saved)
 
     @functools.cached_property
-    def _replay_seconds(self) -> list[float]:
-        """The same as `replay_seconds`: a list's items come sooner than an array's."""
-        found: list[float] = self.replay_seconds.tolist()
+    def _op_seconds(self) -> list[float]:
+        """The same as `op_seconds`: a list's items come sooner than an array's."""
+        found: list[float] = self.op_seconds.tolist()
         return found
 
     @functools.cached_property
@@ -516,7 +511,7 @@ def step_arrays(problem: Problem) -> StepArrays:
         storage=_column(v.storage for v in values),
         producer=_column(v.producer for v in values),
         made_bytes=_column(0 if storages[v.storage].is_persistent else storages[v.storage].num_bytes for v in values),
-        replay_seconds=problem.replay_seconds,
+        op_seconds=problem.op_seconds,
         op_workspace=_column(op.workspace_bytes for op in graph.ops),
         in_begin=in_begin,
         inputs=flat_inputs,

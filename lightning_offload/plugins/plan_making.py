@@ -19,8 +19,6 @@ from lightning_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
-_CALL_SECONDS = 100e-6  # to record a call and to run it again, measured on two processors with tiny ops
-
 
 def make_plan(
     kind: PlanEntry,
@@ -48,8 +46,6 @@ def make_plan(
     kind.spec = device
     kind.corrections.begin_plan()
     kind.begin_anew()
-    if device.kind == "cpu" and kind.graph.call_seconds != _CALL_SECONDS:
-        kind.graph = dataclasses.replace(kind.graph, call_seconds=_CALL_SECONDS)
     kind.seen_by_op, kind.superseded = (), None
     if given is not None and not kind.aligns:
         found = _given_within(kind, given, device, budget_bytes)

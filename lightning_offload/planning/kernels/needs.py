@@ -98,7 +98,7 @@ def replay(step: StepArrays, codes: Any, no_memo: Any, k: int, num_calls: int, n
     peak = 0
     for n in range(num_calls):
         op = calls[n]
-        seconds += step.replay_seconds[op]
+        seconds += step.op_seconds[op]
         made_bytes = 0
         for i in range(out_begin[op], out_begin[op + 1]):
             made_bytes += size[outputs[i]]

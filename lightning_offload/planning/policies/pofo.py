@@ -129,7 +129,7 @@ def _way(
     return Way(
         actions={**dict.fromkeys(swapped, "swap"), **dict.fromkeys(again, "recompute")},
         held_bytes=sum(by_storage[s].num_bytes for s in storages if s not in away),
-        replay_seconds=float(request.problem.replay_seconds[sorted(ops)].sum()) if ops else 0.0,
+        replay_seconds=float(request.problem.op_seconds[sorted(ops)].sum()) if ops else 0.0,
         copy_seconds=rate * sum(by_storage[s].num_bytes for s in swapped),
     )
 

@@ -32,7 +32,7 @@ def knapsack(case: Case) -> tuple[float, dict[int, float], dict[int, float]]:
         Seconds of the step, and by storage the fractions swapped and recomputed.
     """
     excess, absent = _at_peak(case)
-    replay = _replay_prices(case.items, case.problem.replay_seconds)
+    replay = _replay_prices(case.items, case.problem.op_seconds)
     swap: dict[int, float] = {}
     recompute: dict[int, float] = {}
     seconds = case.plain.step_seconds
@@ -66,7 +66,7 @@ def least_seconds(case: Case, action: Action) -> float:
 
 def _by_replays(case: Case, excess: int, absent: Sequence[tuple[int, Item]]) -> float:
     """The step where an excess at the peak is recomputed."""
-    replay = _replay_prices(case.items, case.problem.replay_seconds)
+    replay = _replay_prices(case.items, case.problem.op_seconds)
     seconds = case.plain.step_seconds
     for price, num_bytes in sorted((replay[place], item.candidate.num_bytes) for place, item in absent):
         taken = min(num_bytes, excess)
@@ -113,13 +113,13 @@ def _price(item: Item, replay_seconds_per_byte: float, device: DeviceSpec) -> tu
     return min(swap, replay_seconds_per_byte), swap <= replay_seconds_per_byte
 
 
-def _replay_prices(items: Sequence[Item], replay_seconds: Floats) -> list[float]:
+def _replay_prices(items: Sequence[Item], op_seconds: Floats) -> list[float]:
     """By item: seconds per byte of the ops of its replay, each shared by bytes; infinite where there is no replay."""
     num_bytes: dict[int, int] = {}
     for item in items:
         for op in item.ops:
             num_bytes[op] = num_bytes.get(op, 0) + item.candidate.num_bytes
     return [
-        sum(float(replay_seconds[op]) / num_bytes[op] for op in item.ops) if item.candidate.can_recompute else math.inf
+        sum(float(op_seconds[op]) / num_bytes[op] for op in item.ops) if item.candidate.can_recompute else math.inf
         for item in items
     ]

@@ -59,7 +59,6 @@ class Model:
         self._per_second = _UNITS / (case.plain.step_seconds or 1.0)
         self._sizes = [item.candidate.num_bytes * self._per_byte for item in case.items]
         self._overhead = case.device.overhead_seconds * self._per_second
-        self._replays: list[float] = case.problem.replay_seconds.tolist()
         self._make_choices(integral)
         stalls = sum(_longest_copies(case.device, item.candidate.num_bytes) for item in case.items) * self._per_second
         self._most = _MOST_REPLAYS * _UNITS + stalls + 3 * len(case.items) * self._overhead
@@ -178,7 +177,7 @@ class Model:
 
     def _make_replays(self) -> None:
         """Replays take the time of their ops, after the first tick they can happen at and before they are due."""
-        program, items, took = self.program, self._case.items, self._replays
+        program, items, ops = self.program, self._case.items, self._case.problem.graph.ops
         read = [i for i, item in enumerate(items) if item.is_read and item.candidate.can_recompute]
         users: dict[int, list[int]] = {}
         for i in read:
@@ -192,12 +191,12 @@ class Model:
         before: Events = []
         after: Events = []
         for i in read:
-            seconds = sum(took[op] for op in items[i].ops if len(users[op]) == 1) * self._per_second
+            seconds = sum(ops[op].seconds for op in items[i].ops if len(users[op]) == 1) * self._per_second
             total += [(self.recompute[i], seconds), (self._again[i], seconds), (own[i], self._overhead)]
             before.append((items[i].read_at + 1, [(self.recompute[i], seconds), (own[i], self._overhead)]))
             after += self._not_before(i, seconds)
         for op, several in users.items():
-            seconds = took[op] * self._per_second
+            seconds = ops[op].seconds * self._per_second
             if len(several) > 1 and seconds > 0:
                 runs: Terms = [(self._make_shared(several, own), seconds)]
                 total += runs
@@ -233,12 +232,12 @@ class Model:
 
     def _make_thin_replays(self, read: Sequence[int], users: Mapping[int, Sequence[int]]) -> None:
         """Replays take the time of those ops that are behind no other item."""
-        program, items, took, clock = self.program, self._case.items, self._replays, self._clock
+        program, items, ops, clock = self.program, self._case.items, self._case.problem.graph.ops, self._clock
         total: Terms = [(clock.replays[-1], -1.0)]
         before: Events = []
         after: Events = []
         for i in read:
-            seconds = sum(took[op] for op in items[i].ops if len(users[op]) == 1) * self._per_second
+            seconds = sum(ops[op].seconds for op in items[i].ops if len(users[op]) == 1) * self._per_second
             terms = [(self.recompute[i], seconds)]
             total += terms
             before.append((items[i].read_at + 1, terms))
