@@ -52,7 +52,7 @@ def test_changing_structures_are_exact_and_within_the_budget(name: str, height: 
     with MemoryPlugin(budget="1GiB", policy="all-swap") as memory:
         _, floor_peaks, _ = _train(name, memory, forgets=True)
     floor = max(floor_peaks)
-    budget = int(floor + height * (max(plain_peaks) - floor))
+    budget = int(floor + height * (max(plain_peaks) - floor)) + REMAINDER
     with MemoryPlugin(budget=budget) as memory:
         (found, peaks, phases), _ = repeatably(lambda: _train(name, memory))
     assert not take_races()
