@@ -89,6 +89,8 @@ def all_cases(device: str, *, quick: bool) -> list[Case]:
         _overhead("resnet50", 45, device, quick),
         _overhead("gpt2-medium", 75, device, quick),
         _activation_share(device, quick),
+        _timeline("resnet152", "activations=0.4", 45, device, quick),
+        _timeline("gpt2-medium", "h=0.5", 75, device, quick, precision="bf16", batch_size=16),
         *contests,
         *searches,
         _links("links-disk", "measure_disk", 30, device, quick),
@@ -135,6 +137,26 @@ def _activation_share(device: str, quick: bool) -> Case:
     }  # fmt: skip
     job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
     return Case(key="activations-resnet152", title=title, seconds=50, job=job)
+
+
+def _timeline(
+    model: str,
+    budget: str,
+    seconds: float,
+    device: str,
+    quick: bool,
+    *,
+    precision: str = "fp32",
+    batch_size: int | None = None,
+) -> Case:
+    suffix = "" if precision == "fp32" else f" {precision}"
+    arguments = {
+        "model": model, "title": f"{MODELS[model]}{suffix}", "budget": budget, "num_rounds": 10,
+        "precision": precision, "batch_size": batch_size,
+    }  # fmt: skip
+    job = Job(function="benchmarks.gpu.timeline:timeline", device=device, quick=quick, arguments=arguments)
+    key = f"timeline-{model}{suffix.replace(' ', '-')}"
+    return Case(key=key, title=f"{MODELS[model]}{suffix}, taken apart", seconds=seconds, job=job)
 
 
 def _contest(model: str, device: str, quick: bool, *, precision: str = "fp32", batch_size: int | None = None) -> Case:

@@ -56,7 +56,7 @@ PEERS = ("checkpoint per block", "selective checkpoint", "save_on_cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits:
+class Limits:
     """Between which peaks the budgets lie, what autograd saves, and what peers need, by name."""
 
     floor_bytes: int
@@ -65,7 +65,11 @@ class _Limits:
     peer_peaks: Mapping[str, int] = field(default_factory=dict)
 
     def budget(self, text: str) -> int:
-        """Return the budget in bytes that `text` stands for."""
+        """Return the budget in bytes that `text` stands for.
+
+        Raises:
+            ValueError: It is not understood.
+        """
         kind, _, share = text.partition("=")
         if kind == "fits":
             return round(1.1 * self.plain_peak_bytes)
@@ -82,8 +86,8 @@ class _Limits:
         )
 
 
-def _label(text: str) -> str:
-    """What a budget is called in rows."""
+def budget_label(text: str) -> str:
+    """Return what a budget is called in rows."""
     kind, _, of = text.partition("=")
     return f"at the peak of {of}" if kind == "peak" else _LABELS.get(text, text.replace("=", " = "))
 
@@ -172,7 +176,7 @@ def contest(
     trained = workload(model, device, quick=quick, precision=precision, batch_size=None if quick else batch_size)
     found = _Contest(title=title, workload=trained)
     with contextlib.ExitStack() as stack:
-        limits = _learn_limits(trained)
+        limits = learn_limits(trained)
         plain = _Contender(title=f"{title}, plain", step=trained.step)
         found.enter(_PLAIN, plain, lambda: _warm_up(plain.step))
         if peers:
@@ -190,26 +194,30 @@ def contest(
     )  # fmt: skip
 
 
-def _learn_limits(trained: Workload) -> _Limits:
-    """Learn floor, plain peak and saved bytes from a few steps that keep everything."""
+def learn_limits(trained: Workload) -> Limits:
+    """Return floor, plain peak and saved bytes, from a few steps that keep everything.
+
+    Raises:
+        RuntimeError: They are not known after that.
+    """
     with MemoryPlugin("1TiB", module=trained.model) as memory:
-        _plan(memory, lambda: trained.step(functools.partial(memory.step, *trained.batch)))
+        plan_steps(memory, lambda: trained.step(functools.partial(memory.step, *trained.batch)))
         report = memory.report()
     if report.floor_bytes is None or report.plain_peak_bytes is None:
         raise RuntimeError("the plugin planned a step without knowing its floor and its plain peak")
-    return _Limits(
+    return Limits(
         floor_bytes=report.floor_bytes, plain_peak_bytes=report.plain_peak_bytes, saved_bytes=report.kept_bytes
     )
 
 
-def _enter_budget(found: _Contest, stack: contextlib.ExitStack, text: str, limits: _Limits, goal: float | None) -> None:
+def _enter_budget(found: _Contest, stack: contextlib.ExitStack, text: str, limits: Limits, goal: float | None) -> None:
     if f"{found.title}, {text.removeprefix('peak=')}" in found.notes:
         return  # a peer that has failed
     trained = found.workload
     memory = stack.enter_context(MemoryPlugin(f"{limits.budget(text)}B", module=trained.model))
     step = functools.partial(trained.step, functools.partial(memory.step, *trained.batch))
-    contender = _Contender(title=f"{found.title}, {_label(text)}", step=step, memory=memory, goal=goal)
-    found.enter(text, contender, lambda: _plan(memory, step))
+    contender = _Contender(title=f"{found.title}, {budget_label(text)}", step=step, memory=memory, goal=goal)
+    found.enter(text, contender, lambda: plan_steps(memory, step))
 
 
 def _enter_peers(found: _Contest) -> None:
@@ -230,8 +238,12 @@ def _warm_up(step: Callable[[], None]) -> None:
         step()
 
 
-def _plan(memory: MemoryPlugin, step: Callable[[], None]) -> None:
-    """Run steps until the plan is final, and some more, in which stalls may still change it."""
+def plan_steps(memory: MemoryPlugin, step: Callable[[], None]) -> None:
+    """Run steps until the plan is final, and some more, in which stalls may still change it.
+
+    Raises:
+        RuntimeError: There is no such plan after many steps.
+    """
     for index in range(_MAX_PLANNING_STEPS):
         step()
         if index + 1 >= _MIN_PLANNING_STEPS and memory.report().phase == "planned":
@@ -265,7 +277,7 @@ def _write_rows(
     times: dict[str, list[float]],
     peaks: dict[str, Peak],
     reports: dict[str, Report],
-    limits: _Limits,
+    limits: Limits,
     *,
     with_plain: bool,
 ) -> None:

@@ -126,8 +126,9 @@ class Pace:
         self._last.append(times)
 
     def expected(self, plan: MemoryPlan, graph: StepGraph, device: DeviceSpec) -> Expected:
-        """What steps take under a plan: what it says itself, and by how much the one before it was wrong, until a few
-        have run under it.
+        """What steps take under a plan.
+
+        Until a few have run under it that is what it says itself, as wrong as the one before it turned out to be.
 
         Args:
             plan: The plan in force.
