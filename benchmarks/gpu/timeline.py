@@ -161,9 +161,10 @@ def _run(trained: Workload, context: _Context, mark: Callable[[], None] = lambda
 
 def _profiled(trained: Workload, context: _Context, device: torch.device) -> Busy | None:
     """A step under the profiler; None where that sees no kernels."""
-    if device.type != "cuda":
+    activity = torch.profiler.ProfilerActivity.CUDA
+    if device.type != "cuda" or activity not in torch.profiler.supported_activities():
         return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[activity]) as profiler:
         _run(trained, context, functools.partial(torch.cuda._sleep, 1))
     events: Any = profiler.events()
     spans = [
