@@ -18,6 +18,7 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
+from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -107,6 +108,7 @@ class Pace:
     _plan: MemoryPlan | None = None
     _last: deque[StepTimes] = dataclasses.field(default_factory=lambda: deque(maxlen=_NUM_LAST))
     _before: tuple[MemoryPlan, float] | None = None
+    _simulated: tuple[StepGraph, MemoryPlan, float] | None = None
     _slowdown_seconds: float | None = None
     _waited_for: MemoryPlan | None = None
     _waited_seconds: float = 0.0
@@ -149,7 +151,15 @@ class Pace:
         last, seconds = self._before or (None, 0.0)
         if self._plan is not None and self._plan is not plan and len(self._last) >= _NUM_FIRST:
             last, seconds = self._plan, statistics.median(times.step for times in self._last)
-        if last is None or last is plan or last.graph_digest != plan.graph_digest:
+        if device.kind != "cpu" or last is None or last is plan:  # what an accelerator waits for is told apart
             return 1.0
-        predicted = follow(graph, last, device).step_seconds
+        if not last.graph_digest == plan.graph_digest == graph.digest():
+            return 1.0
+        if self._simulated is None or self._simulated[0] is not graph or self._simulated[1] is not last:
+            try:
+                predicted = follow(graph, last, device).step_seconds
+            except PlanError:  # that plan cannot be carried out any more: a replay was found not to be exact, say
+                predicted = 0.0
+            self._simulated = graph, last, predicted
+        predicted = self._simulated[2]
         return seconds / predicted if predicted > 0 else 1.0

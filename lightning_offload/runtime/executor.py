@@ -215,7 +215,7 @@ class StepExecutor:
                 if step is not None and step.release:
                     self._release(step.release)
                 if step is not None and step.record:
-                    recorded = self._tracker.record(func, facts, args, kwargs, step.adopts)
+                    recorded = self._tracker.record(func, facts, args, kwargs)
                 if facts.mutates:
                     rewritten = self._writes.before_op(facts, args, kwargs)
         is_followed = step is None or bool(step.register)

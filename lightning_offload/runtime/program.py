@@ -41,7 +41,6 @@ class OpStep:
         record: Whether to record its call.
         register: Results to follow: (position, storage index).
         release: Storages whose device copies are released before it.
-        adopts: Sizes of the storages that the step made and keeps, which nobody follows before this op reads them.
         is_busy: Whether there is anything to do.
     """
 
@@ -50,7 +49,6 @@ class OpStep:
     record: bool = False
     register: tuple[tuple[int, int], ...] = ()
     release: list[int] = dataclasses.field(default_factory=list)
-    adopts: tuple[int, ...] = ()
     is_busy: bool = False
 
 
@@ -226,7 +224,7 @@ def compile_plan(
     plan.check(graph)
     decisions = {d.storage: d for d in plan.decisions if d.action != "keep"}
     skeleton, busy = _skeleton(graph), _BusySteps(graph)
-    followed = _follow(graph, decisions, busy, may_adopt=not (is_bound or is_given))
+    followed = _follow(graph, decisions, busy)
     for i in {graph.values[v].producer for v in followed} - {-1}:
         busy[i].register = tuple(
             (position, graph.values[v].storage) for position, v in enumerate(graph.ops[i].outputs) if v in followed
@@ -306,20 +304,9 @@ def _num_objects(num_packs: int, num_leaving: int, num_recorded: int) -> int:
     return 3 * num_packs + 8 * num_leaving + 20 * num_recorded
 
 
-def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps, *, may_adopt: bool) -> set[int]:
-    """Mark the ops to record; return the values that the executor must know by identity.
-
-    What stays on the device, and is made by an op that has nothing else to be done for it, is known early enough when
-    a recorded call reads it.
-
-    Args:
-        graph: The step.
-        decisions: By storage index.
-        steps: The entries to mark.
-        may_adopt: Whether that is told by the size of its storage.
-    """
+def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps) -> set[int]:
+    """Mark the ops to record; return the values that the executor must know by identity."""
     skeleton = _skeleton(graph)
-    adopted: dict[int, list[int]] = {}
     last, saved_values = skeleton.last, skeleton.saved_values
     followed = {v for v in saved_values if graph.values[v].storage in decisions}
     stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
@@ -333,12 +320,7 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps,
         steps[producer].record = True
         for v in graph.ops[producer].inputs:
             storage = graph.values[v].storage
-            is_persistent = graph.storages[storage].is_persistent
-            if is_persistent and last[storage] == v:
-                continue
-            if may_adopt and not is_persistent and storage not in decisions and v in saved_values:
-                adopted.setdefault(v, []).append(producer)
-            if v in seen:
+            if v in seen or (graph.storages[storage].is_persistent and last[storage] == v):
                 continue
             seen.add(v)
             followed.add(v)
@@ -346,20 +328,7 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps,
             at_hand = v in saved_values and (decision is None or decision.action != "recompute")
             if not at_hand and graph.values[v].producer >= 0:
                 stack.append(v)
-    return followed - _adopt(graph, adopted, steps)
-
-
-def _adopt(graph: StepGraph, readers: dict[int, list[int]], steps: _BusySteps) -> set[int]:
-    """Mark the recorded ops that adopt values, by what they read; return those values."""
-    adopted: set[int] = set()
-    for v, ops in readers.items():
-        producer = graph.values[v].producer
-        if producer < 0 or producer in steps or any(graph.ops[i].phase != "forward" for i in (producer, *ops)):
-            continue
-        adopted.add(v)
-        for i in ops:
-            steps[i].adopts = (*steps[i].adopts, graph.storages[graph.values[v].storage].num_bytes)
-    return adopted
+    return followed
 
 
 def _leaving(graph: StepGraph, decisions: dict[int, Decision]) -> tuple[int, ...]:

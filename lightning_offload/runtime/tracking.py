@@ -39,7 +39,6 @@ class ValueTracker:
         self._find = table.find
         self._geometries: dict[Geometry, Geometry] = {}
         self._is_cpu = device.type == "cpu"
-        self._adopts: tuple[int, ...] = ()
 
     def follow(
         self,
@@ -144,18 +143,8 @@ class ValueTracker:
 
     # ---- calls that may be replayed
 
-    def record(
-        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], adopts: tuple[int, ...] = ()
-    ) -> Call | None:
-        """Record a call; None where it cannot be replayed from what it reads.
-
-        Args:
-            func: The overload.
-            facts: Facts about it.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            adopts: Sizes of the storages among them that the step made and nobody follows yet.
-        """
+    def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Record a call; None where it cannot be replayed from what it reads."""
         may_replay = facts.replayable if self._is_cpu else facts.may_replay(self._device.type, args)
         if not may_replay or torch.is_inference_mode_enabled():
             return None
@@ -165,7 +154,6 @@ class ValueTracker:
                 if not self._is_replayable_after_write(tensor):
                     return None
         self._environment = self._environment.now(for_product=facts.may_multiply)
-        self._adopts = adopts
         try:
             call = record_call(
                 func,
@@ -211,15 +199,12 @@ class ValueTracker:
         storage = tensor.untyped_storage()
         value = self._find(storage)
         if value is None:
-            value = LiveValue(-1, storage.nbytes())
             owner = _without_graph(tensor)
-            if owner is not None:
-                value.is_given = True
-                value.guards = () if tensor.is_inference() else ((owner, tensor._version),)
-            elif value.num_bytes in self._adopts:
-                value.wrapper = weakref.ref(tensor)
-            else:
+            if owner is None:
                 raise Unrecordable
+            value = LiveValue(-1, storage.nbytes())
+            value.is_given = True
+            value.guards = () if tensor.is_inference() else ((owner, tensor._version),)
             self._table.follow(value, storage)
             self._table.own(value, storage)
         inputs[value] = None

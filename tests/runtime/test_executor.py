@@ -238,28 +238,6 @@ def test_input_of_a_replay_that_was_modified_is_never_used() -> None:
             bias.fill_(1.0)
 
 
-@pytest.mark.parametrize("write", ["never", "by data", "by data of a view"])
-def test_what_a_recorded_call_read_is_replayed_as_it_was(write: str) -> None:
-    """Though the program writes it unseen by autograd, and nobody followed it until the call."""
-    x = leaf()
-
-    def step(write: str) -> Tensor:
-        kept = (x * 1.25).sin()
-        made = kept.cos()
-        if write == "by data":
-            kept.data.add_(1.0)
-        elif write == "by data of a view":
-            kept[100:].data.zero_()
-        return made.square().sum()
-
-    program = compiled(lambda: step("never"), "recompute", only=lambda place: place == 2)
-    x.grad = None
-    assert [(op.name, op.adopts) for op in program.ops if op.is_busy] == [("aten.cos.default", (4000,))]
-    found, ran = planned(lambda: step(write), x, program=program)
-    assert found == plain(lambda: step(write), x)
-    assert not ran.executor.has_deviated
-
-
 def test_retained_graph_and_backward_after_the_step() -> None:
     """Saved tensors may be read twice, and after the step was closed."""
     x = leaf()

@@ -88,29 +88,6 @@ def test_recomputed_storage_records_its_producer_down_to_what_is_at_hand() -> No
     assert recorded(FOUR, Decision(storage=1, action="recompute")) == [0]
 
 
-def test_what_stays_is_followed_from_the_recorded_call_that_reads_it() -> None:
-    """Its maker has nothing to do, unless it is seen anyway; what leaves the device is followed from the beginning."""
-    third = Decision(storage=3, action="recompute")
-    for others, registers, adopts in (
-        ((), [(), (), ((0, 3),), ()], [(), (), (20,), ()]),
-        ((Decision(storage=2, action="swap"),), [(), ((0, 2),), ((0, 3),), ()], [()] * 4),
-        ((Decision(storage=2, action="recompute"),), [(), ((0, 2),), ((0, 3),), ()], [(), (10,), (), ()]),
-    ):
-        program = compile_plan(FOUR, plan_of(FOUR, third, *others))
-        assert [op.register for op in program.ops] == registers
-        assert [op.adopts for op in program.ops] == adopts
-        assert [op.is_busy for op in program.ops] == [bool(register) for register in registers]
-
-
-@pytest.mark.parametrize("how", ["is_bound", "is_given"])
-def test_nothing_is_adopted_where_sizes_do_not_tell(how: str) -> None:
-    """Of steps with smaller tensors, or of one that was recorded elsewhere."""
-    plan = plan_of(FOUR, Decision(storage=3, action="recompute"))
-    program = compile_plan(FOUR, plan, is_bound=how == "is_bound", is_given=how == "is_given")
-    assert [op.register for op in program.ops] == [(), ((0, 2),), ((0, 3),), ()]
-    assert not any(op.adopts for op in program.ops)
-
-
 def test_unsaved_inputs_are_recorded_too() -> None:
     """Temporaries between saved values have nobody else to keep them."""
     b = GraphBuilder()
