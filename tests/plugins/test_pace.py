@@ -46,7 +46,7 @@ def test_a_plan_is_as_wrong_as_the_one_before_it(num_steps: int) -> None:
 
 
 def test_nothing_is_carried_over_where_the_plan_before_tells_nothing() -> None:
-    """On an accelerator, whose waits are told apart; of another step; where that plan cannot be carried out any more."""
+    """On an accelerator, whose waits are told apart; of another step; where that plan cannot be carried out now."""
     believed = Expected(FULL.predicted_step_seconds, FULL.plain_step_seconds)
     pace = Pace()
     for _ in range(3):

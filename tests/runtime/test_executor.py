@@ -238,6 +238,108 @@ def test_input_of_a_replay_that_was_modified_is_never_used() -> None:
             bias.fill_(1.0)
 
 
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda kept: kept,
+    "a temporary view": lambda kept: kept.view(10, 100),
+    "a temporary slice": lambda kept: kept[10:],
+    "a piece with a version counter of its own": lambda kept: kept.unsafe_chunk(2)[0],  # type: ignore[attr-defined]
+    "its data": lambda kept: kept.data,
+}
+"""How a recorded call reads what its step keeps: at an op, not each of these shows a write to the tensor itself."""
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_what_stays_and_is_written_after_the_step_is_not_replayed_from(how: str) -> None:
+    """Whatever is recomputed: the gradient is plain's, or there is an error, since its value is not there any more."""
+    x = leaf()
+
+    def forward() -> tuple[Tensor, Tensor, Tensor]:
+        kept = (x * 1.25).sin()
+        made = READERS[how](kept).exp()
+        return kept, (made if made.requires_grad else made * x).sum(), kept.cos().sum()
+
+    def gradient(program: Program | None) -> list[bytes]:
+        with under(program) if program is not None else contextlib.nullcontext():
+            kept, loss, _ = forward()
+        with torch.no_grad():
+            kept.mul_(2)
+        loss.backward()
+        return gradients((x,))
+
+    expected, num_recording = gradient(None), 0
+    for place in range(3):
+        program = compiled(lambda: sum(forward()[1:], torch.zeros(())), "recompute", only=lambda p, at=place: p == at)  # type: ignore[misc]
+        x.grad = None
+        num_recording += any(op.record for op in program.ops)
+        with contextlib.suppress(StaleInputError):
+            assert gradient(program) == expected
+        x.grad = None
+    assert num_recording
+
+
+class _Dirty(torch.autograd.Function):
+    """Writes its first argument, which needs no gradient, and gives it back with one."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, x: Tensor) -> Tensor:
+        given.mul_(2)
+        ctx.mark_dirty(given)
+        ctx.save_for_backward(given.exp())
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (saved,) = ctx.saved_tensors
+        return None, gradients[0] * saved
+
+
+class _Late(torch.autograd.Function):
+    """Saves what is made of its result, which has no graph before it is returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        made = x.sin()
+        ctx.save_for_backward(made.cos())
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (saved,) = ctx.saved_tensors
+        return gradients[0] * saved
+
+
+def _dirty(x: Tensor) -> Tensor:
+    return _Dirty.apply(x.detach() * 1.5, x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _late(x: Tensor) -> Tensor:
+    return _Late.apply(x * 1.5)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("function", [_dirty, _late])
+def test_what_has_a_graph_only_later_was_made_in_the_step(function: Callable[[Tensor], Tensor]) -> None:
+    """It is no tensor from before: a counted version does not spoil it, and without a backward nothing stays."""
+    x = leaf()
+
+    def step() -> Tensor:
+        out = function(x)
+        storages.append(weakref.ref(out.untyped_storage()))
+        return out.exp().sum() + out.sin().sum()
+
+    storages: list[weakref.ref[Any]] = []
+    expected, num_recording = plain(step, x), 0
+    for place in range(3):
+        program = compiled(step, "recompute", only=lambda p, at=place: p == at)  # type: ignore[misc]
+        x.grad = None
+        num_recording += any(op.record for op in program.ops)
+        assert planned(step, x, program=program)[0] == expected
+        with under(program):
+            step()
+        gc.collect()
+        assert not any(storage() for storage in storages)
+    assert num_recording
+
+
 def test_retained_graph_and_backward_after_the_step() -> None:
     """Saved tensors may be read twice, and after the step was closed."""
     x = leaf()
