@@ -3,8 +3,7 @@
 Ops are timed one by one. Between them there are the interpreter and autograd, which no op's duration has; replays
 touch memory that forward found warm; and machines drift. So a plan's own figures are too short, by a few per cent for
 large ops and by a multiple for tiny ones. The steps that run under the plan tell: a median of the last few is what
-the next will take, and without what replays, copies and waiting took of it, what a plain step would. A plan of which no
-steps tell yet is off by as much as the one before it was.
+the next will take, and without what replays, copies and waiting took of it, what a plain step would.
 
 An accelerator computes ops back to back while the host runs ahead, so there a step that takes other than predicted
 tells of its ops: :mod:`~lightning_offload.plugins.replanning`. Where ops are small the host does not get ahead, the
@@ -18,7 +17,6 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
-from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -103,12 +101,10 @@ class Expected(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Pace:
-    """The last steps under one plan, and what those under the one before it took."""
+    """The last steps under one plan."""
 
     _plan: MemoryPlan | None = None
     _last: deque[StepTimes] = dataclasses.field(default_factory=lambda: deque(maxlen=_NUM_LAST))
-    _before: tuple[MemoryPlan, float] | None = None
-    _simulated: tuple[StepGraph, MemoryPlan, float] | None = None
     _slowdown_seconds: float | None = None
     _waited_for: MemoryPlan | None = None
     _waited_seconds: float = 0.0
@@ -121,16 +117,12 @@ class Pace:
     def note(self, plan: MemoryPlan, times: StepTimes) -> None:
         """A step has run under a plan, and nothing about it was measured but these."""
         if plan is not self._plan:
-            if self._plan is not None and len(self._last) >= _NUM_FIRST:
-                self._before = self._plan, statistics.median(times.step for times in self._last)
             self._plan, self._slowdown_seconds = plan, None
             self._last.clear()
         self._last.append(times)
 
     def expected(self, plan: MemoryPlan, graph: StepGraph, device: DeviceSpec) -> Expected:
-        """What steps take under a plan.
-
-        Until a few have run under it that is what it says itself, as wrong as the one before it turned out to be.
+        """What steps take under a plan: what it says itself, until a few have run under it.
 
         Args:
             plan: The plan in force.
@@ -139,27 +131,8 @@ class Pace:
         """
         if plan is not self._plan or len(self._last) < _NUM_FIRST:
             waited_seconds = self._waited_seconds if plan is self._waited_for else 0.0
-            ratio = self._ratio_before(plan, graph, device)
-            return Expected(ratio * plan.predicted_step_seconds + waited_seconds, ratio * plan.plain_step_seconds)
+            return Expected(plan.predicted_step_seconds + waited_seconds, plan.plain_step_seconds)
         if self._slowdown_seconds is None:
             self._slowdown_seconds = follow(graph, plan, device).slowdown_seconds if plan.decisions else 0.0
         step, stall, replay = (statistics.median(column) for column in zip(*self._last, strict=True))
         return Expected(step, max(0.0, step - stall - replay - self._slowdown_seconds))
-
-    def _ratio_before(self, plan: MemoryPlan, graph: StepGraph, device: DeviceSpec) -> float:
-        """What steps under the plan before took, over what it would say of them now; 1 where there was none."""
-        last, seconds = self._before or (None, 0.0)
-        if self._plan is not None and self._plan is not plan and len(self._last) >= _NUM_FIRST:
-            last, seconds = self._plan, statistics.median(times.step for times in self._last)
-        if device.kind != "cpu" or last is None or last is plan:  # what an accelerator waits for is told apart
-            return 1.0
-        if not last.graph_digest == plan.graph_digest == graph.digest():
-            return 1.0
-        if self._simulated is None or self._simulated[0] is not graph or self._simulated[1] is not last:
-            try:
-                predicted = follow(graph, last, device).step_seconds
-            except PlanError:  # that plan cannot be carried out any more: a replay was found not to be exact, say
-                predicted = 0.0
-            self._simulated = graph, last, predicted
-        predicted = self._simulated[2]
-        return seconds / predicted if predicted > 0 else 1.0

@@ -27,48 +27,9 @@ def test_a_plan_is_believed_until_three_steps_ran_under_it() -> None:
         assert pace.expected(PLAN, NET, DEVICE) == believed
     pace.note(PLAN, StepTimes(100.0, 0.0, 0.0))
     assert pace.expected(PLAN, NET, DEVICE).step == 100.0
-
-
-@pytest.mark.parametrize("num_steps", [0, 2])
-def test_a_plan_is_as_wrong_as_the_one_before_it(num_steps: int) -> None:
-    """Until steps tell of it, in so far as those before were of the same step; two of them had told nothing."""
-    pace = Pace()
-    for _ in range(3):
-        pace.note(PLAN, StepTimes(3 * PLAN.predicted_step_seconds, 0.0, 0.0))
-    for _ in range(num_steps):
-        pace.note(FULL, StepTimes(50.0, 0.0, 0.0))
-    expected = pace.expected(FULL, NET, DEVICE)
-    assert expected.step == pytest.approx(3 * FULL.predicted_step_seconds)
-    assert expected.plain == pytest.approx(3 * FULL.plain_step_seconds)
     pace.note(FULL, StepTimes(50.0, 0.0, 0.0))
-    other = dataclasses.replace(FULL, graph_digest="another step")
-    assert pace.expected(other, NET, DEVICE) == Expected(other.predicted_step_seconds, other.plain_step_seconds)
-
-
-def test_nothing_is_carried_over_where_the_plan_before_tells_nothing() -> None:
-    """On an accelerator, whose waits are told apart; of another step; where that plan cannot be carried out now."""
-    believed = Expected(FULL.predicted_step_seconds, FULL.plain_step_seconds)
-    pace = Pace()
-    for _ in range(3):
-        pace.note(PLAN, StepTimes(3 * PLAN.predicted_step_seconds, 0.0, 0.0))
-    pace.note_waits(FULL, 1.0)
-    on_gpu = pace.expected(FULL, NET, dataclasses.replace(DEVICE, kind="cuda"))
-    assert on_gpu == Expected(FULL.predicted_step_seconds + 1.0, FULL.plain_step_seconds)
-    assert pace.expected(FULL, chain(*range(100, 112)), DEVICE).plain == believed.plain
-    kept = dataclasses.replace(NET, saves=tuple(dataclasses.replace(save, must_keep=True) for save in NET.saves))
-    assert PLAN.decisions
-    assert kept.digest() == NET.digest()
-    assert pace.expected(FULL, kept, DEVICE).plain == believed.plain
-    assert pace.expected(FULL, NET, DEVICE).plain == pytest.approx(3 * believed.plain)
-
-
-def test_what_few_steps_told_is_not_carried_over() -> None:
-    """Nor is what they took while the plan before was in force."""
-    pace = Pace()
-    for made, seconds in ((PLAN, 100.0), (FULL, 50.0)):
-        for _ in range(2):
-            pace.note(made, StepTimes(seconds, 0.0, 0.0))
-    assert pace.expected(PLAN, NET, DEVICE) == Expected(PLAN.predicted_step_seconds, PLAN.plain_step_seconds)
+    assert pace.expected(PLAN, NET, DEVICE) == believed
+    assert pace.expected(FULL, NET, DEVICE) == Expected(FULL.predicted_step_seconds, FULL.plain_step_seconds)
 
 
 def test_a_plain_step_is_what_replays_copies_and_waiting_leave() -> None:
