@@ -132,7 +132,10 @@ class Runner:
         print(f"[{self.clock() - self._start:4.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-_TELLING = ("ratio", "step_seconds", "peak_bytes", "budget_bytes", "reserved_bytes", "stall_seconds", "batch_size")
+_TELLING = (
+    "ratio", "step_seconds", "peak_bytes", "budget_bytes", "reserved_bytes", "stall_seconds", "batch_size",
+    "host_forward_seconds", "host_backward_seconds", "forward_idle_seconds", "backward_idle_seconds",
+)  # fmt: skip
 
 
 def _summary(measured: Measurements) -> list[str]:
@@ -141,5 +144,5 @@ def _summary(measured: Measurements) -> list[str]:
     for title, rows in groupby(measured.rows, key=lambda row: row.case):
         told = [row for row in rows if row.metric in _TELLING or row.metric.endswith("_per_second")]
         figures = [f"{row.metric} {format_value(row.metric, row.value)}" for row in told]
-        lines.append(f"{title}: {measured.notes.get(title) or ', '.join(figures)}")
+        lines.append(f"{title}: {'; '.join(filter(None, [', '.join(figures), measured.notes.get(title, '')]))}")
     return lines
