@@ -59,6 +59,7 @@ def time_rounds(
     num_rounds: int,
     on_error: Callable[[str, Exception], None],
     num_untimed: int = 0,
+    num_steps: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time several kinds of step in turns, each once in a round; who goes first changes from round to round.
@@ -69,10 +70,12 @@ def time_rounds(
         on_error: Told of a kind of step that failed and that takes no further part.
         num_untimed: Steps of the same kind before each timed one, so that it finds caches and the allocator as steps
             of its own kind leave them, which is how it finds them in training, and not as another kind does.
+        num_steps: Steps that are timed as one, between which nobody waits for the device: the host may run ahead, as
+            it does in training that reads no result of each step.
         clock: Tells the time in seconds.
 
     Returns:
-        The times of those that did not fail, round by round.
+        The times of a step of those that did not fail, round by round.
     """
     gc.collect()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -86,13 +89,14 @@ def time_rounds(
                     steps[name]()
                 synchronize()
                 start = clock()
-                steps[name]()
+                for _ in range(num_steps):
+                    steps[name]()
                 synchronize()
             except Exception as error:
                 del seconds[name]
                 on_error(name, error)
             else:
-                seconds[name].append(clock() - start)
+                seconds[name].append((clock() - start) / num_steps)
     return seconds
 
 

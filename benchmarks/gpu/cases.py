@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from benchmarks.gpu.contest import PEERS
 from benchmarks.gpu.process import Job
 
 _GIB = 1 << 30
@@ -19,6 +20,7 @@ _QUICK_CAP_BYTES = 24 << 20
 _BUDGETS = ("h=0.5", "h=0.25", "peak=checkpoint per block", "peak=selective checkpoint")
 """Of contests: the last two compare at equal memory."""
 
+_CHECKPOINTS = PEERS[:2]
 _ROOMY = "fits"
 MODELS = {
     "resnet50": "ResNet-50",
@@ -78,6 +80,7 @@ def all_cases(device: str, *, quick: bool) -> list[Case]:
     """Return every case, the most valuable first."""
     contests = [_contest(model, device, quick) for model in _by_value()]
     mixed = _contest("gpt2-medium", device, quick, precision="bf16", batch_size=16)
+    equal = _at_equal_memory("gpt2-medium", device, quick, precision="bf16", batch_size=16)
     searches = [
         _search(model, cap_bytes, is_managed, device, quick)
         for cap_bytes in ((_QUICK_CAP_BYTES,) if quick else (16 * _GIB, 12 * _GIB))
@@ -89,6 +92,7 @@ def all_cases(device: str, *, quick: bool) -> list[Case]:
         _overhead("resnet50", 45, device, quick),
         _overhead("gpt2-medium", 75, device, quick),
         _activation_share(device, quick),
+        equal,
         _timeline("resnet152", "activations=0.4", 45, device, quick),
         _timeline("gpt2-medium", "h=0.5", 75, device, quick, precision="bf16", batch_size=16),
         *contests,
@@ -122,7 +126,7 @@ def _links(key: str, function: str, seconds: float, device: str, quick: bool) ->
 def _overhead(model: str, seconds: float, device: str, quick: bool) -> Case:
     title = f"{MODELS[model]}, budget fits the plain step"
     arguments = {
-        "model": model, "title": MODELS[model], "budgets": [_ROOMY], "peers": False, "goals": {_ROOMY: 1.01},
+        "model": model, "title": MODELS[model], "budgets": [_ROOMY], "peers": [], "goals": {_ROOMY: 1.01},
         "num_rounds": 30,
     }  # fmt: skip
     job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
@@ -132,7 +136,7 @@ def _overhead(model: str, seconds: float, device: str, quick: bool) -> Case:
 def _activation_share(device: str, quick: bool) -> Case:
     title = "ResNet-152, 40% of its activation bytes"
     arguments = {
-        "model": "resnet152", "title": "ResNet-152", "budgets": ["activations=0.4"], "peers": False,
+        "model": "resnet152", "title": "ResNet-152", "budgets": ["activations=0.4"], "peers": [],
         "goals": {"activations=0.4": 1.08}, "num_rounds": 15,
     }  # fmt: skip
     job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
@@ -159,12 +163,23 @@ def _timeline(
     return Case(key=key, title=f"{MODELS[model]}{suffix}, taken apart", seconds=seconds, job=job)
 
 
+def _at_equal_memory(model: str, device: str, quick: bool, *, precision: str, batch_size: int) -> Case:
+    """Return a contest with both kinds of checkpoints alone, at what each needs: the shortest one that is fair."""
+    title = f"{MODELS[model]} {precision}, equal memory"
+    arguments = {
+        "model": model, "title": title, "budgets": [f"peak={name}" for name in _CHECKPOINTS],
+        "peers": list(_CHECKPOINTS), "num_rounds": 8, "precision": precision, "batch_size": batch_size,
+    }  # fmt: skip
+    job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
+    return Case(key=f"equal-{model}-{precision}", title=title, seconds=160, job=job)
+
+
 def _contest(model: str, device: str, quick: bool, *, precision: str = "fp32", batch_size: int | None = None) -> Case:
     """Return a contest; in half precision a batch is larger, so that the device computes for as long as usual."""
     suffix = "" if precision == "fp32" else f" {precision}"
     title = f"{MODELS[model]}{suffix}"
     arguments = {
-        "model": model, "title": title, "budgets": list(_BUDGETS), "peers": True, "num_rounds": 8,
+        "model": model, "title": title, "budgets": list(_BUDGETS), "peers": list(PEERS), "num_rounds": 8,
         "precision": precision, "batch_size": batch_size,
     }  # fmt: skip
     job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)

@@ -1,7 +1,11 @@
 """One model in several ways, side by side: plainly, under budgets, and by PyTorch's own means to save memory.
 
-All contenders train the same model on the same batch in one process and take turns, after every plan is final. A
-budget is written `h=0.5` (that share of the way from the smallest feasible budget to the plain peak),
+All contenders train the same model on the same batch in one process and take turns, after every plan is final. In a
+turn of the first kind the device is waited for after each step, as where a program reads every loss. In one of the
+second kind, whose figures begin with `run_`, several steps follow one another and only the last is waited for, so that
+the host may be ahead of the device.
+
+A budget is written `h=0.5` (that share of the way from the smallest feasible budget to the plain peak),
 `activations=0.4` (the plain peak less the rest of the bytes that autograd saves), `peak=save_on_cpu` (what steps by
 that means were measured to need, or the smallest feasible budget where that is more), or `fits` (more than the plain
 step needs). A contender that fails is noted and leaves; the others go on.
@@ -23,7 +27,7 @@ import torch
 from benchmarks.checkpoints import BlockCheckpoints
 from benchmarks.gpu.memory import Peak, free_memory, measure_peak
 from benchmarks.gpu.models import blocks_of, workload
-from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_rounds
+from benchmarks.pairs import PairedTimes, Ratio, quartiles, ratio_of, time_rounds
 from benchmarks.results import Measurements, Row, error_row
 from benchmarks.workloads import Workload
 from lightning_offload import MemoryPlugin
@@ -35,6 +39,7 @@ _PLAIN = "plain"
 _MIN_PLANNING_STEPS = 6
 _MAX_PLANNING_STEPS = 14
 _NUM_WARMUP_STEPS = 2
+_NUM_STEPS_OF_RUN = 6
 _FIGURES = (
     "budget_bytes", "floor_bytes", "plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes", "kept_bytes",
     "swapped_bytes", "recomputed_bytes", "host_peak_bytes", "host_bytes", "pinned_bytes", "host_waste",
@@ -153,7 +158,7 @@ def contest(
     model: str,
     title: str,
     budgets: Sequence[str],
-    peers: bool,
+    peers: Sequence[str],
     num_rounds: int,
     goals: dict[str, float] | None = None,
     precision: str = "fp32",
@@ -167,8 +172,8 @@ def contest(
         model: Which model.
         title: What it is called in rows.
         budgets: The budgets.
-        peers: Whether PyTorch's own means take part, and the plain step has rows of its own.
-        num_rounds: How often each takes its turn.
+        peers: Which of :data:`PEERS` take part; if any do, the plain step has rows of its own.
+        num_rounds: How often each takes its turn with one step; with several in a row half as often.
         goals: For some budgets, the largest ratio to the plain step that is good enough.
         precision: "fp32" or "bf16".
         batch_size: Samples in the batch, unless `quick`; the model's own size by default.
@@ -180,14 +185,15 @@ def contest(
         plain = _Contender(title=f"{title}, plain", step=trained.step)
         found.enter(_PLAIN, plain, lambda: _warm_up(plain.step))
         if peers:
-            _enter_peers(found)
+            _enter_peers(found, peers)
             limits = replace(limits, peer_peaks={name: p.allocated_bytes for name, p in _peaks(found) if name in PEERS})
         for text in budgets:
             _enter_budget(found, stack, text, limits, (goals or {}).get(text))
         times = _time(found, 2 if quick else num_rounds)
+        runs = _time(found, 2 if quick else (num_rounds + 1) // 2, num_steps=2 if quick else _NUM_STEPS_OF_RUN)
         reports = {name: c.memory.report() for name, c in found.contenders.items() if c.memory is not None}
         peaks = dict(_peaks(found))
-    _write_rows(found, times, peaks, reports, limits, with_plain=peers)
+    _write_rows(found, times, runs, peaks, reports, limits, with_plain=bool(peers))
     rounds = len(times[_PLAIN])
     return Measurements(
         rows=found.rows, config=trained.config, repeats=rounds, spread=found.spread, notes=found.notes
@@ -220,7 +226,7 @@ def _enter_budget(found: _Contest, stack: contextlib.ExitStack, text: str, limit
     found.enter(text, contender, lambda: plan_steps(memory, step))
 
 
-def _enter_peers(found: _Contest) -> None:
+def _enter_peers(found: _Contest, names: Sequence[str]) -> None:
     checkpoints = BlockCheckpoints(blocks_of(found.workload.model))
     is_pinned = found.workload.batch[0].device.type == "cuda"
     contexts: tuple[Callable[[], AbstractContextManager[object]], ...] = (
@@ -228,6 +234,8 @@ def _enter_peers(found: _Contest) -> None:
         functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=is_pinned),
     )  # fmt: skip
     for name, context in zip(PEERS, contexts, strict=True):
+        if name not in names:
+            continue
         step = functools.partial(found.workload.step, context)
         contender = _Contender(title=f"{found.title}, {name}", step=step)
         found.enter(name, contender, functools.partial(_warm_up, step))
@@ -252,7 +260,7 @@ def plan_steps(memory: MemoryPlugin, step: Callable[[], None]) -> None:
     raise RuntimeError(f"no final plan after {_MAX_PLANNING_STEPS} steps, but '{phase}'; is LIGHTNING_OFFLOAD=0 set?")
 
 
-def _time(found: _Contest, num_rounds: int) -> dict[str, list[float]]:
+def _time(found: _Contest, num_rounds: int, *, num_steps: int = 1) -> dict[str, list[float]]:
     """Time all contenders in turns; the first round, in which the allocator settles, does not count."""
     steps = {name: contender.step for name, contender in found.contenders.items()}
 
@@ -261,7 +269,7 @@ def _time(found: _Contest, num_rounds: int) -> dict[str, list[float]]:
 
     time_rounds(steps, num_rounds=1, on_error=on_error)
     left = {name: step for name, step in steps.items() if name in found.contenders}
-    return time_rounds(left, num_rounds=num_rounds, on_error=on_error)
+    return time_rounds(left, num_rounds=num_rounds, num_steps=num_steps, on_error=on_error)
 
 
 def _peaks(found: _Contest) -> Iterator[tuple[str, Peak]]:
@@ -275,6 +283,7 @@ def _peaks(found: _Contest) -> Iterator[tuple[str, Peak]]:
 def _write_rows(
     found: _Contest,
     times: dict[str, list[float]],
+    runs: dict[str, list[float]],
     peaks: dict[str, Peak],
     reports: dict[str, Report],
     limits: Limits,
@@ -287,12 +296,13 @@ def _write_rows(
             continue
         title, seconds, peak = contender.title, times[name], peaks[name]
         if name != _PLAIN:
-            paired = PairedTimes(plain_seconds=tuple(times[_PLAIN]), other_seconds=tuple(seconds))
-            ratio = ratio_of(paired)
+            ratio, run_ratio = _ratio(times, name), _ratio(runs, name)
             found.rows.append(Row(case=title, metric="ratio", value=ratio.median, goal=contender.goal))
             found.note(title, ratio_low=ratio.low, ratio_high=ratio.high)
+            found.note(title, run_ratio=run_ratio.median, run_ratio_low=run_ratio.low, run_ratio_high=run_ratio.high)
             found.note(title, plain_step_seconds=quartiles(times[_PLAIN])[1])
-        found.spread[title] = {"step_seconds": quartiles(seconds)}
+        found.spread[title] = {"step_seconds": quartiles(seconds), "run_step_seconds": quartiles(runs[name])}
+        found.note(title, run_step_seconds=quartiles(runs[name])[1])
         share = (peak.allocated_bytes - limits.floor_bytes) / max(1, limits.plain_peak_bytes - limits.floor_bytes)
         found.note(
             title, step_seconds=quartiles(seconds)[1], peak_bytes=peak.allocated_bytes,
@@ -301,3 +311,7 @@ def _write_rows(
         if name in reports:
             figures = {figure: getattr(reports[name], figure, None) for figure in _FIGURES}
             found.note(title, **{_RENAMED.get(figure, figure): value for figure, value in figures.items()})
+
+
+def _ratio(times: Mapping[str, Sequence[float]], name: str) -> Ratio:
+    return ratio_of(PairedTimes(plain_seconds=tuple(times[_PLAIN]), other_seconds=tuple(times[name])))

@@ -133,7 +133,7 @@ class Runner:
 
 
 _TELLING = (
-    "ratio", "step_seconds", "peak_bytes", "budget_bytes", "reserved_bytes", "stall_seconds", "batch_size",
+    "ratio", "run_ratio", "step_seconds", "peak_bytes", "budget_bytes", "reserved_bytes", "stall_seconds", "batch_size",
     "host_forward_seconds", "host_backward_seconds", "forward_idle_seconds", "backward_idle_seconds",
 )  # fmt: skip
 

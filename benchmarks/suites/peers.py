@@ -8,8 +8,9 @@ large step, and whoever came next paid for that). `overhead` is the median of a 
 plain step of the same round, less one; `overhead_over_peer` is ours over the peer's.
 
 `prediction_error` is how far the step time that the report predicts, as it stood before the timing began, is from the
-measured median: 0.1 for a tenth, on whichever side. By then a few steps have run under the plan, of which the report
-knows; `plan_error` is the same of the plan's own figure, from before the first of them.
+measured median: 0.1 for a tenth, on whichever side. By then a dozen steps have run under the plan in the same turns, of
+which the report knows: those whose bytes were counted, which is slow, are no longer among the last nine, that it goes
+by. `plan_error` is the same of the plan's own figure, from before the first of them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PREDICTED_GOAL = 0.1
 _CLOSE_SHARE = 0.01  # of the peer's peak: nearer than this a budget is not sought
 _MAX_BUDGETS = 4
 _MAX_PLANNING_STEPS = 16
-_NUM_WARMUP_STEPS = 5
+_NUM_WARMUP_TURNS, _NUM_WARMUP_STEPS = 4, 3
 
 Make = Callable[[torch.device, bool], Workload]
 _Context = Callable[[], AbstractContextManager[object]]
@@ -248,9 +249,11 @@ def _plan(trained: Workload, memory: MemoryPlugin) -> None:
 
 
 def _warm(steps: dict[str, Callable[[], None]]) -> None:
-    for _ in range(_NUM_WARMUP_STEPS):
+    """Run steps in turns, as they will be timed, until the ones whose bytes were counted are long past."""
+    for _ in range(_NUM_WARMUP_TURNS):
         for step in steps.values():
-            step()
+            for _ in range(_NUM_WARMUP_STEPS):
+                step()
 
 
 def _time(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, list[float]]:

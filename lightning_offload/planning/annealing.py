@@ -106,6 +106,7 @@ class LocalSearch:
             enough_seconds=self._search.enough_seconds,
             hopeless=HOPELESS,
             seconds_per_byte=seconds_per_byte,
+            is_given=False,
         )
 
 

@@ -105,7 +105,8 @@ def space_of(problem: Problem, *, is_compiled: bool) -> Space:
     columns, resets = with_resets(made.columns())
     first, resets_of_first = with_resets(made.copies())
     second, resets_of_second = with_resets(made.copies())
-    return Space(walk, columns, first, second, resets_of_walk, resets, resets_of_first, resets_of_second)
+    in_order = (False, True)
+    return Space(walk, columns, first, second, in_order, resets_of_walk, resets, resets_of_first, resets_of_second)
 
 
 class _Made:

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def run(**arguments: Any) -> Measurements:
-    defaults = {"model": "resnet50", "title": "R", "budgets": ["h=0.5"], "peers": False, "num_rounds": 2}
+    defaults = {"model": "resnet50", "title": "R", "budgets": ["h=0.5"], "peers": (), "num_rounds": 2}
     return contest(CPU, quick=True, **{**defaults, **arguments})
 
 
@@ -26,7 +26,7 @@ def figures(measured: Measurements, title: str) -> dict[str, float]:
 
 def test_all_contenders_have_their_rows():
     """Ratio with interval, times, peaks and predictions of each; the peaks are in the order of the budgets."""
-    measured = run(budgets=["h=0.75", "h=0.1"], peers=True)
+    measured = run(budgets=["h=0.75", "h=0.1"], peers=PEERS)
     peers = ["R, checkpoint per block", "R, selective checkpoint", "R, save_on_cpu"]
     titles = ["R, plain", "R, h = 0.75", "R, h = 0.1", *peers]
     assert {row.case for row in measured.rows} == set(titles)
@@ -34,6 +34,7 @@ def test_all_contenders_have_their_rows():
     for title in titles[1:]:
         found = figures(measured, title)
         assert {"ratio", "ratio_low", "ratio_high", "step_seconds", "peak_bytes"} <= found.keys()
+        assert {"run_ratio", "run_ratio_low", "run_ratio_high", "run_step_seconds"} <= found.keys()
     for title in titles[1:3]:
         found = figures(measured, title)
         assert found["peak_bytes"] <= found["budget_bytes"]
@@ -66,7 +67,7 @@ def test_a_contender_that_fails_leaves_and_is_noted():
 
 def test_budgets_at_the_peaks_of_peers():
     """A peer is compared with at the memory that it needs, or at the least that is feasible."""
-    measured = run(budgets=[f"peak={name}" for name in PEERS], peers=True)
+    measured = run(budgets=[f"peak={name}" for name in PEERS], peers=PEERS)
     for name in PEERS:
         peak = figures(measured, f"R, {name}")["peak_bytes"]
         ours = figures(measured, f"R, at the peak of {name}")
@@ -74,10 +75,17 @@ def test_budgets_at_the_peaks_of_peers():
     assert measured.notes == {}
 
 
+def test_peers_that_are_not_asked_for_take_no_part():
+    """A contest may be one with some of them alone."""
+    measured = run(budgets=["peak=selective checkpoint"], peers=PEERS[1:2])
+    titles = ["R, plain", "R, selective checkpoint", "R, at the peak of selective checkpoint"]
+    assert {row.case for row in measured.rows} == set(titles)
+
+
 def test_a_peer_that_fails_leaves_no_peak(monkeypatch: pytest.MonkeyPatch):
     """Its own error is noted; there is no budget at a peak that nobody knows."""
     monkeypatch.setattr(BlockCheckpoints, "on", _broken)
-    measured = run(budgets=["peak=checkpoint per block", "h=0.5"], peers=True)
+    measured = run(budgets=["peak=checkpoint per block", "h=0.5"], peers=PEERS)
     assert figures(measured, "R, checkpoint per block") == {"error": 1.0}
     assert figures(measured, "R, at the peak of checkpoint per block") == {}
     assert "ratio" in figures(measured, "R, h = 0.5")

@@ -56,6 +56,15 @@ def test_untimed_steps_are_of_the_same_kind_and_count_nowhere():
     assert times == {"plain": [2.0] * 2, "other": [3.0] * 2}
 
 
+def test_steps_in_a_row_are_timed_as_one():
+    """What is told is the time of one of them; the order of turns stays."""
+    machine = FakeMachine()
+    steps = {"plain": machine.plain, "other": machine.other}
+    times = time_rounds(steps, num_rounds=2, num_steps=3, on_error=_fail, clock=machine.clock)
+    assert machine.order == "ppp" + "ooo" + "ooo" + "ppp"
+    assert times == {"plain": [2.0] * 2, "other": [3.0] * 2}
+
+
 def test_who_fails_takes_no_further_part():
     """The others go on; the failure is told once."""
     machine = FakeMachine()

@@ -66,6 +66,7 @@ class Kernels:
 
 PLAIN = Kernels(reset=simulation.reset, simulate=simulation.simulate, anneal=annealing.anneal, is_compiled=False)
 _ENTRIES = ("reset", "simulate", "anneal")
+_COMPILED_AS = {simulation.fill: simulation.fill_one_by_one}
 
 
 @dataclasses.dataclass(slots=True)
@@ -140,7 +141,8 @@ def _compiled(module: types.ModuleType, forms: Mapping[str, Any], numba: Any) ->
     made: dict[str, Any] = {}
     for name, function in vars(module).items():
         if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
-            copy = types.FunctionType(function.__code__, scope, name)
+            code = _COMPILED_AS.get(function, function).__code__
+            copy = types.FunctionType(code, scope, name)
             copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
             made[name] = _entry(numba, copy) if name in _ENTRIES else _inner(numba, copy)
     scope.update(made)

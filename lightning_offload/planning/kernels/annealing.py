@@ -14,7 +14,7 @@ from typing import Any
 from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, StepArrays
 from lightning_offload.planning.kernels.buffers import Annealing, Links, Moves, Seen, Space
 from lightning_offload.planning.kernels.needs import walk
-from lightning_offload.planning.kernels.simulation import NEVER, ROUNDING, come_back, least_seconds, leave, reset
+from lightning_offload.planning.kernels.simulation import NEVER, ROUNDING, come_back, fill, least_seconds, leave, reset
 
 NUM_STATES = 4
 ANEW = 3
@@ -155,11 +155,11 @@ def price(
     if least > useless:
         return least, False, False
     reset(space.resets)
-    peak, overflow = leave(step, space, links, limit, False)
+    peak, overflow = leave(step, space, links, limit, run.is_given)
     least += (1.0 - ROUNDING) * excess_cost(run, limit, peak, overflow)
     if least > useless:
         return least, False, False
-    _, _, peak, seconds, _ = come_back(step, space, links, limit, False)
+    _, _, peak, seconds, _ = come_back(step, space, links, limit, run.is_given)
     if peak > limit or overflow > 0:
         return seconds + excess_cost(run, limit, peak, overflow), True, False
     return seconds, True, True
@@ -212,7 +212,7 @@ def anneal(
             cost, is_exact, fits = price(step, space, links, limit, plain_seconds, run, useless)
             if fits and cost < costs[BEST]:
                 costs[BEST] = cost
-                best[:] = states
+                fill(best, states)
             seen.keys[slot] = key
             seen.costs[slot] = cost if is_exact else -cost
         harm = cost - costs[CURRENT]

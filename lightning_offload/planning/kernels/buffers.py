@@ -241,6 +241,8 @@ class Space(NamedTuple):
         columns: Before copies back are placed.
         first: Copies back, the last need first.
         second: The same, the first need first.
+        in_order: Whether the first need chooses first, for both: as a constant in a call it would have all that is
+            called compiled once more.
         resets_of_walk: Of ``walk``.
         resets: Of ``columns``.
         resets_of_first: Of ``first``.
@@ -251,6 +253,7 @@ class Space(NamedTuple):
     columns: Columns
     first: Copies
     second: Copies
+    in_order: tuple[bool, bool]
     resets_of_walk: Resets
     resets: Resets
     resets_of_first: Resets
@@ -307,6 +310,7 @@ class Annealing(NamedTuple):
         enough_seconds: With so good a best it ends as well.
         hopeless: With replays as slow as that multiple of the best, a choice is taken for one that never ends.
         seconds_per_byte: Penalty for memory beyond the limit.
+        is_given: Whether releases and prefetches are given, which they are not; no constant, cf. ``Space.in_order``.
     """
 
     states: Any
@@ -321,3 +325,4 @@ class Annealing(NamedTuple):
     enough_seconds: float
     hopeless: float
     seconds_per_byte: float
+    is_given: bool

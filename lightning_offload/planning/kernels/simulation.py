@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_offload.planning.arrays import SWAP, StepArrays
 from lightning_offload.planning.kernels.buffers import Copies, Links, Resets, Space, Transfers
 from lightning_offload.planning.kernels.clock import begin_ticks, copies_out_end, run_step
@@ -21,9 +23,20 @@ NEVER = float("inf")
 def reset(resets: Resets) -> None:
     """Make columns what they were at first."""
     for i in range(len(resets.whole)):
-        resets.whole[i][:] = resets.whole_at_first[i]
+        fill(resets.whole[i], resets.whole_at_first[i])
     for i in range(len(resets.real)):
-        resets.real[i][:] = resets.real_at_first[i]
+        fill(resets.real[i], resets.real_at_first[i])
+
+
+def fill(column: Any, source: Any) -> None:
+    """Copy a column of the same length; as :func:`fill_one_by_one` where this is compiled."""
+    column[:] = source
+
+
+def fill_one_by_one(column: Any, source: Any) -> None:
+    """The same; compiled it takes no longer, and comes without the strings of the error that a slice may raise."""
+    for i in range(len(column)):
+        column[i] = source[i]
 
 
 def simulate(
@@ -102,10 +115,12 @@ def come_back(
         As :func:`simulate`, but for what the host lacks.
     """
     reset(space.resets_of_first)
-    tick, seconds, stall = fetch(step, space, space.first, links, limit, is_given, False)
+    tick, seconds, stall = fetch(step, space, space.first, links, limit, is_given, space.in_order[0])
     if not is_given and stall > NOTEWORTHY * seconds:
         reset(space.resets_of_second)
-        other_tick, other_seconds, other_stall = fetch(step, space, space.second, links, limit, False, True)
+        other_tick, other_seconds, other_stall = fetch(
+            step, space, space.second, links, limit, is_given, space.in_order[1]
+        )
         if other_seconds < (1.0 - ROUNDING) * seconds:
             # no prefetch exceeds the limit, so that no order does better there than another
             return True, other_tick, space.second.room.memory[other_tick], other_seconds, other_stall
