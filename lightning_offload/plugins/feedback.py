@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from lightning_offload.capture.timing import OpTimes, retime, scaled
 from lightning_offload.planning.planner import beside, mode_share
 from lightning_offload.planning.scaling_laws import Point
-from lightning_offload.plugins.pace import HostTimes
+from lightning_offload.plugins.pace import Halves, LaunchTimes
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.replanning import with_unforeseen
 from lightning_offload.units import format_bytes
@@ -152,7 +152,7 @@ def compare(
     kind: PlanEntry,
     step_seconds: float,
     stall_seconds: float,
-    host: HostTimes | None = None,
+    launched: LaunchTimes | None = None,
     *,
     is_link_slower: bool,
     is_link_faster: bool = False,
@@ -165,7 +165,7 @@ def compare(
         kind: The kind of step.
         step_seconds: What the step took.
         stall_seconds: The part of it in which compute waited for copies.
-        host: What it took the host, on an accelerator; None where that is not known.
+        launched: What took an accelerator and its host how long; None where that is not known.
         is_link_slower: Whether a link turned out slower; that matters if it shows in stalls.
         is_link_faster: Whether one turned out faster; that matters if the plan costs time.
     """
@@ -174,7 +174,7 @@ def compare(
         return
     if kind.family is not None or kind.aligns:  # whose plan is for larger sizes, or another structure
         return
-    waits = host.beyond(kind.graph, plan) if host is not None else HostTimes(0.0, 0.0)
+    waits = launched.waits(kind.graph, plan) if launched is not None else Halves(0.0, 0.0)
     kind.pace.note_waits(plan, sum(waits))
     factor = kind.corrections.by_time(
         plan, kind.spec, step_seconds, stall_seconds, sum(waits), is_slower=is_link_slower, is_faster=is_link_faster

@@ -49,31 +49,61 @@ class StepTimes(NamedTuple):
     replay: float
 
 
-class HostTimes(NamedTuple):
-    """What an accelerator's step took the host to launch, in seconds.
-
-    Attributes:
-        forward: Until backward began.
-        backward: From then on.
-    """
+class Halves(NamedTuple):
+    """Seconds of both parts of a step: until backward began, and from then on."""
 
     forward: float
     backward: float
 
-    def beyond(self, graph: StepGraph, plan: MemoryPlan) -> HostTimes:
-        """By how much that is longer than what the device does: what it waits for the host, if not the other way round.
 
-        A host that reads a result of the device has waited for what comes before, so where much does nothing is told.
+class LaunchTimes(NamedTuple):
+    """What an accelerator's step took until both parts were launched, and until both were computed.
+
+    Attributes:
+        host: The host, which launches.
+        device: The device, from when it began with the part.
+    """
+
+    host: Halves
+    device: Halves
+
+    def waits(self, graph: StepGraph, plan: MemoryPlan) -> Halves:
+        """For how long the device waited for the host, by when the host can have launched each op.
+
+        What a part took the device beyond what that explains is taken off: ops are slower than was thought, and the
+        host may have waited for them, since a device's queue is not endless. Nothing is told of a part where the host
+        reads a result of the device after much of it.
 
         Args:
             graph: The step.
             plan: What was executed.
         """
-        forward = sum(op.seconds for op in graph.ops if op.phase == "forward")
-        backward = max(0.0, plan.predicted_step_seconds - forward)
-        waits = [max(0.0, self.forward - forward - plan.predicted_stall_seconds), max(0.0, self.backward - backward)]
-        phases = ("forward", "backward")
-        return HostTimes(*(0.0 if _is_read_late(graph, p) else wait for p, wait in zip(phases, waits, strict=True)))
+        ops = {phase: [op.seconds for op in graph.ops if op.phase == phase] for phase in Halves._fields}
+        in_forward = sum(ops["forward"])
+        in_backward = max(0.0, plan.predicted_step_seconds - in_forward)
+        lead = max(0.0, self.device.forward - self.host.forward)
+        forward = _wait(ops["forward"], in_forward, self.host.forward, self.device.forward)
+        backward = _wait(ops["backward"], in_backward, self.host.backward - lead, self.device.backward)
+        waits = Halves(max(0.0, forward - plan.predicted_stall_seconds), backward)
+        return Halves(*(0.0 if _is_read_late(graph, p) else w for p, w in zip(Halves._fields, waits, strict=True)))
+
+
+def _wait(ops: list[float], computing: float, launching: float, took: float) -> float:
+    """What a device waits that computes ops one after the other, each no sooner than it is launched.
+
+    Args:
+        ops: What they take in proportion.
+        computing: What all of them take.
+        launching: What the host takes to launch them, each as long as the others.
+        took: What the device took.
+    """
+    scale = computing / sum(ops) if any(ops) else 0.0
+    left = end = computing
+    for i, seconds in enumerate(ops):
+        end = max(end, launching * (i + 1) / len(ops) + left)
+        left -= scale * seconds
+    end = max(end, launching)
+    return max(0.0, end - computing - max(0.0, took - end))
 
 
 def _is_read_late(graph: StepGraph, phase: str) -> bool:

@@ -35,7 +35,7 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins import feedback
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
-from lightning_offload.plugins.pace import HostTimes, StepTimes
+from lightning_offload.plugins.pace import Halves, LaunchTimes, StepTimes
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_making import make_plan
@@ -338,9 +338,6 @@ def start_run(
     )  # fmt: skip
 
 
-_ALIKE, _CLOSE_SECONDS = 1.05, 5e-4  # a device that keeps up with its host takes as long as it does
-
-
 class _Forward(NamedTuple):
     """What a measured forward took.
 
@@ -400,19 +397,15 @@ class StepClock:
             seconds = self._host_seconds + time.perf_counter() - self._began
             self._forward = _Forward(seconds, len(self._scopes), open_scope)
 
-    def host_times(self) -> HostTimes | None:
-        """What an accelerator's step took the host so far; None where that was not measured. Waits for the device.
-
-        0 for a part at whose end the device was behind: the host may have waited for it, whose queue was full.
-        """
+    def launch_times(self) -> LaunchTimes | None:
+        """What an accelerator's step took so far; None where that was not measured. Waits for the device."""
         forward, device_seconds = self._forward, self.seconds()
         if forward is None or device_seconds is None:
             return None
         scopes = [*self._scopes[: forward.num_scopes], *([forward.open_scope] if forward.open_scope else [])]
         in_forward = sum(begin.elapsed_time(end) for begin, end in scopes) / 1000
-        host = HostTimes(forward.host_seconds, self._host_seconds - forward.host_seconds)
-        device = HostTimes(in_forward, device_seconds - in_forward)
-        return HostTimes(*(h if d <= _ALIKE * h + _CLOSE_SECONDS else 0.0 for h, d in zip(host, device, strict=True)))
+        host = Halves(forward.host_seconds, self._host_seconds - forward.host_seconds)
+        return LaunchTimes(host, device=Halves(in_forward, device_seconds - in_forward))
 
     def seconds(self) -> float | None:
         """The duration so far; None where it was not measured. Waits for the device."""
@@ -605,7 +598,7 @@ def learn_from(run: StepRun, hardware: Hardware) -> None:
             run.kind,
             run.seconds,
             run.stall_seconds,
-            run.clock.host_times(),
+            run.clock.launch_times(),
             is_link_slower=hardware.is_slower_than(spec),
             is_link_faster=hardware.is_faster_than(spec),
         )

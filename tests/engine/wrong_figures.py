@@ -144,7 +144,7 @@ def _in_virtual_time(clock: VirtualClock, device: DeviceSpec, believed: DeviceSp
         def backward_begins(self) -> None:
             pass
 
-        def host_times(self) -> None:
+        def launch_times(self) -> None:
             pass
 
         def seconds(self) -> float:

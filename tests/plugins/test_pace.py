@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import Op, Phase, StepGraph
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.trace import follow
-from lightning_offload.plugins.pace import Expected, HostTimes, Pace, StepTimes
+from lightning_offload.plugins.pace import Expected, Halves, LaunchTimes, Pace, StepTimes
 from tests.graph.building import DEVICE, chain
 from tests.plugins.training import attached, net, rows, train_step
 
@@ -50,13 +54,87 @@ def test_a_plan_that_keeps_everything_takes_what_its_steps_took() -> None:
     assert pace.expected(FULL, NET, DEVICE) == Expected(8.0, 8.0)
 
 
+FORWARD = [op.seconds for op in NET.ops if op.phase == "forward"]
+CALM = dataclasses.replace(PLAN, predicted_stall_seconds=0.0)
+SECONDS = Halves(sum(FORWARD), CALM.predicted_step_seconds - sum(FORWARD))
+
+
+def waits(
+    forward: float, backward: float = 0.0, device: Halves | None = None, plan: MemoryPlan = CALM, net: StepGraph = NET
+) -> Halves:
+    """What a device waited whose host took so long; it takes what launching late explains, unless that is given."""
+    host = Halves(forward, backward)
+    took = device or Halves(max(SECONDS.forward, forward + FORWARD[-1]), max(SECONDS.backward, backward))
+    return LaunchTimes(host, took).waits(net, plan)
+
+
 def test_what_an_accelerator_waits_for_its_host_is_what_it_does_not_compute_meanwhile() -> None:
-    """In each half of the step: what the host took beyond it, if it took longer."""
-    forward = sum(op.seconds for op in NET.ops if op.phase == "forward")
-    backward = PLAN.predicted_step_seconds - forward
-    calm = dataclasses.replace(PLAN, predicted_stall_seconds=0.0)
-    assert HostTimes(forward + 2.0, backward - 1.0).beyond(NET, calm) == pytest.approx((2.0, 0.0))
-    assert HostTimes(forward - 1.0, backward + 3.0).beyond(NET, PLAN) == pytest.approx((0.0, 3.0))
+    """In each half of the step: what the host took beyond it, if it took longer, and the last op comes after that."""
+    assert waits(SECONDS.forward + 2.0, SECONDS.backward - 1.0).forward == pytest.approx(2.0 + FORWARD[-1])
+    assert waits(0.5 * SECONDS.forward).forward == pytest.approx(0.5 * FORWARD[0])
+    assert waits(SECONDS.forward, SECONDS.backward + 3.0).backward >= 3.0
+
+
+def test_a_lead_from_forward_is_no_wait_in_backward() -> None:
+    """The host that was through with forward long before launches the ops of backward that much sooner."""
+    lead = 0.75 * SECONDS.forward
+    launching = SECONDS.backward + lead
+    ahead = waits(SECONDS.forward - lead, launching, device=Halves(SECONDS.forward, launching))
+    assert (
+        ahead.backward
+        < waits(SECONDS.forward, launching, device=Halves(SECONDS.forward, launching)).backward - 0.9 * lead
+    )
+
+
+def test_a_device_that_waits_at_first_and_computes_long_at_last_has_waited() -> None:
+    """By when the host was through it was behind; all the same nothing but launching kept it."""
+    forward = [1e-3] * 99 + [0.2]
+    net = dataclasses.replace(NET, ops=tuple(_op("forward", seconds) for seconds in forward))
+    plan = dataclasses.replace(CALM, predicted_step_seconds=sum(forward))
+    took = _launched(forward, 3e-3)
+    assert took == pytest.approx(0.5)
+    found = waits(0.3, device=Halves(took, 0.0), plan=plan, net=net).forward
+    assert found == pytest.approx(took - sum(forward), rel=0.01)
+
+
+def test_what_ops_take_longer_than_thought_is_no_wait() -> None:
+    """Where all take twice as long the host may have waited for them, not they for it."""
+    for launching in (0.5, 1.0, 1.5, 2.0):
+        took = Halves(2.0 * SECONDS.forward + FORWARD[-1], 2.0 * SECONDS.backward)
+        found = waits(launching * SECONDS.forward, 0.5 * SECONDS.backward, device=took)
+        assert found.forward <= (SECONDS.forward + FORWARD[-1] if launching == 2.0 else FORWARD[-1])
+        assert found.backward == 0
+
+
+@given(
+    st.lists(st.floats(1e-6, 1e-2), min_size=1, max_size=40),
+    st.floats(0.0, 1e-2),
+    st.integers(0, 3),
+    st.floats(0.5, 2.0),
+)
+def test_waits_are_those_of_a_device_that_was_watched(
+    seconds: list[float], launch: float, num_backward: int, factor: float
+) -> None:
+    """A device that computes what is launched when it is there waits for just that; a slower one for no longer."""
+    net = dataclasses.replace(NET, ops=tuple(_op("forward", s) for s in seconds))
+    plan = dataclasses.replace(CALM, predicted_step_seconds=sum(seconds))
+    took = _launched(seconds, launch)
+    found = waits(launch * len(seconds), device=Halves(took, 0.0), plan=plan, net=net)
+    assert found.forward == pytest.approx(took - sum(seconds), abs=1e-9)
+    slower = waits(launch * len(seconds), device=Halves(factor * took, 0.0), plan=plan, net=net)
+    assert 0 <= slower.forward <= found.forward + 1e-9
+
+
+def _op(phase: Phase, seconds: float) -> Op:
+    return dataclasses.replace(NET.ops[0], phase=phase, seconds=seconds, name="aten.add.Tensor")
+
+
+def _launched(ops: list[float], launch: float) -> float:
+    """When a device is through with ops that are launched one after the other."""
+    now = 0.0
+    for i, seconds in enumerate(ops):
+        now = max(now, launch * (i + 1)) + seconds
+    return now
 
 
 @pytest.mark.parametrize(("at", "is_told"), [(0, True), (8, False)])
@@ -65,8 +143,7 @@ def test_a_host_that_reads_late_has_waited_itself(at: int, is_told: bool) -> Non
     ops = list(NET.ops)
     ops[0] = dataclasses.replace(ops[0], seconds=0.01)
     ops[at] = dataclasses.replace(ops[at], name="aten._local_scalar_dense.default")
-    waits = HostTimes(1000.0, 0.0).beyond(dataclasses.replace(NET, ops=tuple(ops)), PLAN)
-    assert (waits.forward > 0) is is_told
+    assert (waits(1000.0, net=dataclasses.replace(NET, ops=tuple(ops))).forward > 0) is is_told
 
 
 def test_a_copy_to_the_host_is_read() -> None:
@@ -75,16 +152,14 @@ def test_a_copy_to_the_host_is_read() -> None:
     for outputs, is_told in ((NET.ops[last].outputs, True), ((), False)):
         ops = list(NET.ops)
         ops[last] = dataclasses.replace(ops[last], name="aten._to_copy.default", outputs=outputs)
-        waits = HostTimes(1000.0, 0.0).beyond(dataclasses.replace(NET, ops=tuple(ops)), PLAN)
-        assert (waits.forward > 0) is is_told
+        assert (waits(1000.0, net=dataclasses.replace(NET, ops=tuple(ops))).forward > 0) is is_told
 
 
 def test_predicted_stalls_are_no_waits_for_the_host() -> None:
     """A host that reads the loss stands by during them."""
     stalling = dataclasses.replace(PLAN, predicted_stall_seconds=3.0)
-    forward = sum(op.seconds for op in NET.ops if op.phase == "forward")
-    assert HostTimes(forward + 2.0, 0.0).beyond(NET, stalling).forward == 0
-    assert HostTimes(forward + 5.0, 0.0).beyond(NET, stalling).forward == pytest.approx(2.0)
+    assert waits(SECONDS.forward + 2.0 - FORWARD[-1], plan=stalling).forward == 0
+    assert waits(SECONDS.forward + 5.0 - FORWARD[-1], plan=stalling).forward == pytest.approx(2.0)
 
 
 def test_waits_for_the_host_lengthen_what_is_expected() -> None:

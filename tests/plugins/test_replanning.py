@@ -14,7 +14,7 @@ from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.plugins import feedback
-from lightning_offload.plugins.pace import HostTimes, Pace
+from lightning_offload.plugins.pace import Halves, LaunchTimes, Pace
 from lightning_offload.plugins.replanning import Corrections, with_unforeseen
 from tests.graph.building import DEVICE, chain
 
@@ -135,8 +135,9 @@ def test_no_plan_is_made_for_the_mode_where_none_would_spare_it(changed: dict[st
         family=None, aligns=False, program=object(), superseded=None,
         graph=GRAPH, spec=dataclasses.replace(DEVICE, kind="cuda"), pace=Pace(), corrections=Corrections(),
     )  # fmt: skip
-    host = HostTimes(PLAN.predicted_step_seconds + 0.05, 0.0)
+    seconds = PLAN.predicted_step_seconds + 0.05
+    launched = LaunchTimes(Halves(seconds, 0.0), Halves(seconds, 0.0))
     with mock.patch.object(feedback, "mode_share", side_effect=lambda graph, seconds: seconds):
         for _ in range(2):
-            feedback.compare(kind, host.forward, 0.0, host, is_link_slower=False)
+            feedback.compare(kind, seconds, 0.0, launched, is_link_slower=False)
     assert (kind.program is None) is is_worth_it
