@@ -71,8 +71,9 @@ class LaunchTimes(NamedTuple):
         """For how long the device waited for the host, by when the host can have launched each op.
 
         What a part took the device beyond what that explains is taken off: ops are slower than was thought, and the
-        host may have waited for them, since a device's queue is not endless. Nothing is told of a part where the host
-        reads a result of the device after much of it.
+        host may have waited for them, since a device's queue is not endless. A device that still had to do when the
+        host began with the part waited for less than that. Nothing is told of a part where the host reads a result of
+        the device after much of it.
 
         Args:
             graph: The step.
@@ -103,7 +104,7 @@ def _wait(ops: list[float], computing: float, launching: float, took: float) -> 
         end = max(end, launching * (i + 1) / len(ops) + left)
         left -= scale * seconds
     end = max(end, launching)
-    return max(0.0, end - computing - max(0.0, took - end))
+    return max(0.0, min(end, took) - computing - max(0.0, took - end))
 
 
 def _is_read_late(graph: StepGraph, phase: str) -> bool:
