@@ -64,7 +64,7 @@ def waits(
 ) -> Halves:
     """What a device waited whose host took so long; it takes what launching late explains, unless that is given."""
     host = Halves(forward, backward)
-    took = device or Halves(max(SECONDS.forward, forward + FORWARD[-1]), max(SECONDS.backward, backward))
+    took = device or Halves(_launched(FORWARD, forward / len(FORWARD)), max(SECONDS.backward, backward))
     return LaunchTimes(host, took).waits(net, plan)
 
 
