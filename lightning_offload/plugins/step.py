@@ -335,8 +335,8 @@ def start_run(
         tiers.measure(True)
     return StepRun(
         kind=kind, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
-        verifier=verifier, clock=StepClock(device, is_watched=is_watched or is_timed), peaks=peaks,
-        is_watched=is_watched, larger=room.larger if room is not None else None,
+        verifier=verifier, clock=StepClock(device, is_watched=is_watched or is_timed), peaks=peaks, is_watched=is_watched,
+        larger=room.larger if room is not None else None,
     )  # fmt: skip
 
 
