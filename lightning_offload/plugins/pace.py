@@ -132,7 +132,7 @@ class Expected(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Pace:
-    """The last steps under one plan: on a host that computes, and of a plan that keeps everything on any device."""
+    """The last steps under one plan."""
 
     _plan: MemoryPlan | None = None
     _last: deque[StepTimes] = dataclasses.field(default_factory=lambda: deque(maxlen=_NUM_LAST))
@@ -152,10 +152,6 @@ class Pace:
             self._last.clear()
         self._last.append(times)
 
-    def knows(self, plan: MemoryPlan) -> bool:
-        """Whether enough steps have run under a plan to tell what they take."""
-        return plan is self._plan and len(self._last) >= _NUM_FIRST
-
     def expected(self, plan: MemoryPlan, graph: StepGraph, device: DeviceSpec) -> Expected:
         """What steps take under a plan: what it says itself, until a few have run under it.
 
@@ -164,7 +160,7 @@ class Pace:
             graph: The step that it was made for.
             device: The device that it was made for.
         """
-        if not self.knows(plan):
+        if plan is not self._plan or len(self._last) < _NUM_FIRST:
             waited_seconds = self._waited_seconds if plan is self._waited_for else 0.0
             return Expected(plan.predicted_step_seconds + waited_seconds, plan.plain_step_seconds)
         if self._slowdown_seconds is None:

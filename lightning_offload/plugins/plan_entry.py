@@ -620,18 +620,8 @@ class PlanEntry:
 
     def paced(self, times: StepTimes) -> None:
         """Note what a planned step took that was not measured otherwise."""
-        if self.plan is not None and self._has_pace:
+        if self.plan is not None and self.phase == "planned" and self.family is None and not self.aligns:
             self.pace.note(self.plan, times)
-
-    @property
-    def wants_pace(self) -> bool:
-        """Whether too few steps have told what they take, of a plan that is final without having been measured."""
-        plan = self.plan
-        return plan is not None and not plan.decisions and self._has_pace and not self.pace.knows(plan)
-
-    @property
-    def _has_pace(self) -> bool:
-        return self.phase == "planned" and self.family is None and not self.aligns
 
     @property
     def expected(self) -> Expected | None:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 from typing_extensions import override
 
-from lightning_offload.accelerators import Allocated, DeviceMemory, capture_query, kind_of, memory_of
+from lightning_offload.accelerators import Allocated, DeviceMemory, kind_of, memory_of
 from lightning_offload.capture.live import Census, LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
@@ -310,7 +310,6 @@ def start_run(
     make = functools.partial(StepExecutor, device=device, tiers=tiers, verifier=verifier, persistent=persistent)
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
     is_sure = kind.family is None or not kind.is_first_sight
-    is_timed = False
     if program is not None and program.route is not None:
         observer = observe_all(tuple(observers))
         executor = AlignedExecutor(
@@ -322,7 +321,6 @@ def start_run(
         make_rest = functools.partial(make, program=program, observer=None, sees_ops=False) if has_budget else None
         executor = KeepingExecutor(program, packs=not kind.sheds_hooks(), make_rest=make_rest)
         is_watched = False
-        is_timed = kind.wants_pace and not capture_query(device)()
     else:
         executor = make(
             program=program if kind.phase not in ("recording", "unplanned") else None,
@@ -335,7 +333,7 @@ def start_run(
         tiers.measure(True)
     return StepRun(
         kind=kind, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
-        verifier=verifier, clock=StepClock(device, is_watched=is_watched or is_timed), peaks=peaks, is_watched=is_watched,
+        verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks, is_watched=is_watched,
         larger=room.larger if room is not None else None,
     )  # fmt: skip
 
@@ -359,7 +357,7 @@ class StepClock:
 
     Args:
         device: Where the step runs.
-        is_watched: Whether the step is timed; events cost host time, so other steps on a device go without.
+        is_watched: Whether the step is measured; events cost host time, so other steps on a device go without.
     """
 
     def __init__(self, device: torch.device, *, is_watched: bool) -> None:
@@ -410,13 +408,10 @@ class StepClock:
         return LaunchTimes(host, device=Halves(in_forward, device_seconds - in_forward))
 
     def seconds(self) -> float | None:
-        """The duration so far; None where it was not measured. Waits for the device.
-
-        Nor is it told to who is capturing a graph, which must not wait.
-        """
+        """The duration so far; None where it was not measured. Waits for the device."""
         if not self._by_events:
             return self._host_seconds
-        if not self._scopes or capture_query(self._device)():
+        if not self._scopes:
             return None
         self._scopes[-1][1].synchronize()
         return sum(begin.elapsed_time(end) for begin, end in self._scopes) / 1000

@@ -122,18 +122,6 @@ def test_what_launching_takes_and_computing(
         assert half == (pytest.approx(forward, abs=2e-3), pytest.approx(backward, abs=2e-3))
 
 
-def test_who_captures_a_graph_is_not_made_to_wait(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured before stays unknown, until the capture is over."""
-    clock, capturing = StepClock(OTHER, is_watched=True), [True]
-    monkeypatch.setattr(step_clock, "capture_query", lambda device: lambda: capturing[0])
-    with clock.running():
-        pass
-    assert clock.seconds() is None
-    assert events == [OTHER] * 2
-    capturing[0] = False
-    assert clock.seconds() == pytest.approx(0.001)
-
-
 def test_launch_times_of_unwatched_steps_are_not_known(queue: LaunchQueue) -> None:
     """Marks cost the host time."""
     clock = StepClock(OTHER, is_watched=False)
