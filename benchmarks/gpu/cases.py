@@ -90,10 +90,10 @@ def all_cases(device: str, *, quick: bool) -> list[Case]:
     return [
         _links("links", "measure", 25, device, quick),
         _overhead("resnet50", 45, device, quick),
-        _overhead("gpt2-medium", 75, device, quick),
+        _overhead("gpt2-medium", 90, device, quick),
         _activation_share(device, quick),
         equal,
-        _timeline("resnet152", "activations=0.4", 45, device, quick),
+        _timeline("resnet152", "activations=0.4", 95, device, quick),
         _timeline("gpt2-medium", "h=0.5", 75, device, quick, precision="bf16", batch_size=16),
         *contests,
         *searches,
@@ -171,7 +171,7 @@ def _at_equal_memory(model: str, device: str, quick: bool, *, precision: str, ba
         "peers": list(_CHECKPOINTS), "num_rounds": 8, "precision": precision, "batch_size": batch_size,
     }  # fmt: skip
     job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
-    return Case(key=f"equal-{model}-{precision}", title=title, seconds=160, job=job)
+    return Case(key=f"equal-{model}-{precision}", title=title, seconds=180, job=job)
 
 
 def _contest(model: str, device: str, quick: bool, *, precision: str = "fp32", batch_size: int | None = None) -> Case:
@@ -183,7 +183,12 @@ def _contest(model: str, device: str, quick: bool, *, precision: str = "fp32", b
         "precision": precision, "batch_size": batch_size,
     }  # fmt: skip
     job = Job(function="benchmarks.gpu.contest:contest", device=device, quick=quick, arguments=arguments)
-    return Case(key=f"contest-{model}{suffix.replace(' ', '-')}", title=title, seconds=120, job=job)
+    return Case(
+        key=f"contest-{model}{suffix.replace(' ', '-')}",
+        title=title,
+        seconds=150 if precision == "fp32" else 340,
+        job=job,
+    )
 
 
 def _search(model: str, cap_bytes: int, is_managed: bool, device: str, quick: bool) -> Case:

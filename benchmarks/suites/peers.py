@@ -8,7 +8,7 @@ large step, and whoever came next paid for that). `overhead` is the median of a 
 plain step of the same round, less one; `overhead_over_peer` is ours over the peer's.
 
 `prediction_error` is how far the step time that the report predicts, as it stood before the timing began, is from the
-measured median: 0.1 for a tenth, on whichever side. By then a dozen steps have run under the plan in the same turns, of
+measured median: 0.1 for a tenth, on whichever side. By then a dozen steps have run under the plan, three in a turn, of
 which the report knows: those whose bytes were counted, which is slow, are no longer among the last nine, that it goes
 by. `plan_error` is the same of the plan's own figure, from before the first of them.
 """
@@ -249,7 +249,7 @@ def _plan(trained: Workload, memory: MemoryPlugin) -> None:
 
 
 def _warm(steps: dict[str, Callable[[], None]]) -> None:
-    """Run steps in turns, as they will be timed, until the ones whose bytes were counted are long past."""
+    """Run steps in turns of a few, until the ones whose bytes were counted are long past."""
     for _ in range(_NUM_WARMUP_TURNS):
         for step in steps.values():
             for _ in range(_NUM_WARMUP_STEPS):

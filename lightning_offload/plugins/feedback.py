@@ -174,7 +174,7 @@ def compare(
         return
     if kind.family is not None or kind.aligns:  # whose plan is for larger sizes, or another structure
         return
-    waits = launched.waits(kind.graph, plan) if launched is not None else Halves(0.0, 0.0)
+    waits = launched.waits(kind.graph, plan, stall_seconds) if launched is not None else Halves(0.0, 0.0)
     kind.pace.note_waits(plan, sum(waits))
     factor = kind.corrections.by_time(
         plan, kind.spec, step_seconds, stall_seconds, sum(waits), is_slower=is_link_slower, is_faster=is_link_faster

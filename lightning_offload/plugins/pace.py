@@ -25,6 +25,7 @@ from lightning_offload.planning.trace import follow
 _NUM_LAST = 9
 _NUM_FIRST = 3  # steps that one that was slow once does not decide
 _MUCH = 0.1
+_UNEVEN = 0.1  # share of a part that it may take longer since not every op is launched as fast as others
 _READING = frozenset(
     f"aten.{name}"
     for name in (
@@ -62,34 +63,41 @@ class LaunchTimes(NamedTuple):
     Attributes:
         host: The host, which launches.
         device: The device, from when it began with the part.
+        is_one: Whether backward followed at once: a program that did something in between may have waited for the
+            device, which had nothing left to do then.
     """
 
     host: Halves
     device: Halves
+    is_one: bool
 
-    def waits(self, graph: StepGraph, plan: MemoryPlan) -> Halves:
+    def waits(self, graph: StepGraph, plan: MemoryPlan, stall_seconds: float) -> Halves:
         """For how long the device waited for the host, by when the host can have launched each op.
 
-        What a part took the device beyond what that explains is taken off: ops are slower than was thought, and the
-        host may have waited for them, since a device's queue is not endless. A device that still had to do when the
-        host began with the part waited for less than that. Nothing is told of a part where the host reads a result of
-        the device after much of it.
+        What a part took the device much beyond what that explains is taken off: ops are slower than was thought, and
+        the host may have waited for them, since a device's queue is not endless. Nothing is told of a part where the
+        host reads a result of the device after much of it.
+
+        Shortfall: that the device still computes the step before when a step begins is not known; then too much of
+        forward passes for a wait.
 
         Args:
             graph: The step.
             plan: What was executed.
+            stall_seconds: For how long it waited for copies.
         """
         ops = {phase: [op.seconds for op in graph.ops if op.phase == phase] for phase in Halves._fields}
         in_forward = sum(ops["forward"])
         in_backward = max(0.0, plan.predicted_step_seconds - in_forward)
-        lead = max(0.0, self.device.forward - self.host.forward)
-        forward = _wait(ops["forward"], in_forward, self.host.forward, self.device.forward)
-        backward = _wait(ops["backward"], in_backward, self.host.backward - lead, self.device.backward)
+        lead = max(0.0, self.device.forward - self.host.forward) if self.is_one else 0.0
+        late = max(0.0, stall_seconds - plan.predicted_stall_seconds)
+        forward = _wait(ops["forward"], in_forward, self.host.forward, self.device.forward, late)
+        backward = _wait(ops["backward"], in_backward, self.host.backward - lead, self.device.backward, late)
         waits = Halves(max(0.0, forward - plan.predicted_stall_seconds), backward)
         return Halves(*(0.0 if _is_read_late(graph, p) else w for p, w in zip(Halves._fields, waits, strict=True)))
 
 
-def _wait(ops: list[float], computing: float, launching: float, took: float) -> float:
+def _wait(ops: list[float], computing: float, launching: float, took: float, late: float) -> float:
     """What a device waits that computes ops one after the other, each no sooner than it is launched.
 
     Args:
@@ -97,6 +105,7 @@ def _wait(ops: list[float], computing: float, launching: float, took: float) -> 
         computing: What all of them take.
         launching: What the host takes to launch them, each as long as the others.
         took: What the device took.
+        late: What of that it may have waited for copies.
     """
     scale = computing / sum(ops) if any(ops) else 0.0
     left = end = computing
@@ -104,7 +113,8 @@ def _wait(ops: list[float], computing: float, launching: float, took: float) -> 
         end = max(end, launching * (i + 1) / len(ops) + left)
         left -= scale * seconds
     end = max(end, launching)
-    return max(0.0, min(end, took) - computing - max(0.0, took - end))
+    unexplained = max(0.0, took - late - (1 + _UNEVEN) * end)
+    return max(0.0, min(end, took) - computing - unexplained)
 
 
 def _is_read_late(graph: StepGraph, phase: str) -> bool:

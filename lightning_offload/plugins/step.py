@@ -405,7 +405,8 @@ class StepClock:
         scopes = [*self._scopes[: forward.num_scopes], *([forward.open_scope] if forward.open_scope else [])]
         in_forward = sum(begin.elapsed_time(end) for begin, end in scopes) / 1000
         host = Halves(forward.host_seconds, self._host_seconds - forward.host_seconds)
-        return LaunchTimes(host, device=Halves(in_forward, device_seconds - in_forward))
+        device = Halves(in_forward, device_seconds - in_forward)
+        return LaunchTimes(host, device, is_one=forward.open_scope is not None)
 
     def seconds(self) -> float | None:
         """The duration so far; None where it was not measured. Waits for the device."""

@@ -136,7 +136,7 @@ def test_no_plan_is_made_for_the_mode_where_none_would_spare_it(changed: dict[st
         graph=GRAPH, spec=dataclasses.replace(DEVICE, kind="cuda"), pace=Pace(), corrections=Corrections(),
     )  # fmt: skip
     seconds = PLAN.predicted_step_seconds + 0.05
-    launched = LaunchTimes(Halves(seconds, 0.0), Halves(seconds, 0.0))
+    launched = LaunchTimes(Halves(seconds, 0.0), Halves(seconds, 0.0), is_one=True)
     with mock.patch.object(feedback, "mode_share", side_effect=lambda graph, seconds: seconds):
         for _ in range(2):
             feedback.compare(kind, seconds, 0.0, launched, is_link_slower=False)

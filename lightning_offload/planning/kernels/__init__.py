@@ -21,6 +21,7 @@ import inspect
 import logging
 import os
 import pathlib
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -174,6 +175,6 @@ def _mark(name: str) -> str:
 @functools.cache
 def _digest() -> str:
     digest = hashlib.sha256()
-    for module in (*_MODULES, buffers, arrays):
+    for module in (*_MODULES, buffers, arrays, sys.modules[__name__]):
         digest.update(inspect.getsource(module).encode())
     return digest.hexdigest()[:12]
