@@ -26,7 +26,7 @@ __all__ = ["contests", "quick_contests"]
 _ONE_IN = 5
 _SEEDS = (0, 1, 2, 3, 4)
 _FACTORS = (0.5, 1.0, 2.0)
-_GIVE_UP_SECONDS = 90.0
+_GIVE_UP_SECONDS = 150.0
 _Optimizer = Callable[[Any, float], torch.optim.Optimizer]
 
 
@@ -47,15 +47,14 @@ def contests() -> tuple[Contest, ...]:
     return (
         _digits("SGD", sizes=sizes, batch_size=8, lr=0.003, target_loss=0.25),
         _digits("AdamW", sizes=sizes, batch_size=8, lr=0.0003, target_loss=0.25),
-        _resnet(sizes=sizes, width=8, image_size=16, batch_size=16, target_loss=0.5, num_race_samples=16_000),
+        _resnet(sizes=sizes, width=8, image_size=16, batch_size=16, target_loss=0.1, num_race_samples=160_000),
         _text(
             sizes=(1, 2, 4, 8, 16, 32, 64),
             layers=2,
             width=64,
             length=64,
-            target_loss=2.4,
-            num_race_samples=12_000,
-            num_repeats=3,
+            target_loss=2.1,
+            num_race_samples=40_000,
         ),
     )
 

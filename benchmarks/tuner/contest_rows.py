@@ -164,7 +164,9 @@ def _point(run: Run) -> str:
 
 
 _INTRODUCTION = """A configured training, the same one with the finder among its callbacks, and the best of seven sizes
-with three rates each, one after the other for each of five seeds; thrice where a training takes seconds, since a single
-one of those says more of the machine than of the finder. The clock runs from `fit` on, tuning included; no memory plan
-is involved. The finder is as it is by default, with `min_efficiency=0`, since the trainings end at a loss. Of the grid
-each size and rate is trained once, on a seed of its own, until the best so far would have arrived."""
+with three rates each, one after the other for each of five seeds. The clock runs from `fit` on, tuning included; no
+memory plan is involved. The finder is as it is by default, with `min_efficiency=0`, since the trainings end at a loss.
+It may spend 2% of the configured run on its pilot and 2% on trials. These trainings end long before the configured run
+would, so a tuning is far more of them than 4%: a perceptron's takes longer than the best of its grid trains. The rows
+*without tuning* tell what the choice itself is worth. Of the grid each size and rate is trained once, on a seed of its
+own, until the best so far would have arrived."""

@@ -7,8 +7,9 @@ by seed, three trainings follow one another, and who goes first turns from seed 
 takes seconds, and so shows the machine's moods, the three are repeated. The clock runs from `fit` on, so what tuning
 takes counts. No memory plan is involved. The held-out samples are looked at after the clock has stopped.
 
-The finder is as it is by default, but for `min_efficiency=0`, which its page gives for trainings that end at a loss. So
-it may find that a run is too short to be tuned; the run's note says so.
+A run is configured to see some times the samples that it takes to the loss, as one that ends at a loss is, and the
+finder spends shares of what is configured. It is as it is by default, but for `min_efficiency=0`, which its page gives
+for such trainings. So it may find that a run is too short to be tuned; the run's note says so.
 
 Every training is one :class:`Run`, plain data, so a contest goes on from those that are known.
 """

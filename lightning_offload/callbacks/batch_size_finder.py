@@ -95,7 +95,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         lr_warmup_steps: Optimizer steps over which it is; by default twice as many as gradients took to settle in the
             pilot, or 50 where there was none, or a tenth of the run where that is less. 0 for no warm-up. A rate that
             is not scaled up is not warmed up.
-        max_lr_factor: By how much the rate may be raised at most.
+        max_lr_factor: By how much the rate may be raised at most; by default 16 where the noise scale is measured, and
+            8 where it is not.
         max_data_share: The largest effective batch, as a share of the data set.
         min_efficiency: For goodput, what a sample is worth at least in the larger batch, by what it is worth in the
             configured one: a run of so many epochs makes that share of its progress. 0 for trainings that end at a
@@ -107,9 +108,11 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             batch where that leaves room for a larger micro-batch, and is for goodput otherwise.
         multiple_of: Sizes other than the configured one are multiples of this.
         max_trials: Most trials; by default 12 where sizes can be predicted, and 24 where not.
-        pilot_steps: Most optimizer steps of the pilot.
-        min_confidence: How sure the search has to be, from 0 to 1. Below it the configured size and rate stay, unless
-            that size does not fit; 0 sets whatever is found.
+        pilot_steps: Most optimizer steps of the pilot that are measured; as many batches as these take are trained on
+            before.
+        min_confidence: How sure the search has to be, from 0 to 1, that the size that it found is right, or (but for
+            objective "throughput") that the run surely ends 1.05 times as early with it. Below it the configured size
+            and rate stay, unless that size does not fit; 0 sets whatever is found.
         plot_dir: Folder for `batch_size.html` and `batch_size.png`, throughput and peak against batch size.
         provoke_oom: Whether a trial may run out of memory. By default it may, unless ranks talk to one another within
             a step (SyncBatchNorm, sharding, own collectives); then sizes that may not fit are predicted.
@@ -137,14 +140,14 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         max_seconds: float | None = None,
         lr_warmup_epochs: int = 0,
         lr_warmup_steps: int | None = None,
-        max_lr_factor: float = 8.0,
+        max_lr_factor: float | None = None,
         max_data_share: float = 0.1,
         min_confidence: float = 0.5,
         min_efficiency: float = 0.9,
         objective: Literal["auto", "keep_effective_batch", "goodput", "throughput"] = "auto",
         multiple_of: int = 1,
         max_trials: int | None = None,
-        pilot_steps: int = 32,
+        pilot_steps: int = 128,
         plot_dir: str | os.PathLike[str] | None = None,
         provoke_oom: bool | None = None,
     ) -> None:

@@ -16,6 +16,7 @@ __all__ = ["LEAST_SPEEDUP", "Choice", "Speedup", "is_known_not_to_fit", "paying_
 LEAST_SPEEDUP = 1.05
 """What the lower end of an expected speed-up has to exceed, for the effective batch to change."""
 _NORMAL = 1.96  # deviations that hold 95% of a normal distribution
+_SURE = 0.975  # probability to be above the lower end of such an interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +37,6 @@ def is_known_not_to_fit(batch_size: int, found: SearchResult) -> bool:
     return found.smallest_failing is not None and batch_size >= found.smallest_failing
 
 
-def sure_choice(found: SearchResult, *, base_size: int, min_confidence: float) -> Choice:
-    """Choose what was found where the search is sure enough of it, and otherwise the configured size.
-
-    Args:
-        found: By the search.
-        base_size: The configured size.
-        min_confidence: Probability from 0 to 1 that the found size is right, below which nothing changes.
-    """
-    if found.batch_size == base_size or found.confidence >= min_confidence or is_known_not_to_fit(base_size, found):
-        return Choice(batch_size=found.batch_size)
-    return Choice(
-        batch_size=base_size,
-        why_kept=f"The configured {base_size} is kept: the search is only {found.confidence:.0%} sure of"
-        f" {found.batch_size} (min_confidence={min_confidence:g})",
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
     """By how much a run ends earlier that sees as much progress, what tuning took included.
@@ -64,6 +48,32 @@ class Speedup:
 
     value: float
     low: float
+
+
+def sure_choice(
+    found: SearchResult, *, base_size: int, min_confidence: float, speedup: Speedup | None = None
+) -> Choice:
+    """Choose what was found where that is sure enough, and otherwise the configured size.
+
+    A search that ends early may not know which size is best and know very well that the one that it found is better
+    than the configured one. So either makes it sure enough.
+
+    Args:
+        found: By the search.
+        base_size: The configured size.
+        min_confidence: Probability from 0 to 1, below which nothing changes, that the found size is right, or else
+            that a run surely ends earlier with it.
+        speedup: What is expected of it, where the lower end of its interval says that; None for the first alone.
+    """
+    if found.batch_size == base_size or found.confidence >= min_confidence or is_known_not_to_fit(base_size, found):
+        return Choice(batch_size=found.batch_size)
+    if speedup is not None and speedup.low > LEAST_SPEEDUP and min_confidence <= _SURE:
+        return Choice(batch_size=found.batch_size)
+    return Choice(
+        batch_size=base_size,
+        why_kept=f"The configured {base_size} is kept: the search is only {found.confidence:.0%} sure of"
+        f" {found.batch_size} (min_confidence={min_confidence:g})",
+    )
 
 
 def speedup_of(

@@ -34,7 +34,9 @@ __all__ = [
     "NoiseScale",
     "batch_efficiency",
     "estimate_noise_scale",
-    "largest_rate_factor",
+    "likely_efficiency",
+    "likely_rate_factor",
+    "rate_factor",
     "settled_after",
 ]
 
@@ -49,7 +51,7 @@ class GradientSquares:
     Attributes:
         micro: Mean over the micro-gradients of their squares.
         mean: Square of their mean.
-        num_micro: How many there are, at least 2.
+        num_micro: How many there are; at least 2 where signal and noise are asked for.
         micro_size: Samples of one.
     """
 
@@ -183,11 +185,26 @@ def batch_efficiency(noise_scale: float, *, base_batch: float, batch: float) -> 
     return (noise_scale + base_batch) / (noise_scale + batch)
 
 
-def largest_rate_factor(noise_scale: float, *, base_batch: int, batch: int, rule: str) -> float:
-    """By how much the learning rate may be raised for another batch, by the noise scale.
+def likely_efficiency(noise: NoiseScale, *, base_batch: float, batch: float) -> float:
+    """The same where only an interval is known: the geometric mean of what its two ends say.
+
+    What is best by it loses about as large a share of the best progress whichever end is the true one. By the worse end
+    alone far too small a batch is best where the interval is open above.
+
+    Args:
+        noise: The noise scale, with its interval.
+        base_batch: Effective batch, in samples, to compare with.
+        batch: Effective batch, in samples.
+    """
+    ends = (batch_efficiency(phi, base_batch=base_batch, batch=batch) for phi in (noise.low, noise.high))
+    return math.sqrt(math.prod(ends))
+
+
+def rate_factor(noise_scale: float, *, base_batch: int, batch: int, rule: str) -> float:
+    """What the learning rate is best multiplied by for another batch, by the noise scale.
 
     The best rate is that of a step without noise times ``1 / (1 + phi / B)`` (McCandlish et al. 2018, equation 2.5);
-    for optimizers that divide by the gradient's size its square root.
+    for optimizers that divide by the gradient's size its square root. Never more than `rule` alone says.
 
     Args:
         noise_scale: In samples; may be infinite.
@@ -202,3 +219,19 @@ def largest_rate_factor(noise_scale: float, *, base_batch: int, batch: int, rule
         raise TuningError(f"a batch of {min(base_batch, batch)} samples is not possible: give 1 or more")
     factor = batch / base_batch * batch_efficiency(noise_scale, base_batch=base_batch, batch=batch)
     return math.sqrt(factor) if rule == "sqrt" else factor
+
+
+def likely_rate_factor(noise: NoiseScale, *, base_batch: int, batch: int, rule: str) -> float:
+    """The same where only an interval is known: the geometric mean of what its two ends say.
+
+    Args:
+        noise: The noise scale, with its interval.
+        base_batch: Effective batch that the configured rate is for.
+        batch: Effective batch to come.
+        rule: "linear" or "sqrt".
+
+    Raises:
+        TuningError: As for :func:`rate_factor`.
+    """
+    ends = (rate_factor(phi, base_batch=base_batch, batch=batch, rule=rule) for phi in (noise.low, noise.high))
+    return math.sqrt(math.prod(ends))

@@ -94,7 +94,7 @@ def test_a_rate_that_is_raised_is_warmed_up_unless_forbidden(make_trainer: MakeT
 
 
 def test_the_factor_of_the_rate_has_a_limit(make_trainer: MakeTrainer) -> None:
-    """8 unless another is set; the result says what the rule asked for."""
+    """8 by a rule alone unless another is set; the result says what the rule asked for."""
     for keywords, factor in (({}, 8.0), ({"max_lr_factor": 3}, 3.0), ({"max_lr_factor": float("inf")}, 24.0)):
         clock = Clock()
         finder = of(clock, max_val=96, max_data_share=1.0, **keywords)

@@ -44,6 +44,20 @@ def test_a_guess_is_not_set(confidence: float, size: int) -> None:
     assert bool(choice.why_kept) == (size == 16)
 
 
+@pytest.mark.parametrize(
+    ("low", "min_confidence", "is_set"), [(1.06, 0.5, True), (1.04, 0.5, False), (3.0, 0.975, True), (3.0, 0.98, False)]
+)
+def test_what_is_surely_better_is_set_though_another_size_may_be_best(
+    low: float, min_confidence: float, is_set: bool
+) -> None:
+    """By the lower end of a 95% interval, so that much confidence may be asked for."""
+    choice = sure_choice(
+        found(96, 0.04), base_size=16, min_confidence=min_confidence, speedup=Speedup(value=low + 1, low=low)
+    )
+    assert (choice.batch_size == 96) == is_set
+    assert bool(choice.why_kept) != is_set
+
+
 def test_what_was_found_to_be_the_configured_size_needs_no_reason() -> None:
     """Nothing changes, so nothing is said."""
     assert sure_choice(found(16, 0.1), base_size=16, min_confidence=0.5) == Choice(batch_size=16)

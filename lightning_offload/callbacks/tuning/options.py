@@ -15,10 +15,8 @@ from lightning_offload.tuning.learning_rate import check_scaling
 from lightning_offload.tuning.noise_scale import MIN_STEPS
 
 OBJECTIVES = ("auto", "keep_effective_batch", "goodput", "throughput")
-MIN_PILOT_STEPS = 2 * MIN_STEPS
-"""Optimizer steps of the shortest pilot: its first half is left out."""
 
-__all__ = ["MIN_PILOT_STEPS", "OBJECTIVES", "FinderOptions", "checked_folder", "misconfiguration"]
+__all__ = ["OBJECTIVES", "FinderOptions", "checked_folder", "misconfiguration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,7 @@ class FinderOptions:
     max_seconds: float | None
     lr_warmup_epochs: int
     lr_warmup_steps: int | None
-    max_lr_factor: float
+    max_lr_factor: float | None
     max_data_share: float
     min_confidence: float
     min_efficiency: float
@@ -61,7 +59,7 @@ class FinderOptions:
             _check_count(name, getattr(self, name), least=1, is_optional=True)
         for name in ("min_val", "steps_per_trial", "multiple_of"):
             _check_count(name, getattr(self, name), least=1, is_optional=False)
-        _check_count("pilot_steps", self.pilot_steps, least=MIN_PILOT_STEPS, is_optional=False)
+        _check_count("pilot_steps", self.pilot_steps, least=MIN_STEPS, is_optional=False)
         if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
             names = ", ".join(map(repr, OBJECTIVES))
             raise TuningError(f"unknown objective {self.objective!r}: choose one of {names}")
@@ -92,7 +90,8 @@ class FinderOptions:
             raise TuningError(f"provoke_oom={self.provoke_oom!r} is not possible: give True, False or None")
 
     def _check_limits(self) -> None:
-        if not _is_number(self.max_lr_factor) or not self.max_lr_factor >= 1:
+        most = self.max_lr_factor
+        if most is not None and not (_is_number(most) and most >= 1):
             raise TuningError(
                 f"max_lr_factor={self.max_lr_factor!r} is not possible: give a number of at least 1, such as 8, or"
                 " float('inf') for no limit"

@@ -1,13 +1,16 @@
-"""A pilot: a few real optimizer steps on batches that are all different, which show how noisy gradients are.
+"""A pilot: real optimizer steps on batches that are all different, which show how noisy gradients are.
 
-Trials cannot: they repeat one batch. Each step of a pilot accumulates at least four micro-batches of the configured
-size, whose gradients are independent; so batch norm is as it is in the training. With one rank each micro-gradient is
-what a backward adds to the gradients, with several it is each rank's first, before they are reduced. Squares are taken
-after a backward: before gradients are clipped, and divided by the GradScaler's scale. The first half of the steps is
-left out, since at initialisation the noise scale says nothing of the training.
+Trials cannot: they repeat one batch. At initialisation the noise scale says nothing of the training, and it rises. So
+the first half of a pilot's batches is trained on as in the run, as far into it as the pilot may go; the noise scale is
+measured in the second half. The beginning shows how long gradients take to settle.
 
-Everything is put back afterwards. The rate is the configured one, so a pilot that accumulates more micro-batches than
-the run does takes larger steps in samples, not in parameters.
+A measured step accumulates at least four micro-batches of the configured size, whose gradients are independent; so
+batch norm is as it is in the training. With one rank each micro-gradient is what a backward adds to the gradients, with
+several it is each rank's first, before they are reduced. Squares are taken after a backward: before gradients are
+clipped, and divided by the GradScaler's scale.
+
+Everything is put back afterwards. The rates are those of the run, its schedules included, so a measured step that
+accumulates more micro-batches than the run does is larger in samples, not in parameters.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +27,51 @@ from torch import Tensor
 from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
 from lightning_offload.tuning.noise_scale import GradientSquares
 
-__all__ = ["GradientWatch", "counted", "why_no_noise_scale"]
+__all__ = ["GradientWatch", "PilotPlan", "pilot_plan", "why_no_noise_scale"]
+
+_NUM_MICRO = 4
+"""Batches of a measured step: the error of the estimate falls with their number and the number of steps alike."""
+
+
+_NUM_FIRST = 32
+"""First steps of a training, in which gradients settle or are said not to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PilotPlan:
+    """The optimizer steps of a pilot, in this order.
+
+    Attributes:
+        num_first: As the run makes them, watched to see gradients settle.
+        num_lead: As the run makes them.
+        num_measured: Those that the noise scale is measured in.
+        accumulation: Micro-batches of a step as the run makes it.
+        num_micro: Micro-batches of a measured step.
+    """
+
+    num_first: int
+    num_lead: int
+    num_measured: int
+    accumulation: int
+    num_micro: int
+
+
+def pilot_plan(most_batches: float, *, most_measured: int, accumulation: int) -> PilotPlan:
+    """Plan a pilot, half of whose batches are measured.
+
+    Args:
+        most_batches: Micro-batches that it may take; infinite for no limit.
+        most_measured: The most steps that are measured.
+        accumulation: Micro-batches of the run's steps.
+    """
+    num_micro = max(_NUM_MICRO, accumulation)
+    num_measured = int(min(most_measured, most_batches / 2 // num_micro))
+    num_before = num_measured * num_micro // accumulation
+    num_first = min(_NUM_FIRST, num_before)
+    return PilotPlan(
+        num_first=num_first, num_lead=num_before - num_first, num_measured=num_measured, accumulation=accumulation,
+        num_micro=num_micro,
+    )  # fmt: skip
 
 
 def why_no_noise_scale(trainer: Any, module: Any) -> str:
@@ -37,11 +85,6 @@ def why_no_noise_scale(trainer: Any, module: Any) -> str:
     if is_batch_norm_shared(trainer, module):
         return "SyncBatchNorm ties the ranks' gradients together"
     return ""
-
-
-def counted(steps: list[GradientSquares]) -> list[GradientSquares]:
-    """The steps of a pilot that count: its second half."""
-    return steps[len(steps) // 2 :]
 
 
 class GradientWatch:

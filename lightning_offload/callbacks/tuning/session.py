@@ -25,8 +25,8 @@ from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, Lightnin
 from lightning_offload.callbacks.tuning.length import StepLimits, check_lengths, schedule_lengths
 from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import GOODPUT, Objective, objective_of
-from lightning_offload.callbacks.tuning.options import MIN_PILOT_STEPS, FinderOptions
-from lightning_offload.callbacks.tuning.pilot import counted, why_no_noise_scale
+from lightning_offload.callbacks.tuning.options import FinderOptions
+from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
@@ -35,7 +35,7 @@ from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
-from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, paying_choice, speedup_of, sure_choice
+from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, paying_choice, speedup_of, sure_choice
 from lightning_offload.tuning.learning_rate import (
     check_rate,
     effective_batch,
@@ -46,10 +46,11 @@ from lightning_offload.tuning.learning_rate import (
     shown_warmup_steps,
 )
 from lightning_offload.tuning.noise_scale import (
+    MIN_STEPS,
     NoiseScale,
-    batch_efficiency,
     estimate_noise_scale,
-    largest_rate_factor,
+    likely_efficiency,
+    likely_rate_factor,
     settled_after,
 )
 from lightning_offload.tuning.posterior import pool
@@ -68,8 +69,10 @@ _TUNING_SHARE = 0.02
 _LEAST_SECONDS = 1.0
 """What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
 _LARGEST = 1 << 31
-_PILOT_BATCHES = 4
-"""Batches of a pilot's step: the error of the estimate falls with their number and the number of steps alike."""
+_MOST_RATE_BY_RULE, _MOST_RATE_BY_NOISE = 8.0, 16.0
+"""By how much a rate is raised at most: where only a rule says how much, and where the noise scale does too."""
+_LEAST_BATCHES = 128
+"""Of a pilot that was asked for, however long that takes."""
 _MANY = 1 << 16
 _TRAINER_STATE = ("val_check_batch", "should_stop", "_train_start_time", "_last_val_time")
 
@@ -197,13 +200,17 @@ class Session:
                     if why:
                         return self._kept(why)
                     predictions, found = self._found(host, runner, bounds)
-            choice = sure_choice(found, base_size=self._targets.base_size, min_confidence=options.min_confidence)
+            expected = self._expected(found, predictions)
+            choice = sure_choice(
+                found, base_size=self._targets.base_size, min_confidence=options.min_confidence,
+                speedup=expected.speedup if self._objective.name != "throughput" else None,
+            )  # fmt: skip
             size = choice.batch_size
             if size != self._targets.base_size:
                 lower = sampler.without_single(size, bounds[0], self._objective.sizes)
                 (size,) = map(int, self._agreement.smallest([lower]))
             choice = dataclasses.replace(choice, batch_size=size)
-            return self._result(choice, found, predictions, host, sampler, bounds)
+            return self._result(choice, found, expected, predictions, host, sampler, bounds)
         finally:
             host.restore()
             host.recorder.forget()
@@ -248,25 +255,21 @@ class Session:
         why = why_no_noise_scale(self._trainer, self._module)
         if why:
             return f"the gradient noise scale is not known, since {why}; objective='throughput' does without"
-        num_micro = max(_PILOT_BATCHES, self._objective.configured_accumulation)
-        num_steps = self._options.pilot_steps
-        if self._is_limited and math.isfinite(self._num_steps):
-            num_batches = self._num_steps * self._objective.configured_accumulation
-            num_steps = min(num_steps, int(_TUNING_SHARE * num_batches / num_micro))
-        if num_steps < MIN_PILOT_STEPS:
+        base, plan = self._targets.base_size, self._pilot_plan(runner)
+        if plan.num_measured < MIN_STEPS:
             return (
-                f"a pilot of {MIN_PILOT_STEPS} steps with {num_micro} batches each, which measures the gradient noise"
-                f" scale, is more than {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
+                f"a pilot of {2 * MIN_STEPS * plan.num_micro} batches, which measures the gradient noise scale, is more"
+                f" than {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
             )
-        base = self._targets.base_size
         tried = [trial for trial in runner.done if trial.batch_size == base]
         if not (tried[0] if tried else runner.run(base, is_recorded=True)).is_ok:
             self._objective = dataclasses.replace(self._objective, name="throughput")
             self._most = base
             return ""
+        plan = self._agreement.broadcast(self._pilot_plan(runner))  # by what a step takes, which is known now
         try:
-            steps = self._agreement.together(
-                lambda: host.pilot(sampler.batches(), batch_size=base, num_steps=num_steps, num_micro=num_micro),
+            first, steps = self._agreement.together(
+                lambda: host.pilot(sampler.batches(), batch_size=base, plan=plan, run_steps=self._num_steps),
                 "measuring the gradient noise scale",
             )
         except Exception as error:
@@ -279,12 +282,24 @@ class Session:
             dataclasses.replace(step, micro=sum(squares) / len(squares))
             for step, squares in zip(steps, micro, strict=True)
         ]
-        self._noise = self._agreement.broadcast(estimate_noise_scale(counted(shared)))
+        self._noise = self._agreement.broadcast(estimate_noise_scale(shared))
         if self._noise is None:
             return "the pilot's gradients were not finite"
-        self._warmup_steps = self._agreement.broadcast(shown_warmup_steps(settled_after(shared), len(shared)))
+        self._warmup_steps = self._agreement.broadcast(shown_warmup_steps(settled_after(first), len(first)))
         self._most = self._largest_worth(self._noise.low)
         return ""
+
+    def _pilot_plan(self, runner: TrialRunner) -> PilotPlan:
+        """How long a pilot may be: a share of the run, or half of the time that the user gives, as far as known."""
+        accumulation = self._objective.configured_accumulation
+        most = _TUNING_SHARE * self._num_steps * accumulation
+        if not self._is_limited:  # who asks for a tuning of a short run gets one
+            most = max(most, _LEAST_BATCHES)
+        speeds = [each.samples_per_second for each in runner.done if each.batch_size == self._targets.base_size]
+        if self._options.max_seconds is not None and speeds and speeds[0]:
+            batch_seconds = self._targets.base_size * self._agreement.num_ranks / speeds[0]
+            most = min(most, max(self._options.max_seconds / 2 / batch_seconds, _LEAST_BATCHES))
+        return pilot_plan(most, most_measured=self._options.pilot_steps, accumulation=accumulation)
 
     def _largest_worth(self, noise_scale: float) -> int:
         """The largest size at which a sample is worth enough: a run of so many epochs is to end where it did."""
@@ -296,11 +311,10 @@ class Session:
         return max(base, int(largest * base / batch))
 
     def _worth(self, batch_size: int) -> float:
-        """What a sample is surely worth at a size, by what it is at the configured one."""
-        noise = self._noise
-        assert noise is not None  # only goodput asks
+        """What a sample is likely worth at a size, by what it is at the configured one."""
+        assert self._noise is not None  # only goodput asks
         batches = {"base_batch": self._effective(self._targets.base_size), "batch": self._effective(batch_size)}
-        return min(batch_efficiency(phi, **batches) for phi in (noise.low, noise.value, noise.high))
+        return likely_efficiency(self._noise, **batches)
 
     def _typical_share(self, predictions: Predictions, batch_size: int) -> float:
         """What a mean step takes by one of a trial, as planned; on rank zero, the others have no predictor.
@@ -402,17 +416,9 @@ class Session:
 
     # ---- what is found
 
-    def _result(
-        self,
-        choice: Choice,
-        found: SearchResult,
-        predictions: Predictions,
-        host: LightningHost,
-        sampler: Sampler,
-        bounds: Bounds,
-    ) -> TuningResult:
-        tuning_seconds = self._clock() - self._began
-        base_size, wanted = self._targets.base_size, choice.batch_size
+    def _expected(self, found: SearchResult, predictions: Predictions) -> _Expected:
+        """What the found size does to the run; the same on every rank, by one clock."""
+        tuning_seconds, base_size = self._clock() - self._began, self._targets.base_size
         typical = self._agreement.broadcast(
             (self._typical_share(predictions, base_size), self._typical_share(predictions, found.batch_size))
         )
@@ -423,10 +429,22 @@ class Session:
             noise=self._noise, typical=typical, tuning_seconds=tuning_seconds,
             run_seconds=run_seconds if self._is_limited and run_seconds is not None else math.inf,
         )  # fmt: skip
-        if self._objective.name != "throughput" and wanted != base_size:
+        return self._agreement.broadcast(_Expected(speedup=speedup, typical=typical, run_seconds=run_seconds))
+
+    def _result(
+        self,
+        choice: Choice,
+        found: SearchResult,
+        expected: _Expected,
+        predictions: Predictions,
+        host: LightningHost,
+        sampler: Sampler,
+        bounds: Bounds,
+    ) -> TuningResult:
+        base_size, speedup, typical = self._targets.base_size, expected.speedup, expected.typical
+        if self._objective.name != "throughput" and choice.batch_size != base_size:
             least = LEAST_SPEEDUP if self._objective.name == GOODPUT else 1.0
             choice = paying_choice(choice, speedup, found, base_size=base_size, least=least)
-        choice = self._agreement.broadcast(choice)  # by one clock
         budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
         rates = self._learning_rate(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
@@ -437,7 +455,7 @@ class Session:
             **self._settings(size, rates),
             found_batch_size=found.batch_size,
             expected_speedup=None if speedup is None else speedup.value,
-            run_seconds=run_seconds,
+            run_seconds=expected.run_seconds,
             trials=found.trials,
             predictions=predictions.made(),
             largest_size=predicted if is_predicted else found.largest if is_limited or found.smallest_failing else None,
@@ -507,7 +525,7 @@ class Session:
         effective = self._effective(batch_size)
         wanted = learning_rate_factor(rule=rule, effective_batch=effective, base_batch=base)
         if self._noise is not None and rule != "none" and wanted > 1:
-            wanted = min(wanted, largest_rate_factor(self._noise.low, base_batch=base, batch=effective, rule=rule))
+            wanted = likely_rate_factor(self._noise, base_batch=base, batch=effective, rule=rule)
         factor, note = self._allowed_factor(wanted)
         warning = rule_warning(self._trainer.optimizers, rule=rule, factor=factor)
         if warning is not None:
@@ -524,10 +542,11 @@ class Session:
                 f"The learning rate stays: it would be raised by {wanted:.3g}, and the optimizer has no hooks around"
                 " its step for a warm-up; lr_warmup_steps=0 raises it without"
             )
-        if wanted > options.max_lr_factor:
-            return options.max_lr_factor, (
-                f"The learning rate is raised by {options.max_lr_factor:g}, not by {wanted:.3g} (max_lr_factor)"
-            )
+        most = options.max_lr_factor
+        if most is None:
+            most = _MOST_RATE_BY_RULE if self._noise is None else _MOST_RATE_BY_NOISE
+        if wanted > most:
+            return most, f"The learning rate is raised by {most:g}, not by {wanted:.3g} (max_lr_factor)"
         return wanted, ""
 
     def _is_resumed(self) -> bool:
@@ -558,6 +577,21 @@ class Session:
         places = stragglers(strategy.optimizers, before, factor)
         scale_groups(strategy.optimizers, schedulers, places, factor)
         return places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expected:
+    """What the found size does to the run.
+
+    Attributes:
+        speedup: By how much it ends earlier; None where that is not known.
+        typical: What a mean step takes by one of a trial, with the configured size and with the found one.
+        run_seconds: What the configured run takes; None where that is not known.
+    """
+
+    speedup: Speedup | None
+    typical: tuple[float, float]
+    run_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
