@@ -112,7 +112,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             before.
         min_confidence: How sure the search has to be, from 0 to 1, that the size that it found is right, or (but for
             objective "throughput") that the run surely ends 1.05 times as early with it. Below it the configured size
-            and rate stay, unless that size does not fit; 0 sets whatever is found.
+            and rate stay, unless that size does not fit. With 0 and objective "throughput" whatever is found is set.
         plot_dir: Folder for `batch_size.html` and `batch_size.png`, throughput and peak against batch size.
         provoke_oom: Whether a trial may run out of memory. By default it may, unless ranks talk to one another within
             a step (SyncBatchNorm, sharding, own collectives); then sizes that may not fit are predicted.

@@ -6,12 +6,22 @@ Pure functions over numbers. A configured size that does not fit cannot stay, wh
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_offload.tuning.noise_scale import NoiseScale, batch_efficiency
 from lightning_offload.tuning.search import SearchResult
 
-__all__ = ["LEAST_SPEEDUP", "Choice", "Speedup", "is_known_not_to_fit", "paying_choice", "speedup_of", "sure_choice"]
+__all__ = [
+    "LEAST_SPEEDUP",
+    "Choice",
+    "Speedup",
+    "is_known_not_to_fit",
+    "paying_choice",
+    "speedup_of",
+    "sure_choice",
+    "surely_faster",
+]
 
 LEAST_SPEEDUP = 1.05
 """What the lower end of an expected speed-up has to exceed, for the effective batch to change."""
@@ -120,6 +130,26 @@ def speedup_of(
         return run_seconds / (run_seconds / speedup + tuning_seconds)
 
     return Speedup(value=with_tuning(values[0]), low=with_tuning(min(lows)))
+
+
+def surely_faster(
+    found: SearchResult, speedups: Mapping[int, Speedup], *, base_size: int, least: float = LEAST_SPEEDUP
+) -> SearchResult:
+    """What was found, or where a run is not surely faster with it the size that was tried and surely is, if one is.
+
+    A search looks for what is likely best; a smaller step from the configured size may be the only one that is sure.
+
+    Args:
+        found: By the search.
+        speedups: What is expected of sizes that were tried.
+        base_size: The configured size.
+        least: What the lower end has to exceed.
+    """
+    own = speedups.get(found.batch_size)
+    if found.batch_size == base_size or is_known_not_to_fit(base_size, found) or (own and own.low > least):
+        return found
+    others = {size: each.low for size, each in speedups.items() if size != base_size and each.low > least}
+    return replace(found, batch_size=max(others, key=lambda size: others[size])) if others else found
 
 
 def paying_choice(

@@ -411,14 +411,14 @@ def default_warmup_steps(num_steps: float, shown: int | None = None) -> int:
     return max(1, min(wanted, math.ceil(WARMUP_SHARE * num_steps)))
 
 
-def shown_warmup_steps(settled: int | None, num_pilot_steps: int) -> int:
+def shown_warmup_steps(settled: int | None, num_first: int) -> int:
     """How long a warm-up is by what a pilot shows: twice as long as gradients take to settle.
 
     Args:
-        settled: After how many steps of the pilot they had; None where they had not at its end.
-        num_pilot_steps: Its optimizer steps.
+        settled: After how many of its first steps they had; None where they had not within them.
+        num_first: How many of its first steps show that.
     """
-    return max(LEAST_WARMUP_STEPS, 2 * (num_pilot_steps if settled is None else settled))
+    return max(LEAST_WARMUP_STEPS, 2 * (num_first if settled is None else settled))
 
 
 def effective_batch(batch_size: int, num_ranks: int = 1, num_accumulated: int = 1) -> int:

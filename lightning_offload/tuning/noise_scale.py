@@ -204,7 +204,8 @@ def rate_factor(noise_scale: float, *, base_batch: int, batch: int, rule: str) -
     """What the learning rate is best multiplied by for another batch, by the noise scale.
 
     The best rate is that of a step without noise times ``1 / (1 + phi / B)`` (McCandlish et al. 2018, equation 2.5);
-    for optimizers that divide by the gradient's size its square root. Never more than `rule` alone says.
+    for optimizers that divide by the gradient's size its square root. For a larger batch never more than `rule` alone
+    says.
 
     Args:
         noise_scale: In samples; may be infinite.

@@ -165,7 +165,7 @@ def test_an_optimizer_that_cannot_be_warmed_up_keeps_its_rate(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, keywords: Any, factor: float
 ) -> None:
     """One without hooks around its step; raising the rate without a warm-up has to be asked for."""
-    monkeypatch.setattr("lightning_offload.callbacks.tuning.session.has_step_hooks", lambda optimizer: False)
+    monkeypatch.setattr("lightning_offload.callbacks.tuning.rates.has_step_hooks", lambda optimizer: False)
     clock = Clock()
     finder = of(clock, max_val=16, max_data_share=1.0, **keywords)
     make_trainer(callbacks=[finder], max_epochs=1).fit(Flat(clock=clock))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -97,89 +97,6 @@ def test_the_noise_scale_is_measured(make_trainer: MakeTrainer, noise_scale: flo
     assert low <= noise_scale <= high
     assert low > noise_scale / 5
     assert TuningResult.from_state_dict(json.loads(json.dumps(result.state_dict()))) == result
-
-
-class Rising(Bowl):
-    """Its gradients have next to no noise in the first steps, and much from then on."""
-
-    def __init__(self, *args: Any, quiet_steps: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.quiet_steps = quiet_steps
-        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        calm = 1.0 if self.num_steps >= self.quiet_steps else 0.01
-        return super().training_step([calm * batch[0]], batch_idx)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        self.num_steps += 1
-
-
-def test_the_noise_scale_is_measured_as_far_into_the_run_as_a_pilot_may_go(make_trainer: MakeTrainer) -> None:
-    """After as many batches, trained on as in the run, as it then measures: 400 each in 2% of 40,000 steps."""
-    for num_steps, is_late in ((40_000, True), (10_000, False)):
-        clock = Clock()
-        finder = goodput(clock, max_seconds=None)
-        net = Rising(400.0, clock, quiet_steps=300)
-        make_trainer(callbacks=[finder, Stop()], max_steps=num_steps, max_epochs=-1).fit(net)
-        assert (finder.result.noise_scale > 100) == is_late
-        assert int(net.num_steps) == 1, "the pilot's steps are put back"
-
-
-class Scheduled(Bowl):
-    """Warms its rate up by itself, and notes the rates that it is trained with in steps that are not the run's."""
-
-    rates: ClassVar[list[float]] = []  # no state of the model, which trials put back
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if not self.trainer.callbacks:  # type: ignore[attr-defined]
-            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=int(steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def test_a_pilot_follows_the_schedule_of_the_rate(make_trainer: MakeTrainer) -> None:
-    """It is that of the run, from its beginning; a pilot that is longer than the run does not end it."""
-    clock = Clock()
-    Scheduled.rates.clear()
-    finder = goodput(clock, max_seconds=None)
-    net = Scheduled(400.0, clock)
-    trainer = make_trainer(callbacks=[finder, Stop()], max_steps=20_000, max_epochs=-1)
-    trainer.fit(net)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), max_lr=1e-3, total_steps=20_000
-    )
-    expected = []
-    for _ in range(200):  # the lead: half of 2%
-        expected.append(schedule.get_last_lr()[0])
-        schedule.optimizer.step()
-        schedule.step()
-    begin = Scheduled.rates.index(expected[1]) - 1
-    assert Scheduled.rates[begin : begin + 200] == pytest.approx(expected)
-    short = goodput(clock, max_seconds=None)
-    result = short.tune(make_trainer(max_steps=20, max_epochs=-1), Scheduled(400.0, clock))
-    assert result.noise_scale is not None
-
-
-def test_a_pilot_takes_half_of_the_time_that_is_given(make_trainer: MakeTrainer) -> None:
-    """It is shorter then, but never shorter than one that tells anything."""
-    taken = {}
-    for seconds in (1e9, 100_000.0, 1.0):
-        clock = Clock()
-        finder = goodput(clock, max_seconds=seconds, max_trials=3)
-        net = Bowl(400.0, clock)
-        make_trainer(callbacks=[finder, Stop()], max_steps=10**6, max_epochs=-1).fit(net)
-        assert finder.result.noise_scale is not None
-        taken[seconds] = clock.now / (64 + 8)  # about: trials count too
-    assert taken[1e9] > 1000
-    assert 600 < taken[100_000.0] < 1000
-    assert 128 <= taken[1.0] < 300
 
 
 def test_a_measured_noise_scale_allows_a_higher_rate(make_trainer: MakeTrainer) -> None:

@@ -13,6 +13,7 @@ from lightning_offload.tuning.gates import (
     paying_choice,
     speedup_of,
     sure_choice,
+    surely_faster,
 )
 from lightning_offload.tuning.noise_scale import NoiseScale
 from lightning_offload.tuning.posterior import Estimate
@@ -56,6 +57,18 @@ def test_what_is_surely_better_is_set_though_another_size_may_be_best(
     )
     assert (choice.batch_size == 96) == is_set
     assert bool(choice.why_kept) != is_set
+
+
+def test_a_smaller_sure_gain_is_set_where_the_likely_best_is_not_sure() -> None:
+    """Of the sizes that were tried, that which is surely fastest; what is sure, or fits alone, stays."""
+    speedups = {8: Speedup(value=1.0, low=1.0), 16: Speedup(value=1.3, low=1.1), 24: Speedup(value=1.4, low=1.2)}
+    speedups[128] = Speedup(value=3.0, low=0.9)
+    assert surely_faster(found(128, 0.9), speedups, base_size=8).batch_size == 24
+    assert surely_faster(found(16, 0.9), speedups, base_size=8).batch_size == 16
+    assert surely_faster(found(8, 0.9), speedups, base_size=8).batch_size == 8
+    assert surely_faster(found(128, 0.9), {128: speedups[128]}, base_size=8).batch_size == 128
+    assert surely_faster(found(128, 0.9), speedups, base_size=8, least=1.15).batch_size == 24
+    assert surely_faster(found(4, 0.9, smallest_failing=8), speedups, base_size=8).batch_size == 4
 
 
 def test_what_was_found_to_be_the_configured_size_needs_no_reason() -> None:

@@ -37,7 +37,7 @@ from lightning_offload.callbacks.tuning.accumulation import accumulating
 from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
 from lightning_offload.callbacks.tuning.freezing import thaw
-from lightning_offload.callbacks.tuning.pilot import GradientWatch, PilotPlan
+from lightning_offload.callbacks.tuning.pilot import GradientWatch, PilotPlan, ScheduleSteps
 from lightning_offload.callbacks.tuning.turns import OptimizerTurns
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.lightning_packages import import_from
@@ -273,16 +273,15 @@ _STARTS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 
 
 @contextlib.contextmanager
-def quiet(trainer: Any, module: Any, package: str, *, freezes_schedules: bool = True) -> Iterator[None]:
-    """Nothing that a step does inside is logged, shown, saved or seen by a callback, nor ends a schedule."""
+def quiet(trainer: Any, module: Any, package: str) -> Iterator[None]:
+    """Nothing that a step does inside is logged, shown, saved or seen by a callback."""
     callbacks, loggers, profiler = trainer.callbacks, trainer.loggers, trainer.profiler
     trainer.callbacks = []
     trainer.profiler = import_from(package, "profilers").PassThroughProfiler()
     trainer.loggers = [_silent_logger(package)(logger) for logger in loggers]
     for name in _LOGGING:
         object.__setattr__(module, name, _nothing)
-    configs = trainer.strategy.lr_scheduler_configs if freezes_schedules else ()
-    schedulers = [config.scheduler for config in configs]
+    schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
     for scheduler in schedulers:
         scheduler.step = _nothing  # under manual optimization the model calls it, and its end would come too soon
     try:
@@ -515,7 +514,7 @@ class LightningHost:
             yield
 
     def pilot(
-        self, batches: Iterator[Any], *, batch_size: int, plan: PilotPlan, run_steps: float
+        self, batches: Iterator[Any], *, batch_size: int, plan: PilotPlan, num_steps: float
     ) -> tuple[list[GradientSquares], list[GradientSquares]]:
         """Make real optimizer steps and take the squares of their gradients; all is put back.
 
@@ -523,7 +522,7 @@ class LightningHost:
             batches: All different, on the host.
             batch_size: Samples of one.
             plan: The steps.
-            run_steps: Those of the run: schedules end there.
+            num_steps: Those of the run, at whose end its schedules end; 0 where they are not to be stepped.
 
         Returns:
             Those of the first steps, and those of the measured ones.
@@ -534,30 +533,25 @@ class LightningHost:
             (plan.num_measured, plan.num_micro, True),
         )
         found = []
+        schedules = ScheduleSteps(self._trainer, num_steps)
         try:
-            with quiet(self._trainer, self._module, self._package, freezes_schedules=False):
+            with quiet(self._trainer, self._module, self._package), schedules.stepping():
                 self._steps.begin()
-                for num_steps, num_micro, is_watched in phases:
+                for number, num_micro, is_watched in phases:
                     watch = GradientWatch(
                         self._trainer, self._module, num_micro=num_micro, micro_size=batch_size,
                         num_ranks=self._agreement.num_ranks,
                     )  # fmt: skip
                     watching = watch.watching() if is_watched else contextlib.nullcontext()
                     with accumulating(self._trainer, num_micro), watching:
-                        self._train(batches, num_steps, num_micro, run_steps)
-                    run_steps -= num_steps
+                        for _ in range(number):
+                            for micro in range(num_micro):
+                                self._steps.run(next(batches), is_last=micro == num_micro - 1)
+                            schedules.made_step(plan.accumulation)
                     found.append(watch.steps)
         finally:
             self.restore()
         return found[0], found[-1]
-
-    def _train(self, batches: Iterator[Any], num_steps: int, num_micro: int, left: float) -> None:
-        """Make optimizer steps, and those of schedules that count them, as many as are left."""
-        for number in range(num_steps):
-            for micro in range(num_micro):
-                self._steps.run(next(batches), is_last=micro == num_micro - 1)
-            if number + 1 < left:  # a schedule that is over may raise
-                self._trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
 
     def _step(self, batch: Any) -> float:
         num_before = num_collectives()

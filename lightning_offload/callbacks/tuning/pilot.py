@@ -9,15 +9,17 @@ batch norm is as it is in the training. With one rank each micro-gradient is wha
 several it is each rank's first, before they are reduced. Squares are taken after a backward: before gradients are
 clipped, and divided by the GradScaler's scale.
 
-Everything is put back afterwards. The rates are those of the run, its schedules included, so a measured step that
-accumulates more micro-batches than the run does is larger in samples, not in parameters.
+Everything is put back afterwards. The rates are those of the run, by its schedules as far as these count steps, so a
+measured step that accumulates more micro-batches than the run does is larger in samples, not in parameters. A schedule
+that cannot be stepped here, or that ends, stays where it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +27,13 @@ import torch
 from torch import Tensor
 
 from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
-from lightning_offload.tuning.noise_scale import GradientSquares
+from lightning_offload.tuning.noise_scale import MIN_STEPS, GradientSquares
 
-__all__ = ["GradientWatch", "PilotPlan", "pilot_plan", "why_no_noise_scale"]
+__all__ = ["GradientWatch", "PilotPlan", "ScheduleSteps", "pilot_plan", "shortest_pilot", "why_no_noise_scale"]
 
+_log = logging.getLogger(__name__)
 _NUM_MICRO = 4
-"""Batches of a measured step: the error of the estimate falls with their number and the number of steps alike."""
-
-
+"""Batches of a measured step, at least: the error of the estimate falls with their number and that of steps alike."""
 _NUM_FIRST = 32
 """First steps of a training, in which gradients settle or are said not to."""
 
@@ -56,22 +57,37 @@ class PilotPlan:
     num_micro: int
 
 
-def pilot_plan(most_batches: float, *, most_measured: int, accumulation: int) -> PilotPlan:
+def shortest_pilot(accumulation: int) -> int:
+    """Micro-batches of a pilot that measures just enough steps, where the run accumulates so many."""
+    return 2 * MIN_STEPS * _num_micro(accumulation)
+
+
+def pilot_plan(most_batches: float, *, most_measured: int, accumulation: int) -> PilotPlan | None:
     """Plan a pilot, half of whose batches are measured.
 
     Args:
-        most_batches: Micro-batches that it may take; infinite for no limit.
+        most_batches: Micro-batches that it may take.
         most_measured: The most steps that are measured.
         accumulation: Micro-batches of the run's steps.
+
+    Returns:
+        None where that is too few to measure anything.
     """
-    num_micro = max(_NUM_MICRO, accumulation)
-    num_measured = int(min(most_measured, most_batches / 2 // num_micro))
+    if most_batches < shortest_pilot(accumulation):
+        return None
+    num_micro = _num_micro(accumulation)
+    num_measured = int(min(most_measured, most_batches // (2 * num_micro)))
     num_before = num_measured * num_micro // accumulation
     num_first = min(_NUM_FIRST, num_before)
     return PilotPlan(
         num_first=num_first, num_lead=num_before - num_first, num_measured=num_measured, accumulation=accumulation,
         num_micro=num_micro,
     )  # fmt: skip
+
+
+def _num_micro(accumulation: int) -> int:
+    """A multiple of the run's, so that measured steps begin where the Trainer's own do, which drops gradients there."""
+    return accumulation * math.ceil(_NUM_MICRO / accumulation)
 
 
 def why_no_noise_scale(trainer: Any, module: Any) -> str:
@@ -85,6 +101,65 @@ def why_no_noise_scale(trainer: Any, module: Any) -> str:
     if is_batch_norm_shared(trainer, module):
         return "SyncBatchNorm ties the ranks' gradients together"
     return ""
+
+
+class ScheduleSteps:
+    """Steps the schedules of a run that count optimizer steps, as its loop would, and puts the rates back.
+
+    Those of the model's own making are left to the model. Lightning's hook for it is not called: what it reads may only
+    be there in the run.
+
+    Args:
+        trainer: Its optimizers and schedules are made.
+        num_steps: Optimizer steps of the run, at whose end schedules end.
+    """
+
+    def __init__(self, trainer: Any, num_steps: float) -> None:
+        configs = [each for each in trainer.strategy.lr_scheduler_configs if each.interval == "step"]
+        self._configs = [each for each in configs if not each.reduce_on_plateau]
+        self._optimizers = trainer.optimizers
+        self._num_left = num_steps
+        self._num_batches = 0
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Training takes place inside; at the end all groups have the hyperparameters that they had."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        before = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
+        try:
+            yield
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                for key in [key for key in group if key != "params" and key not in values]:
+                    del group[key]
+                for key, value in values.items():
+                    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                        group[key].detach().copy_(value)
+                    else:
+                        group[key] = value
+
+    def made_step(self, num_batches: int) -> None:
+        """An optimizer step was made.
+
+        Args:
+            num_batches: Batches that the run takes for one.
+        """
+        self._num_left -= 1
+        self._num_batches += num_batches
+        if self._num_left <= 0:
+            return
+        for config in list(self._configs):
+            if self._num_batches % config.frequency:
+                continue
+            try:
+                type(config.scheduler).step(config.scheduler)
+            except Exception as error:  # another signature, or one that ends before the run does, which will tell
+                _log.debug("a schedule is not stepped any more in the pilot", exc_info=error)
+                self._configs.remove(config)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 class GradientWatch:
@@ -127,7 +202,9 @@ class GradientWatch:
         is_last = len(self._squares) == self._num_micro - 1
         if self._num_ranks == 1:
             self._squares.append(self._added(gradients))
-            self._before = [] if is_last else [each.clone() for each in gradients]
+            self._before.clear()  # first: a third set of gradients may not fit
+            if not is_last:
+                self._before.extend(each.clone() for each in gradients)
         else:  # the last ones are reduced, so they are no rank's own any more
             self._squares.append(_square(gradients) if not self._squares else 0.0)
         if is_last:
@@ -139,7 +216,7 @@ class GradientWatch:
             return _square(gradients)
         if len(self._before) != len(gradients):  # parameters that are not used by every batch
             return math.inf
-        return _square([after - before for after, before in zip(gradients, self._before, strict=True)])
+        return _square(after - before for after, before in zip(gradients, self._before, strict=True))
 
     def _end(self, sum_square: float) -> None:
         scale = self._scale() ** 2
@@ -161,10 +238,9 @@ class GradientWatch:
         return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
-def _square(tensors: list[Tensor]) -> float:
-    if not tensors:
-        return 0.0
-    return float(torch.stack([each.double().pow(2).sum() for each in map(_dense, tensors)]).sum())
+def _square(tensors: Iterable[Tensor]) -> float:
+    squares = [each.double().pow(2).sum() for each in map(_dense, tensors)]
+    return float(torch.stack(squares).sum()) if squares else 0.0
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gives the parameter groups the learning rate that goes with a batch size, where the model's own did not reach them.
+"""The learning rate that goes with a batch size, as far as it may change, and the groups of parameters that have it.
 
 The rate is set where the model keeps it, and the optimizers are made anew, so that schedulers are built on it. A group
 whose rate did not follow (it is written into `configure_optimizers`) is scaled afterwards, with what its scheduler has
@@ -9,16 +9,113 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lightning_offload.tuning.learning_rate import scale_optimizer, scale_scheduler
+from lightning_offload.callbacks.tuning.options import FinderOptions
+from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
+from lightning_offload.lightning_packages import rank_zero
+from lightning_offload.tuning.learning_rate import (
+    check_rate,
+    has_step_hooks,
+    learning_rate_factor,
+    resolved_rule,
+    rule_warning,
+    scale_optimizer,
+    scale_scheduler,
+)
+from lightning_offload.tuning.noise_scale import NoiseScale, likely_rate_factor
 
-__all__ = ["Place", "base_rates", "first_rate", "scale_groups", "stragglers"]
+__all__ = ["Place", "ScaledRate", "base_rates", "is_resumed", "scale_groups", "scaled_rate", "stragglers"]
+
+_MOST_BY_RULE, _MOST_BY_NOISE = 8.0, 16.0
+"""By how much a rate is raised at most: where only a rule says how much, and where the noise scale does too."""
 
 Place = tuple[int, int]
 """A parameter group: the number of its optimizer, and its own there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledRate:
+    """The learning rate for a size.
+
+    Attributes:
+        lr: The rate itself.
+        factor: By how much it is scaled.
+        base_batch: The effective batch that the configured rate was for.
+        note: What a reader should know.
+    """
+
+    lr: float
+    factor: float
+    base_batch: int
+    note: str
+
+
+def scaled_rate(
+    trainer: Any,
+    module: Any,
+    options: FinderOptions,
+    targets: Targets,
+    *,
+    effective: int,
+    configured: int,
+    noise: NoiseScale | None,
+) -> ScaledRate:
+    """Scale the rate for a batch, as far as it may be raised.
+
+    Args:
+        trainer: At the start of a fit.
+        module: The model.
+        options: What the user asked for.
+        targets: Where the rate is kept.
+        effective: The effective batch to come, in samples.
+        configured: The one that is configured.
+        noise: The noise scale, where it was measured.
+    """
+    # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
+    base = options.base_batch_size or batch_of_rate(module, targets) or configured
+    rule = resolved_rule(options.lr_scaling, trainer.optimizers)
+    if rule != "none" and is_resumed(trainer):
+        rule = "none"
+        rank_zero(
+            targets.package,
+            "warn",
+            "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go on"
+            " with theirs. Start from weights alone to have it scaled.",
+        )
+    wanted = learning_rate_factor(rule=rule, effective_batch=effective, base_batch=base)
+    if noise is not None and rule != "none" and wanted > 1:
+        wanted = likely_rate_factor(noise, base_batch=base, batch=effective, rule=rule)
+    factor, note = _allowed_factor(trainer, options, wanted, is_measured=noise is not None)
+    warning = rule_warning(trainer.optimizers, rule=rule, factor=factor)
+    if warning is not None:
+        rank_zero(targets.package, "warn", warning)
+    rate = targets.base_rate if targets.base_rate is not None else _first_rate(trainer.optimizers)
+    return ScaledRate(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note)
+
+
+def _allowed_factor(trainer: Any, options: FinderOptions, wanted: float, *, is_measured: bool) -> tuple[float, str]:
+    """By how much the rate may change where a rule wants it to by so much, and what to say of it."""
+    is_warmed_up = options.lr_warmup_steps != 0 or options.lr_warmup_epochs > 0
+    if wanted > 1 and is_warmed_up and not all(map(has_step_hooks, trainer.optimizers)):
+        return 1.0, (
+            f"The learning rate stays: it would be raised by {wanted:.3g}, and the optimizer has no hooks around its"
+            " step for a warm-up; lr_warmup_steps=0 raises it without"
+        )
+    most = options.max_lr_factor
+    if most is None:
+        most = _MOST_BY_NOISE if is_measured else _MOST_BY_RULE
+    if wanted > most:
+        return most, f"The learning rate is raised by {most:g}, not by {wanted:.3g} (max_lr_factor)"
+    return wanted, ""
+
+
+def is_resumed(trainer: Any) -> bool:
+    """Whether the fit goes on from a checkpoint with optimizers."""
+    return bool(trainer._checkpoint_connector._loaded_checkpoint.get("optimizer_states"))
 
 
 def base_rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[float]]:
@@ -26,7 +123,7 @@ def base_rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[float]]
     return [[float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups] for optimizer in optimizers]
 
 
-def first_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+def _first_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float:
     """The rate that stands for all: that of the first group, at the top of its schedule."""
     group = optimizers[0].param_groups[0]
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))

@@ -26,31 +26,36 @@ from lightning_offload.callbacks.tuning.length import StepLimits, check_lengths,
 from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import GOODPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
-from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, why_no_noise_scale
-from lightning_offload.callbacks.tuning.rates import Place, base_rates, first_rate, scale_groups, stragglers
+from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
+from lightning_offload.callbacks.tuning.rates import (
+    Place,
+    ScaledRate,
+    base_rates,
+    is_resumed,
+    scale_groups,
+    scaled_rate,
+    stragglers,
+)
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
-from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
+from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
-from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
-from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, paying_choice, speedup_of, sure_choice
-from lightning_offload.tuning.learning_rate import (
-    check_rate,
-    effective_batch,
-    has_step_hooks,
-    learning_rate_factor,
-    resolved_rule,
-    rule_warning,
-    shown_warmup_steps,
+from lightning_offload.tuning.gates import (
+    LEAST_SPEEDUP,
+    Choice,
+    Speedup,
+    paying_choice,
+    speedup_of,
+    sure_choice,
+    surely_faster,
 )
+from lightning_offload.tuning.learning_rate import effective_batch, shown_warmup_steps
 from lightning_offload.tuning.noise_scale import (
-    MIN_STEPS,
     NoiseScale,
     estimate_noise_scale,
     likely_efficiency,
-    likely_rate_factor,
     settled_after,
 )
 from lightning_offload.tuning.posterior import pool
@@ -69,10 +74,8 @@ _TUNING_SHARE = 0.02
 _LEAST_SECONDS = 1.0
 """What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
 _LARGEST = 1 << 31
-_MOST_RATE_BY_RULE, _MOST_RATE_BY_NOISE = 8.0, 16.0
-"""By how much a rate is raised at most: where only a rule says how much, and where the noise scale does too."""
 _LEAST_BATCHES = 128
-"""Of a pilot that was asked for, however long that takes."""
+"""Of a pilot that was asked for, or of a run whose length is not known."""
 _MANY = 1 << 16
 _TRAINER_STATE = ("val_check_batch", "should_stop", "_train_start_time", "_last_val_time")
 
@@ -108,12 +111,14 @@ class Session:
         self._warmup_steps: int | None = None  # as the pilot shows
         self._lengths: Lengths | None = None  # where they vary
         self._shares: dict[int, float] = {}  # what a mean step takes, by one of a trial
+        self._pilot_seconds = 0.0
         self._most: int | None = None  # the largest size, where the configured one does not fit
         self._began = clock()
         # who only tunes has asked for it, however long it takes
         self._is_limited = options.max_seconds is None and not is_alone
         self._limits = limits
-        self._num_steps = math.inf
+        self._num_steps = self._total_steps = math.inf  # that are left of the run, and of all of it
+        self._first_step = 0
         self._options, self._targets = options, targets
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
@@ -149,9 +154,9 @@ class Session:
             check_lengths(
                 lengths,
                 schedule_lengths(self._trainer.strategy.lr_scheduler_configs),
-                num_before=self._num_steps,
-                num_after=math.ceil(self._num_steps / result.batch_ratio)
-                if math.isfinite(self._num_steps)
+                num_before=self._total_steps,
+                num_after=math.ceil(self._total_steps / result.batch_ratio)
+                if math.isfinite(self._total_steps)
                 else math.inf,
             )
         except BaseException:
@@ -179,7 +184,9 @@ class Session:
             lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
         self._lengths = sampler.lengths
-        self._num_steps = _num_steps(self._trainer)
+        self._first_step = int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
+        self._total_steps = _num_steps(self._trainer)
+        self._num_steps = max(0.0, self._total_steps - self._first_step)
         self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
         bounds = sampler.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
@@ -200,7 +207,7 @@ class Session:
                     if why:
                         return self._kept(why)
                     predictions, found = self._found(host, runner, bounds)
-            expected = self._expected(found, predictions)
+            expected = self._agreement.broadcast(self._expected(found, found.batch_size, predictions))  # by one clock
             choice = sure_choice(
                 found, base_size=self._targets.base_size, min_confidence=options.min_confidence,
                 speedup=expected.speedup if self._objective.name != "throughput" else None,
@@ -255,11 +262,11 @@ class Session:
         why = why_no_noise_scale(self._trainer, self._module)
         if why:
             return f"the gradient noise scale is not known, since {why}; objective='throughput' does without"
-        base, plan = self._targets.base_size, self._pilot_plan(runner)
-        if plan.num_measured < MIN_STEPS:
+        base, shortest = self._targets.base_size, shortest_pilot(self._objective.configured_accumulation)
+        if self._pilot_plan(runner) is None:
             return (
-                f"a pilot of {2 * MIN_STEPS * plan.num_micro} batches, which measures the gradient noise scale, is more"
-                f" than {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
+                f"a pilot of {shortest} batches, which measures the gradient noise scale, is more than"
+                f" {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
             )
         tried = [trial for trial in runner.done if trial.batch_size == base]
         if not (tried[0] if tried else runner.run(base, is_recorded=True)).is_ok:
@@ -267,9 +274,16 @@ class Session:
             self._most = base
             return ""
         plan = self._agreement.broadcast(self._pilot_plan(runner))  # by what a step takes, which is known now
+        if plan is None:
+            return (
+                f"a pilot of {shortest} batches, which measures the gradient noise scale, takes more than half of"
+                f" max_seconds={self._options.max_seconds:g}"
+            )
+        num_steps = 0.0 if is_resumed(self._trainer) else self._num_steps
+        began = self._clock()
         try:
             first, steps = self._agreement.together(
-                lambda: host.pilot(sampler.batches(), batch_size=base, plan=plan, run_steps=self._num_steps),
+                lambda: host.pilot(sampler.batches(), batch_size=base, plan=plan, num_steps=num_steps),
                 "measuring the gradient noise scale",
             )
         except Exception as error:
@@ -277,6 +291,7 @@ class Session:
                 raise
             release_frames(error)
             return "a pilot, which holds a second set of gradients, ran out of memory"
+        self._pilot_seconds = self._clock() - began
         micro = zip(*self._agreement.gather([step.micro for step in steps]), strict=True)
         shared = [
             dataclasses.replace(step, micro=sum(squares) / len(squares))
@@ -289,16 +304,17 @@ class Session:
         self._most = self._largest_worth(self._noise.low)
         return ""
 
-    def _pilot_plan(self, runner: TrialRunner) -> PilotPlan:
-        """How long a pilot may be: a share of the run, or half of the time that the user gives, as far as known."""
+    def _pilot_plan(self, runner: TrialRunner) -> PilotPlan | None:
+        """Plan a pilot: a share of the run, and half of the time that the user gives, as far as these are known."""
         accumulation = self._objective.configured_accumulation
-        most = _TUNING_SHARE * self._num_steps * accumulation
-        if not self._is_limited:  # who asks for a tuning of a short run gets one
-            most = max(most, _LEAST_BATCHES)
+        least = max(_LEAST_BATCHES, shortest_pilot(accumulation))
+        most = _TUNING_SHARE * self._num_steps * accumulation if math.isfinite(self._num_steps) else least
+        if not self._is_limited:
+            most = max(most, least)
         speeds = [each.samples_per_second for each in runner.done if each.batch_size == self._targets.base_size]
         if self._options.max_seconds is not None and speeds and speeds[0]:
             batch_seconds = self._targets.base_size * self._agreement.num_ranks / speeds[0]
-            most = min(most, max(self._options.max_seconds / 2 / batch_seconds, _LEAST_BATCHES))
+            most = min(most, self._options.max_seconds / 2 / batch_seconds)
         return pilot_plan(most, most_measured=self._options.pilot_steps, accumulation=accumulation)
 
     def _largest_worth(self, noise_scale: float) -> int:
@@ -377,7 +393,7 @@ class Session:
             high=largest,
             tolerance=options.tolerance,
             max_trials=options.max_trials,
-            max_seconds=options.max_seconds,
+            max_seconds=None if options.max_seconds is None else options.max_seconds - self._pilot_seconds,
             usual_seconds=self._usual_seconds,
             sizes=self._sizes(),
             efficiency=self._efficiency(runner),
@@ -385,7 +401,7 @@ class Session:
         is_tried = any(trial.batch_size == base for trial in found.trials)
         if found.batch_size != base and not is_tried and self._objective.name != "throughput":
             found = _with_trial(found, runner.run(base))  # what it is compared with
-        return runner.predictions, found
+        return runner.predictions, self._agreement.broadcast(self._surely_faster(found, runner.predictions))
 
     def _efficiency(self, runner: TrialRunner) -> Callable[[int], float] | None:
         """What throughput in trials of a size counts for; None where it counts as it is."""
@@ -416,20 +432,30 @@ class Session:
 
     # ---- what is found
 
-    def _expected(self, found: SearchResult, predictions: Predictions) -> _Expected:
-        """What the found size does to the run; the same on every rank, by one clock."""
-        tuning_seconds, base_size = self._clock() - self._began, self._targets.base_size
-        typical = self._agreement.broadcast(
-            (self._typical_share(predictions, base_size), self._typical_share(predictions, found.batch_size))
-        )
+    def _surely_faster(self, found: SearchResult, predictions: Predictions) -> SearchResult:
+        """What was found, or what is surely faster where that is not."""
+        if self._objective.name == "throughput":
+            return found
+        expected = {each.batch_size: self._expected(found, each.batch_size, predictions) for each in found.estimates}
+        speedups = {size: each.speedup for size, each in expected.items() if each.speedup is not None}
+        return surely_faster(found, speedups, base_size=self._targets.base_size, least=self._least_speedup)
+
+    @property
+    def _least_speedup(self) -> float:
+        return LEAST_SPEEDUP if self._objective.name == GOODPUT else 1.0
+
+    def _expected(self, found: SearchResult, size: int, predictions: Predictions) -> _Expected:
+        """What a size that was tried does to the run; on rank zero."""
+        base_size = self._targets.base_size
+        typical = self._typical_share(predictions, base_size), self._typical_share(predictions, size)
         run_seconds = self._run_seconds(found.trials)
         run_seconds = None if run_seconds is None else typical[0] * run_seconds
         speedup = speedup_of(
-            found, base_size=base_size, size=found.batch_size, samples=self._effective(base_size) // base_size,
-            noise=self._noise, typical=typical, tuning_seconds=tuning_seconds,
+            found, base_size=base_size, size=size, samples=self._effective(base_size) // base_size, noise=self._noise,
+            typical=typical, tuning_seconds=self._clock() - self._began,
             run_seconds=run_seconds if self._is_limited and run_seconds is not None else math.inf,
         )  # fmt: skip
-        return self._agreement.broadcast(_Expected(speedup=speedup, typical=typical, run_seconds=run_seconds))
+        return _Expected(speedup=speedup, typical=typical, run_seconds=run_seconds)
 
     def _result(
         self,
@@ -443,10 +469,9 @@ class Session:
     ) -> TuningResult:
         base_size, speedup, typical = self._targets.base_size, expected.speedup, expected.typical
         if self._objective.name != "throughput" and choice.batch_size != base_size:
-            least = LEAST_SPEEDUP if self._objective.name == GOODPUT else 1.0
-            choice = paying_choice(choice, speedup, found, base_size=base_size, least=least)
+            choice = paying_choice(choice, speedup, found, base_size=base_size, least=self._least_speedup)
         budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
-        rates = self._learning_rate(size)
+        rates = self._rates(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
         predicted = predictions.largest(*bounds[:2]) if is_limited else None
@@ -467,7 +492,7 @@ class Session:
             note=_note(choice, found, host.decline, rates.note, _of_lengths(sampler.note, typical, base_size)),
         )
 
-    def _settings(self, size: int, rates: _Rates) -> dict[str, Any]:
+    def _settings(self, size: int, rates: ScaledRate) -> dict[str, Any]:
         """What is set, what it is set in place of, and why; the same whether or not anything was tried."""
         noise = self._noise
         return {
@@ -480,7 +505,7 @@ class Session:
             "noise_scale": None if noise is None else noise.value,
             "noise_scale_interval": None if noise is None else (noise.low, noise.high),
             "warmup_steps": self._warmup_steps,
-            "first_step": int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
+            "first_step": self._first_step,
             "lr": rates.lr,
             "base_batch_size": rates.base_batch,
             "effective_batch_size": self._effective(size),
@@ -491,7 +516,7 @@ class Session:
     def _kept(self, why: str) -> TuningResult:
         """The configured size, where nothing was tried."""
         size = self._targets.base_size
-        rates = self._learning_rate(size)
+        rates = self._rates(size)
         note = " ".join(f"{each}." for each in (f"The configured {size} is kept: {why}", rates.note) if each)
         return TuningResult(**self._settings(size, rates), note=note)
 
@@ -508,50 +533,12 @@ class Session:
     def _effective(self, batch_size: int) -> int:
         return effective_batch(batch_size, self._trainer.world_size, self._objective.accumulation(batch_size))
 
-    def _learning_rate(self, batch_size: int) -> _Rates:
-        """Scale the rate for a size, as far as it may be raised."""
-        options, targets = self._options, self._targets
-        # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
-        base = options.base_batch_size or batch_of_rate(self._module, targets) or self._effective(targets.base_size)
-        rule = resolved_rule(options.lr_scaling, self._trainer.optimizers)
-        if rule != "none" and self._is_resumed():
-            rule = "none"
-            rank_zero(
-                targets.package,
-                "warn",
-                "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go"
-                " on with theirs. Start from weights alone to have it scaled.",
-            )
-        effective = self._effective(batch_size)
-        wanted = learning_rate_factor(rule=rule, effective_batch=effective, base_batch=base)
-        if self._noise is not None and rule != "none" and wanted > 1:
-            wanted = likely_rate_factor(self._noise, base_batch=base, batch=effective, rule=rule)
-        factor, note = self._allowed_factor(wanted)
-        warning = rule_warning(self._trainer.optimizers, rule=rule, factor=factor)
-        if warning is not None:
-            rank_zero(targets.package, "warn", warning)
-        rate = targets.base_rate if targets.base_rate is not None else first_rate(self._trainer.optimizers)
-        return _Rates(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note)
-
-    def _allowed_factor(self, wanted: float) -> tuple[float, str]:
-        """By how much the rate may change where a rule wants it to by so much, and what to say of it."""
-        options = self._options
-        is_warmed_up = options.lr_warmup_steps != 0 or options.lr_warmup_epochs > 0
-        if wanted > 1 and is_warmed_up and not all(map(has_step_hooks, self._trainer.optimizers)):
-            return 1.0, (
-                f"The learning rate stays: it would be raised by {wanted:.3g}, and the optimizer has no hooks around"
-                " its step for a warm-up; lr_warmup_steps=0 raises it without"
-            )
-        most = options.max_lr_factor
-        if most is None:
-            most = _MOST_RATE_BY_RULE if self._noise is None else _MOST_RATE_BY_NOISE
-        if wanted > most:
-            return most, f"The learning rate is raised by {most:g}, not by {wanted:.3g} (max_lr_factor)"
-        return wanted, ""
-
-    def _is_resumed(self) -> bool:
-        """Whether the fit goes on from a checkpoint with optimizers."""
-        return bool(self._trainer._checkpoint_connector._loaded_checkpoint.get("optimizer_states"))
+    def _rates(self, batch_size: int) -> ScaledRate:
+        """The rate for a size."""
+        return scaled_rate(
+            self._trainer, self._module, self._options, self._targets, effective=self._effective(batch_size),
+            configured=self._effective(self._targets.base_size), noise=self._noise,
+        )  # fmt: skip
 
     # ---- putting back
 
@@ -592,23 +579,6 @@ class _Expected:
     speedup: Speedup | None
     typical: tuple[float, float]
     run_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rates:
-    """The learning rate for a size.
-
-    Attributes:
-        lr: The rate itself.
-        factor: By how much it is scaled.
-        base_batch: The effective batch that the configured rate was for.
-        note: What a reader should know.
-    """
-
-    lr: float
-    factor: float
-    base_batch: int
-    note: str
 
 
 def _why_too_quick(run_seconds: float | None) -> str:
