@@ -228,8 +228,10 @@ class _Known:
 
     @classmethod
     def of(cls, trials: Sequence[Trial]) -> _Known:
-        estimates = pool(trials)
         failed = [trial.batch_size for trial in trials if not trial.is_ok]
+        # what ran once and failed another time, as an allocator's mood has it, does not fit
+        least = min(failed, default=math.inf)
+        estimates = {size: estimate for size, estimate in pool(trials).items() if size < least}
         num_repeats = [max(1, len(trial.step_seconds)) for trial in trials if trial.is_ok]
         return cls(
             fits=tuple(estimates),

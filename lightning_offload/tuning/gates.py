@@ -133,23 +133,39 @@ def speedup_of(
 
 
 def surely_faster(
-    found: SearchResult, speedups: Mapping[int, Speedup], *, base_size: int, least: float = LEAST_SPEEDUP
+    found: SearchResult,
+    speedups: Mapping[int, Speedup],
+    *,
+    base_size: int,
+    min_confidence: float,
+    least: float = LEAST_SPEEDUP,
 ) -> SearchResult:
-    """What was found, or where a run is not surely faster with it the size that was tried and surely is, if one is.
+    """What was found, or where it would not be set the size that was tried and surely is faster, if one is.
 
     A search looks for what is likely best; a smaller step from the configured size may be the only one that is sure.
+    How sure the search is of that one is not known, so its confidence is 0.
 
     Args:
         found: By the search.
         speedups: What is expected of sizes that were tried.
         base_size: The configured size.
-        least: What the lower end has to exceed.
+        min_confidence: As for :func:`sure_choice`.
+        least: As for :func:`paying_choice`.
     """
     own = speedups.get(found.batch_size)
-    if found.batch_size == base_size or is_known_not_to_fit(base_size, found) or (own and own.low > least):
+    choice = sure_choice(found, base_size=base_size, min_confidence=min_confidence, speedup=own)
+    if found.batch_size == base_size or is_known_not_to_fit(base_size, found):
         return found
-    others = {size: each.low for size, each in speedups.items() if size != base_size and each.low > least}
-    return replace(found, batch_size=max(others, key=lambda size: others[size])) if others else found
+    if not choice.why_kept and own is not None and own.low > least:
+        return found
+    others = {
+        size: each.low
+        for size, each in speedups.items()
+        if size != base_size and each.low > LEAST_SPEEDUP and not is_known_not_to_fit(size, found)
+    }
+    if not others or min_confidence > _SURE:
+        return found
+    return replace(found, batch_size=max(others, key=lambda size: others[size]), confidence=0.0)
 
 
 def paying_choice(

@@ -216,13 +216,15 @@ class _Search:
         best, ended_by = decision.next_trial.best, decision.ended_by
         if best is None or ended_by is None:
             raise _no_size_fits(self.trials, self.min_size, ended_by)
+        fails = min((trial.batch_size for trial in self.trials if not trial.is_ok), default=None)
+        ran = [trial.batch_size for trial in self.trials if trial.is_ok]
         return SearchResult(
             batch_size=best,
             confidence=decision.next_trial.confidence,
             trials=tuple(self.trials),
             estimates=tuple(pool(self.trials).values()),
-            largest=max(trial.batch_size for trial in self.trials if trial.is_ok),
-            smallest_failing=min((trial.batch_size for trial in self.trials if not trial.is_ok), default=None),
+            largest=max(size for size in ran if fails is None or size < fails),
+            smallest_failing=fails,
             ended_by=ended_by,
         )
 

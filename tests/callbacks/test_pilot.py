@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_offload.callbacks.tuning.pilot import pilot_plan, shortest_pilot
@@ -168,8 +169,13 @@ def test_a_run_of_unknown_length_has_a_short_pilot(make_trainer: MakeTrainer) ->
     finder = goodput(clock, objective="goodput", max_seconds=None)
     net = Rising(400.0, clock, quiet_steps=80)
     callbacks = [finder, Stop(), GradientAccumulationScheduler({0: 1})]
-    make_trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=100).fit(net)
+    make_trainer(callbacks=callbacks, max_epochs=4).fit(net)
     assert finder.result.noise_scale < 10
+    short = goodput(clock, objective="goodput", max_seconds=None)
+    callbacks = [short, Stop(), GradientAccumulationScheduler({0: 1})]
+    make_trainer(callbacks=callbacks, max_epochs=1).fit(Bowl(400.0, clock))
+    assert short.result.noise_scale is None
+    assert "a pilot of 64 batches, which measures the gradient noise scale, is more than 2%" in short.result.note
 
 
 @pytest.mark.parametrize("accumulation", [1, 16])
@@ -219,3 +225,68 @@ def test_what_a_pilot_changes_in_the_optimizer_is_put_back(make_trainer: MakeTra
     make_trainer(callbacks=[finder, Stop()], max_steps=5_000, max_epochs=-1).fit(Tensors(400.0, clock))
     assert float(Scheduled.rates[-1]) == pytest.approx(1e-6)
     assert max(map(float, Scheduled.rates)) > 1e-5
+
+
+def test_loaders_that_are_slow_do_not_make_a_pilot_longer(make_trainer: MakeTrainer) -> None:
+    """A trial does not show what they take, so a pilot looks at the clock."""
+
+    class Slow(Bowl):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if not self.trainer.callbacks and not torch.equal(batch[0][0], self.pulls.tensors[0][0]):  # type: ignore[attr-defined]
+                self.tick(9 * SECONDS)
+
+    clock = Clock()
+    finder = goodput(clock, max_seconds=1000.0 * SECONDS)
+    make_trainer(callbacks=[finder, Stop()], max_steps=10**6, max_epochs=-1).fit(Slow(400.0, clock))
+    assert finder.result.noise_scale is not None
+    assert finder.result.tuning_seconds < 1100 * SECONDS
+
+
+@pytest.mark.filterwarnings("ignore:.*parameters are trained from epoch")
+def test_a_schedule_goes_on_where_parameters_are_thawed_later(make_trainer: MakeTrainer) -> None:
+    """Trials train all of them, in a group of their own that the schedule does not know."""
+
+    class Thawing(BaseFinetuning):
+        def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+            self.freeze(pl_module.head)
+
+        def finetune_function(self, *args: Any) -> None:
+            pass
+
+    class Headed(Scheduled):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.head = torch.nn.Linear(50, 1)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + 0.0 * self.head(self.place).sum()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD([self.place], 1e-9)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 + step)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    clock = Clock()
+    Scheduled.rates.clear()
+    finder = goodput(clock, max_seconds=None)
+    trainer = make_trainer(callbacks=[finder, Stop(), Thawing()], max_steps=5_000, max_epochs=-1)
+    trainer.fit(Headed(400.0, clock))
+    rates = [round(rate * 1e9) for rate in Scheduled.rates]
+    assert max(rates) > 40
+    assert len(trainer.optimizers[0].param_groups) == 1
+
+
+@pytest.mark.filterwarnings("ignore:EfficientBatchSizeFinder leaves the learning rate alone")
+def test_epochs_are_left_whatever_batch_the_former_had(make_trainer: MakeTrainer, tmp_path: Any) -> None:
+    """A checkpoint's steps are of its own batch: 2,500 of an epoch, of which the run with 64 samples has 313."""
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(Bowl(400.0, Clock(), lr=0.0))
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    for max_epochs, is_tuned in ((20, True), (8, False)):
+        clock = Clock()
+        finder = goodput(clock, max_seconds=None, max_data_share=0.5)
+        net = Bowl(400.0, clock, batch_size=64)
+        callbacks = [finder, Stop()]
+        make_trainer(callbacks=callbacks, max_epochs=max_epochs).fit(net, ckpt_path=tmp_path / "small.ckpt")
+        assert (finder.result.noise_scale is not None) == is_tuned
+        assert "the run has 0 steps" not in finder.result.note

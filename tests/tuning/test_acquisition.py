@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_offload.tuning.acquisition import Beliefs, expected_confidence
+from lightning_offload.tuning.acquisition import Beliefs, Space, decide, expected_confidence
 from lightning_offload.tuning.posterior import Array
+from lightning_offload.tuning.trial import Trial
 
 SIZES = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
 
@@ -52,3 +53,16 @@ def test_promising_sizes() -> None:
     found = beliefs([50, 80, 99, 100, 100], [50, 80, 99, 100, 100])
     assert found.promising(9, [0]) == [2, 3, 0]
     assert found.promising(1, [0]) == [2]
+
+
+def test_what_ran_once_and_failed_another_time_does_not_fit() -> None:
+    """An allocator's mood decides such a size; it is neither chosen nor in the way."""
+    space = Space(low=8, high=None, start=8, tolerance=0.03, forecast=None, sizes=None, efficiency=None)
+    ran = [
+        Trial(batch_size=size, is_ok=True, samples_per_second=float(size), step_seconds=(1.0,) * 3)
+        for size in (8, 16, 32, 64)
+    ]
+    failed = Trial(batch_size=64, is_ok=False, reason="out of memory")
+    decided = decide(space, [*ran, failed], may_grow=False)
+    assert decided.best == 32
+    assert decided.next_size is None or decided.next_size < 64

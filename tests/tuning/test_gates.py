@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -60,15 +61,31 @@ def test_what_is_surely_better_is_set_though_another_size_may_be_best(
 
 
 def test_a_smaller_sure_gain_is_set_where_the_likely_best_is_not_sure() -> None:
-    """Of the sizes that were tried, that which is surely fastest; what is sure, or fits alone, stays."""
+    """Of the sizes that were tried, that which is surely fastest; what would be set, or fits alone, stays."""
     speedups = {8: Speedup(value=1.0, low=1.0), 16: Speedup(value=1.3, low=1.1), 24: Speedup(value=1.4, low=1.2)}
     speedups[128] = Speedup(value=3.0, low=0.9)
-    assert surely_faster(found(128, 0.9), speedups, base_size=8).batch_size == 24
-    assert surely_faster(found(16, 0.9), speedups, base_size=8).batch_size == 16
-    assert surely_faster(found(8, 0.9), speedups, base_size=8).batch_size == 8
-    assert surely_faster(found(128, 0.9), {128: speedups[128]}, base_size=8).batch_size == 128
-    assert surely_faster(found(128, 0.9), speedups, base_size=8, least=1.15).batch_size == 24
-    assert surely_faster(found(4, 0.9, smallest_failing=8), speedups, base_size=8).batch_size == 4
+
+    def chosen(size: int, confidence: float = 0.9, **kwargs: Any) -> int:
+        result = found(size, confidence, smallest_failing=kwargs.pop("fails", None))
+        given = kwargs.pop("speedups", speedups)
+        set_ = surely_faster(result, given, base_size=8, **{"min_confidence": 0.5, **kwargs})
+        assert (set_ == result) or (set_.confidence == 0 and set_.batch_size != size)
+        return set_.batch_size
+
+    assert chosen(128) == 24
+    assert chosen(16) == 16
+    assert chosen(8) == 8
+    assert chosen(128, speedups={128: speedups[128]}) == 128
+    assert chosen(128, least=1.15) == 24
+    assert chosen(4, fails=8) == 4, "the configured size does not fit"
+    assert chosen(16, fails=20) == 16
+    assert chosen(128, fails=24) == 16, "24 ran once, and failed another time"
+    assert chosen(128, min_confidence=0.98) == 128, "nothing is as sure as that"
+    nearly = {**speedups, 128: Speedup(value=3.0, low=1.03)}
+    assert chosen(128, least=1.0, speedups=nearly) == 128, "the search is sure of it, and it is no slower"
+    assert chosen(128, 0.3, least=1.0, speedups=nearly) == 24, "that is not"
+    slight = {8: speedups[8], 16: Speedup(value=1.1, low=1.01), 128: Speedup(value=3.0, low=0.99)}
+    assert chosen(128, least=1.0, speedups=slight) == 128, "nor is one of many that is 1% better to be sure of"
 
 
 def test_what_was_found_to_be_the_configured_size_needs_no_reason() -> None:

@@ -44,7 +44,7 @@ from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.strategies.precision import graft, ungraft
-from lightning_offload.tuning.noise_scale import GradientSquares
+from lightning_offload.tuning.noise_scale import MIN_STEPS, GradientSquares
 from lightning_offload.tuning.predictions import LinePredictor
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import Seen, StepMeter
@@ -504,17 +504,28 @@ class LightningHost:
     @contextlib.contextmanager
     def _trying(self, batch_size: int) -> Iterator[None]:
         self._set_batch_size(batch_size)
+        groups = [(optimizer, list(optimizer.param_groups)) for optimizer in self._trainer.optimizers]
         if self._will_thaw:
             thaw(self._module, self._trainer.optimizers[0])
-        with (
-            quiet(self._trainer, self._module, self._package),
-            accumulating(self._trainer, self._accumulation(batch_size)),
-        ):
-            self._steps.begin()
-            yield
+        try:
+            with (
+                quiet(self._trainer, self._module, self._package),
+                accumulating(self._trainer, self._accumulation(batch_size)),
+            ):
+                self._steps.begin()
+                yield
+        finally:
+            for optimizer, before in groups:
+                optimizer.param_groups[:] = before  # schedules know no others
 
     def pilot(
-        self, batches: Iterator[Any], *, batch_size: int, plan: PilotPlan, num_steps: float
+        self,
+        batches: Iterator[Any],
+        *,
+        batch_size: int,
+        plan: PilotPlan,
+        num_steps: float,
+        is_late: Callable[[], bool] = lambda: False,
     ) -> tuple[list[GradientSquares], list[GradientSquares]]:
         """Make real optimizer steps and take the squares of their gradients; all is put back.
 
@@ -523,6 +534,7 @@ class LightningHost:
             batch_size: Samples of one.
             plan: The steps.
             num_steps: Those of the run, at whose end its schedules end; 0 where they are not to be stepped.
+            is_late: Whether no step more is to be made than a measurement needs.
 
         Returns:
             Those of the first steps, and those of the measured ones.
@@ -544,7 +556,9 @@ class LightningHost:
                     )  # fmt: skip
                     watching = watch.watching() if is_watched else contextlib.nullcontext()
                     with accumulating(self._trainer, num_micro), watching:
-                        for _ in range(number):
+                        for made in range(number):
+                            if made >= MIN_STEPS and is_late():
+                                break
                             for micro in range(num_micro):
                                 self._steps.run(next(batches), is_last=micro == num_micro - 1)
                             schedules.made_step(plan.accumulation)

@@ -154,7 +154,7 @@ class ScheduleSteps:
             try:
                 type(config.scheduler).step(config.scheduler)
             except Exception as error:  # another signature, or one that ends before the run does, which will tell
-                _log.debug("a schedule is not stepped any more in the pilot", exc_info=error)
+                _log.info("a pilot goes on without the schedule %s: %s", type(config.scheduler).__name__, error)
                 self._configs.remove(config)
 
 

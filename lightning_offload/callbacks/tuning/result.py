@@ -62,7 +62,7 @@ class TuningResult(Printed):
         expected_speedup: By how much the run is expected to end earlier for the same progress, tuning included, with
             `found_batch_size`; None where that is not known.
         tuning_seconds: What the tuning took.
-        run_seconds: What the configured run was estimated to take; None where its length is not known.
+        run_seconds: What was left of the configured run was estimated to take; None where its length is not known.
         first_step: Optimizer steps of a checkpoint that the run had begun from when it was tuned.
         lr_factor: By how much the rate was scaled; 1.0 where it was left as it was.
         scaled_groups: Parameter groups (number of the optimizer, and of the group in it) whose rates are scaled when
@@ -73,7 +73,8 @@ class TuningResult(Printed):
             none): found by trial, or predicted where `is_largest_predicted`. None where nothing limits memory.
         largest_plain_size: The largest that fits without a memory plan; predicted. None where that is not known.
         is_largest_predicted: Whether no trial was run at `largest_size`.
-        confidence: How probably the size is right, by the trials; from 0 to 1.
+        confidence: How probably the size is right, by the trials; from 0 to 1. 0 where another was found that is not
+            sure enough to be set, and this one surely is faster than the configured one.
         budget_bytes: The budget that limited the search; None without a limit.
         scaling: What the chosen size would do on 1 to 1024 devices, simulated; None where that is not known.
         note: What a reader should know, such as why sizes were predicted and not tried.

@@ -185,8 +185,8 @@ class Session:
         )
         self._lengths = sampler.lengths
         self._first_step = int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
-        self._total_steps = _num_steps(self._trainer)
-        self._num_steps = max(0.0, self._total_steps - self._first_step)
+        total = _num_steps(self._trainer)
+        self._total_steps, self._num_steps = self._agreement.broadcast((total, _steps_left(self._trainer, total)))
         self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
         bounds = sampler.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
@@ -214,7 +214,7 @@ class Session:
             )  # fmt: skip
             size = choice.batch_size
             if size != self._targets.base_size:
-                lower = sampler.without_single(size, bounds[0], self._objective.sizes)
+                lower = sampler.without_single(size, bounds[0], self._sizes())
                 (size,) = map(int, self._agreement.smallest([lower]))
             choice = dataclasses.replace(choice, batch_size=size)
             return self._result(choice, found, expected, predictions, host, sampler, bounds)
@@ -283,7 +283,9 @@ class Session:
         began = self._clock()
         try:
             first, steps = self._agreement.together(
-                lambda: host.pilot(sampler.batches(), batch_size=base, plan=plan, num_steps=num_steps),
+                lambda: host.pilot(
+                    sampler.batches(), batch_size=base, plan=plan, num_steps=num_steps, is_late=self._late_after(began)
+                ),
                 "measuring the gradient noise scale",
             )
         except Exception as error:
@@ -304,11 +306,24 @@ class Session:
         self._most = self._largest_worth(self._noise.low)
         return ""
 
+    def _late_after(self, began: float) -> Callable[[], bool]:
+        """Whether a pilot has taken half of the time that the user gives: trials do not show how slow loaders are.
+
+        With several ranks it is as long as planned.
+        """
+        seconds = self._options.max_seconds
+        if seconds is None or self._agreement.num_ranks > 1:
+            return lambda: False
+        return lambda: self._clock() - began >= seconds / 2
+
     def _pilot_plan(self, runner: TrialRunner) -> PilotPlan | None:
         """Plan a pilot: a share of the run, and half of the time that the user gives, as far as these are known."""
         accumulation = self._objective.configured_accumulation
         least = max(_LEAST_BATCHES, shortest_pilot(accumulation))
-        most = _TUNING_SHARE * self._num_steps * accumulation if math.isfinite(self._num_steps) else least
+        if math.isfinite(self._num_steps):
+            most = _TUNING_SHARE * self._num_steps * accumulation
+        else:
+            most = min(least, _TUNING_SHARE * self._agreement.broadcast(_num_batches(self._trainer)))
         if not self._is_limited:
             most = max(most, least)
         speeds = [each.samples_per_second for each in runner.done if each.batch_size == self._targets.base_size]
@@ -438,7 +453,10 @@ class Session:
             return found
         expected = {each.batch_size: self._expected(found, each.batch_size, predictions) for each in found.estimates}
         speedups = {size: each.speedup for size, each in expected.items() if each.speedup is not None}
-        return surely_faster(found, speedups, base_size=self._targets.base_size, least=self._least_speedup)
+        return surely_faster(
+            found, speedups, base_size=self._targets.base_size, min_confidence=self._options.min_confidence,
+            least=self._least_speedup,
+        )  # fmt: skip
 
     @property
     def _least_speedup(self) -> float:
@@ -624,6 +642,27 @@ def _num_steps(trainer: Any) -> float:
         return math.inf
     num_steps: float = trainer.estimated_stepping_batches
     return num_steps if num_steps > 0 else math.inf
+
+
+def _num_batches(trainer: Any) -> float:
+    """Batches of the run, whatever is accumulated; infinite where that is not known."""
+    is_limited = trainer.max_epochs is not None and trainer.max_epochs >= 0
+    return float(trainer.num_training_batches * max(1, trainer.max_epochs)) if is_limited else math.inf
+
+
+def _steps_left(trainer: Any, total: float) -> float:
+    """How many optimizer steps are left of so many, where the run goes on from a checkpoint."""
+    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
+    if not checkpoint or not math.isfinite(total):
+        return total
+    left = total
+    if trainer.max_steps != -1:
+        left = min(left, trainer.max_steps - checkpoint.get("global_step", 0))
+    num_batches = _num_batches(trainer)
+    if math.isfinite(num_batches):  # of today's batch, though the epochs before may have had another
+        share = 1 - checkpoint.get("epoch", 0) / max(1, trainer.max_epochs)
+        left = min(left, math.ceil(share * num_batches / trainer.accumulate_grad_batches))
+    return max(0.0, float(left))
 
 
 def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
