@@ -1,4 +1,4 @@
-"""How long a run is in optimizer steps, when the batch changes: as many samples, so fewer or more steps.
+"""How long a run is in optimizer steps, and when the batch changes: as many samples, so fewer or more steps.
 
 `max_steps` and `min_steps` are given for the configured batch, and so is a `limit_train_batches` that is a number of
 batches and not a share of them. Any other epoch has as many samples whatever the batch is. Schedules that count steps
@@ -13,15 +13,54 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from lightning_offload.callbacks.tuning.accumulation import accumulation_schedule
 from lightning_offload.errors import TuningError
 
-__all__ = ["StepLimits", "check_lengths", "is_number_of_batches", "scaled_steps", "schedule_lengths"]
+__all__ = [
+    "StepLimits",
+    "check_lengths",
+    "is_number_of_batches",
+    "run_batches",
+    "run_steps",
+    "scaled_steps",
+    "schedule_lengths",
+    "steps_left",
+]
 
 _LIMITS = ("max_steps", "min_steps")
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 _KEYWORDS = ("num_training_steps", "total_steps", "max_steps", "num_steps")
 """What functions of a step are usually given, as those of transformers' schedules."""
 _ABOUT = 0.05
+
+
+def run_steps(trainer: Any) -> float:
+    """Optimizer steps of the run as it is configured; infinite where that is not known."""
+    if accumulation_schedule(trainer) is not None:
+        return math.inf
+    number: float = trainer.estimated_stepping_batches
+    return number if number > 0 else math.inf
+
+
+def run_batches(trainer: Any) -> float:
+    """Batches of the run, whatever is accumulated; infinite where that is not known."""
+    is_limited = trainer.max_epochs is not None and trainer.max_epochs >= 0
+    return float(trainer.num_training_batches * max(1, trainer.max_epochs)) if is_limited else math.inf
+
+
+def steps_left(trainer: Any, total: float) -> float:
+    """How many optimizer steps are left of so many, where the run goes on from a checkpoint."""
+    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
+    if not checkpoint or not math.isfinite(total):
+        return total
+    left = total
+    if trainer.max_steps != -1:
+        left = min(left, trainer.max_steps - checkpoint.get("global_step", 0))
+    batches = run_batches(trainer)
+    if math.isfinite(batches):  # of today's batch, though the epochs before may have had another
+        share = 1 - checkpoint.get("epoch", 0) / max(1, trainer.max_epochs)
+        left = min(left, math.ceil(share * batches / trainer.accumulate_grad_batches))
+    return max(0.0, float(left))
 
 
 def scaled_steps(num_steps: int, ratio: Fraction, done: int = 0) -> int:

@@ -19,10 +19,16 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_schedule
 from lightning_offload.callbacks.tuning.freezing import will_thaw
 from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
-from lightning_offload.callbacks.tuning.length import StepLimits, check_lengths, schedule_lengths
+from lightning_offload.callbacks.tuning.length import (
+    StepLimits,
+    check_lengths,
+    run_batches,
+    run_steps,
+    schedule_lengths,
+    steps_left,
+)
 from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import GOODPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
@@ -185,8 +191,8 @@ class Session:
         )
         self._lengths = sampler.lengths
         self._first_step = int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
-        total = _num_steps(self._trainer)
-        self._total_steps, self._num_steps = self._agreement.broadcast((total, _steps_left(self._trainer, total)))
+        total = run_steps(self._trainer)
+        self._total_steps, self._num_steps = self._agreement.broadcast((total, steps_left(self._trainer, total)))
         self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
         bounds = sampler.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
@@ -323,7 +329,7 @@ class Session:
         if math.isfinite(self._num_steps):
             most = _TUNING_SHARE * self._num_steps * accumulation
         else:
-            most = min(least, _TUNING_SHARE * self._agreement.broadcast(_num_batches(self._trainer)))
+            most = min(least, _TUNING_SHARE * self._agreement.broadcast(run_batches(self._trainer)))
         if not self._is_limited:
             most = max(most, least)
         speeds = [each.samples_per_second for each in runner.done if each.batch_size == self._targets.base_size]
@@ -634,35 +640,6 @@ def _of_lengths(note: str, typical: tuple[float, float], base_size: int) -> str:
     if not note or typical == (1.0, 1.0):
         return note
     return f"{note}; as planned, a mean step with {base_size} takes {typical[0]:.2f} of that"
-
-
-def _num_steps(trainer: Any) -> float:
-    """Optimizer steps of the run as it is configured; infinite where that is not known."""
-    if accumulation_schedule(trainer) is not None:
-        return math.inf
-    num_steps: float = trainer.estimated_stepping_batches
-    return num_steps if num_steps > 0 else math.inf
-
-
-def _num_batches(trainer: Any) -> float:
-    """Batches of the run, whatever is accumulated; infinite where that is not known."""
-    is_limited = trainer.max_epochs is not None and trainer.max_epochs >= 0
-    return float(trainer.num_training_batches * max(1, trainer.max_epochs)) if is_limited else math.inf
-
-
-def _steps_left(trainer: Any, total: float) -> float:
-    """How many optimizer steps are left of so many, where the run goes on from a checkpoint."""
-    checkpoint = trainer._checkpoint_connector._loaded_checkpoint
-    if not checkpoint or not math.isfinite(total):
-        return total
-    left = total
-    if trainer.max_steps != -1:
-        left = min(left, trainer.max_steps - checkpoint.get("global_step", 0))
-    num_batches = _num_batches(trainer)
-    if math.isfinite(num_batches):  # of today's batch, though the epochs before may have had another
-        share = 1 - checkpoint.get("epoch", 0) / max(1, trainer.max_epochs)
-        left = min(left, math.ceil(share * num_batches / trainer.accumulate_grad_batches))
-    return max(0.0, float(left))
 
 
 def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
