@@ -402,6 +402,10 @@ class TrainingSteps:
             output = loop.manual_optimization.run(kwargs)
         call._call_lightning_module_hook(trainer, "on_train_batch_end", output, batch, batch_idx)
 
+    def begin_window(self, num_micro: int) -> None:
+        """Let the next batch be the first of an accumulation window: by its number the loop drops gradients there."""
+        self._batch_idx += -self._batch_idx % num_micro
+
     def drop_gradients(self) -> None:
         """Let go of all gradients."""
         for parameter in self._module.parameters():
@@ -555,6 +559,7 @@ class LightningHost:
                         num_ranks=self._agreement.num_ranks,
                     )  # fmt: skip
                     watching = watch.watching() if is_watched else contextlib.nullcontext()
+                    self._steps.begin_window(num_micro)
                     with accumulating(self._trainer, num_micro), watching:
                         for made in range(number):
                             if made >= MIN_STEPS and is_late():

@@ -86,7 +86,7 @@ def pilot_plan(most_batches: float, *, most_measured: int, accumulation: int) ->
 
 
 def _num_micro(accumulation: int) -> int:
-    """A multiple of the run's, so that measured steps begin where the Trainer's own do, which drops gradients there."""
+    """A multiple of the run's, so that both halves of a pilot can have as many batches."""
     return accumulation * math.ceil(_NUM_MICRO / accumulation)
 
 
