@@ -76,7 +76,7 @@ class Materializer:
 
         A copy out that failed leaves the value on the device.
         """
-        if value.block is not None and value.copy is not None and value.origin is not None:
+        if value.block is not None and value.copy is not None and value.has_origin:
             try:
                 self._wait(value)
             except SpillError:
@@ -110,7 +110,7 @@ class Materializer:
             StaleInputError: A replay would read a tensor that was modified since.
             ReplayError: There is no way to have the value.
         """
-        if value.guards and value.is_stale:
+        if value.is_stale:
             if value.block is None and value.call is None:
                 raise StaleInputError(_STALE)
             value.leave_origin()
@@ -122,7 +122,7 @@ class Materializer:
                 self._await(value, live)
             return live
         if value.block is not None:
-            self._bring_back(value, is_visit=not _has_handle(value))
+            self._bring_back(value, is_visit=not value.has_handle)
         elif value.call is not None:
             self._take(value, self._made(value))
             self._dismiss_visitors()
@@ -186,7 +186,7 @@ class Materializer:
     def _keep_replayed(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
         """Keep a value replayed on the way to another for its own later unpack: not one that is swapped."""
         decision = self._decisions.get(value.index)
-        if decision is not None and decision.action == "recompute" and decision.memo and _has_handle(value):
+        if decision is not None and decision.action == "recompute" and decision.memo and value.has_handle:
             self._take(value, storage)
 
     def _take(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
@@ -247,10 +247,3 @@ class Materializer:
         if self._observer is not None:
             self._observer.on_allocation(storage)
 
-
-def _has_handle(value: LiveValue) -> bool:
-    """Whether autograd will read a value itself, not only a replay."""
-    for handle in value.handles:  # noqa: SIM110  (asked for each value that is replayed)
-        if handle() is not None:
-            return True
-    return False

@@ -86,9 +86,17 @@ class LiveValue:
         return self.origin() if self.origin is not None else None
 
     @property
-    def has_source(self) -> bool:
-        """Whether it can be had after its origin is gone."""
-        return self.storage is not None or self.block is not None or self.call is not None
+    def has_origin(self) -> bool:
+        """Whether the storage that it was made on still holds it, as far as was seen."""
+        return self.origin is not None
+
+    @property
+    def has_handle(self) -> bool:
+        """Whether autograd will read it itself, not only a replay."""
+        for handle in self.handles:  # noqa: SIM110  (asked for each value that is replayed)
+            if handle() is not None:
+                return True
+        return False
 
     @property
     def is_stale(self) -> bool:
@@ -118,6 +126,26 @@ class LiveValue:
             self.guards = ((handle.version_alias, handle.version),)
         elif self.block is not None or self.call is not None:
             self.leave_origin()
+
+    def wanted_of_readers(self) -> list[LiveValue]:
+        """What the calls that read it made, as far as those would have to make it again."""
+        readers = [call for call in (reader() for reader in self.readers) if call is not None]
+        results = [(call, reference()) for call in readers for reference in call.results.values()]
+        return [value for call, value in results if value is not None and value.call is call]
+
+    def hand_over(self, storage: torch.UntypedStorage) -> list[int]:
+        """Have what saved it follow its storage from now on, whatever that will hold; the ordinals of those packs."""
+        found = []
+        for handle in (reference() for reference in self.handles):
+            if handle is not None and handle.geometry is not None and handle.value is self:
+                handle.kept, handle.value = handle.geometry.view(storage), None
+                found.append(handle.index)
+        return found
+
+    def overwritten(self) -> None:
+        """Rely on no memory that is about to hold something else."""
+        self.origin = self.storage = None
+        self.guards = ()
 
     def note_reader(self, call: weakref.ref[Call]) -> None:
         """A call reads it."""
@@ -313,6 +341,16 @@ class Handle:
             self.version_alias, self.loan = version_alias_of(self.version_alias), None
         return self.version_alias
 
+    def let_go(self, value: LiveValue, geometry: Geometry) -> None:
+        """Read a value from now on in place of the tensor itself."""
+        self.value, self.geometry, self.kept = value, geometry, None
+        emptied(self.own_alias())
+        value.note_handle(self)
+
+    def watch(self, value: LiveValue) -> None:
+        """Have a value notice writes by the version counter of what was saved, from the version that was."""
+        value.guards = ((self.own_alias(), self.version),)
+
     def check_version(self) -> None:
         """Raise as plain autograd does if the saved tensor was modified in place.
 
@@ -417,6 +455,17 @@ class ValueTable:
         """The live values on storages of the step graph."""
         values = [reference() for reference in self._by_index.values()]
         return [value for value in values if value is not None]
+
+    def new(self, index: int, storage: torch.UntypedStorage) -> LiveValue:
+        """Follow the value that a storage holds.
+
+        Args:
+            index: The storage's in the step graph, -1 outside a plan.
+            storage: The storage.
+        """
+        value = LiveValue(index, storage.nbytes())
+        self.follow(value, storage)
+        return value
 
     def follow(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
         """Know a value by its storage for as long as that lives."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_offload.runtime.hooks import bypass_mode
 from lightning_offload.runtime.materialize import Materializer
-from lightning_offload.runtime.values import Call, ValueTable
+from lightning_offload.runtime.values import LiveValue, ValueTable
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import OpFacts, is_plain
 
@@ -91,30 +91,24 @@ class WriteBarrier:
             if value.copy is not None:
                 value.copy.wait()
             if value.call is None and value.block is None:
-                for reader in value.readers:
-                    self._settle(reader())
-            for reference in value.handles:
-                handle = reference()
-                if handle is not None and handle.geometry is not None and handle.value is value:
-                    handle.kept, handle.value = handle.geometry.view(storage), None
-                    if self._observer is not None:
-                        self._observer.on_overwrite(handle.index)
-            value.origin = value.storage = None
-            value.guards = ()
+                for wanted in value.wanted_of_readers():
+                    self._settle(wanted)
+            for index in value.hand_over(storage):
+                if self._observer is not None:
+                    self._observer.on_overwrite(index)
+            value.overwritten()
             self._table.drop(storage)
         return not value.is_given
 
-    def _settle(self, call: Call | None) -> None:
-        """Replay the results of a call that are still wanted, and keep them."""
-        for reference in list(call.results.values()) if call is not None else ():
-            value = reference()
-            if value is None or value.call is not call:
-                continue
-            if value.live() is None:
-                self.has_settled = True
-                if torch._C._current_graph_task_id() != -1:
-                    self.settled_bytes += value.num_bytes
-            self._materializer.settle(value)
+    def _settle(self, value: LiveValue) -> None:
+        """Replay a value that is still wanted, and keep it; unless one before it had it made as well."""
+        if value.call is None:
+            return
+        if value.live() is None:
+            self.has_settled = True
+            if torch._C._current_graph_task_id() != -1:
+                self.settled_bytes += value.num_bytes
+        self._materializer.settle(value)
 
 
 _RECOMPUTING: weakref.WeakSet[WriteBarrier] = weakref.WeakSet()  # each is notified of the others' writes

@@ -45,13 +45,11 @@ def test_value_from_before_the_step_notices_writes() -> None:
     assert value.is_stale
 
 
-def test_new_value_has_no_source() -> None:
-    """A value that nothing provides is not live; memory, a host copy or a call makes it available."""
+def test_new_value_is_not_live() -> None:
+    """A value that nothing provides is not live; memory makes it available."""
     value = LiveValue(1, 40)
     assert value.live() is None
-    assert not value.has_source
     value.storage = torch.ones(10).untyped_storage()
-    assert value.has_source
     assert value.live() is value.storage
 
 
