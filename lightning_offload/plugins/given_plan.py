@@ -1,7 +1,7 @@
 """A plan that the user gives: with the step that it was made for it is in force from the first training step on.
 
 The command line writes a plan and the step beside it, captured on FakeTensors. Steps follow it as far as what it
-decides about is there (:mod:`~lightning_offload.runtime.given`). Where one does not, one line says where, and from the
+decides about is there (:mod:`~lightning_offload.runtime.follow`). Where one does not, one line says where, and from the
 next step on steps are recorded and planned as without it. Where what is on the device leaves it no room, the captured
 step is planned anew within the budget. Without its step a plan waits for the first recording, and is taken if it is
 for that.

@@ -58,7 +58,7 @@ def _bytes_of(kind: PlanEntry) -> int:
     if kind.graph is None:
         return _KIND_BYTES
     graph = _bytes_of_graph(kind.graph, with_ops=kind.family is None or kind.timed_ops is not None)
-    plan = 160 * (len(kind.program.ops) + 2 * len(kind.program.decisions)) if kind.program is not None else 0
+    plan = 160 * (len(kind.program.op_names) + 2 * len(kind.program.decisions)) if kind.program is not None else 0
     variants = 0 if kind.spans_sizes else _bytes_of_variants(kind.changes)
     return _KIND_BYTES + graph + plan + variants
 

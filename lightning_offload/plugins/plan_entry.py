@@ -45,7 +45,7 @@ from lightning_offload.plugins.shape_families import Derived, ShapeFamily
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import Next, StructureChanges
 from lightning_offload.plugins.touched import Touched
-from lightning_offload.runtime.aligned_executor import AlignedExecutor
+from lightning_offload.runtime.fallback import SupersetRule
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.tensors.saved_forms import SavedForm
 from lightning_offload.units import format_budget_exactly, format_bytes
@@ -536,9 +536,9 @@ class PlanEntry:
         if self.phase == "planned" and not self.aligns:
             self.changes.followed()
 
-    def aligned(self, executor: AlignedExecutor) -> None:
+    def aligned(self, step: SupersetRule) -> None:
         """A step has followed the plan for another structure as far as it could."""
-        self._go_on(self.changes.aligned(executor, self.saved_bytes))
+        self._go_on(self.changes.aligned(step, self.saved_bytes))
         if not self.aligns:
             self.shortfall_bytes = 0  # of another structure
 

@@ -41,10 +41,8 @@ from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_making import make_plan
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.plugins.shape_families import Room
-from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
-from lightning_offload.runtime.keeping_executor import Executor, KeepingExecutor
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
@@ -84,7 +82,7 @@ class StepRun:
     kind: PlanEntry
     device: torch.device
     tiers: Tiers
-    executor: Executor
+    executor: StepExecutor
     recorder: Recorder | None
     times: OpTimes | None
     live: LiveBytes | None
@@ -162,7 +160,7 @@ class StepRun:
         """
         kind = self.kind
         self._take_times()
-        if isinstance(self.executor, KeepingExecutor):
+        if self.executor.keeps_all:
             kind.hooks.note(self.executor.num_nodes)
         else:
             kind.takes_data |= self.executor.took_data
@@ -190,9 +188,10 @@ class StepRun:
                 kind.deviated()
             return
         kind.followed()
-        if isinstance(self.executor, AlignedExecutor):
-            kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.kept_bytes
-            kind.aligned(self.executor)
+        superset = self.executor.superset
+        if superset is not None:
+            kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, superset.kept_bytes
+            kind.aligned(superset)
         if self.executor.unforeseen_bytes:
             kind.surprised()
         if self.verifier is not None:
@@ -303,28 +302,27 @@ def start_run(
         verifier = Verifier(tiers, kind.demote, trusted, _room_under(program.plan, device))
     counter = recorder if recorder is not None else live
     observers: list[StepObserver] = [o for o in (counter, times) if o is not None]
-    executor: Executor
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
     has_deviated = kind.changes.num_deviations or (kind.family is not None and kind.family.is_wary)
     is_light = not observers and kind.phase == "planned" and not has_deviated
-    make = functools.partial(StepExecutor, device=device, tiers=tiers, verifier=verifier, persistent=persistent)
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
     is_sure = kind.family is None or not kind.is_first_sight
-    if program is not None and program.route is not None:
-        observer = observe_all(tuple(observers))
-        executor = AlignedExecutor(
-            device=device, tiers=tiers, program=program, observer=observer, verifier=None, persistent=persistent,
-            sees_ops=observer is not None or kind.takes_data,
-        )  # fmt: skip
+    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent)
+    observer = observe_all(tuple(observers))
+    if program is not None and program.form_route is not None:
+        sees_ops = observer is not None or kind.takes_data
+        executor = make(program=program, observer=observer, verifier=None, sees_ops=sees_ops)
     elif program is not None and program.is_keep_all and is_light and is_sure:
-        has_budget = program.plan.budget_bytes is not None
-        make_rest = functools.partial(make, program=program, observer=None, sees_ops=False) if has_budget else None
-        executor = KeepingExecutor(program, packs=not kind.sheds_hooks(), make_rest=make_rest)
+        executor = make(
+            program=program, observer=None, verifier=None, sees_ops=False, keeps_all=True,
+            packs=not kind.sheds_hooks(), may_leave=program.plan.budget_bytes is not None,
+        )  # fmt: skip
         is_watched = False
     else:
         executor = make(
             program=program if kind.phase not in ("recording", "unplanned") else None,
-            observer=observe_all(tuple(observers)),
+            observer=observer,
+            verifier=verifier,
             sees_ops=program is None or program.needs_ops or kind.takes_data or not is_light,
             spare_bytes=room.spare_bytes if room is not None else 0,
         )

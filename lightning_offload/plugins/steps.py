@@ -35,9 +35,8 @@ from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.shape_families import StepShape, of_shapes, shape_of
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
-from lightning_offload.runtime.aligned_executor import AlignedExecutor
+from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, listen, mode_off, seeing_user_code, watch_backward
-from lightning_offload.runtime.keeping_executor import Executor
 
 _SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
 _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
@@ -76,7 +75,7 @@ class Steps:
         self.given = GivenPlan(settings)
         self.peaks = DevicePeaks()
         self.tier_use = TierUse()
-        self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+        self.executors: weakref.WeakSet[StepExecutor] = weakref.WeakSet()
         self.optimizer_ran_inside = False
         self.shadows = Shadows()
         self.misuse = Misuse()
@@ -434,7 +433,8 @@ class Steps:
         run.finish(self.state, budget_bytes)
         if is_given and (run.executor.num_unpacks or run.executor.has_deviated):
             self.given.note(run.kind, run.executor.deviation)
-        astray_bytes = run.executor.astray_bytes if isinstance(run.executor, AlignedExecutor) else None
+        superset = run.executor.superset
+        astray_bytes = superset.astray_bytes if superset is not None else None
         self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
         feedback.note_retries(run.kind, self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)

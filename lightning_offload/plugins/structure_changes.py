@@ -22,7 +22,7 @@ from typing import Literal
 
 from lightning_offload.plugins.cadence import Cadence
 from lightning_offload.plugins.step_variants import StepVariants
-from lightning_offload.runtime.aligned_executor import AlignedExecutor
+from lightning_offload.runtime.fallback import SupersetRule
 
 _MAX_RECORDED = 1  # deviations after which the next step is recorded
 _MAX_DERIVED = 3  # those of steps of several sizes after which all that differ in sizes follow one structure
@@ -104,14 +104,14 @@ class StructureChanges:
         if self.num_followed >= _FORGIVEN:
             self.num_deviations, self.num_followed = self.num_deviations - 1, 0
 
-    def aligned(self, executor: AlignedExecutor, saved_bytes: int) -> Next | None:
+    def aligned(self, step: SupersetRule, saved_bytes: int) -> Next | None:
         """A step followed the plan for another structure; what the next ones do, if not the same.
 
         Args:
-            executor: What executed it.
+            step: What decided about its saves.
             saved_bytes: What the plan's structure saves.
         """
-        fingerprint = executor.places_fingerprint if self.spans_sizes else executor.fingerprint
+        fingerprint = step.places_fingerprint if self.spans_sizes else step.fingerprint
         self.num_same = self.num_same + 1 if fingerprint == self.fingerprint else 0
         self.fingerprint = fingerprint
         if self.num_same > self.wait:
@@ -120,7 +120,7 @@ class StructureChanges:
             self.num_deviations = _MAX_DERIVED if self.spans_sizes else _MAX_RECORDED
             self.margins.clear()
             return "record"
-        if executor.astray_bytes > _MUCH * saved_bytes:
+        if step.astray_bytes > _MUCH * saved_bytes:
             self._note_apart()
             if self.num_apart >= self.patience and self.record_in is None:
                 self.num_apart, self.patience = 0, min(2 * self.patience, _LAST_WAIT)

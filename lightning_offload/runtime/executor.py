@@ -1,22 +1,25 @@
 """Executes one step: decides nothing, does what the program says for each op, pack and unpack.
 
-Without a program (a step that has no plan yet, or one whose structure left its plan) it follows the *floor
-policy*: every saved tensor made in the step is swapped out at once and brought back when it is needed. A plan
-never decides about correctness: a tensor is recomputed only through calls recorded in this very step, and a
-storage is recognised by its live identity, never by its address.
+A :class:`~.follow.Follower` tells the place of each in the program. What has none there, in a step without a program
+or one that has left it, is up to :mod:`.fallback`. A plan never decides about correctness: a tensor is recomputed only
+through calls recorded in this very step, and a storage is recognised by its live identity, never by its address.
+
+Modes of one executor, chosen by data:
+
+- Ops are seen: recorded for replays, device copies released before them.
+- Ops are not seen, under a plan that only keeps and swaps, in steps that nobody observes: device copies are released
+  at packs and unpacks. A write is noticed by version counters, and one past them where the program takes
+  ``Tensor.data``: what was saved on that memory follows it from then on, and later steps of the kind have their ops
+  seen.
+- All is kept: a pack is a plain tuple. Left to do are autograd's version check, which hooks switch off, and to notice a
+  step of another structure: where there is a budget, what that saves from then on leaves the device. Where steps were
+  alike so far, the number of autograd nodes tells that, without hooks.
 
 Threads: ops and packs come from the caller's thread, unpacks perhaps from autograd's device threads; a lock
 orders them. Finalizers take no lock.
 
-Under a plan that only keeps and swaps, steps that nobody observes run without a dispatch mode: packs are known by their
-ordinals, and device copies are released at packs and unpacks. A write is noticed by version counters, and one past
-them where the program takes ``Tensor.data``: what was saved on that memory follows it from then on, and later steps of
-the kind have their ops seen.
-
 What a CUDA graph captures within a step runs as without us: its ops are not seen, what it saves is kept. A graph of a
 backward alone is refused where that would need what has left the device.
-
-A step that keeps everything has an executor of its own, :mod:`.keeping_executor`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +38,21 @@ from torch import Tensor
 from lightning_offload.accelerators import capture_query, kind_of
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
-from lightning_offload.runtime.given import GivenCursor
+from lightning_offload.runtime.fallback import OffloadAll, SupersetRule, next_node
+from lightning_offload.runtime.follow import LEFT, ByForm, Follower, follower_of
 from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight, past_own_mode
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.materialize import Materializer
-from lightning_offload.runtime.program import KEPT_FOR_CALLS, OpStep, Program, ProgramCursor
+from lightning_offload.runtime.program import KEPT_FOR_CALLS, RECORD, Program
 from lightning_offload.runtime.tiers import Tiers
-from lightning_offload.runtime.tracking import ValueTracker
+from lightning_offload.runtime.tracking import PlannedResults, ValueTracker
 from lightning_offload.runtime.values import (
     Call,
     Handle,
     LiveValue,
     StepLiveness,
     ValueTable,
-    emptied,
+    raise_modified,
     seen_through,
 )
 from lightning_offload.runtime.verifier import Verifier
@@ -59,6 +63,10 @@ from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts
 
 _log = logging.getLogger(__name__)
 _num_function_modes = torch._C._len_torch_function_stack
+
+Held = tuple[Tensor, int, StepLiveness | None, weakref.ref[Tensor]]
+"""Of a saved tensor where all is kept: itself, its version, what keeps the step from being over, and what
+``torch.utils.swap_tensors`` takes for a user."""
 
 
 class StepExecutor:
@@ -74,21 +82,23 @@ class StepExecutor:
         persistent: Gives the identities of storages that outlive the step; asked once, if a step that does not see ops
             leaves its program.
         spare_bytes: How much of what is saved first may stay on the device, in a step without a program.
+        keeps_all: Whether the program keeps everything, nobody observes the step, and its ops are not seen.
+        packs: Whether saved tensors come by.
+        may_leave: Whether what such a step saves once it has left its program leaves the device.
 
     Attributes:
         program: What to do; None for the floor policy.
         observer: Notified of every event; None for nobody.
+        keeps_all: Whether all is kept.
+        packs: Whether saved tensors come by.
+        hears_of_data: Whether it must know what the program's code has got past the version counters of.
+        superset: Decides about saves under a plan for another structure; None under others.
         deviation: How the step's structure left the program; "" while it has not.
+        num_packs: Packs so far.
         num_unpacks: Unpacks so far.
+        num_nodes: Autograd nodes made in the step by the thread that began it; None while it is open.
         on_backward: Called once, when backward begins, at the latest when the first saved tensor is read back.
-        swapped_bytes: Saved bytes that left the device under the floor policy.
-        stayed_bytes: Saved bytes that stayed under the floor policy: there was room for them, or no tier had any.
-        took_data: Whether the program took ``Tensor.data`` of what the step made: a step without a dispatch mode
-            could not tell whether it is written.
     """
-
-    hears_of_data = True
-    packs = True
 
     def __init__(
         self,
@@ -101,32 +111,30 @@ class StepExecutor:
         sees_ops: bool = True,
         persistent: Callable[[], Collection[int]] = frozenset,
         spare_bytes: int = 0,
+        keeps_all: bool = False,
+        packs: bool = True,
+        may_leave: bool = True,
     ) -> None:
         assert sees_ops or (program is not None and not program.needs_ops)
+        assert not keeps_all or (observer is None and not sees_ops)
         self.sees_ops = sees_ops
         self.program = program
         self.observer = observer
+        self.keeps_all, self.packs = keeps_all, packs
+        self.hears_of_data = packs and may_leave
         self.deviation = ""
-        self.num_unpacks = 0
+        self.num_packs = self.num_unpacks = 0
+        self.num_nodes: int | None = None
         self.on_backward: Callable[[], None] | None = None
-        self.swapped_bytes = self.stayed_bytes = 0
-        self.took_data = False
-        self._grants_room, self._spare_bytes = program is None and spare_bytes > 0, spare_bytes
-        self._lease: StepLiveness | None = StepLiveness(program.num_objects if program is not None else 0)
+        self._may_leave = may_leave
+        self._holds = keeps_all
+        self._first_node = next_node()
+        self._lease: StepLiveness | None = StepLiveness(program.num_objects if program is not None and packs else 0)
         self._unread = weakref.ref(self._lease)
         self._device = device
         self._can_capture, self._is_capturing = kind_of(device).captures_graphs, capture_query(device)
-        self._persistent = functools.cache(persistent)
         self._verifier = verifier
-        self._cursor = ProgramCursor(program) if program is not None else None
-        self._given = GivenCursor.on(program.given) if program is not None else None
-        self._num_packs = 0
-        self._pack_keys: dict[int, int] = {}
-        self._has_begun_backward = False
-        self._idle_packs = program.idle_packs if program is not None and observer is None else b""
-        self._kept: list[weakref.ref[Handle]] = []
-        self._late: list[weakref.ref[Handle]] = []
-        self._late_node = 0
+        self._has_begun_backward = self._has_read = False
         self._lock = threading.RLock()
         self._table = ValueTable()
         self._tracker = ValueTracker(device, self._table, is_bound=program is not None and program.is_bound)
@@ -134,6 +142,18 @@ class StepExecutor:
         self._writes = WriteBarrier(
             self._table, self._materializer, self._lock, observer, is_recomputing=self.is_recomputing
         )
+        self._fallback = OffloadAll(
+            self._table, self._tracker, self._materializer, functools.cache(persistent), sees_ops=sees_ops,
+            spare_bytes=spare_bytes if program is None else 0,
+        )  # fmt: skip
+        follower = follower_of(program) if program is not None else None
+        self._follower: Follower | None = follower
+        self._follows_ops = follower is not None and follower.follows_ops
+        self._op_flags = program.op_flags if program is not None else b""
+        self._idle_packs = program.idle_packs if program is not None and observer is None else b""
+        self.superset: SupersetRule | None = None
+        if program is not None and isinstance(follower, ByForm):
+            self.superset = SupersetRule(program, follower, self._fallback)
 
     @property
     def has_deviated(self) -> bool:
@@ -144,6 +164,24 @@ class StepExecutor:
     def decisions(self) -> dict[int, Decision]:
         """The plan's decisions by storage; none under the floor policy."""
         return self.program.decisions if self.program is not None else {}
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Saved bytes that left the device without a plan that says so, or under one for another structure."""
+        return self._fallback.swapped_bytes
+
+    @property
+    def stayed_bytes(self) -> int:
+        """Saved bytes that stayed on the device without a plan: there was room for them, or no tier had any."""
+        return self._fallback.stayed_bytes
+
+    @property
+    def took_data(self) -> bool:
+        """Whether the program took ``Tensor.data`` of what the step made.
+
+        A step without a dispatch mode could not tell whether it is written.
+        """
+        return self._fallback.took_data
 
     @property
     def stall_seconds(self) -> float:
@@ -192,33 +230,40 @@ class StepExecutor:
             facts = facts_of(func)
             if facts.is_query:
                 return func(*args, **kwargs)
-            step = None
-            if self._cursor is not None and not self.deviation:
-                step = self._cursor.next(facts.name)
-                if step is None:
-                    self.deviate(f"{facts.name} ran where {self._cursor.expected} was expected")
-            if step is None or self.observer is not None or step.is_busy:
-                return self._dispatch(func, facts, args, kwargs, step)
+            place = LEFT
+            if self._follows_ops:
+                assert self._follower is not None
+                place = self._follower.op(facts.name)
+                if place == LEFT:
+                    self.deviate(self._follower.refusal)
+            if place == LEFT or self.observer is not None or (place >= 0 and self._op_flags[place]):
+                return self._dispatch(func, facts, args, kwargs, place)
             if facts.mutates and not self._writes.is_idle(facts, args):
-                return self._dispatch(func, facts, args, kwargs, step)
+                return self._dispatch(func, facts, args, kwargs, place)
             return call(func, args, kwargs)
         finally:
             bypass_mode.depth = 0
 
-    def _dispatch(
-        self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], step: OpStep | None
-    ) -> Any:
+    def _dispatch(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
         recorded: Call | None = None
         rewritten: list[tuple[Tensor, int]] = []
-        if facts.mutates or (step is not None and (step.release or step.record)):
+        planned: PlannedResults | None = None
+        release: tuple[int, ...] = ()
+        is_recorded = False
+        if place >= 0 and self._op_flags[place]:
+            assert self.program is not None
+            release, is_recorded = self.program.op_release.get(place, ()), bool(self._op_flags[place] & RECORD)
+            if place in self.program.op_register:
+                planned = self.program.op_bytes[place], self.program.op_register[place]
+        if facts.mutates or release or is_recorded:
             with NotSeen():
-                if step is not None and step.release:
-                    self._release(step.release)
-                if step is not None and step.record:
+                if release:
+                    self._fallback.release(release)
+                if is_recorded:
                     recorded = self._tracker.record(func, facts, args, kwargs)
                 if facts.mutates:
                     rewritten = self._writes.before_op(facts, args, kwargs)
-        is_followed = step is None or bool(step.register)
+        is_followed = place == LEFT or planned is not None
         observer, did = self.observer, None
         if observer is None:
             out = call(func, args, kwargs)
@@ -238,9 +283,9 @@ class StepExecutor:
                 count_writes(facts, args, kwargs)
             how = ""
             if did is not None:
-                how = self._tracker.op(facts, did.made, did.num_fresh, step, recorded)
+                how = self._tracker.op(facts, did.made, did.num_fresh, planned, recorded)
             elif is_followed:
-                how = self._tracker.follow(facts, args, kwargs, out, step, recorded)
+                how = self._tracker.follow(facts, args, kwargs, out, planned, recorded)
             for tensor, key in rewritten:
                 storage = tensor.untyped_storage()
                 if storage._cdata == key and self._table.find(storage) is None:
@@ -264,120 +309,41 @@ class StepExecutor:
             in_backward = torch._C._current_graph_task_id() != -1
             is_seen = self.watches_backward or self.sees_user_code if in_backward else self.sees_ops
             if value is not None and not value.is_given:
-                self.took_data = True
+                self._fallback.took_data = True
                 if not is_seen:
                     self._writes.before_change(storage)
             if not self.sees_ops:
-                self._keep_from_now_on(storage)
-
-    def begin_late(self, how: str, exposed: Iterable[weakref.ref[torch.UntypedStorage]]) -> None:
-        """Take over a step that has left its program, of which nothing was seen so far.
-
-        Args:
-            how: How it did.
-            exposed: Storages that may be written unseen.
-        """
-        assert not self.sees_ops
-        self.deviation, self._idle_packs = how, b""
-        for storage in (reference() for reference in exposed):
-            if storage is not None:
-                self._keep_from_now_on(storage)
-
-    def _keep_from_now_on(self, storage: torch.UntypedStorage) -> None:
-        """Let nothing leave that is saved on a storage later: it may be written unseen at any time."""
-        value = LiveValue(-1, storage.nbytes())
-        value.is_given = True
-        self._table.follow(value, storage)
+                self._fallback.keep_from_now_on(storage)
 
     def resizes(self, storage: torch.UntypedStorage) -> None:
         """Hear that a storage gets another size, which sharded parameters do to be there for a while only.
 
         What was saved on it is what it then holds, as in plain autograd.
         """
+        if self._holds:  # nothing has left its memory, and what was exposed stays so
+            return
         with bypass_mode, NotSeen():
             self._writes.before_change(storage)
 
     def deviate(self, how: str) -> None:
-        """Leave the program: this step runs under the floor policy from now on.
+        """Leave the program: this step runs under the floor policy from now on."""
+        self._leave_program(how)
+        self._fallback.begin()
 
-        Another structure may need more memory than the planned one. So in forward, while memory still grows, what the
-        plan kept leaves the device, too.
-        """
-        where = self._given.where() if self._given is not None else ""
-        self.deviation, self._idle_packs = f"after {self._num_packs} saved tensors{where} {how}", b""
+    def _leave_program(self, how: str) -> None:
+        where = self._follower.where() if self._follower is not None else ""
+        self.deviation = f"after {self.num_packs} saved tensors{where} {how}"
+        self._follower, self._follows_ops, self._idle_packs = None, False, b""
         _log.debug("the step left its plan: %s", self.deviation)
-        for value in self._table.all_indexed():
-            self._materializer.release(value)
-        kept, self._kept = self._kept, []
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if self.sees_ops:
-            self._give_all_up(kept)
-        else:
-            self._late, self._late_node = kept, next_node()
-
-    def _may_leave_later(self, handle: Handle) -> None:
-        """Note a tensor that leaves the device if the step leaves its program, perhaps at an op.
-
-        Where ops are seen, autograd is past: no tensor made there shares a version counter. So it is made now. A
-        parameter stays in any case.
-        """
-        if is_parameter(handle.version_alias):
-            return
-        handle.hold_apart()
-        self._kept.append(weakref.ref(handle))
-
-    def _give_all_up(self, kept: list[weakref.ref[Handle]]) -> None:
-        for handle in (reference() for reference in kept):
-            if handle is not None and handle.kept is not None and not handle.is_out:
-                self._give_up(handle, handle.kept)
-
-    def _leave_late(self, handle: Handle, tensor: Tensor) -> None:
-        """Let what is saved leave the device once the op that saves it has run, where ops are not seen.
-
-        An op may write what it has saved, past any version counter, as ``rrelu`` does its noise: it is done when the
-        next node of autograd is made.
-        """
-        node = next_node()
-        if node != self._late_node:
-            late, self._late, self._late_node = self._late, [], node
-            self._give_all_up(late)
-        if tensor.untyped_storage()._cdata not in self._persistent():
-            self._late.append(weakref.ref(handle))
-
-    def _give_up(self, handle: Handle, tensor: Tensor) -> None:
-        """Let a saved tensor leave the device that was kept; not a parameter, whose memory is the program's."""
-        if is_parameter(tensor):
-            return
-        storage = tensor.untyped_storage()
-        value = self._table.find(storage)
-        if value is None:
-            value = LiveValue(-1, storage.nbytes())
-            if not self.sees_ops:
-                value.guards = ((handle.own_alias(), handle.version_alias._version),)
-            self._table.follow(value, storage)
-        if value.is_given or not (self.sees_ops or value.is_as_saved(handle)):
-            return
-        if value.block is None:
-            if not self._materializer.swap_out(value, storage, None, release_now=True):
-                self.stayed_bytes += value.num_bytes
-                return
-            self.swapped_bytes += value.num_bytes
-        self._let_go(handle, value, tensor)
-
-    def _let_go(self, handle: Handle, value: LiveValue, tensor: Tensor) -> None:
-        handle.value = value
-        handle.geometry = self._tracker.geometry_of(tensor)
-        handle.kept = None
-        emptied(handle.own_alias())
-        value.note_handle(handle)
 
     # ---- saved tensors
 
     @out_of_compilers_sight
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> Handle | Held:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
-        index, idle = self._num_packs, self._idle_packs
+        if self._holds:
+            return self._hold(tensor)
+        index, idle = self.num_packs, self._idle_packs
         if index < len(idle) and idle[index] and not _num_function_modes():
             handle = self._keep_as_planned(index, tensor)
             if handle is not None:
@@ -386,19 +352,22 @@ class StepExecutor:
         try:
             with NotSeen():
                 saved, plain = as_saved(tensor)
-                handle = self._pack(saved, plain, saved is tensor)
-                if not (self.sees_ops or self.deviation) and self.program is not None:
-                    releases = self.program.release_at_pack
-                    if self._given is None:
-                        released = releases.get(handle.index, ())
-                    else:
-                        released = tuple(s for place in self._given.take_passed() for s in releases.get(place, ()))
-                    # A graph must not wait for copies.
-                    if released and not (self._can_capture and self._is_capturing()):
-                        self._release(released)
-                return handle
+                return self._pack(saved, plain, saved is tensor)
         finally:
             bypass_mode.depth -= 1
+
+    def _hold(self, tensor: Tensor) -> Handle | Held:
+        """Keep a tensor in a step that keeps everything; held itself only without a graph."""
+        saved, plain = as_saved(tensor)
+        follower = self._follower
+        if follower is not None:
+            if follower.pack(self.num_packs, saved, is_plain=plain, num_unpacks=0) == LEFT:
+                self._leave_program(follower.refusal)
+                if self._may_leave:
+                    self._holds = False
+                    return self.pack(tensor)
+            self.num_packs += 1
+        return saved, saved._version, self._lease, weakref.ref(saved)
 
     def _keep_as_planned(self, index: int, tensor: Tensor) -> Handle | None:
         """Keep a tensor where that is all that the program asks for; None where it is not the one that was planned."""
@@ -415,47 +384,68 @@ class StepExecutor:
             if value.block is not None:
                 return None
             self._table.own(value, storage)
-        self._num_packs = index + 1
+        self.num_packs = index + 1
         handle = Handle(None, self._lease, index, kept, is_borrowed=kept is tensor)
         handle.kept, handle.value = kept, value
         if index in program.made_packs:
-            self._may_leave_later(handle)
+            self._fallback.may_leave_later(handle)
         return handle
 
     def _pack(self, tensor: Tensor, plain: bool, is_borrowed: bool) -> Handle:
-        index = self._num_packs
-        self._num_packs = index + 1
+        index = self.num_packs
+        self.num_packs = index + 1
         handle = Handle(self.observer, self._lease, index, tensor, is_borrowed=is_borrowed)
-        plain = plain and not (self._can_capture and self._is_capturing())
+        is_captured = self._can_capture and self._is_capturing()
+        plain = plain and not is_captured
         if self.observer is not None:
             self.observer.on_pack(index, tensor, plain)
-        if self._given is not None:
-            place = self._given_place(index, tensor, plain)
-        else:
-            place = index if plain and self.program is not None and self._is_as_planned(index, tensor) else -1
-        if not plain or is_parameter(tensor):  # whose memory is the program's: it may lie elsewhere any time
-            value = None
-        elif self.deviation and not self.sees_ops:
+        if self.superset is not None:
             handle.kept = tensor
-            self._leave_late(handle, tensor)
+            if not is_captured:
+                self.superset.save(handle, tensor, is_plain=plain, num_unpacks=self.num_unpacks)
             return handle
-        elif self.sees_ops:
-            value = self._table.find(tensor.untyped_storage())
-        else:
-            value = self._value_by_ordinal(handle, tensor, place)
-        handle.value = value
-        if value is not None and self._leave(value, tensor):
-            self._let_go(handle, value, tensor)
-            return handle
-        handle.kept = tensor
-        if plain and place >= 0 and self.program is not None:
-            if place in self.program.made_packs:
-                self._may_leave_later(handle)
-            if value is None and self.program.records_backward:
-                self._tracker.know(tensor)
+        place = LEFT
+        if self._follower is not None:
+            place = self._follower.pack(index, tensor, is_plain=plain, num_unpacks=self.num_unpacks)
+            if place == LEFT:
+                self.deviate(self._follower.refusal)
+        self._save(handle, tensor, plain, place)
+        if self._follower is not None and not self.sees_ops:
+            self._release_at_packs(self._follower.passed_packs(index), is_captured)
         return handle
 
-    def _value_by_ordinal(self, handle: Handle, tensor: Tensor, place: int) -> LiveValue | None:
+    def _save(self, handle: Handle, tensor: Tensor, plain: bool, place: int) -> None:
+        """Have a handle stand for a saved tensor at a place of the program, or at none: keep it, or let it leave."""
+        if not plain or is_parameter(tensor):  # whose memory is the program's: it may lie elsewhere any time
+            value = None
+        elif self.sees_ops:
+            value = self._table.find(tensor.untyped_storage())
+        elif self._follower is None:
+            handle.kept = tensor
+            self._fallback.leave_late(handle, tensor)
+            return
+        else:
+            value = self._value_at(place, handle, tensor)
+        handle.value = value
+        if value is not None and self._leave(value, tensor):
+            self._fallback.let_go(handle, value, tensor)
+            return
+        handle.kept = tensor
+        if plain and place >= 0:
+            assert self.program is not None
+            if place in self.program.made_packs:
+                self._fallback.may_leave_later(handle)
+            if value is None and self.program.records_backward:
+                self._tracker.know(tensor)
+
+    def _release_at_packs(self, places: Sequence[int], is_captured: bool) -> None:
+        assert self.program is not None
+        releases = self.program.release_at_pack
+        released = [storage for place in places for storage in releases.get(place, ())]
+        if released and not is_captured:  # a graph must not wait for copies
+            self._fallback.release(released)
+
+    def _value_at(self, place: int, handle: Handle, tensor: Tensor) -> LiveValue | None:
         """The value that a pack is about, by what the program says of it; None where it stays on the device.
 
         One that left the device stands for another save of its storage only where nothing was written in between.
@@ -465,7 +455,7 @@ class StepExecutor:
         index = self.program.pack_storages[place] if place >= 0 else -1
         value = self._table.find(storage)
         if value is not None and value.is_given:  # what exposed it may have come before
-            self.took_data |= index >= 0
+            self._fallback.took_data |= index >= 0
             return None
         if value is not None:
             return value if value.is_as_saved(handle) else None
@@ -479,35 +469,6 @@ class StepExecutor:
         value.guards = ((handle.own_alias(), handle.version),)
         return value
 
-    def _given_place(self, index: int, tensor: Tensor, plain: bool) -> int:
-        """Which pack of a program that was made elsewhere comes now; -1 for none of them."""
-        assert self._given is not None
-        if self.deviation:
-            return -1
-        place = self._given.next(index, tensor.untyped_storage().nbytes() if plain else 0)
-        if place is None:
-            self.deviate(self._given.refusal(tensor.untyped_storage().nbytes()))
-            return -1
-        return place
-
-    def _is_as_planned(self, index: int, tensor: Tensor) -> bool:
-        """Whether the step still follows its program; another tensor saved than the planned one ends that."""
-        assert self.program is not None
-        if self.deviation:
-            return False
-        storage = tensor.untyped_storage()
-        planned, num_bytes = self.program.pack_bytes, storage.nbytes()
-        if not self.program.is_bound and index < len(planned) and planned[index] == num_bytes:
-            return True
-        if self.program.expects(index, num_bytes):
-            if self.program.shares(index, storage._cdata, self._pack_keys):
-                return True
-            self.deviate("a copy was saved where a tensor was to be saved again")
-            return False
-        was = f"{planned[index]} were" if index < len(planned) else "nothing was"
-        self.deviate(f"one of {num_bytes} bytes was saved where {was} expected")
-        return False
-
     def _leave(self, value: LiveValue, tensor: Tensor) -> bool:
         """Let a saved value leave the device as the plan says; whether it need not be kept as it is."""
         storage = tensor.untyped_storage()
@@ -515,36 +476,17 @@ class StepExecutor:
             return False
         if value.block is not None:
             return True
-        if self._grants_room and self._may_stay(value, storage):
-            return False
-        decision = place = None
-        if self.program is not None and not self.deviation:
-            decision = self.program.decisions.get(value.index)
-            if decision is None:
-                self._table.own(value, storage)
-                return False
-            if decision.action == "recompute":
-                return self._leave_to_replay(value, tensor)
-            place = self.program.places.get(value.index)
-        release_now = decision is None or decision.release_op == AT_PACK
-        has_left = self._materializer.swap_out(value, storage, place, release_now=release_now)
+        if self._follower is None:
+            return self._fallback.leave(value, storage)
+        assert self.program is not None
+        decision = self.program.decisions.get(value.index)
         if decision is None:
-            if has_left:
-                self.swapped_bytes += value.num_bytes
-            else:
-                self.stayed_bytes += value.num_bytes
-        return has_left
-
-    def _may_stay(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
-        """Whether a saved value is one of those for which there is room."""
-        if value.storage is not None and not value.is_ours:  # it stayed already
-            return True
-        if value.num_bytes > self._spare_bytes:
+            self._table.own(value, storage)
             return False
-        self._spare_bytes -= value.num_bytes
-        self.stayed_bytes += value.num_bytes
-        self._table.own(value, storage)
-        return True
+        if decision.action == "recompute":
+            return self._leave_to_replay(value, tensor)
+        place = self.program.places.get(value.index)
+        return self._materializer.swap_out(value, storage, place, release_now=decision.release_op == AT_PACK)
 
     def _leave_to_replay(self, value: LiveValue, tensor: Tensor) -> bool:
         """Let a value be recomputed; False where it cannot be, or where that it can was not seen yet and is not now."""
@@ -559,14 +501,8 @@ class StepExecutor:
                 return False
         return True
 
-    def _release(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            value = self._table.indexed(index)
-            if value is not None:
-                self._materializer.release(value)
-
     @out_of_compilers_sight
-    def unpack(self, handle: Handle) -> Tensor:
+    def unpack(self, packed: Handle | Held) -> Tensor:
         """Give a saved tensor back.
 
         Raises:
@@ -574,6 +510,9 @@ class StepExecutor:
             StaleInputError: It must be recomputed from a tensor that was.
             ReplayError: A replay failed.
         """
+        if isinstance(packed, tuple):
+            return self._give_back(*packed)
+        handle = packed
         with self._lock, NotSeen():
             kept = handle.kept
             is_sound = kept is not None and handle.version_alias._version == handle.version
@@ -590,11 +529,20 @@ class StepExecutor:
                 with past_own_mode():
                     if self._can_capture and self._is_capturing():
                         _check_is_there(handle)
-                    elif in_backward and self.program is not None and not self.deviation:
-                        self._bring_back(self.program, handle)
+                    elif in_backward and self._follower is not None:
+                        self._bring_back(self._follower, handle)
                     return self._read(handle)
             finally:
                 bypass_mode.depth -= 1
+
+    def _give_back(self, tensor: Tensor, version: int, *_: object) -> Tensor:
+        """Give back what a step has held that keeps everything."""
+        if not self.num_unpacks:
+            self.backward_begins()
+        self.num_unpacks += 1
+        if tensor._version != version:
+            raise_modified(tensor, tensor.shape, version)
+        return tensor
 
     def _passes_idly(self) -> bool:
         """Whether this is an unpack, not the first one, at which the program does nothing; then it is counted."""
@@ -605,25 +553,26 @@ class StepExecutor:
         self.num_unpacks = ordinal + 1
         return True
 
-    def _bring_back(self, program: Program, handle: Handle) -> None:
+    def _bring_back(self, follower: Follower, handle: Handle) -> None:
         """Begin to bring back what is read now, and what the plan has come back next."""
+        program, value = self.program, handle.value
+        assert program is not None
+        passed = follower.passed_unpacks(handle.index, self.num_unpacks - 1)
+        for ordinal in passed:
+            if released := program.release_at_unpack.get(ordinal):
+                self._fallback.release(released)
         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
-        if self._given is not None:
-            ordinals = self._given.passed_by(handle.index)
-            released = tuple(s for ordinal in ordinals for s in program.release_at_unpack.get(ordinal, ()))
-            indices = tuple(s for ordinal in ordinals for s in program.prefetch.get(ordinal, ()))
-        else:
-            ordinal = self.num_unpacks - 1
-            released = program.release_at_unpack.get(ordinal, ())
-            indices = program.prefetch.get(ordinal, ())
-        self._release(released)
-        if handle.value is not None and handle.value.block is not None:
-            self._materializer.fetch(handle.value)
-        if indices:
-            self._materializer.prefetch(indices)
+        if value is not None and value.block is not None:
+            self._materializer.fetch(value)
+            if self.superset is not None:
+                self.superset.fetch_next(value)
+        for ordinal in passed:
+            if indices := program.prefetch.get(ordinal):
+                self._materializer.prefetch(indices)
 
     def _begin_unpack(self, handle: Handle) -> None:
-        if self.num_unpacks == 0:
+        if not self._has_read:
+            self._has_read = True
             self.backward_begins()
             if not self.watches_backward:
                 with bypass_mode:
@@ -658,26 +607,16 @@ class StepExecutor:
             on_backward()
 
     def _check_forward(self) -> None:
-        """Notice a forward that lacked what the plan counts on, where sizes that are bounds could not tell.
-
-        A step of another structure among those of a family keeps what the plan wanted away, op by op a stray one.
-        """
-        program, cursor, given = self.program, self._cursor, self._given
-        if program is None or cursor is None or not (program.is_bound or given is not None) or self.deviation:
+        """Notice a forward that lacked what the plan counts on."""
+        if self._follower is None or self._holds:
             return
-        how = ""
-        if self.sees_ops and not cursor.is_through(program.num_first_ops):
-            how = f"forward ended before {cursor.expected}"
-        elif given is not None:
-            if not given.is_through(program.num_first_packs):
-                how = f"backward began where {given.expected()}"
-        elif self._num_packs < program.num_first_packs:
-            how = f"backward began where {program.num_first_packs} saved tensors were expected"
-        if how:
+        if self.superset is not None:
+            with self._lock, bypass_mode, NotSeen():
+                self.superset.forward_ends()
+        elif how := self._follower.lacks(self.num_packs, sees_ops=self.sees_ops):
             with self._lock, bypass_mode, NotSeen():
                 self.deviate(how)
-                late, self._late = self._late, []
-                self._give_all_up(late)  # no op is under way
+                self._fallback.leave_now()  # no op is under way
 
     @property
     def is_spent(self) -> bool:
@@ -686,7 +625,8 @@ class StepExecutor:
 
     def close(self) -> None:
         """End the part of the step in which ops are seen; saved tensors stay readable."""
-        self._lease = None
+        if self._lease is not None:
+            self._lease, self.num_nodes = None, next_node() - self._first_node
         with bypass_mode:
             self._table.close()
 
@@ -694,12 +634,6 @@ class StepExecutor:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
         for tensor in tensors:
             self._writes.before(tensor)
-
-
-def next_node() -> int:
-    """The sequence number of the next node that autograd makes in this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
 
 
 def _check_is_there(handle: Handle) -> None:

@@ -6,59 +6,45 @@ and in turn the producers of what that reads, down to values that will be at han
 A step whose plan recomputes nothing, and releases device copies at packs and unpacks alone, needs no op to be seen:
 which storage a pack is about follows from its ordinal.
 
-A :class:`ProgramCursor` finds the program's entry for each op that runs, and copes with ops that come and go beside
-the model's own.
+:mod:`.follow` finds the place of each op, pack and unpack in it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Container, Sequence
 from typing import NamedTuple
-
-import torch
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.hook_points import HookPoint, hooks_before_ops
 from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph, by_structure
-from lightning_offload.runtime.alignment import Route
-from lightning_offload.runtime.given import GivenRoute
+from lightning_offload.runtime.routes import FormRoute, SizeRoute
 from lightning_offload.runtime.tiers import Place
 from lightning_offload.tensors.saved_forms import SavedForm
 
+BUSY, RECORD = 1, 2
+"""Flags of an op: there is something to do around it; its call is recorded."""
 
-@dataclasses.dataclass(slots=True)
-class OpStep:
-    """What to do around one op.
-
-    Attributes:
-        name: The op that is expected.
-        num_bytes: Sizes of the storages it makes values on; none where there is nothing to do.
-        record: Whether to record its call.
-        register: Results to follow: (position, storage index).
-        release: Storages whose device copies are released before it.
-        is_busy: Whether there is anything to do.
-    """
-
-    name: str
-    num_bytes: tuple[int, ...] = ()
-    record: bool = False
-    register: tuple[tuple[int, int], ...] = ()
-    release: list[int] = dataclasses.field(default_factory=list)
-    is_busy: bool = False
+KEPT, KEPT_FOR_CALLS = 1, 2
+"""Values of :attr:`Program.idle_packs`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
     """A plan compiled for the executor: what to do at each op, pack and unpack of the step.
 
+    Columns by *place*, of ops, packs and unpacks each: plain tuples, bytes, and dicts where few places have an entry.
+
     Attributes:
         plan: The plan.
-        ops: One entry an op, in order; those of backward only where one of them asks for something.
+        op_names: The ops that are expected, in order; those of backward only where one of them asks for something.
+        op_flags: By op: :data:`BUSY`, :data:`RECORD`.
+        op_bytes: By busy op: sizes of the storages that it makes values on.
+        op_register: By op: results to follow: (position, storage index).
+        op_release: By op: storages whose device copies are released before it.
         is_strict: Whether backward's ops are among them. They are left out where they can be, since backward
             runs other ops when gradients accumulate.
         decisions: By storage index.
@@ -80,16 +66,20 @@ class Program:
         needs_ops: Whether ops must be seen.
         is_recomputing: Whether anything is recomputed.
         records_backward: Whether anything is that backward made, for a backward of its own.
-        route: What steps of other structures follow it by; None where only those of its own do.
-        given: What steps follow it by, if it was made elsewhere; None where it was made for a step that was seen here.
+        form_route: What steps of other structures follow it by; None where only those of its own do.
+        size_route: What steps follow it by, if it was made elsewhere; None where it was made for a step seen here.
         num_objects: About how many Python objects a step makes under it that live until backward.
         idle_packs: By pack: 0, or where there is nothing to do but to keep what is saved KEPT, and KEPT_FOR_CALLS where
-            calls that may be replayed read it; empty where sizes are bounds, or where the program was made elsewhere.
+            calls that may be replayed read it; empty where sizes are bounds, or where packs are not known by ordinals.
         busy_unpacks: Ordinals of the unpacks at which something is released or fetched.
     """
 
     plan: MemoryPlan
-    ops: tuple[OpStep, ...]
+    op_names: tuple[str, ...]
+    op_flags: bytes
+    op_bytes: dict[int, tuple[int, ...]]
+    op_register: dict[int, tuple[tuple[int, int], ...]]
+    op_release: dict[int, tuple[int, ...]]
     is_strict: bool
     decisions: dict[int, Decision]
     layout: Layout
@@ -108,48 +98,11 @@ class Program:
     needs_ops: bool
     is_recomputing: bool
     records_backward: bool
-    route: Route | None = None
-    given: GivenRoute | None = None
+    form_route: FormRoute | None = None
+    size_route: SizeRoute | None = None
     num_objects: int = 0
     idle_packs: bytes = b""
     busy_unpacks: frozenset[int] = frozenset()
-
-    def expects(self, index: int, num_bytes: int) -> bool:
-        """Whether a storage of this size may be behind a pack."""
-        if index >= len(self.pack_bytes):
-            return False
-        planned = self.pack_bytes[index]
-        return planned in (0, num_bytes) or (self.is_bound and num_bytes < planned)
-
-    def shares(self, index: int, key: int, keys: dict[int, int]) -> bool:
-        """Whether a pack is of the storage that it was planned to share; asked of plans that serve several shapes.
-
-        At some lengths an op copies what it takes as it is at others.
-
-        Args:
-            index: Ordinal of the pack.
-            key: Identity of its storage.
-            keys: Those of the packs before it; it is added.
-        """
-        if not self.is_bound:
-            return True
-        first = self.first_packs[index]
-        keys[index] = key
-        return first == index or keys.get(first, key) == key
-
-
-class _BusySteps(dict[int, OpStep]):
-    """By op: the entry of one for which there is something to do; made when it is first asked for."""
-
-    def __init__(self, graph: StepGraph) -> None:
-        super().__init__()
-        self._graph = graph
-
-    def __missing__(self, i: int) -> OpStep:
-        graph = self._graph
-        sizes = tuple([graph.storages[graph.values[v].storage].num_bytes for v in graph.ops[i].outputs])
-        step = self[i] = OpStep(graph.ops[i].name, sizes, is_busy=True)
-        return step
 
 
 class _Skeleton(NamedTuple):
@@ -159,10 +112,11 @@ class _Skeleton(NamedTuple):
         last: By storage: the last value that it holds; earlier ones are not followed.
         saved: By pack: the storage behind it.
         saved_values: The values behind packs, but for those that a later one on their storage follows.
-        idle: By op: its entry where there is nothing to do.
+        names: The ops.
+        forward_names: Those that do not run in backward.
+        forward_places: By op: its place among those.
         made_packs: Ordinals of the packs whose storages the step made.
         in_backward: By op: whether it runs in backward.
-        in_forward: The opposite.
         num_first_packs: Packs before the first unpack.
         num_first_ops: Ops of forward before it.
         first_packs: By pack: the first one of the same storage.
@@ -171,10 +125,11 @@ class _Skeleton(NamedTuple):
     last: dict[int, int]
     saved: tuple[int, ...]
     saved_values: frozenset[int]
-    idle: tuple[OpStep, ...]
+    names: tuple[str, ...]
+    forward_names: tuple[str, ...]
+    forward_places: tuple[int, ...]
     made_packs: frozenset[int]
     in_backward: tuple[bool, ...]
-    in_forward: tuple[bool, ...]
     num_first_packs: int
     num_first_ops: int
     first_packs: tuple[int, ...]
@@ -190,10 +145,11 @@ def _skeleton(graph: StepGraph) -> _Skeleton:
         last=last,
         saved=saved,
         saved_values=frozenset(v for v in (save.value for save in graph.saves) if last[graph.values[v].storage] == v),
-        idle=tuple(OpStep(op.name) for op in graph.ops),
+        names=tuple(op.name for op in graph.ops),
+        forward_names=tuple(op.name for op in graph.ops if op.phase != "backward"),
+        forward_places=tuple(itertools.accumulate((op.phase != "backward" for op in graph.ops), initial=0)),
         made_packs=frozenset(i for i, s in enumerate(saved) if not graph.storages[s].is_persistent),
         in_backward=tuple(op.phase == "backward" for op in graph.ops),
-        in_forward=tuple(op.phase != "backward" for op in graph.ops),
         num_first_packs=sum(save.pack_tick < first_unpack for save in graph.saves),
         num_first_ops=sum(op.tick < first_unpack and op.phase == "forward" for op in graph.ops),
         first_packs=tuple(first.setdefault(s, i) for i, s in enumerate(saved)),
@@ -223,12 +179,14 @@ def compile_plan(
     """
     plan.check(graph)
     decisions = {d.storage: d for d in plan.decisions if d.action != "keep"}
-    skeleton, busy = _skeleton(graph), _BusySteps(graph)
-    followed = _follow(graph, decisions, busy)
-    for i in {graph.values[v].producer for v in followed} - {-1}:
-        busy[i].register = tuple(
+    skeleton = _skeleton(graph)
+    followed, recorded = _follow(graph, decisions)
+    register = {
+        i: tuple(
             (position, graph.values[v].storage) for position, v in enumerate(graph.ops[i].outputs) if v in followed
         )
+        for i in {graph.values[v].producer for v in followed} - {-1}
+    }
     prefetch: dict[int, list[int]] = {}
     in_backward = skeleton.in_backward
     releases = _releases_at_hooks(graph, decisions)
@@ -240,23 +198,34 @@ def compile_plan(
     release_at_pack = {hook.ordinal: s for hook, s in releases.items() if hook.is_pack}
     release_at_unpack = {hook.ordinal: s for hook, s in releases.items() if not hook.is_pack}
     at_unpacks = {s for storages in release_at_unpack.values() for s in storages}
+    release: dict[int, tuple[int, ...]] = {}
     for decision in releases_at_ops:
         if not (in_backward[decision.release_op] and decision.storage in at_unpacks):
-            busy[decision.release_op].release.append(decision.storage)
+            release[decision.release_op] = (*release.get(decision.release_op, ()), decision.storage)
+    busy = {*recorded, *register, *release}
     is_recomputing = any(d.action == "recompute" for d in decisions.values())
     layout = plan_layout(graph, plan)
     is_strict = any(in_backward[i] for i in busy)
-    steps = list(skeleton.idle)
-    for i, step in busy.items():
-        steps[i] = step
-    records_backward = any(in_backward[i] and step.record for i, step in busy.items())
+    names = skeleton.names if is_strict else skeleton.forward_names
+    places: Sequence[int] = range(len(names)) if is_strict else skeleton.forward_places
+    flags = bytearray(len(names))
+    for i in busy:
+        flags[places[i]] = BUSY | RECORD if i in recorded else BUSY
+    records_backward = any(in_backward[i] for i in recorded)
     followed_storages = {graph.values[v].storage for v in followed}
-    is_own = not (is_bound or is_given or records_backward)
+    is_own = not (is_bound or is_given or records_backward or forms is not None)
     if forms is not None and (is_recomputing or has_others):
         raise PlanError("steps of other structures can follow a plan only where it needs no op to be seen")
     return Program(
         plan=plan,
-        ops=tuple(steps if is_strict else itertools.compress(steps, skeleton.in_forward)),
+        op_names=names,
+        op_flags=bytes(flags),
+        op_bytes={
+            places[i]: tuple([graph.storages[graph.values[v].storage].num_bytes for v in graph.ops[i].outputs])
+            for i in busy
+        },
+        op_register={places[i]: results for i, results in register.items()},
+        op_release={places[i]: storages for i, storages in release.items()},
         is_strict=is_strict,
         decisions=decisions,
         layout=layout,
@@ -277,15 +246,12 @@ def compile_plan(
         needs_ops=is_recomputing or has_others,
         is_recomputing=is_recomputing,
         records_backward=records_backward,
-        route=Route.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
-        given=GivenRoute.of(graph, decisions) if is_given else None,
-        num_objects=_num_objects(len(skeleton.saved), len(decisions), sum(step.record for step in busy.values())),
+        form_route=FormRoute.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
+        size_route=SizeRoute.of(graph, decisions) if is_given else None,
+        num_objects=_num_objects(len(skeleton.saved), len(decisions), len(recorded)),
         idle_packs=_idle_packs(skeleton.saved, decisions, followed_storages, release_at_pack) if is_own else b"",
         busy_unpacks=frozenset({*prefetch, *release_at_unpack}),
     )
-
-
-KEPT, KEPT_FOR_CALLS = 1, 2
 
 
 def _idle_packs(
@@ -304,20 +270,20 @@ def _num_objects(num_packs: int, num_leaving: int, num_recorded: int) -> int:
     return 3 * num_packs + 8 * num_leaving + 20 * num_recorded
 
 
-def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps) -> set[int]:
-    """Mark the ops to record; return the values that the executor must know by identity."""
+def _follow(graph: StepGraph, decisions: dict[int, Decision]) -> tuple[set[int], set[int]]:
+    """The values that the executor must know by identity, and the ops to record."""
     skeleton = _skeleton(graph)
     last, saved_values = skeleton.last, skeleton.saved_values
     followed = {v for v in saved_values if graph.values[v].storage in decisions}
     stack = [v for v in followed if decisions[graph.values[v].storage].action == "recompute"]
-    seen = set(stack)
+    seen, recorded = set(stack), set[int]()
     while stack:
         made = stack.pop()
         producer = graph.values[made].producer
         if producer < 0 or not graph.ops[producer].replayable or made in graph.ops[producer].unreplayed:
             name = graph.ops[producer].name if producer >= 0 else "nothing"
             raise PlanError(f"the plan recomputes a result of {name}, which cannot be replayed")
-        steps[producer].record = True
+        recorded.add(producer)
         for v in graph.ops[producer].inputs:
             storage = graph.values[v].storage
             if v in seen or (graph.storages[storage].is_persistent and last[storage] == v):
@@ -328,7 +294,7 @@ def _follow(graph: StepGraph, decisions: dict[int, Decision], steps: _BusySteps)
             at_hand = v in saved_values and (decision is None or decision.action != "recompute")
             if not at_hand and graph.values[v].producer >= 0:
                 stack.append(v)
-    return followed
+    return followed, recorded
 
 
 def _leaving(graph: StepGraph, decisions: dict[int, Decision]) -> tuple[int, ...]:
@@ -351,68 +317,3 @@ def _releases_at_hooks(graph: StepGraph, decisions: dict[int, Decision]) -> dict
             if hook is not None:
                 found.setdefault(hook, []).append(decision.storage)
     return {hook: tuple(storages) for hook, storages in found.items()}
-
-
-MAX_STRAY_OPS = 64
-"""So many ops that were not planned may come between planned ones, as those of logging do."""
-
-_NOTHING = OpStep(name="")
-
-
-_NUM_SURE = 3  # ops in a row by which a step is recognised
-
-
-class ProgramCursor:
-    """Where a step is in its program.
-
-    A wrong guess costs memory or time, as a wrong plan does, never exactness.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self._ops = program.ops
-        self._is_strict = program.is_strict
-        self._most_stray = MAX_STRAY_OPS if program.given is None else sys.maxsize  # what is saved tells of a given one
-        self._next = 0
-        self._num_stray_ops = 0
-        self._stray: list[str] = []  # in a row, the last few
-
-    @property
-    def expected(self) -> str:
-        """The op that the program has next, for messages."""
-        return self._ops[self._next].name if self._next < len(self._ops) else "the end"
-
-    def is_through(self, num_ops: int) -> bool:
-        """Whether nothing is left to do for the first ops of the program."""
-        return not any(step.is_busy for step in self._ops[self._next : num_ops])
-
-    def next(self, name: str) -> OpStep | None:
-        """The entry for the op that is about to run; None if the step has left the program."""
-        if not self._is_strict and torch._C._current_graph_task_id() != -1:
-            return _NOTHING
-        index = self._next
-        if index < len(self._ops) and self._ops[index].name == name:
-            self._next = index + 1
-            if self._stray:
-                self._stray.clear()
-            return self._ops[index]
-        return self._resynchronise(name)
-
-    def _resynchronise(self, name: str) -> OpStep | None:
-        """Skip planned ops for which there is nothing to do, or take this one for a stray.
-
-        Where a few strays in a row are consecutive ops further on, those before them are missing in this step.
-        """
-        end = min(self._next + MAX_STRAY_OPS, len(self._ops))
-        for index in range(self._next, end):
-            if self._ops[index].name == name:
-                self._next = index + 1
-                return self._ops[index]
-            if self._ops[index].is_busy:
-                break
-        stray = self._stray = [*self._stray[1 - _NUM_SURE :], name]
-        for index in range(self._next + _NUM_SURE, end) if len(stray) == _NUM_SURE else ():
-            if [op.name for op in self._ops[index + 1 - _NUM_SURE : index + 1]] == stray:
-                self._next, self._stray = index + 1, []
-                return self._ops[index]
-        self._num_stray_ops += 1
-        return _NOTHING if self._num_stray_ops <= self._most_stray else None

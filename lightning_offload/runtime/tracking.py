@@ -6,18 +6,20 @@ All values are tracked under the floor policy, those of the plan otherwise.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_offload.runtime.environment import environment_on
-from lightning_offload.runtime.program import OpStep
 from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.values import Call, LiveValue, Ref, ValueTable, version_alias_of
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts, effects, is_at_hand, is_plain, sole_effect
+
+PlannedResults = tuple[Sequence[int], Sequence[tuple[int, int]]]
+"""Of an op: sizes of the storages that it makes values on, and results to follow: (position, storage index)."""
 
 _make_ref: Callable[..., Ref] = tuple.__new__  # a named tuple's own takes longer
 
@@ -46,7 +48,7 @@ class ValueTracker:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
-        step: OpStep | None,
+        planned: PlannedResults | None,
         call: Call | None,
     ) -> str:
         """Follow the values that an op made, as :meth:`op` does, where nobody has asked yet what it made."""
@@ -57,7 +59,7 @@ class ValueTracker:
         if found is None:
             did = effects(facts, args, kwargs, out)
             found = did.made, did.num_fresh
-        return self.op(facts, *found, step, call)
+        return self.op(facts, *found, planned, call)
 
     def _made_by_recorded(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -93,7 +95,7 @@ class ValueTracker:
         facts: OpFacts,
         made: list[Tensor],
         num_fresh: int,
-        step: OpStep | None,
+        planned: PlannedResults | None,
         call: Call | None,
     ) -> str:
         """Follow the values that an op made.
@@ -102,13 +104,13 @@ class ValueTracker:
             facts: The op.
             made: What it made.
             num_fresh: How much of it is on fresh storages.
-            step: The program's entry for it; None under the floor policy.
+            planned: What the program has of its results; None without one.
             call: Its recording, if its results may have to be made again.
 
         Returns:
             How it did not do what the program counts on; "" if it did.
         """
-        if step is None:
+        if planned is None:
             for tensor in made[:num_fresh]:
                 self.new(tensor)
             return ""
@@ -116,15 +118,16 @@ class ValueTracker:
         if len(made) != 1 or made[0].device != device:  # attention gives CPU seeds on CUDA
             num_fresh = sum([tensor.device == device for tensor in made[:num_fresh]])
             made = [tensor for tensor in made if tensor.device == device]
-        if len(made) != len(step.num_bytes):
-            return f"{facts.name} made {len(made)} tensors in place of {len(step.num_bytes)}"
-        for position, index in step.register:
+        sizes, register = planned
+        if len(made) != len(sizes):
+            return f"{facts.name} made {len(made)} tensors in place of {len(sizes)}"
+        for position, index in register:
             tensor = made[position]
             storage = tensor.untyped_storage()
             num_bytes = storage.nbytes()
-            planned_bytes = step.num_bytes[position]
+            planned_bytes = sizes[position]
             if num_bytes != planned_bytes and not (self._is_bound and num_bytes < planned_bytes):
-                return f"{facts.name} made {num_bytes} bytes in place of {step.num_bytes[position]}"
+                return f"{facts.name} made {num_bytes} bytes in place of {planned_bytes}"
             value = LiveValue(index, num_bytes)
             value.wrapper = weakref.ref(tensor)
             self._table.follow(value, storage)

@@ -16,7 +16,6 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.planning import planner
 from lightning_offload.plugins import cadence
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.keeping_executor import KeepingExecutor
 from tests.engine.probing import levels, train
 from tests.fuzz.running import random_planner
 from tests.zoo.case import Case
@@ -212,7 +211,7 @@ EVENTS: Events = {
 
 @dataclasses.dataclass
 class Log:
-    """What executors were made for."""
+    """What executors were made for, but for those of steps that keep everything."""
 
     sees_ops: list[bool] = dataclasses.field(default_factory=list)
 
@@ -223,7 +222,8 @@ def logged() -> Iterator[Log]:
     log, made = Log(), StepExecutor.__init__
 
     def note(self: StepExecutor, **how: object) -> None:
-        log.sees_ops.append(bool(how["sees_ops"]))
+        if not how.get("keeps_all"):
+            log.sees_ops.append(bool(how["sees_ops"]))
         made(self, **how)  # type: ignore[arg-type]
 
     with mock.patch.object(StepExecutor, "__init__", note):
@@ -329,19 +329,21 @@ def test_write_that_a_version_counter_counts_raises_as_in_plain_pytorch() -> Non
 def _packs(memory: MemoryPlugin, event: str) -> list[int]:
     """How many saved tensors came by, by step."""
     found: list[int] = []
-    pack, made = KeepingExecutor.pack, KeepingExecutor.__init__
+    pack, made = StepExecutor.pack, StepExecutor.__init__
 
-    def begin(self: KeepingExecutor, *args: Any, **how: Any) -> None:
-        found.append(0)
-        made(self, *args, **how)
+    def begin(self: StepExecutor, **how: Any) -> None:
+        if how.get("keeps_all"):
+            found.append(0)
+        made(self, **how)
 
-    def count(self: KeepingExecutor, tensor: Tensor) -> Any:
-        found[-1] += 1
+    def count(self: StepExecutor, tensor: Tensor) -> Any:
+        if self.keeps_all:
+            found[-1] += 1
         return pack(self, tensor)
 
     with (
-        mock.patch.object(KeepingExecutor, "__init__", begin),
-        mock.patch.object(KeepingExecutor, "pack", count),
+        mock.patch.object(StepExecutor, "__init__", begin),
+        mock.patch.object(StepExecutor, "pack", count),
     ):
         assert bits(event, memory) == bits(event, None)
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import random
 import re
 import warnings
@@ -19,11 +18,9 @@ from lightning_offload.graph.hook_points import hooks_before_ops
 from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem
-from lightning_offload.runtime.aligned_executor import AlignedExecutor
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, listen
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.keeping_executor import KeepingExecutor
 from lightning_offload.runtime.program import Program as Compiled
 from lightning_offload.runtime.program import compile_plan
 from lightning_offload.runtime.tiers import Tiers
@@ -114,10 +111,9 @@ def _has_left(seed: int) -> bool:
             return False
         program = compile_plan(graph := record(lambda: _step(begun, nets[1])), plan_of(graph))
         tiers = Tiers(inline_lanes(), pool)
-        make = functools.partial(
-            StepExecutor, device=CPU, tiers=tiers, program=program, observer=None, verifier=None, sees_ops=False
+        executor = StepExecutor(
+            device=CPU, tiers=tiers, program=program, observer=None, verifier=None, sees_ops=False, keeps_all=True
         )
-        executor = KeepingExecutor(program, make_rest=make)
         with contextlib.ExitStack() as stack:
             stack.callback(listen())
             stack.enter_context(executing(executor))
@@ -194,7 +190,7 @@ def _follows(seed: int) -> bool:
         recorder = Recorder(CPU)
         observe(lambda: _step(planned, nets[1]), recorder)
         graph = recorder.finish()
-        executor = AlignedExecutor(
+        executor = StepExecutor(
             program=_aligned(graph, recorder, rng),
             device=CPU,
             tiers=Tiers(inline_lanes(), pool),
@@ -207,7 +203,8 @@ def _follows(seed: int) -> bool:
             stack.callback(listen())
             stack.enter_context(executing(executor))
             assert _outcome(program, nets[2], sneaks=True) == expected, program
-    has_followed = executor.num_packs > executor.num_astray
+    assert executor.superset is not None
+    has_followed = executor.num_packs > executor.superset.num_astray
     del executor
     pool.collect()
     assert pool.used_bytes == 0, program

@@ -21,7 +21,11 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.plugins.fake import record_fake_step
-from lightning_offload.runtime.given import TINY_BYTES, GivenCursor, GivenRoute
+from lightning_offload.runtime.follow import LEFT, TINY_BYTES, BySize
+from lightning_offload.runtime.program import compile_plan
+from lightning_offload.runtime.routes import SizeRoute
+from tests.graph.building import chain
+from tests.runtime.executing import plan_of
 
 ROWS, WIDTH = 64, 96
 HERE = dataclasses.replace(device_spec("k40c"), name="here", kind="cpu", compute_capability=0)
@@ -225,14 +229,20 @@ def test_checkpoints_leave_it_out(tmp_path: Path) -> None:
     assert memory.state_dict()["plans"] == []
 
 
-# ---- the cursor
+# ---- the follower
 
-ROUTE = GivenRoute(
+ROUTE = SizeRoute(
     pack_bytes=(5000, 4, 6000, 7000, 6000, 8000),
     matters=(False, False, False, True, False, True),
     modules=("a", "", "b", "c", "d", "e"),
     unpacks=((5,), (4,), (3,), (2,), (1,), (0,)),
 )
+
+
+def _follower(num_first_packs: int = len(ROUTE.pack_bytes)) -> BySize:
+    graph = chain(10)
+    program = compile_plan(graph, plan_of(graph))
+    return BySize(dataclasses.replace(program, num_first_packs=num_first_packs), ROUTE)
 
 
 @pytest.mark.parametrize(
@@ -242,29 +252,28 @@ ROUTE = GivenRoute(
         ([5000, 8, 4, 6000, TINY_BYTES, 7000], [0, -1, 1, 2, -1, 3]),
         ([6000, 7000], [2, 3]),
         ([7000, 8000, 4], [3, 5, -1]),
-        ([5000, 8000], [0, None]),
-        ([5000, 5001], [0, None]),
+        ([5000, 8000], [0, LEFT]),
+        ([5000, 5001], [0, LEFT]),
     ],
 )
-def test_what_is_saved_is_followed(sizes: list[int], places: list[int | None]) -> None:
+def test_what_is_saved_is_followed(sizes: list[int], places: list[int]) -> None:
     """What it keeps may be missing, tiny ones may come in between, what leaves the device must come."""
-    cursor = GivenCursor(ROUTE)
-    assert [cursor.next(i, size) for i, size in enumerate(sizes)] == places
+    follower = _follower()
+    assert [follower.place_of(i, size) for i, size in enumerate(sizes)] == places
 
 
 def test_unpacks_are_known_by_what_they_unpack() -> None:
     """Others in between count for nothing; what is passed over is behind as well."""
-    cursor = GivenCursor(ROUTE)
+    follower = _follower()
     for index, size in enumerate([5000, 9, 6000, 7000, 8000]):
-        cursor.next(index, size)
-    assert cursor.is_through(6)
-    assert [list(cursor.passed_by(index)) for index in (1, 4, 3, 3, 0)] == [[], [0], [1, 2], [], [3, 4, 5]]
+        follower.place_of(index, size)
+    assert not follower.lacks(5, sees_ops=False)
+    assert [list(follower.passed_unpacks(index, 0)) for index in (1, 4, 3, 3, 0)] == [[], [0], [1, 2], [], [3, 4, 5]]
 
 
 def test_a_forward_that_ends_early() -> None:
     """Is known by what has not come."""
-    cursor = GivenCursor(ROUTE)
-    cursor.next(0, 5000)
-    assert not cursor.is_through(6)
-    assert cursor.is_through(3)
-    assert cursor.expected() == "one of 4 bytes was expected"
+    for num_first, words in ((6, "backward began where one of 4 bytes was expected"), (3, "")):
+        follower = _follower(num_first)
+        follower.place_of(0, 5000)
+        assert follower.lacks(1, sees_ops=False) == words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import threading
 import weakref
@@ -23,8 +22,7 @@ from lightning_offload.runtime.cpu_lanes import CpuLanes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.keeping_executor import KeepingExecutor
-from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.runtime.program import RECORD, Program, compile_plan
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.tensors.observer import StepObserver
 from tests.capture.recording import record
@@ -270,7 +268,7 @@ def test_what_stays_and_is_written_after_the_step_is_not_replayed_from(how: str)
     for place in range(3):
         program = compiled(lambda: sum(forward()[1:], torch.zeros(())), "recompute", only=lambda p, at=place: p == at)  # type: ignore[misc]
         x.grad = None
-        num_recording += any(op.record for op in program.ops)
+        num_recording += any(flags & RECORD for flags in program.op_flags)
         with contextlib.suppress(StaleInputError):
             assert gradient(program) == expected
         x.grad = None
@@ -331,7 +329,7 @@ def test_what_has_a_graph_only_later_was_made_in_the_step(function: Callable[[Te
     for place in range(3):
         program = compiled(step, "recompute", only=lambda p, at=place: p == at)  # type: ignore[misc]
         x.grad = None
-        num_recording += any(op.record for op in program.ops)
+        num_recording += any(flags & RECORD for flags in program.op_flags)
         assert planned(step, x, program=program)[0] == expected
         with under(program):
             step()
@@ -531,11 +529,14 @@ def step(x: Tensor) -> Tensor:
     return (x * 2.0).sin().exp().sum()
 
 
-def keeping(x: Tensor) -> KeepingExecutor:
+def keeping(x: Tensor) -> StepExecutor:
     """An executor for the small step."""
-    made = KeepingExecutor(compiled(lambda: step(x), "keep"))
+    program = compiled(lambda: step(x), "keep")
     x.grad = None
-    return made
+    return StepExecutor(
+        device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None, verifier=None,
+        sees_ops=False, keeps_all=True, may_leave=False,
+    )  # fmt: skip
 
 
 def test_step_is_exact_without_a_mode() -> None:
@@ -584,11 +585,10 @@ def test_what_another_structure_saves_leaves_the_device(is_exposed: bool) -> Non
     expected = plain(other, x)[:1]
     pool, program = HostPool(), compiled(lambda: step(x), "keep")
     x.grad = None
-    make = functools.partial(
-        StepExecutor, device=CPU, tiers=Tiers(inline_lanes(), pool), program=program, observer=None, verifier=None,
-        sees_ops=False,
+    executor = StepExecutor(
+        device=CPU, tiers=Tiers(inline_lanes(), pool), program=program, observer=None, verifier=None,
+        sees_ops=False, keeps_all=True,
     )  # fmt: skip
-    executor = KeepingExecutor(program, make_rest=make)
     with executing(executor):
         loss = other()
         assert executor.has_deviated
@@ -694,11 +694,10 @@ def test_what_was_handed_out_is_not_emptied(begins: str) -> None:
     expected = plain(other, x)[:1]
     program = compiled(lambda: step(x), "keep" if begins == "kept" else "swap")
     x.grad = None
-    make = functools.partial(
-        StepExecutor, device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
-        verifier=None, sees_ops=False,
+    executor = StepExecutor(
+        device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
+        verifier=None, sees_ops=False, keeps_all=begins == "kept",
     )  # fmt: skip
-    executor = KeepingExecutor(program, make_rest=make) if begins == "kept" else make()
     with executing(executor):
         other().backward()
     assert executor.has_deviated
@@ -719,11 +718,10 @@ def test_double_backward_of_a_step_that_left_its_plan(begins: str) -> None:
     expected = plain(other, x)[:1]
     program = compiled(lambda: step(x), "keep" if begins == "kept" else "swap")
     x.grad = None
-    make = functools.partial(
-        StepExecutor, device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
-        verifier=None, sees_ops=False,
+    executor = StepExecutor(
+        device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
+        verifier=None, sees_ops=False, keeps_all=begins == "kept",
     )  # fmt: skip
-    executor = KeepingExecutor(program, make_rest=make) if begins == "kept" else make()
     with executing(executor):
         other().backward()
     assert executor.has_deviated

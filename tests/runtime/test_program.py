@@ -6,7 +6,7 @@ import pytest
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph import Decision, StepGraph
-from lightning_offload.runtime.program import compile_plan
+from lightning_offload.runtime.program import BUSY, RECORD, compile_plan
 from tests.graph.building import GraphBuilder, chain
 from tests.runtime.executing import plan_of
 
@@ -36,7 +36,7 @@ FIVE = _five_in_backward()
 
 def recorded(graph: StepGraph, *decisions: Decision) -> list[int]:
     """Which ops a plan has recorded."""
-    return [i for i, op in enumerate(compile_plan(graph, plan_of(graph, *decisions)).ops) if op.record]
+    return [i for i, flags in enumerate(compile_plan(graph, plan_of(graph, *decisions)).op_flags) if flags & RECORD]
 
 
 def test_keeping_everything_asks_for_nothing() -> None:
@@ -45,39 +45,41 @@ def test_keeping_everything_asks_for_nothing() -> None:
         program = compile_plan(FOUR, plan_of(FOUR, *decisions))
         assert (program.is_keep_all, program.is_recomputing, program.is_strict) == (True, False, False)
         assert (program.decisions, program.prefetch) == ({}, {})
-        assert not any(op.record or op.register or op.release for op in program.ops)
+        assert (program.op_bytes, program.op_register, program.op_release) == ({}, {}, {})
+        assert not any(program.op_flags)
+        assert len(program.op_flags) == len(program.op_names) == 4
     assert program.pack_bytes == (10, 20, 30, 40)
 
 
 def test_ops_of_backward_are_left_out_where_nothing_is_asked_of_them() -> None:
     """Backward may run other ops when gradients accumulate, so its ops are compared only where needed."""
     program = compile_plan(FOUR, plan_of(FOUR, Decision(storage=1, action="swap")))
-    assert [len(program.ops), program.is_strict] == [4, False]
+    assert [len(program.op_names), program.is_strict] == [4, False]
     at_an_unpack = compile_plan(FOUR, plan_of(FOUR, Decision(storage=1, action="swap", release_op=5)))
-    assert [len(at_an_unpack.ops), at_an_unpack.is_strict] == [4, False]
+    assert [len(at_an_unpack.op_names), at_an_unpack.is_strict] == [4, False]
     assert at_an_unpack.release_at_unpack == {1: (1,)}
     strict = compile_plan(FIVE, plan_of(FIVE, Decision(storage=1, action="swap", release_op=5)))
-    assert [len(strict.ops), strict.is_strict] == [9, True]
-    assert [op.release for op in strict.ops] == [[], [], [], [], [], [1], [], [], []]
+    assert [len(strict.op_names), strict.is_strict] == [9, True]
+    assert strict.op_release == {5: (1,)}
 
 
 def test_backward_is_not_seen_for_a_release_while_something_is_recomputed() -> None:
     """Forward's ops are, then; a release of backward comes at its unpack, as it does where no op is seen."""
     decisions = Decision(storage=1, action="swap", release_op=5), Decision(storage=3, action="recompute")
     program = compile_plan(FOUR, plan_of(FOUR, *decisions))
-    assert (program.needs_ops, program.is_strict, len(program.ops)) == (True, False, 4)
+    assert (program.needs_ops, program.is_strict, len(program.op_names)) == (True, False, 4)
     assert (program.release_at_unpack, 1 in program.busy_unpacks) == ({1: (1,)}, True)
 
 
 def test_swapped_storage_is_followed_and_scheduled() -> None:
     """Its maker registers it, an op releases it, an unpack brings it back."""
     program = compile_plan(FOUR, plan_of(FOUR, Decision(storage=2, action="swap", release_op=3, prefetch_unpack=1)))
-    assert [op.register for op in program.ops] == [(), ((0, 2),), (), ()]
-    assert [op.release for op in program.ops] == [[], [], [], [2]]
+    assert program.op_register == {1: ((0, 2),)}
+    assert program.op_release == {3: (2,)}
     assert program.prefetch == {1: (2,)}
     assert recorded(FOUR, Decision(storage=2, action="swap")) == []
-    assert [op.num_bytes for op in program.ops] == [(), (20,), (), (40,)]
-    assert [op.is_busy for op in program.ops] == [False, True, False, True]
+    assert program.op_bytes == {1: (20,), 3: (40,)}
+    assert list(program.op_flags) == [0, BUSY, 0, BUSY]
 
 
 def test_recomputed_storage_records_its_producer_down_to_what_is_at_hand() -> None:

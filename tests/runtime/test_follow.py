@@ -6,9 +6,13 @@ import random
 
 import torch
 
-from lightning_offload.runtime.alignment import PackCursor, Route
+from lightning_offload.graph import StepGraph
+from lightning_offload.runtime.follow import ByForm
+from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.runtime.routes import FormRoute
 from lightning_offload.tensors.saved_forms import OPEN, SavedForm
 from tests.graph.building import GraphBuilder, chain
+from tests.runtime.executing import plan_of
 
 
 def _form(letter: str) -> SavedForm:
@@ -16,15 +20,17 @@ def _form(letter: str) -> SavedForm:
     return SavedForm(torch.float32, (OPEN, 1) if letter == "?" else (ord(letter), 1))
 
 
-def _route(letters: str) -> Route:
-    graph = chain(*range(100, 100 + len(letters) - 1))
-    assert len(graph.saves) == len(letters) - 1
-    return Route.of(graph, {}, [_form(letter) for letter in letters[:-1]], {})
+def _program(graph: StepGraph, letters: str) -> tuple[Program, FormRoute]:
+    program = compile_plan(graph, plan_of(graph), forms=[_form(letter) for letter in letters])
+    assert program.form_route is not None
+    return program, program.form_route
 
 
 def _places(planned: str, *, seen: str) -> list[int]:
-    cursor = PackCursor(_route(planned + "."))
-    return [cursor.next(_form(letter)) for letter in seen]
+    graph = chain(*range(100, 100 + len(planned)))
+    assert len(graph.saves) == len(planned)
+    follower = ByForm(*_program(graph, planned))
+    return [follower.place_of(_form(letter)) for letter in seen]
 
 
 def test_a_step_of_the_same_structure_follows_it() -> None:
@@ -72,7 +78,7 @@ def test_places_move_forward_only() -> None:
 def test_what_is_kept_adds_up() -> None:
     """By pack: what the plan keeps of what the step made; what was there before is no part of it."""
     graph = chain(100, 200, 300)
-    route = Route.of(graph, {}, [_form("a")] * len(graph.saves), {})
+    _, route = _program(graph, "a" * len(graph.saves))
     made = [not graph.storages[graph.values[save.value].storage].is_persistent for save in graph.saves]
     assert [not given for given in route.is_given] == made
     sizes = [graph.storages[graph.values[save.value].storage].num_bytes for save in graph.saves]
@@ -84,7 +90,7 @@ def test_what_is_kept_adds_up() -> None:
     assert [storage >= 0 for storage in route.storages] == made
 
 
-def _bordered(planned: str, seen: str) -> tuple[Route, list[int]]:
+def _bordered(planned: str, seen: str) -> tuple[FormRoute, list[int]]:
     """A plan and a step in which a backward lies at each "|"."""
     parts = planned.split("|")
     builder = GraphBuilder()
@@ -98,10 +104,10 @@ def _bordered(planned: str, seen: str) -> tuple[Route, list[int]]:
             builder.unpack(save)
             builder.release(save)
         builder.phase = "forward"
-    route = Route.of(builder.build(), {}, [_form(letter) for part in parts for letter in part], {})
-    cursor, places = PackCursor(route), []
+    program, route = _program(builder.build(), "".join(parts))
+    follower, places = ByForm(program, route), []
     for number, part in enumerate(seen.split("|")):
-        places += [cursor.next(_form(letter), is_border=number > 0 and not i) for i, letter in enumerate(part)]
+        places += [follower.place_of(_form(letter), is_border=number > 0 and not i) for i, letter in enumerate(part)]
     return route, places
 
 

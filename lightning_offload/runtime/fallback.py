@@ -1,0 +1,420 @@
+"""What is done of a step where no program says what.
+
+:class:`OffloadAll` is the *floor policy*: every saved tensor made in the step is swapped out at once and brought back
+when it is needed. A step runs under it while it is recorded, and from where it has left its plan. Another structure may
+need more memory than the planned one: where a plan is left in forward, while memory still grows, what the plan kept
+leaves the device, too.
+
+:class:`SupersetRule` is the local rule of a step under a plan for another structure. Where the two agree, the plan's
+decisions hold. A save that is astray, or larger than planned, stays where the plan had more on the device by now than
+there is, and leaves it otherwise. After :data:`_MANY_ASTRAY` of them in a row, or fewer that are large, the step is in
+a part that the plan knows nothing of, and whose memory nobody foresaw: then what was kept before leaves the device as
+well.
+
+None of this decides about correctness.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_offload.graph.memory_plan import AT_PACK
+from lightning_offload.runtime.follow import TINY_BYTES, ByForm
+from lightning_offload.runtime.materialize import Materializer
+from lightning_offload.runtime.program import Program
+from lightning_offload.runtime.tracking import ValueTracker
+from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, emptied
+from lightning_offload.tensors.op_facts import is_parameter
+
+_MANY_ASTRAY = 4
+_MUCH_ASTRAY = 0.05  # of the budget
+
+
+class OffloadAll:
+    """The floor policy, and what lets a saved tensor leave that was kept.
+
+    Args:
+        table: The values of the step.
+        tracker: Follows them.
+        materializer: Moves them.
+        persistent: Gives the identities of storages that outlive the step.
+        sees_ops: Whether the step's ops are seen.
+        spare_bytes: How much of what is saved first may stay on the device.
+
+    Attributes:
+        swapped_bytes: Saved bytes that left the device.
+        stayed_bytes: Saved bytes that stayed: there was room for them, or no tier had any.
+        took_data: Whether the program took ``Tensor.data`` of what the step made.
+    """
+
+    def __init__(
+        self,
+        table: ValueTable,
+        tracker: ValueTracker,
+        materializer: Materializer,
+        persistent: Callable[[], Collection[int]],
+        *,
+        sees_ops: bool,
+        spare_bytes: int,
+    ) -> None:
+        self.swapped_bytes = self.stayed_bytes = 0
+        self.took_data = False
+        self.table, self.tracker, self.materializer = table, tracker, materializer
+        self.persistent, self.sees_ops = persistent, sees_ops
+        self._grants_room, self._spare_bytes = spare_bytes > 0, spare_bytes
+        self._kept: list[weakref.ref[Handle]] = []
+        self._late: list[weakref.ref[Handle]] = []
+        self._late_node = 0
+
+    def leave(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
+        """Let a saved value leave the device; whether it need not be kept as it is."""
+        if self._grants_room and self._may_stay(value, storage):
+            return False
+        has_left = self.materializer.swap_out(value, storage, None, release_now=True)
+        if has_left:
+            self.swapped_bytes += value.num_bytes
+        else:
+            self.stayed_bytes += value.num_bytes
+        return has_left
+
+    def _may_stay(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
+        """Whether a saved value is one of those for which there is room."""
+        if value.storage is not None and not value.is_ours:  # it stayed already
+            return True
+        if value.num_bytes > self._spare_bytes:
+            return False
+        self._spare_bytes -= value.num_bytes
+        self.stayed_bytes += value.num_bytes
+        self.table.own(value, storage)
+        return True
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Release device copies, by storage of the step graph."""
+        for index in indices:
+            value = self.table.indexed(index)
+            if value is not None:
+                self.materializer.release(value)
+
+    def release_all(self) -> None:
+        """Release all of them: the plan's moment to do so may be far away, or never come."""
+        for value in self.table.all_indexed():
+            self.materializer.release(value)
+
+    def let_go(self, handle: Handle, value: LiveValue, tensor: Tensor) -> None:
+        """Have a handle read a value in place of the tensor itself."""
+        handle.value = value
+        handle.geometry = self.tracker.geometry_of(tensor)
+        handle.kept = None
+        emptied(handle.own_alias())
+        value.note_handle(handle)
+
+    # ---- what leaves a plan
+
+    def may_leave_later(self, handle: Handle) -> None:
+        """Note a tensor that leaves the device if the step leaves its program, perhaps at an op.
+
+        A parameter stays in any case.
+        """
+        if is_parameter(handle.version_alias):
+            return
+        # Where ops are seen, autograd is past: no tensor made there shares a version counter. So it is made now.
+        handle.hold_apart()
+        self._kept.append(weakref.ref(handle))
+
+    def begin(self) -> None:
+        """The step has left its program."""
+        self.release_all()
+        kept, self._kept = self._kept, []
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self.sees_ops:
+            self._give_all_up(kept)
+        else:
+            self._late, self._late_node = kept, next_node()
+
+    def leave_late(self, handle: Handle, tensor: Tensor) -> None:
+        """Let what is saved leave the device once the op that saves it has run, where ops are not seen."""
+        # An op may write what it has saved, past any version counter, as `rrelu` does its noise: it is done when the
+        # next node of autograd is made.
+        node = next_node()
+        if node != self._late_node:
+            self.leave_now()
+            self._late_node = node
+        if tensor.untyped_storage()._cdata not in self.persistent():
+            self._late.append(weakref.ref(handle))
+
+    def leave_now(self) -> None:
+        """Let leave what was to once an op is done: it is."""
+        late, self._late = self._late, []
+        self._give_all_up(late)
+
+    def _give_all_up(self, kept: list[weakref.ref[Handle]]) -> None:
+        for handle in (reference() for reference in kept):
+            if handle is not None and handle.kept is not None and not handle.is_out:
+                self.give_up(handle, handle.kept)
+
+    def give_up(self, handle: Handle, tensor: Tensor) -> None:
+        """Let a saved tensor leave the device that was kept; not a parameter, whose memory is the program's."""
+        if is_parameter(tensor):
+            return
+        storage = tensor.untyped_storage()
+        value = self.table.find(storage)
+        if value is None:
+            value = LiveValue(-1, storage.nbytes())
+            if not self.sees_ops:
+                value.guards = ((handle.own_alias(), handle.version_alias._version),)
+            self.table.follow(value, storage)
+        if value.is_given or not (self.sees_ops or value.is_as_saved(handle)):
+            return
+        if value.block is None:
+            if not self.materializer.swap_out(value, storage, None, release_now=True):
+                self.stayed_bytes += value.num_bytes
+                return
+            self.swapped_bytes += value.num_bytes
+        self.let_go(handle, value, tensor)
+
+    # ---- exposed memory
+
+    def keep_from_now_on(self, storage: torch.UntypedStorage) -> None:
+        """Let nothing leave that is saved on a storage later: it may be written unseen at any time."""
+        value = LiveValue(-1, storage.nbytes())
+        value.is_given = True
+        self.table.follow(value, storage)
+
+
+class _Alive:
+    """Counts the bytes of what is kept, for as long as autograd holds it."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> Callable[[object], None]:
+        """Count more; gives what takes them off again."""
+        self.num_bytes += num_bytes
+
+        def gone(_: object) -> None:
+            self.num_bytes -= num_bytes
+
+        return gone
+
+
+_Handles = dict[int, weakref.ref[Handle]]
+
+
+class SupersetRule:
+    """Decides about the saves of a step under a plan for another structure.
+
+    Args:
+        program: The plan's.
+        follower: Where the step is in it.
+        policy: Lets leave what is to.
+
+    Attributes:
+        num_astray: Saves that the plan does not have.
+        astray_bytes: What those of them take that the step made.
+        num_missing: Saves that the plan has and the step did not.
+        kept_bytes: What stayed of what the step made and saved, in all.
+        fingerprint: Of what was saved: the same in two steps of one structure and the same sizes.
+        places_fingerprint: The same whatever the sizes.
+    """
+
+    def __init__(self, program: Program, follower: ByForm, policy: OffloadAll) -> None:
+        self.num_astray = self.astray_bytes = self.kept_bytes = self.num_missing = 0
+        self.fingerprint = self.places_fingerprint = 0
+        self._program, self._follower, self._policy, self._table = program, follower, policy, policy.table
+        self._alive = _Alive()
+        self._slack_bytes = _slack_bytes(program)
+        self._num_bytes_apart = 0  # astray in a row
+        self._kept_by_key: _Handles = {}
+        self._kept_again: list[weakref.ref[Handle]] = []  # for other saves of the same storages
+        self._leaving: _Handles = {}
+        self._late: list[weakref.ref[Handle]] = []
+        self._late_node = 0
+        self._astray: list[weakref.ref[LiveValue]] = []
+        self._planned_late: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+
+    def save(self, handle: Handle, tensor: Tensor, *, is_plain: bool, num_unpacks: int) -> None:
+        """Decide about what a handle keeps.
+
+        Args:
+            handle: The handle.
+            tensor: What it keeps.
+            is_plain: Whether that has a storage of its own that the plan may be about.
+            num_unpacks: Unpacks so far.
+        """
+        if self._late and next_node() != self._late_node:
+            self._leaving.clear()
+            self._let_late_ones_go()
+        follower = self._follower
+        before = follower.place
+        place = follower.pack(handle.index, tensor, is_plain=is_plain, num_unpacks=num_unpacks)
+        self.fingerprint = hash((self.fingerprint, place, follower.form))
+        self.places_fingerprint = hash((self.places_fingerprint, place, follower.form.kind))
+        if place >= 0:
+            self._num_bytes_apart = 0
+            self.num_missing += place - before
+            self._release_at(range(before, place))
+        else:
+            self.num_astray += 1
+            if follower.num_astray == _MANY_ASTRAY:
+                self._let_go_of_what_was_kept()
+        if is_plain and not is_parameter(tensor):  # whose memory is the program's
+            self._decide(handle, tensor, place)
+        if place >= 0:
+            self._release_at((place,))
+
+    def _release_at(self, places: Iterable[int]) -> None:
+        for place in places:
+            self._policy.release(self._program.release_at_pack.get(place, ()))
+
+    def _decide(self, handle: Handle, tensor: Tensor, place: int) -> None:
+        storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        value = self._table.find(storage)
+        index = self._follower.route.storages[place] if place >= 0 else -1
+        decision = self._program.decisions.get(index)
+        if value is not None and value.is_given:  # what exposed it may have come before
+            self._policy.took_data |= decision is not None
+        elif value is not None and value.block is not None:
+            if self._policy.sees_ops or value.is_as_saved(handle):
+                self._policy.let_go(handle, value, tensor)
+        elif self._is_given(place, key, value):
+            pass
+        elif _is_among(self._kept_by_key, key):
+            self._kept_again.append(weakref.ref(handle))
+        elif _is_among(self._leaving, key):  # for another save by the same op
+            self._late.append(weakref.ref(handle))
+        elif decision is not None and num_bytes:
+            self._leaves_late(handle, index)
+        elif num_bytes > TINY_BYTES and num_bytes > self._room(place):  # copying less costs more than it takes
+            self.astray_bytes += num_bytes
+            self._leaves_late(handle, -1)
+            if place < 0:
+                self._note_bytes_apart(num_bytes)
+        else:
+            self._stays(handle, key, num_bytes)
+
+    def _leaves_late(self, handle: Handle, index: int) -> None:
+        """Let a saved tensor leave once the op that saves it is done; see :meth:`OffloadAll.leave_late`.
+
+        Also what the plan swaps: the step may have another op there, which writes what it has saved.
+        """
+        if index >= 0:
+            self._planned_late[handle] = index
+        assert handle.kept is not None
+        self._leaving[handle.kept.untyped_storage()._cdata] = weakref.ref(handle)
+        self._late.append(weakref.ref(handle))
+        self._late_node = next_node()
+
+    def _stays(self, handle: Handle, key: int, num_bytes: int) -> None:
+        self.kept_bytes += num_bytes
+        self._kept_by_key[key] = weakref.ref(handle, self._alive.add(num_bytes))
+
+    def _is_given(self, place: int, key: int, value: LiveValue | None) -> bool:
+        """Whether a saved storage was there before the step, and stays."""
+        if place >= 0 and self._follower.route.is_given[place]:
+            return True
+        return value is None if self._policy.sees_ops else key in self._policy.persistent()
+
+    def _room(self, place: int) -> int:
+        """What may stay beyond what does: what the plan has kept by now, and the step has not."""
+        behind = place + 1 if place >= 0 else self._follower.place
+        if not behind or self._follower.num_astray >= _MANY_ASTRAY:
+            return 0
+        return self._follower.route.kept_bytes[behind - 1] - self._alive.num_bytes
+
+    def _note_bytes_apart(self, num_bytes: int) -> None:
+        """What the plan does not have takes so much more: what goes with it may take as much, and nobody counted it."""
+        before, self._num_bytes_apart = self._num_bytes_apart, self._num_bytes_apart + num_bytes
+        if before <= self._slack_bytes < self._num_bytes_apart and self._follower.num_astray < _MANY_ASTRAY:
+            self._let_go_of_what_was_kept()
+
+    def _let_go_of_what_was_kept(self) -> None:
+        self._policy.release_all()
+        if torch._C._current_graph_task_id() == -1:
+            self._late += (*self._kept_by_key.values(), *self._kept_again)
+            self._late_node = next_node()
+            self._kept_by_key, self._kept_again, self._alive = {}, [], _Alive()
+
+    def _let_late_ones_go(self) -> None:
+        late, self._late = self._late, []
+        for handle in (reference() for reference in late):
+            if handle is not None and handle.kept is not None and not handle.is_out:
+                self._give_up(handle, handle.kept)
+
+    def _give_up(self, handle: Handle, tensor: Tensor) -> None:
+        index = self._planned_late.pop(handle, -1)
+        if index < 0:
+            self._policy.give_up(handle, tensor)
+            if handle.value is not None and handle.value.index < 0:
+                self._astray.append(weakref.ref(handle.value))
+        elif handle.version_alias._version != handle.version or not self._leaves_as_planned(handle, tensor, index):
+            storage = tensor.untyped_storage()
+            self._stays(handle, storage._cdata, storage.nbytes())
+
+    def _leaves_as_planned(self, handle: Handle, tensor: Tensor, index: int) -> bool:
+        policy, follower = self._policy, self._follower
+        storage = tensor.untyped_storage()
+        value = self._table.find(storage)
+        if value is not None and (value.is_given or value.block is not None):
+            return False
+        if value is None:
+            value = LiveValue(index, storage.nbytes())
+            self._table.follow(value, storage)
+        else:
+            self._table.name(value, index)
+        is_at_once = self._program.decisions[index].release_op == AT_PACK
+        is_due = is_at_once or follower.route.releases.get(index, follower.place) < follower.place
+        if not policy.materializer.swap_out(value, storage, self._program.places.get(index), release_now=is_due):
+            if not policy.sees_ops:
+                self._table.drop(storage)
+            return False
+        policy.swapped_bytes += value.num_bytes
+        if not policy.sees_ops:
+            value.guards = ((handle.own_alias(), handle.version),)
+        policy.let_go(handle, value, tensor)
+        return True
+
+    def forward_ends(self) -> None:
+        """Backward begins: what forward lacked at its end does not come any more."""
+        self._let_late_ones_go()  # no op is under way
+        missing = range(self._follower.place, self._program.num_first_packs)
+        self._release_at(missing)
+        self.num_missing += len(missing)
+
+    def fetch_next(self, value: LiveValue) -> None:
+        """Begin to bring back what backward will want after a value that was astray: what was saved before it."""
+        if value.index >= 0:
+            return
+        while self._astray:
+            last = self._astray.pop()()
+            if last is not None and last is not value:
+                self._policy.materializer.fetch(last)
+                self._astray.append(weakref.ref(last))
+                break
+
+
+def _slack_bytes(program: Program) -> int:
+    """What may be astray before it matters: what the budget has room for beyond the plan, or a small part of it."""
+    budget_bytes = program.plan.budget_bytes
+    if budget_bytes is None:
+        return sys.maxsize
+    return max(budget_bytes - program.plan.predicted_peak_bytes, int(_MUCH_ASTRAY * budget_bytes))
+
+
+def _is_among(handles: _Handles, key: int) -> bool:
+    """Whether one of some handles keeps a storage."""
+    reference = handles.get(key)
+    handle = reference() if reference is not None else None
+    return handle is not None and handle.kept is not None and handle.kept.untyped_storage()._cdata == key
+
+
+def next_node() -> int:
+    """The sequence number of the next node that autograd makes in this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
