@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-unit test-budgets test-catalogue test-all test-emulated test-emulated-all check test-gpu bench bench-gpu rehearse-gpu docs clean
+.PHONY: help demo test test-unit test-budgets test-catalogue test-all test-emulated test-emulated-all check test-gpu bench bench-gpu rehearse-gpu native docs clean
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -30,10 +30,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(ENVIRONMENT) ## train a ResNet-50 on digits, plain and within a budget, and compare (lightning-offload demo)
+demo: native ## train a ResNet-50 on digits, plain and within a budget, and compare (lightning-offload demo)
 	$(PY) -m examples.demo
 
-test: $(ENVIRONMENT) ## run the tests (those that need a GPU are skipped without one)
+test: native ## run the tests (those that need a GPU are skipped without one)
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
 
 # Those that train whole models, in this process or in others.
@@ -72,6 +72,9 @@ NUM_GPU_WORKERS ?= 4
 test-gpu: $(ENVIRONMENT) ## run the tests that need a GPU
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -m gpu -q -p no:cacheprovider \
 		-n $(NUM_GPU_WORKERS) --dist worksteal $(GPU_TESTS) || test $$? -eq 5  # 5: no test is marked gpu
+
+native: $(ENVIRONMENT) ## build the native core of planned steps into the user's cache, where there is a C++ compiler
+	$(PY) -m lightning_offload.cli build-native || echo "planned steps run in Python"
 
 bench: $(ENVIRONMENT) ## measure the overhead against plain training
 	$(PY) -m benchmarks overhead

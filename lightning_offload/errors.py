@@ -5,7 +5,7 @@ Our exceptions:
 * OffloadError
   x BudgetError (ValueError)                 a budget that cannot be read, or that means two things
     + BudgetInfeasibleError                  a budget below the smallest one that works
-  x PolicyError (ValueError)                 a policy, tier or verify mode that does not exist
+  x PolicyError (ValueError)                 a policy, tier, verify mode or engine that is none
   x PlanError (ValueError)                   a plan or graph that is malformed, or that is another model's
   x StaleInputError (RuntimeError)           a value needed for a recomputation was written meanwhile
   x ReplayError (RuntimeError)               a recomputation did not run, or gave something else
@@ -74,7 +74,7 @@ class BudgetInfeasibleError(BudgetError):
 
 
 class PolicyError(OffloadError, ValueError):
-    """A policy, tier or verify mode is not one of those that exist."""
+    """A policy, tier, verify mode or engine is not one of those that exist."""
 
 
 class PlanError(OffloadError, ValueError):

@@ -23,7 +23,8 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _pop_mode
 
-from lightning_offload import MemoryPlugin
+from lightning_offload import MemoryPlugin, user_cache
+from lightning_offload.runtime.native import build, builds
 
 OURS = "lightning-offload"
 """How the names of our threads and spill files begin."""
@@ -36,6 +37,11 @@ FOREIGN_PROCESSES = ("resource_tracker", "compile_worker", "fork_server", "forks
 
 FOREIGN_THREADS = ("ThreadPoolExecutor-",)
 """torch.compile keeps such a pool; one of ours would have our name, and an unnamed one is joined at exit."""
+
+# The native core is built once for all tests, and its warning is no test's business where there is no compiler.
+os.environ.setdefault("LIGHTNING_OFFLOAD_NATIVE_CACHE", str(user_cache.native_folder() or ""))
+if build.find_compiler() is None and builds.find() is None:
+    os.environ.setdefault("LIGHTNING_OFFLOAD_ENGINE", "python")
 
 os.environ["LIGHTNING_OFFLOAD_CACHE"] = ""  # tests neither read nor leave calibrations of this machine
 

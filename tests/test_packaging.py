@@ -19,12 +19,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_offload"
+BUILT = {f"lightning_offload/runtime/native/{name}" for name in ("_core.json", "_core.cpython-311-x86_64-linux-gnu.so")}
+"""What `lightning-offload build-native --in-package` leaves."""
+
 BUILD = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of this checkout."""
+    """The wheel of this checkout, in which the native core was built."""
     setuptools = pytest.importorskip("setuptools", reason="setuptools, which builds the wheel, is not installed")
     if int(setuptools.__version__.partition(".")[0]) < 77:
         pytest.skip(f"setuptools {setuptools.__version__} is too old to build the wheel: it takes 77")
@@ -32,6 +35,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for built in BUILT:
+        (folder / built).write_text("built")
     (folder / "dist").mkdir()
     done = subprocess.run(
         [sys.executable, "-c", BUILD],
@@ -54,7 +59,8 @@ def test_every_file_of_the_package_is_in_it(wheel: zipfile.ZipFile) -> None:
     there = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
     there = {name for name in there if "__pycache__" not in name}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert packed == there
+    assert packed == there | BUILT
+    assert any(name.endswith(".cpp") for name in packed)
     parts = {"demo/program.py", "demo/residual.py", "py.typed", "report/page.css", "report/page.html", "report/page.js"}
     assert {f"lightning_offload/{part}" for part in parts} <= packed
 

@@ -1,10 +1,9 @@
 """Remembers measured device specs between runs, one JSON file for each key in the user's cache folder.
 
-The folder is ``$LIGHTNING_OFFLOAD_CACHE`` (empty: no cache at all), else ``lightning-offload`` in the system's place
-for caches. Files are replaced atomically, so processes may share the folder. A cache that cannot be read or written
-is as good as none: links are measured again, and a debug log says why. Entries older than :data:`MAX_AGE_SECONDS`
-are measured again too, and what was observed since does not make an entry younger: rates can only fall by
-observation, so the prior must be renewed.
+The folder is :func:`~lightning_offload.user_cache.cache_folder`. Files are replaced atomically, so processes may share
+it. A cache that cannot be read or written is as good as none: links are measured again, and a debug log says why.
+Entries older than :data:`MAX_AGE_SECONDS` are measured again too, and what was observed since does not make an entry
+younger: rates can only fall by observation, so the prior must be renewed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import json
 import logging
 import os
 import platform
-import sys
 import tempfile
 import time
 import warnings
@@ -30,11 +28,11 @@ from lightning_offload.capture.observed import Observed, updated
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.files import read_file
+from lightning_offload.user_cache import cache_folder
 
 __all__ = ["MAX_AGE_SECONDS", "Observed", "SpecKey", "cache_folder", "key_for", "load", "store", "updated"]
 
 _log = logging.getLogger(__name__)
-_FOLDER = "LIGHTNING_OFFLOAD_CACHE"
 _SUFFIX = ".device.json"
 
 MAX_AGE_SECONDS = 30 * 24 * 3600.0
@@ -109,27 +107,6 @@ def store(key: SpecKey, spec: DeviceSpec) -> None:
 class _Entry:
     measured_at: float
     spec: DeviceSpec
-
-
-def cache_folder() -> Path | None:
-    """Where specs are remembered; None where the user wants no cache, or has no home."""
-    chosen = os.environ.get(_FOLDER)
-    if chosen == "":
-        return None
-    general = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        if chosen is not None:
-            return Path(chosen).expanduser()
-        if sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        elif os.path.isabs(general):  # the specification has relative ones ignored
-            base = Path(general)
-        else:
-            base = Path.home() / ".cache"
-    except RuntimeError as error:
-        _log.debug("measured devices are not remembered: %s", error)
-        return None
-    return base / "lightning-offload"
 
 
 def _path_of(key: SpecKey) -> Path | None:

@@ -48,6 +48,7 @@ def build_app() -> typer.Typer:
     app.command("explain", epilog=_EPILOG)(_explain)
     app.command("devices", epilog=_EPILOG)(_devices)
     app.command("bench-links", epilog=_EPILOG)(_bench_links)
+    app.command("build-native", epilog=_EPILOG)(_build_native)
     return app
 
 
@@ -329,3 +330,20 @@ def _bench_links(
     from lightning_offload.cli.links import bench_links
 
     bench_links(device, spill_dir, size, as_json=as_json)
+
+
+def _build_native(
+    force: Annotated[bool, typer.Option("--force", help="Build it anew though it is there.")] = False,
+    in_package: Annotated[
+        bool,
+        typer.Option("--in-package", help="Build it beside the package's sources, for a wheel or an image."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Build the native core of planned steps now, for the torch and Python at hand; the first planned step does else.
+
+    It needs a C++ compiler. Without the core planned steps run in Python.
+    """
+    from lightning_offload.cli.build_native import build_native
+
+    build_native(renew=force, in_package=in_package, as_json=as_json)

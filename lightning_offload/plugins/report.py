@@ -15,6 +15,7 @@ from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.settings import Budget
 from lightning_offload.report.fields import Row, rich_table
 from lightning_offload.report.printed import Printed
+from lightning_offload.runtime import native
 from lightning_offload.units import format_budget, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Report(Printed):
         num_aligned: Steps under the plan for another structure, which they followed as far as they could.
         astray_bytes: What these saved that it did not have, in all.
         planning_seconds: Host time that plans took so far.
+        engine: What steps under a plan run in: "native", or "python: " and why not in the native core.
         planned: The step with its plan, once there is one.
         budget: The budget as it was asked for.
     """
@@ -115,6 +117,7 @@ class Report(Printed):
     num_aligned: int = 0
     astray_bytes: int = 0
     planning_seconds: float = 0.0
+    engine: str = ""
     planned: Planned | None = dataclasses.field(default=None, repr=False, compare=False)
     budget: int | float | str | None = None
 
@@ -186,6 +189,7 @@ class Report(Printed):
             optimizer_peak_bytes=self.optimizer_peak_bytes,
             host_peak_bytes=self.host_peak_bytes,
             disk_peak_bytes=self.disk_peak_bytes,
+            engine=self.engine or None,
         )
 
     @property
@@ -258,6 +262,7 @@ def make_report(
         num_aligned=shapes.num_aligned,
         astray_bytes=shapes.astray_bytes,
         planning_seconds=shapes.planning_seconds,
+        engine=native.engine(),
         planned=Planned(graph=graph, plan=plan, device=kind.spec) if graph and plan and kind.spec else None,
     )
 
@@ -312,6 +317,7 @@ def report_rows(report: Report) -> list[Row]:
     replays = f"{report.num_mismatched:,} storages" if report.num_mismatched else ""
     return plan_rows(report) + _known(
         ("State", _STATES.get(report.phase, "")),
+        ("Engine", report.engine),
         ("Steps", f"{report.num_steps:,}"),
         ("Step measured", _seconds(report.measured_step_seconds)),
         ("Waiting for copies", _seconds(report.stall_seconds or None)),

@@ -72,6 +72,7 @@ def _figure_rows(view: PlanView) -> list[tuple[str, str, str, bool]]:
     seconds = view.planned.stall_seconds
     stalls = f"{format_seconds(seconds)} of stalls" if seconds else "no stalls"
     used = f"{100 * peak / budget:.1f}% of the budget" if budget else ""
+    engine, _, why = (m.engine or "").partition(": ")
     return [
         ("budget", format_budget(budget) if budget is not None else "none", f"on {view.device.name}", False),
         ("predicted peak", format_bytes(peak), _measured(measured_peak, "bytes") or used, over),
@@ -84,6 +85,7 @@ def _figure_rows(view: PlanView) -> list[tuple[str, str, str, bool]]:
         ("gap to the bound", format_share(view.gap_to_bound),
          f"no plan takes less than {format_seconds(plan.bound_seconds)}", False),
         ("host memory", format_bytes(plan.predicted_host_bytes), _measured(m.host_peak_bytes, "bytes") or disk, False),
+        *([("engine", engine, why, False)] if engine else []),
     ]  # fmt: skip
 
 

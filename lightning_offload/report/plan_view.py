@@ -85,6 +85,7 @@ class MeasuredStep:
         optimizer_peak_bytes: The same in the optimizer's step.
         host_peak_bytes: Most bytes on the host that held swapped tensors at once.
         disk_peak_bytes: The same for the disk.
+        engine: What the steps ran in: "native", or "python: " and why.
     """
 
     step_seconds: float | None = None
@@ -95,6 +96,7 @@ class MeasuredStep:
     optimizer_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     disk_peak_bytes: int | None = None
+    engine: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ COMMANDS = {
     "explain": ["--graph", "--model", "--json"],
     "devices": ["--json"],
     "scale": ["--devices", "--intra", "--inter", "--per-node", "--json"],
+    "build-native": ["--force", "--in-package", "--json"],
     "bench-links": ["--device", "--spill-dir", "--size", "--json"],
 }
 

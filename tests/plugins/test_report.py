@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lightning_offload.plugins.report import report_rows
+from lightning_offload.runtime import native
 from tests.plugins.training import net, report_of, rows
 
 GIB = 1 << 30
@@ -22,6 +23,7 @@ def test_a_report_prints_as_a_table() -> None:
     assert found["Budget"] == "1GB (953.7 MiB)"
     assert found["Steps"] == "5"
     assert found["Swapped"] in text
+    assert found["Engine"] == report.engine == native.engine()
     assert {"Peak measured", "Step measured", "Host memory, most in use"} <= found.keys()
     assert not {"State", "Shapes of steps", "Replays that differed", "Disk, most in use"} & found.keys()
     assert "1GB (953.7 MiB)" in report._repr_html_()

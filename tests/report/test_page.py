@@ -114,6 +114,14 @@ def test_measured_figures_stand_beside_predicted_ones() -> None:
     assert re.search(r"forward peak \d+ B n/a n/a", text)
 
 
+def test_the_engine_is_a_figure_of_steps_that_ran() -> None:
+    """With the reason where it is Python; a plan alone has none."""
+    assert "engine" not in body(measured=MEASURED)
+    assert "engine native" in body(measured=dataclasses.replace(MEASURED, engine="native"))
+    text = body(measured=dataclasses.replace(MEASURED, engine="python: no C++ compiler was found"))
+    assert "engine python no C++ compiler was found" in text
+
+
 def test_peak_over_the_budget_is_marked() -> None:
     """In the heading's sentence, and by colour."""
     plan = dataclasses.replace(plan_of(SIX, {}), budget_bytes=300)
