@@ -44,6 +44,7 @@ from lightning_offload.plugins.shape_families import Room
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
 from lightning_offload.runtime.lanes import LaneTimes
+from lightning_offload.runtime.native_executor import NativeExecutor, core_for
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all
@@ -319,13 +320,18 @@ def start_run(
         )  # fmt: skip
         is_watched = False
     else:
-        executor = make(
-            program=program if kind.phase not in ("recording", "unplanned") else None,
-            observer=observer,
-            verifier=verifier,
-            sees_ops=program is None or program.needs_ops or kind.takes_data or not is_light,
-            spare_bytes=room.spare_bytes if room is not None else 0,
-        )
+        planned = program if kind.phase not in ("recording", "unplanned") else None
+        sees_ops = program is None or program.needs_ops or kind.takes_data or not is_light
+        core = core_for(planned, device) if planned is not None and observer is None and verifier is None else None
+        if planned is not None and core is not None:
+            executor = NativeExecutor(
+                core, device=device, tiers=tiers, program=planned, sees_ops=sees_ops, persistent=persistent
+            )
+        else:
+            spare_bytes = room.spare_bytes if room is not None else 0
+            executor = make(
+                program=planned, observer=observer, verifier=verifier, sees_ops=sees_ops, spare_bytes=spare_bytes
+            )
     if is_watched:
         tiers.take_times()  # forget what went before
         tiers.measure(True)

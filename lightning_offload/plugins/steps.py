@@ -36,7 +36,7 @@ from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.shape_families import StepShape, of_shapes, shape_of
 from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.hooks import executing, listen, mode_off, seeing_user_code, watch_backward
+from lightning_offload.runtime.hooks import executing, listen, seeing_user_code, watch_backward
 
 _SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
 _COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
@@ -215,7 +215,7 @@ class Steps:
             if not (is_nested or self._is_open):
                 stack.enter_context(self._opened(run, hooks=False))
             elif not executor.watches_backward:
-                stack.enter_context(mode_off())
+                stack.enter_context(executor.unseen())
             if executor.sees_user_code:
                 stack.enter_context(seeing_user_code(executor.dispatch, executor.made))
             yield

@@ -24,6 +24,7 @@ backward alone is refused where that would need what has left the device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -40,10 +41,16 @@ from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK, Decision
 from lightning_offload.runtime.fallback import OffloadAll, SupersetRule, next_node
 from lightning_offload.runtime.follow import LEFT, ByForm, Follower, follower_of
-from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight, past_own_mode
+from lightning_offload.runtime.hooks import (
+    NotSeen,
+    bypass_mode,
+    out_of_compilers_sight,
+    past_own_mode,
+)
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import KEPT_FOR_CALLS, RECORD, Program
+from lightning_offload.runtime.sight import seeing_ops, unseen
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.tracking import PlannedResults, ValueTracker
 from lightning_offload.runtime.values import (
@@ -67,6 +74,12 @@ _num_function_modes = torch._C._len_torch_function_stack
 Held = tuple[Tensor, int, StepLiveness | None, weakref.ref[Tensor]]
 """Of a saved tensor where all is kept: itself, its version, what keeps the step from being over, and what
 ``torch.utils.swap_tensors`` takes for a user."""
+
+
+NOT_THERE_FOR_GRAPH = (
+    "a CUDA graph of a backward is captured whose forward ran before, and what that saved has left the device: "
+    "capture forward and backward together, outside of memory.step() or within one, or use policy='keep-all'"
+)
 
 
 class StepExecutor:
@@ -94,8 +107,6 @@ class StepExecutor:
         hears_of_data: Whether it must know what the program's code has got past the version counters of.
         superset: Decides about saves under a plan for another structure; None under others.
         deviation: How the step's structure left the program; "" while it has not.
-        num_packs: Packs so far.
-        num_unpacks: Unpacks so far.
         num_nodes: Autograd nodes made in the step by the thread that began it; None while it is open.
         on_backward: Called once, when backward begins, at the latest when the first saved tensor is read back.
     """
@@ -123,7 +134,7 @@ class StepExecutor:
         self.keeps_all, self.packs = keeps_all, packs
         self.hears_of_data = packs and may_leave
         self.deviation = ""
-        self.num_packs = self.num_unpacks = 0
+        self._num_packs = self._num_unpacks = 0
         self.num_nodes: int | None = None
         self.on_backward: Callable[[], None] | None = None
         self._may_leave = may_leave
@@ -136,9 +147,11 @@ class StepExecutor:
         self._verifier = verifier
         self._has_begun_backward = self._has_read = False
         self._lock = threading.RLock()
-        self._table = ValueTable()
+        self._table = self._new_table()
         self._tracker = ValueTracker(device, self._table, is_bound=program is not None and program.is_bound)
-        self._materializer = Materializer(device, tiers, self._table, self.decisions, observer, verifier)
+        self._materializer = Materializer(
+            device, tiers, self._table, self.decisions, observer, verifier, make=self._maker()
+        )
         self._writes = WriteBarrier(
             self._table, self._materializer, self._lock, observer, is_recomputing=self.is_recomputing
         )
@@ -154,6 +167,23 @@ class StepExecutor:
         self.superset: SupersetRule | None = None
         if program is not None and isinstance(follower, ByForm):
             self.superset = SupersetRule(program, follower, self._fallback)
+
+    def _new_table(self) -> ValueTable:
+        return ValueTable()
+
+    def _maker(self) -> Callable[[LiveValue], torch.UntypedStorage] | None:
+        """What makes values again; None for replays of the calls that are recorded here."""
+        return None
+
+    @property
+    def num_packs(self) -> int:
+        """Packs so far."""
+        return self._num_packs
+
+    @property
+    def num_unpacks(self) -> int:
+        """Unpacks so far."""
+        return self._num_unpacks
 
     @property
     def has_deviated(self) -> bool:
@@ -220,6 +250,14 @@ class StepExecutor:
         return self._writes.has_settled
 
     # ---- ops
+
+    def seeing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the ops of this thread come by."""
+        return seeing_ops(self._device, self.dispatch, self.made)
+
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, they do not: around a backward that need not be seen."""
+        return unseen(self._device)
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op of the program, with what the plan asks for around it."""
@@ -343,7 +381,7 @@ class StepExecutor:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
         if self._holds:
             return self._hold(tensor)
-        index, idle = self.num_packs, self._idle_packs
+        index, idle = self._num_packs, self._idle_packs
         if index < len(idle) and idle[index] and not _num_function_modes():
             handle = self._keep_as_planned(index, tensor)
             if handle is not None:
@@ -366,7 +404,7 @@ class StepExecutor:
                 if self._may_leave:
                     self._holds = False
                     return self.pack(tensor)
-            self.num_packs += 1
+            self._num_packs += 1
         return saved, saved._version, self._lease, weakref.ref(saved)
 
     def _keep_as_planned(self, index: int, tensor: Tensor) -> Handle | None:
@@ -384,7 +422,7 @@ class StepExecutor:
             if value.block is not None:
                 return None
             self._table.own(value, storage)
-        self.num_packs = index + 1
+        self._num_packs = index + 1
         handle = Handle(None, self._lease, index, kept, is_borrowed=kept is tensor)
         handle.kept, handle.value = kept, value
         if index in program.made_packs:
@@ -392,8 +430,8 @@ class StepExecutor:
         return handle
 
     def _pack(self, tensor: Tensor, plain: bool, is_borrowed: bool) -> Handle:
-        index = self.num_packs
-        self.num_packs = index + 1
+        index = self._num_packs
+        self._num_packs = index + 1
         handle = Handle(self.observer, self._lease, index, tensor, is_borrowed=is_borrowed)
         is_captured = self._can_capture and self._is_capturing()
         plain = plain and not is_captured
@@ -461,12 +499,11 @@ class StepExecutor:
             return value if value.is_as_saved(handle) else None
         if index < 0:
             return None
-        value = LiveValue(index, storage.nbytes())
-        self._table.follow(value, storage)
+        value = self._table.new(index, storage)
         if not self._leave(value, tensor):
             self._table.drop(storage)
             return None
-        value.guards = ((handle.own_alias(), handle.version),)
+        handle.watch(value)
         return value
 
     def _leave(self, value: LiveValue, tensor: Tensor) -> bool:
@@ -539,7 +576,7 @@ class StepExecutor:
         """Give back what a step has held that keeps everything."""
         if not self.num_unpacks:
             self.backward_begins()
-        self.num_unpacks += 1
+        self._num_unpacks += 1
         if tensor._version != version:
             raise_modified(tensor, tensor.shape, version)
         return tensor
@@ -547,10 +584,10 @@ class StepExecutor:
     def _passes_idly(self) -> bool:
         """Whether this is an unpack, not the first one, at which the program does nothing; then it is counted."""
         assert self.program is not None
-        ordinal = self.num_unpacks
+        ordinal = self._num_unpacks
         if not ordinal or ordinal in self.program.busy_unpacks or torch._C._current_graph_task_id() == -1:
             return False
-        self.num_unpacks = ordinal + 1
+        self._num_unpacks = ordinal + 1
         return True
 
     def _bring_back(self, follower: Follower, handle: Handle) -> None:
@@ -577,7 +614,7 @@ class StepExecutor:
             if not self.watches_backward:
                 with bypass_mode:
                     self._table.keep_watch()
-        self.num_unpacks += 1
+        self._num_unpacks += 1
         if self.observer is not None:
             self.observer.on_unpack(handle.index)
 
@@ -646,7 +683,4 @@ def _check_is_there(handle: Handle) -> None:
     if value is None or handle.geometry is None:
         return
     if value.live() is None or (value.is_ours and value.copy is not None):
-        raise UnsupportedError(
-            "a CUDA graph of a backward is captured whose forward ran before, and what that saved has left the device: "
-            "capture forward and backward together, outside of memory.step() or within one, or use policy='keep-all'"
-        )
+        raise UnsupportedError(NOT_THERE_FOR_GRAPH)

@@ -28,7 +28,7 @@ from lightning_offload.runtime.follow import TINY_BYTES, ByForm
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.tracking import ValueTracker
-from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, emptied
+from lightning_offload.runtime.values import Handle, LiveValue, ValueTable
 from lightning_offload.tensors.op_facts import is_parameter
 
 _MANY_ASTRAY = 4
@@ -107,11 +107,7 @@ class OffloadAll:
 
     def let_go(self, handle: Handle, value: LiveValue, tensor: Tensor) -> None:
         """Have a handle read a value in place of the tensor itself."""
-        handle.value = value
-        handle.geometry = self.tracker.geometry_of(tensor)
-        handle.kept = None
-        emptied(handle.own_alias())
-        value.note_handle(handle)
+        handle.let_go(value, self.tracker.geometry_of(tensor))
 
     # ---- what leaves a plan
 
@@ -125,6 +121,10 @@ class OffloadAll:
         # Where ops are seen, autograd is past: no tensor made there shares a version counter. So it is made now.
         handle.hold_apart()
         self._kept.append(weakref.ref(handle))
+
+    def keep_for_now(self, handles: Iterable[Handle]) -> None:
+        """Note handles of tensors of our own, which leave the device if the step leaves its program."""
+        self._kept += map(weakref.ref, handles)
 
     def begin(self) -> None:
         """The step has left its program."""
@@ -165,10 +165,9 @@ class OffloadAll:
         storage = tensor.untyped_storage()
         value = self.table.find(storage)
         if value is None:
-            value = LiveValue(-1, storage.nbytes())
+            value = self.table.new(-1, storage)
             if not self.sees_ops:
-                value.guards = ((handle.own_alias(), handle.version_alias._version),)
-            self.table.follow(value, storage)
+                handle.watch(value)
         if value.is_given or not (self.sees_ops or value.is_as_saved(handle)):
             return
         if value.block is None:
@@ -182,9 +181,7 @@ class OffloadAll:
 
     def keep_from_now_on(self, storage: torch.UntypedStorage) -> None:
         """Let nothing leave that is saved on a storage later: it may be written unseen at any time."""
-        value = LiveValue(-1, storage.nbytes())
-        value.is_given = True
-        self.table.follow(value, storage)
+        self.table.new(-1, storage).is_given = True
 
 
 class _Alive:
@@ -364,8 +361,7 @@ class SupersetRule:
         if value is not None and (value.is_given or value.block is not None):
             return False
         if value is None:
-            value = LiveValue(index, storage.nbytes())
-            self._table.follow(value, storage)
+            value = self._table.new(index, storage)
         else:
             self._table.name(value, index)
         is_at_once = self._program.decisions[index].release_op == AT_PACK
@@ -376,7 +372,7 @@ class SupersetRule:
             return False
         policy.swapped_bytes += value.num_bytes
         if not policy.sees_ops:
-            value.guards = ((handle.own_alias(), handle.version),)
+            handle.watch(value)
         policy.let_go(handle, value, tensor)
         return True
 

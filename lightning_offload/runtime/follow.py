@@ -103,8 +103,17 @@ class Follower(abc.ABC):
         self._num_stray_ops += 1
         if self._num_stray_ops <= self._most_stray_ops:
             return STRAY
-        self.refusal = f"{name} ran where {self._expected_op()} was expected"
+        self.refuse(name)
         return LEFT
+
+    def go_to(self, place: int) -> None:
+        """Go on at an op, up to which the native core has followed."""
+        self._next_op = place
+
+    def refuse(self, name: str) -> str:
+        """Note that an op ends the plan; the words for it."""
+        self.refusal = f"{name} ran where {self._expected_op()} was expected"
+        return self.refusal
 
     def _expected_op(self) -> str:
         return self._names[self._next_op] if self._next_op < len(self._names) else "the end"

@@ -350,6 +350,9 @@ class HookedExecutor(Protocol):
     def watches_backward(self) -> bool:
         """Whether the ops of backward must go through ``dispatch``, too."""
 
+    def seeing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the ops of this thread come by."""
+
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves."""
 
@@ -388,8 +391,7 @@ def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]
         if executor.hears_of_data:
             stack.enter_context(_hearing(executor))
         if executor.sees_ops and (hooks or executor.watches_backward):
-            stack.callback(watch_backward(contextlib.nullcontext))  # Note [modes change backward]
-            stack.enter_context(StepMode(executor.dispatch, executor.made))
+            stack.enter_context(executor.seeing())
         yield
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -31,6 +32,15 @@ _STALE = (
 class Materializer:
     """Moves the values of one step.
 
+    Args:
+        device: Where the step runs.
+        tiers: Where its values may go.
+        table: The values.
+        decisions: The plan's, by storage.
+        observer: Notified of what is allocated; None for nobody.
+        verifier: Compares replays; None where they are trusted.
+        make: Makes a value again; None for a replay of the calls that led to it.
+
     Attributes:
         stall_seconds: Time for which threads waited for copies.
         replay_seconds: Host time in which values were made again, waiting aside.
@@ -44,6 +54,8 @@ class Materializer:
         decisions: dict[int, Decision],
         observer: StepObserver | None,
         verifier: Verifier | None,
+        *,
+        make: Callable[[LiveValue], torch.UntypedStorage] | None = None,
     ) -> None:
         self.stall_seconds = self.replay_seconds = 0.0
         self._device = device
@@ -54,7 +66,7 @@ class Materializer:
         self._verifier = verifier
         self._visitors: list[LiveValue] = []
         notice = self._notice if observer is not None else None
-        self._replay = Replay(self.materialize, notice, self._keep_replayed)
+        self._make = make or Replay(self.materialize, notice, self._keep_replayed).make
         self._rehearsal = Replay(self._borrow, notice, self._keep_replayed, is_rehearsal=True)
 
     def swap_out(
@@ -78,7 +90,7 @@ class Materializer:
         """
         if value.block is not None and value.copy is not None and value.has_origin:
             try:
-                self._wait(value)
+                self.wait(value)
             except SpillError:
                 value.block = None
                 return
@@ -125,7 +137,7 @@ class Materializer:
             self._bring_back(value, is_visit=not value.has_handle)
         elif value.call is not None:
             self._take(value, self._made(value))
-            self._dismiss_visitors()
+            self.dismiss_visitors()
         if value.storage is None:
             raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
         return value.storage
@@ -150,7 +162,7 @@ class Materializer:
 
     def _bring_back(self, value: LiveValue, *, is_visit: bool) -> None:
         self._swap_in(value)
-        self._wait(value)
+        self.wait(value)
         if is_visit:
             self._visitors.append(value)
         else:
@@ -160,7 +172,7 @@ class Materializer:
         """A value made again; from its original where that is there and the replay fails."""
         begin, waited = time.perf_counter(), self.stall_seconds
         try:
-            return self._replay.make(value)
+            return self._make(value)
         except (ReplayError, StaleInputError) as error:
             if value.original is None or self._verifier is None:
                 raise
@@ -180,7 +192,7 @@ class Materializer:
             self._verifier.mismatch(value, geometry, str(error))
             return False
         finally:
-            self._dismiss_visitors()
+            self.dismiss_visitors()
         return self._verifier.compare(value, replayed, storage, geometry)
 
     def _keep_replayed(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
@@ -201,7 +213,7 @@ class Materializer:
         [streams and memory].
         """
         if value.copy is not None:
-            self._wait(value)
+            self.wait(value)
         if value.stream is None:
             return
         reader = self._tiers.lanes.compute_stream()
@@ -222,7 +234,7 @@ class Materializer:
 
     def _swap_in(self, value: LiveValue) -> None:
         assert value.block is not None
-        self._wait(value)
+        self.wait(value)
         storage = self._new_storage(value.num_bytes)
         value.owns(storage, self._tiers.lanes.compute_stream())
         self._notice(storage)
@@ -233,12 +245,13 @@ class Materializer:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
         return torch.UntypedStorage(num_bytes, device=self._device)  # never filled, as deterministic mode fills tensors
 
-    def _dismiss_visitors(self) -> None:
+    def dismiss_visitors(self) -> None:
         """Values that came back only for a replay leave again; their host copies stayed."""
         while self._visitors:
             self._visitors.pop().storage = None
 
-    def _wait(self, value: LiveValue) -> None:
+    def wait(self, value: LiveValue) -> None:
+        """Let compute go on after a value's copy, if one is under way."""
         copy, value.copy = value.copy, None
         if copy is not None:
             self.stall_seconds += copy.wait()

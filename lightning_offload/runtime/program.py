@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.hook_points import HookPoint, hooks_before_ops
@@ -72,6 +72,7 @@ class Program:
         idle_packs: By pack: 0, or where there is nothing to do but to keep what is saved KEPT, and KEPT_FOR_CALLS where
             calls that may be replayed read it; empty where sizes are bounds, or where packs are not known by ordinals.
         busy_unpacks: Ordinals of the unpacks at which something is released or fetched.
+        compiled: What the native core made of it, by whether ops are seen.
     """
 
     plan: MemoryPlan
@@ -103,6 +104,7 @@ class Program:
     num_objects: int = 0
     idle_packs: bytes = b""
     busy_unpacks: frozenset[int] = frozenset()
+    compiled: dict[bool, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 class _Skeleton(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.runtime.environment import environment_on
+from lightning_offload.runtime.environment import Environment, environment_on
 from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.values import Call, LiveValue, Ref, ValueTable, version_alias_of
 from lightning_offload.tensors.geometry import Geometry
@@ -145,6 +145,11 @@ class ValueTracker:
             self._table.follow(value, storage)
 
     # ---- calls that may be replayed
+
+    def environment(self) -> Environment:
+        """The settings as they are."""
+        self._environment = self._environment.now()
+        return self._environment
 
     def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Record a call; None where it cannot be replayed from what it reads."""

@@ -362,15 +362,21 @@ class Handle:
             raise_modified(self.version_alias, size, self.version)
 
 
-def raise_modified(tensor: Tensor, size: Sequence[int], version: int) -> NoReturn:
+def raise_modified(tensor: Tensor, size: Sequence[int], version: int, now: int | None = None) -> NoReturn:
     """Raise what plain autograd raises for a saved tensor that was modified in place.
+
+    Args:
+        tensor: It, or one of its type.
+        size: Its size.
+        version: The version that was saved.
+        now: That at which it is; None for the tensor's own.
 
     Raises:
         RuntimeError: Always.
     """
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(size)}] is at version {tensor._version}; expected version {version} instead. "
+        f"[{tensor.type()} {list(size)}] is at version {tensor._version if now is None else now}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
         "torch.autograd.set_detect_anomaly(True)."
     )

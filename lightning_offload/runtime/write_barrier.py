@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class WriteBarrier:
         self._num_own = int(is_recomputing)
         if is_recomputing:
             _RECOMPUTING.add(self)
+            _count(1)
+            weakref.finalize(self, _count, -1).atexit = False
 
     def is_idle(self, facts: OpFacts, args: tuple[Any, ...]) -> bool:
         """Whether an op surely writes nothing that any step follows, told in little time."""
@@ -65,11 +68,14 @@ class WriteBarrier:
     def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, int]]:
         """Settle what needs the old contents of storages about to be written; those made in this step, by identity."""
         written = [t for t in facts.written(args, kwargs) if is_plain(t)]
+        return [(tensor, tensor.untyped_storage()._cdata) for tensor in written if self.before_anywhere(tensor)]
+
+    def before_anywhere(self, tensor: Tensor) -> bool:
+        """Settle what needs the old contents of a tensor's storage in any step; whether this one made it."""
         for other in list(_RECOMPUTING) if len(_RECOMPUTING) > self._num_own else ():
             if other is not self:
-                for tensor in written:
-                    other.before(tensor)
-        return [(tensor, tensor.untyped_storage()._cdata) for tensor in written if self.before(tensor)]
+                other.before(tensor)
+        return self.before(tensor)
 
     def before(self, tensor: Tensor) -> bool:
         """Settle what needs the old contents of a tensor's storage.
@@ -112,6 +118,18 @@ class WriteBarrier:
 
 
 _RECOMPUTING: weakref.WeakSet[WriteBarrier] = weakref.WeakSet()  # each is notified of the others' writes
+_counters: list[Callable[[int], object]] = []
+
+
+def _count(change: int) -> None:
+    for tell in _counters:
+        tell(change)
+
+
+def count_recomputing(tell: Callable[[int], object]) -> None:
+    """Have the native core know how many there are: called with those that there are, and with each change."""
+    tell(len(_RECOMPUTING))
+    _counters.append(tell)
 
 
 def count_writes(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ _SURE_BACKWARDS = (
 )  # fmt: skip
 """Backward ops without sums between threads; the others are not replayed on CUDA."""
 
-_CONVOLUTION = "aten.convolution.default"
+CONVOLUTION = "aten.convolution.default"
 _TRANSPOSED = 6
 
 # In-place ops whose result does not depend on what their first argument held. What is drawn on memory fresh from
@@ -156,7 +156,7 @@ class OpFacts:
         """Whether replaying a call on this type of device gives the same bits without side effects."""
         if device_type == "cpu":
             return self.replayable
-        if self.name == _CONVOLUTION:
+        if self.name == CONVOLUTION:
             # With its benchmark on, cuDNN chooses an algorithm for each thread: perhaps another one in backward's. A
             # transposed convolution is the gradient of another, which cuDNN sums in any order.
             return not torch.backends.cudnn.benchmark and not args[_TRANSPOSED]
@@ -227,6 +227,10 @@ def facts_of(func: Any) -> OpFacts:
     return known[1]
 
 
+_ONE_OP = {"aten._reshape_alias.default": "aten.view.default"}
+"""What ``reshape`` calls: the one where no dispatch mode is on, the other where one is."""
+
+
 def _inspect(func: Any) -> OpFacts:
     if isinstance(func, torch._ops.OpOverload) and func.namespace == "prim":
         return OpFacts(str(func), False, False, False, (), False, (), is_query=True)
@@ -248,7 +252,7 @@ def _inspect(func: Any) -> OpFacts:
     stats = _BATCH_NORM[base] if is_batch_norm else ()
     denied = denied or base == "_native_batch_norm_legit"  # needs running statistics, which a replay leaves out
     return OpFacts(
-        name=str(func),
+        name=_ONE_OP.get(str(func), str(func)),
         replayable=not denied,
         replayable_on_cuda=not denied and not _is_unsure_on_cuda(base),
         is_random=is_random,

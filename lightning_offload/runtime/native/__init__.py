@@ -59,6 +59,21 @@ def load() -> ModuleType | None:
     return _answer.core
 
 
+def is_loaded() -> bool:
+    """Whether this process has the core by now, and may use it."""
+    return _answer is not None and _answer.core is not None and os.environ.get(_ENGINE) != "python"
+
+
+def give_up(why: str) -> None:
+    """Go on in Python from now on.
+
+    Args:
+        why: What is wrong, for reports.
+    """
+    global _answer
+    _answer = _Answer(core=None, why=why)
+
+
 def why_python() -> str:
     """Why steps run in Python, in a few words; "" where they run in the core. Builds nothing."""
     if os.environ.get(_ENGINE) == "python":

@@ -1,0 +1,510 @@
+// Saved tensors, and replays: the exact way to have a value again that was dropped. See replay.py and materialize.py.
+
+#include "step.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace offload {
+
+Step::Step(std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease)
+    : program(std::move(program)),
+      device(device),
+      lease(PyRef::borrowed(lease)),
+      follower(*this->program),
+      is_cpu_(device.is_cpu()) {
+  python.executor = PyRef::stolen(PyWeakref_NewRef(executor, nullptr));
+}
+
+Step::Lock::Lock(Step& step, bool has_gil) : lock_(step.mutex, std::try_to_lock) {
+  if (lock_.owns_lock()) {
+    return;
+  }
+  if (has_gil) {
+    WithoutGil others_go_on;
+    lock_.lock();
+  } else {
+    lock_.lock();
+  }
+}
+
+// ---- packs
+
+std::string Step::mismatch(int64_t index, const StoragePtr& storage) {
+  const auto& planned = program->pack_bytes;
+  const auto num_bytes = static_cast<int64_t>(storage->nbytes());
+  const bool is_there = index < static_cast<int64_t>(planned.size());
+  if (is_there && (planned[index] == num_bytes || planned[index] == 0 || (program->is_bound && num_bytes < planned[index]))) {
+    if (!program->is_bound) {
+      return "";
+    }
+    // At some lengths an op copies what it takes as it is at others.
+    const auto first = program->first_packs[index];
+    pack_keys_[index] = storage.get();
+    const auto found = pack_keys_.find(first);
+    if (first == index || found == pack_keys_.end() || found->second == storage.get()) {
+      return "";
+    }
+    return "a copy was saved where a tensor was to be saved again";
+  }
+  const auto was = is_there ? std::to_string(planned[index]) + " were" : std::string("nothing was");
+  return "one of " + std::to_string(num_bytes) + " bytes was saved where " + was + " expected";
+}
+
+// Let a saved value leave the device as the plan says; whether it need not be kept as it is.
+bool Step::leave(const ValuePtr& value, const StoragePtr& storage) {
+  if (value->is_given || storage->nbytes() == 0) {
+    return false;
+  }
+  if (value->block) {
+    return true;
+  }
+  if (has_deviated) {
+    return python.swap_out(value, storage);
+  }
+  const bool is_planned = value->index >= 0 && value->index < static_cast<int64_t>(program->actions.size());
+  switch (is_planned ? program->actions[value->index] & 3 : Program::KEEP) {
+    case Program::RECOMPUTE:
+      return static_cast<bool>(value->call);
+    case Program::SWAP:
+      return python.swap_out(value, storage);
+    default:
+      table.own(value, storage);
+      return false;
+  }
+}
+
+// The value that a pack is about where ops are not seen, by what the program says of it; none where it stays.
+ValuePtr Step::by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle) {
+  auto value = table.find(storage.get());
+  if (value && value->is_given) {  // what exposed it may have come before
+    took_data = took_data || index >= 0;
+    return {};
+  }
+  if (value) {
+    return value->is_as_saved(handle) ? value : ValuePtr();
+  }
+  if (index < 0) {
+    return {};
+  }
+  value = c10::make_intrusive<Value>(index, static_cast<int64_t>(storage->nbytes()));
+  table.follow(value, storage);
+  if (!leave(value, storage)) {
+    table.drop(storage.get());
+    return {};
+  }
+  value->guards.clear();
+  value->guards.push_back(handle.saved);
+  return value;
+}
+
+Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, const c10::intrusive_ptr<Handle>& handle) {
+  const int64_t index = num_packs++;
+  handle->index = index;
+  if (!is_ordinary || !is_plain(tensor) || captures()) {
+    return is_ordinary && is_plain(tensor) ? Kept::AS_IT_IS : Kept::STRANGE;
+  }
+  const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
+  if (!has_deviated) {
+    const auto why = mismatch(index, storage);
+    if (!why.empty()) {
+      python.deviate(why);
+    }
+  }
+  const int64_t place = has_deviated ? -1 : index;
+  ValuePtr value;
+  if (is_parameter) {
+    // The program's memory, which may lie elsewhere any time.
+  } else if (has_deviated && !program->sees_ops) {
+    return Kept::LEAVES_LATE;
+  } else if (program->sees_ops) {
+    value = table.find(storage.get());
+  } else {
+    value = by_ordinal(place >= 0 ? program->pack_storages[place] : -1, tensor, storage, *handle);
+  }
+  if (value && leave(value, storage)) {
+    handle->value = value;
+    handle->geometry = Geometry::of(tensor);
+    value->handles.push_back(WeakHandle(handle));
+    return Kept::NOT;
+  }
+  handle->value = value;  // held for calls that read it
+  if (!is_parameter && place >= 0 && (program->pack_flags[place] & Program::MADE)) {
+    kept.push_back(WeakHandle(handle));
+    return Kept::APART;
+  }
+  return Kept::AS_IT_IS;
+}
+
+// ---- unpacks
+
+at::Tensor Step::unpack(Handle& handle) {
+  const bool is_sound = !handle.saved.is_stale();
+  const bool is_backward = in_backward();  // else somebody reads grad_fn._saved_...
+  const int64_t ordinal = num_unpacks;
+  const bool is_busy = ordinal < static_cast<int64_t>(program->busy_unpacks.size()) && program->busy_unpacks[ordinal];
+  if (handle.kept.defined() && !handle.geometry && is_sound && ordinal != 0 && is_backward && !is_busy) {
+    num_unpacks = ordinal + 1;
+    handle.is_out = true;
+    return handle.kept;
+  }
+  if (is_backward) {
+    if (ordinal == 0) {
+      python.first_unpack();
+      table.close();
+    }
+    num_unpacks = ordinal + 1;
+  }
+  if (!is_sound) {
+    python.modified(handle);
+  }
+  if (captures()) {
+    if (handle.value && handle.geometry) {
+      const auto live = handle.value->live();
+      if (!live || (handle.value->is_ours && handle.value->copy)) {
+        python.not_there_for_graph();
+      }
+    }
+  } else if (is_backward && !has_deviated && is_busy) {
+    python.bring_back(ordinal, handle.value);
+  }
+  if (!handle.value || !handle.geometry) {
+    handle.is_out = true;
+    return handle.kept;
+  }
+  const ValuePtr value = handle.value;
+  StoragePtr storage = value->is_handed_out ? value->live() : StoragePtr();
+  if (storage) {  // as it is now, whoever wrote it: plain autograd reads the same memory
+    if (value->is_ours) {
+      await(value, storage);
+    }
+  } else {
+    storage = materialize(value);
+  }
+  if (program->is_recomputing) {
+    table.hand_out(value, storage, handle);
+  }
+  auto tensor = handle.geometry->on(storage);
+  if (handle.saved.counter.enabled()) {
+    tensor.unsafeGetTensorImpl()->set_version_counter(handle.saved.counter);
+  }
+  return tensor;
+}
+
+// Device memory that holds a value; it stays for as long as anybody needs the value.
+StoragePtr Step::materialize(const ValuePtr& value) {
+  if (value->is_stale()) {
+    if (!value->block && !value->call) {
+      return python.materialize(value);  // which raises
+    }
+    value->leave_origin();
+  }
+  if (auto live = value->live()) {
+    if (value->is_ours) {
+      await(value, live);
+    }
+    return live;
+  }
+  if (!value->block && value->call) {
+    const auto began = std::chrono::steady_clock::now();
+    auto made = make(value);
+    replay_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    value->call.reset();
+    value->owns(std::move(made), stream_of(device));
+    if (has_visitors_) {
+      has_visitors_ = false;
+      python.dismiss_visitors();
+    }
+    return value->storage;
+  }
+  has_visitors_ = true;
+  return python.materialize(value);
+}
+
+// Have memory ready that we allocated, perhaps on another compute stream than the one that reads it now.
+void Step::await(const ValuePtr& value, const StoragePtr& storage) {
+  if (value->copy) {
+    python.wait(value);
+  }
+  if (value->stream) {
+    const auto reader = stream_of(device);
+    if (reader && *reader != *value->stream) {
+      c10::impl::VirtualGuardImpl(device.type()).recordDataPtrOnStream(storage->data_ptr(), *reader);
+    }
+  }
+}
+
+// ---- replays
+
+namespace {
+
+std::atomic<uint64_t> last_replay{0};
+
+bool is_gone(const Value& value) {
+  return !value.block && (value.is_stale() || !value.live());
+}
+
+// Puts settings in force, and the former ones back.
+class Environments {
+ public:
+  Environments(const Upward& python, PyObject* there) : python_(python), before_(there), there_(there) {}
+  ~Environments() noexcept(false) {
+    if (there_ != before_) {
+      python_.put_environment(before_, there_);
+    }
+  }
+  void put(PyObject* wanted) {
+    if (wanted != there_) {
+      python_.put_environment(wanted, there_);
+      there_ = wanted;
+    }
+  }
+
+ private:
+  const Upward& python_;
+  PyObject *before_, *there_;
+};
+
+// Puts a generator at a state, and back where it was.
+class Drawing {
+ public:
+  explicit Drawing(const Call& call) {
+    if (call.generator) {
+      generator_ = call.generator;
+      std::lock_guard<std::mutex> lock(generator_->mutex());
+      state_ = generator_->get_state();
+      generator_->set_state(call.generator_state);
+    }
+  }
+  ~Drawing() {
+    if (generator_) {
+      std::lock_guard<std::mutex> lock(generator_->mutex());
+      generator_->set_state(state_);
+    }
+  }
+  Drawing(const Drawing&) = delete;
+  Drawing& operator=(const Drawing&) = delete;
+
+ private:
+  std::optional<at::Generator> generator_;
+  at::Tensor state_;
+};
+
+StoragePtr new_memory(int64_t num_bytes, c10::Device device) {
+  auto bytes = at::empty({num_bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  return bytes.storage().getWeakStorageImpl().lock();
+}
+
+at::Tensor bytes_on(const StoragePtr& storage, c10::Device device) {
+  Geometry flat;
+  flat.size.push_back(static_cast<int64_t>(storage->nbytes()));
+  flat.stride.push_back(1);
+  flat.dtype = c10::ScalarType::Byte;
+  flat.device = device;
+  return flat.on(storage);
+}
+
+void come_by(Value& value, uint64_t number) {
+  if (value.replay != number) {
+    value.replay = number;
+    value.num_readers = 0;
+    value.is_made = false;
+    value.memory.reset();
+  }
+}
+
+}  // namespace
+
+StoragePtr Step::replay(const ValuePtr& value) {
+  return make(value);
+}
+
+StoragePtr Step::make(const ValuePtr& value) {
+  const uint64_t number = ++last_replay;
+  // Depth first, from what is at hand.
+  std::vector<CallPtr> order;
+  std::vector<std::pair<CallPtr, bool>> stack;
+  stack.emplace_back(value->call, false);
+  while (!stack.empty()) {
+    auto [call, is_expanded] = std::move(stack.back());
+    stack.pop_back();
+    if (!call || (!is_expanded && call->replay == number)) {
+      continue;
+    }
+    if (is_expanded) {
+      order.push_back(std::move(call));
+      continue;
+    }
+    call->replay = number;
+    stack.emplace_back(call, true);
+    for (auto input = call->inputs.rbegin(); input != call->inputs.rend(); ++input) {
+      const auto& maker = (*input)->call;
+      if (maker && maker->replay != number && is_gone(**input)) {
+        stack.emplace_back(maker, false);
+      }
+    }
+  }
+  if (order.empty()) {
+    python.replay_failed("", "a saved tensor was to be recomputed but its producer was not recorded in this step", false);
+  }
+  come_by(*value, number);
+  value->num_readers = 1;
+  for (const auto& call : order) {
+    for (const auto& input : call->inputs) {
+      come_by(*input, number);
+      ++input->num_readers;
+    }
+  }
+  struct Cleared {  // whatever happens, no value holds memory for a replay that is over
+    std::vector<CallPtr>& order;
+    Value& wanted;
+    ~Cleared() {
+      wanted.memory.reset();
+      for (const auto& call : order) {
+        for (const auto& input : call->inputs) {
+          input->memory.reset();
+        }
+        for (const auto& [position, weak] : call->results) {
+          if (const auto result = weak.lock()) {
+            result->memory.reset();
+          }
+        }
+      }
+    }
+  } cleared{order, *value};
+  {
+    Environments environments(python, environment_now(true));
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKeySet(c10::DispatchKey::Fake));
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (const auto& call : order) {
+      environments.put(call->environment);
+      run_again(*call, number);
+    }
+  }
+  auto made = value->memory ? value->memory : value->storage;
+  if (!made) {
+    python.replay_failed(order.back()->facts->name, "did not give on replay what it gave at first", false);
+  }
+  return made;
+}
+
+// Run a call again. What no later call reads is held by its arguments alone meanwhile, and then by nobody.
+void Step::run_again(Call& call, uint64_t number) {
+  for (const auto& input : call.inputs) {
+    --input->num_readers;
+  }
+  const auto memory_of = [&](const ValuePtr& value) {
+    if (!value->memory) {
+      auto found = materialize(value);
+      if (value->num_readers == 0) {
+        return found;
+      }
+      value->memory = std::move(found);
+    }
+    return value->memory;
+  };
+  // A copy for the call alone of each storage that it writes and that is not the replay's own to write.
+  c10::SmallVector<std::pair<const Value*, StoragePtr>, 1> copies;
+  const auto copy_of = [&](const Value* value) -> StoragePtr* {
+    for (auto& [key, copy] : copies) {
+      if (key == value) {
+        return &copy;
+      }
+    }
+    return nullptr;
+  };
+  if (!call.facts->writes.empty()) {
+    for (const auto& ref : call.refs) {
+      const auto& writes = call.facts->writes;
+      const bool is_written = std::find(writes.begin(), writes.end(), ref.argument) != writes.end();
+      const bool is_spare = ref.value->is_made && ref.value->num_readers == 0 && !ref.value->live();
+      if (is_written && !is_spare && copy_of(ref.value.get()) == nullptr) {
+        const auto original = memory_of(ref.value);
+        auto copy = new_memory(static_cast<int64_t>(original->nbytes()), ref.geometry.device);
+        bytes_on(copy, ref.geometry.device).copy_(bytes_on(original, ref.geometry.device));
+        copies.emplace_back(ref.value.get(), std::move(copy));
+      }
+    }
+  }
+  Stack stack = call.arguments;
+  for (auto& item : stack) {  // lists are shared by their holders
+    if (item.isTensorList()) {
+      item = item.toTensorList().copy();
+    } else if (item.isOptionalTensorList()) {
+      item = item.toOptionalTensorList().copy();
+    }
+  }
+  if (call.blank) {
+    const auto& [num_bytes, geometry] = *call.blank;
+    stack[0] = geometry.on(new_memory(num_bytes, geometry.device));
+  }
+  c10::SmallVector<const c10::StorageImpl*, 8> given;
+  std::vector<at::Tensor> written;
+  for (const auto& ref : call.refs) {
+    StoragePtr* const copy = copy_of(ref.value.get());
+    const StoragePtr storage = copy != nullptr ? *copy : memory_of(ref.value);
+    auto tensor = ref.geometry.on(storage);
+    given.push_back(storage.get());
+    if (ref.item < 0) {
+      stack[ref.argument] = std::move(tensor);
+    } else if (stack[ref.argument].isTensorList()) {
+      stack[ref.argument].toTensorList().set(ref.item, std::move(tensor));
+    } else {
+      stack[ref.argument].toOptionalTensorList().set(ref.item, std::optional<at::Tensor>(std::move(tensor)));
+    }
+  }
+  for (const auto& item : stack) {  // wrapped numbers, copies of statistics, the blank
+    if (item.isTensor() && item.toTensor().defined() && is_plain(item.toTensor())) {
+      given.push_back(item.toTensor().storage().unsafeGetStorageImpl());
+    }
+  }
+  written_by(*call.facts, stack, written);
+  for (const auto& input : call.inputs) {
+    if (input->num_readers == 0) {
+      input->memory.reset();
+    }
+  }
+  try {
+    Drawing drawing(call);
+    WithoutGil others_go_on;
+    call.op.callBoxed(stack);
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const std::exception& error) {
+    python.replay_failed(call.facts->name, error.what(), true);
+  }
+  std::vector<at::Tensor> made;
+  made_by(stack, given, written, device, made);
+  for (const auto& [position, weak] : call.results) {
+    const auto result = weak.lock();
+    if (!result || !(result->is_stale() || !result->live())) {
+      continue;
+    }
+    const bool is_there = position < static_cast<int>(made.size());
+    const StoragePtr storage = is_there ? made[position].storage().getWeakStorageImpl().lock() : StoragePtr();
+    if (!storage || static_cast<int64_t>(storage->nbytes()) != result->num_bytes) {
+      const auto gave = storage ? std::to_string(storage->nbytes()) + " bytes" : std::string("nothing");
+      python.replay_failed(
+          call.facts->name, "gave " + gave + " on replay in place of " + std::to_string(result->num_bytes) + " bytes", false);
+    }
+    const bool is_planned = result->index >= 0 && result->index < static_cast<int64_t>(program->actions.size());
+    const uint8_t action = is_planned ? program->actions[result->index] : 0;
+    if (action == (Program::RECOMPUTE | Program::MEMO) && result->has_handle()) {
+      result->call.reset();  // it stays for its own later unpack
+      result->owns(storage, stream_of(device));
+    }
+    if (result->replay == number && result->num_readers > 0) {
+      result->memory = storage;
+      result->is_made = true;
+    }
+  }
+}
+
+}  // namespace offload

@@ -1,0 +1,217 @@
+// One step under a plan: follows the program by its ops, packs and unpacks, and does what it says for each.
+//
+// What the program did not foresee goes to Python, with the same objects: `Upward` names all of it.
+//
+// Note [Locks]. Ops come without the GIL, packs and unpacks with it, perhaps from several threads of autograd. The
+// state of a step is guarded by its mutex, which is recursive, since Python may come back. Nobody waits for the mutex
+// while holding the GIL; whoever holds the mutex may wait for the GIL. So there is one order, and no deadlock. Kernels
+// run without the mutex in forward; replays hold it, as unpacks are one after the other.
+#pragma once
+
+#include "state.h"
+
+#include <atomic>
+#include <mutex>
+
+namespace offload {
+
+// What the planned path asks Python for. All but `facts_of` are called with the step's mutex held, without or with the
+// GIL, and throw what Python raises.
+struct Upward {
+  PyRef executor;  // a weak reference
+
+  static const OpFacts* facts_of(const c10::OperatorHandle& op);
+  void deviate(const std::string& how) const;
+  void deviate_at_op(const std::string& name, int64_t place) const;
+  void release(c10::ArrayRef<int64_t> storages) const;
+  void bring_back(int64_t ordinal, const ValuePtr& value) const;
+  void first_unpack() const;
+  bool swap_out(const ValuePtr& value, const StoragePtr& storage) const;
+  bool before_write(const at::Tensor& tensor) const;
+  StoragePtr materialize(const ValuePtr& value) const;
+  void wait(const ValuePtr& value) const;
+  void dismiss_visitors() const;
+  [[noreturn]] void modified(const Handle& handle) const;
+  [[noreturn]] void not_there_for_graph() const;
+  PyRef environment() const;                                     // the settings as they are
+  void put_environment(PyObject* wanted, PyObject* there) const;
+  bool is_capturing() const;
+  [[noreturn]] void replay_failed(const std::string& op, const std::string& why, bool did_run) const;
+  PyRef call(const char* method, PyObject* arguments) const;  // steals the arguments, a tuple or null
+};
+
+// The plan as flat columns, each by place; see program.py.
+struct Program {
+  enum Flag : uint8_t { BUSY = 1, RECORD = 2 };
+  enum Action : uint8_t { KEEP = 0, SWAP = 1, RECOMPUTE = 2, MEMO = 4 };
+
+  std::vector<int> op_names;
+  std::vector<uint8_t> op_flags;
+  std::unordered_map<int64_t, std::vector<int64_t>> op_bytes;                          // sizes of what a busy op makes
+  std::unordered_map<int64_t, std::vector<std::pair<int64_t, int64_t>>> op_registers;  // (position, storage)
+  std::unordered_map<int64_t, std::vector<int64_t>> op_releases;
+  std::vector<int64_t> pack_bytes, pack_storages, first_packs;
+  std::vector<uint8_t> pack_flags;  // MADE, HAS_RELEASE
+  std::vector<uint8_t> busy_unpacks;
+  std::vector<uint8_t> actions;  // by storage
+  bool is_bound = false, is_recomputing = false, sees_ops = false;
+  enum PackFlag : uint8_t { MADE = 1, RELEASES = 2 };
+};
+
+// Where a step is in its program, by the names of its ops; see ProgramCursor in program.py, which this mirrors.
+class Follower {
+ public:
+  static constexpr int64_t NOTHING = -1, LEFT = -2;
+  static constexpr int64_t MOST_STRAY = 64, NUM_SURE = 3;
+
+  explicit Follower(const Program& program) : program_(program) {}
+  // The place of the op that is about to run; NOTHING for a stray one, LEFT where the step has left the program.
+  int64_t next(int name_id) {
+    if (next_ < static_cast<int64_t>(program_.op_names.size()) && program_.op_names[next_] == name_id) {
+      num_in_row_ = 0;
+      return next_++;
+    }
+    return resynchronise(name_id);
+  }
+  int64_t place() const {
+    return next_;
+  }
+
+ private:
+  int64_t resynchronise(int name_id);
+  const Program& program_;
+  int64_t next_ = 0, num_stray_ = 0;
+  int row_[NUM_SURE] = {0, 0, 0};
+  int num_in_row_ = 0;
+};
+
+// The settings of torch that kernels read, as numbers: whether any has changed. What they are, environment.py tells.
+struct Settings {
+  static constexpr int MOST = 32;
+  int64_t few[MOST] = {}, of_products[MOST] = {};
+  static Settings now(bool is_cpu, bool of_products);
+};
+
+// What becomes of a saved tensor.
+enum class Kept {
+  NOT,          // its handle has a value to read
+  AS_IT_IS,     // it stays on the device
+  APART,        // it stays, but perhaps leaves later: on a tensor of our own
+  STRANGE,      // it stays, and Python knows how: a subclass, a wrapper of torch.func, no block of memory
+  LEAVES_LATE,  // it leaves once the op that saves it has run, where the step has left its program unseen
+};
+
+class Step {
+ public:
+  Step(std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease);
+
+  // Takes the mutex: Note [Locks].
+  class Lock {
+   public:
+    Lock(Step& step, bool has_gil);
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
+
+   private:
+    std::unique_lock<std::recursive_mutex> lock_;
+  };
+
+  // ---- ops, in the thread that has entered
+  void op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+
+  // ---- saved tensors, with the GIL and the lock
+  // What becomes of a saved tensor, which `handle` stands for from then on.
+  Kept pack(
+      const at::Tensor& tensor, bool is_parameter, bool is_ordinary, const c10::intrusive_ptr<Handle>& handle);
+  // The saved tensor.
+  at::Tensor unpack(Handle& handle);
+
+  // ---- for Python
+  StoragePtr replay(const ValuePtr& value);
+  // Follow the value that a tensor holds, of which no plan knows.
+  void track(const at::Tensor& tensor);
+  // Whether nothing is left to do for the first ops of the program.
+  bool is_through(int64_t num_ops) const;
+  // Before a storage is written: what needs its old contents has them. Whether the step made it.
+  bool before_write(const at::Tensor& tensor, bool may_ask_others);
+
+  Upward python;
+  ValueTable table;
+  std::shared_ptr<const Program> program;
+  c10::Device device;
+  PyRef lease;
+  Follower follower;
+  std::recursive_mutex mutex;
+  bool has_deviated = false;
+  int64_t num_packs = 0, num_unpacks = 0;
+  bool took_data = false;
+  double replay_seconds = 0;
+  std::vector<WeakHandle> kept;  // what leaves the device if the step leaves its program
+
+ private:
+  CallPtr record(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack, size_t first);
+  bool refer(Call& call, int argument, int item, const at::Tensor& tensor);
+  bool may_replay(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments) const;
+  PyObject* environment_now(bool for_product);
+  std::string follow_results(
+      int64_t place, const OpFacts& facts, const std::vector<at::Tensor>& made, size_t num_fresh, const CallPtr& call);
+  ValuePtr by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle);
+  bool leave(const ValuePtr& value, const StoragePtr& storage);
+  std::string mismatch(int64_t index, const StoragePtr& storage);
+  StoragePtr materialize(const ValuePtr& value);
+  void await(const ValuePtr& value, const StoragePtr& storage);
+  StoragePtr make(const ValuePtr& value);
+  void run_again(Call& call, uint64_t number);
+  bool captures();
+
+  bool is_cpu_;
+  Settings settings_;
+  bool has_few_ = false, has_products_ = false;
+  std::vector<PyRef> environments_;  // the last one is in force
+  std::unordered_map<int64_t, const c10::StorageImpl*> pack_keys_;
+  bool has_visitors_ = false;
+};
+
+// How many barriers of steps that may replay there are besides this process's native ones; kept by write_barrier.py.
+extern std::atomic<int> num_recomputing;
+
+// One tensor for each storage on `device` that a call made a value on, the fresh ones first; how many those are.
+size_t made_by(
+    c10::ArrayRef<c10::IValue> results,
+    const c10::SmallVectorImpl<const c10::StorageImpl*>& given,
+    const std::vector<at::Tensor>& written,
+    c10::Device device,
+    std::vector<at::Tensor>& made);
+// The tensors among the arguments that a call writes.
+void written_by(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments, std::vector<at::Tensor>& written);
+
+bool is_plain(const at::Tensor& tensor);
+bool has_no_graph(const at::Tensor& tensor);
+// A tensor beside another one: its memory and version counter, without its graph.
+at::Tensor beside(const at::Tensor& tensor);
+bool in_backward();
+std::optional<c10::Stream> stream_of(c10::Device device);
+int intern(const std::string& name);
+
+// Hands every op to a dispatch mode of Python's, which is on for that op alone: so no kernel and no formula of autograd
+// computes otherwise because a mode is on. For steps that Python executes.
+struct Watch;
+void show_to(const Watch& watch, const c10::OperatorHandle& op, Stack* stack);
+// That of the thread which called backward, in autograd's threads; null for none.
+const Watch* inherited_watch();
+
+// Who sees the ops of this thread: a step, or a watch, or nobody.
+struct Sight {
+  Step* step = nullptr;
+  const Watch* watch = nullptr;
+};
+Sight look_through(Sight sight);  // the former one
+void hide();                      // until as many calls of `show`, nobody sees
+void show();
+
+// The dispatch key that sees ops; checked once that nobody else uses it.
+bool install(std::string& why_not);
+
+[[noreturn]] void throw_python_error();
+
+}  // namespace offload

@@ -1,0 +1,324 @@
+"""Executes a planned step in the native core: its ops, packs and unpacks run in C++, which holds the step's state.
+
+What the core does not foresee it asks for here, by the methods of *upward*; they work on the same values and handles
+by the same attributes, so what is rare is written once: :class:`StepExecutor`, :mod:`.fallback`, :mod:`.materialize`
+and :mod:`.write_barrier`. Ops are seen by a dispatch key below autograd, not by a mode, so no formula of autograd
+computes otherwise than plainly.
+
+In Python remain steps that are observed or verified, those under plans of other structures or from elsewhere, and those
+whose plan asks for something among backward's ops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_offload.errors import ReplayError, UnsupportedError
+from lightning_offload.graph.memory_plan import AT_PACK
+from lightning_offload.runtime.environment import Environment
+from lightning_offload.runtime.executor import NOT_THERE_FOR_GRAPH, StepExecutor
+from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight
+from lightning_offload.runtime.kernel_keys import call
+from lightning_offload.runtime.program import Program
+from lightning_offload.runtime.sight import core_on
+from lightning_offload.runtime.tiers import Tiers
+from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, raise_modified
+from lightning_offload.runtime.write_barrier import count_writes
+from lightning_offload.tensors.op_facts import as_saved, facts_of
+
+_MADE, _RELEASES = 1, 2  # flags of packs
+_SWAP, _RECOMPUTE, _MEMO = 1, 2, 4  # actions of storages
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _upward(method: _Method) -> _Method:
+    """Mark what the core calls: the runtime's own ops within are nobody's business."""
+
+    @functools.wraps(method)
+    def unseen(*args: Any) -> Any:
+        bypass_mode.depth += 1
+        try:
+            with NotSeen():
+                return method(*args)
+        finally:
+            bypass_mode.depth -= 1
+
+    return cast("_Method", out_of_compilers_sight(unseen))
+
+
+class NativeExecutor(StepExecutor):
+    """The state of one step that runs in the core.
+
+    Args:
+        core: The core.
+        device: Where the step runs.
+        tiers: Where its tensors may go.
+        program: What to do.
+        sees_ops: Whether the step's ops are seen; they must be unless the program says otherwise.
+        persistent: Gives the identities of storages that outlive the step.
+    """
+
+    def __init__(
+        self,
+        core: ModuleType,
+        *,
+        device: torch.device,
+        tiers: Tiers,
+        program: Program,
+        sees_ops: bool,
+        persistent: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        self._core = core
+        super().__init__(
+            device=device, tiers=tiers, program=program, observer=None, verifier=None, sees_ops=sees_ops,
+            persistent=persistent,
+        )  # fmt: skip
+
+    @override
+    def _new_table(self) -> ValueTable:
+        assert self.program is not None
+        compiled = _compiled(self._core, self.program, sees_ops=self.sees_ops)
+        self._step = self._core.Step(compiled, str(self._device), self, self._lease)
+        return cast("ValueTable", self._step)
+
+    @override
+    def _maker(self) -> Callable[[LiveValue], torch.UntypedStorage]:
+        make: Callable[[LiveValue], torch.UntypedStorage] = self._step.replay
+        return make
+
+    @property
+    @override
+    def num_packs(self) -> int:
+        return cast("int", self._step.num_packs)
+
+    @property
+    @override
+    def num_unpacks(self) -> int:
+        return cast("int", self._step.num_unpacks)
+
+    @property
+    @override
+    def took_data(self) -> bool:
+        return bool(self._fallback.took_data or self._step.took_data)
+
+    @property
+    @override
+    def replay_seconds(self) -> float:
+        return float(self._materializer.replay_seconds + self._step.replay_seconds)
+
+    # ---- what runs in the core
+
+    @override
+    @out_of_compilers_sight
+    def pack(self, tensor: Tensor) -> Handle:
+        return self._step.pack(tensor)
+
+    @override
+    @out_of_compilers_sight
+    def unpack(self, packed: Any) -> Tensor:
+        return self._step.unpack(packed)
+
+    @override
+    @contextlib.contextmanager
+    def seeing(self) -> Iterator[None]:
+        self._step.enter()
+        try:
+            yield
+        finally:
+            self._step.leave()
+
+    # ---- what does not
+
+    @override
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of the program's own code in backward, where only writes matter."""
+        facts = facts_of(func)
+        if bypass_mode.depth or not facts.mutates or (self._can_capture and self._is_capturing()):
+            return call(func, args, kwargs)
+        with self.unseen(), bypass_mode:
+            with NotSeen():
+                rewritten = self._writes.before_op(facts, args, kwargs)
+            out = call(func, args, kwargs)
+            with NotSeen():
+                if facts.is_foreach_write:
+                    count_writes(facts, args, kwargs)
+                for tensor, key in rewritten:
+                    storage = tensor.untyped_storage()
+                    if storage._cdata == key and self._table.find(storage) is None:
+                        self._step.track(tensor)
+        return out
+
+    @override
+    def exposes(self, storage: torch.UntypedStorage) -> None:
+        with self.unseen():
+            super().exposes(storage)
+
+    @override
+    def resizes(self, storage: torch.UntypedStorage) -> None:
+        with self.unseen():
+            super().resizes(storage)
+
+    @override
+    def settle_readers_of(self, tensors: list[Tensor]) -> None:
+        with self.unseen(), bypass_mode, NotSeen():
+            super().settle_readers_of(tensors)
+
+    @override
+    def backward_begins(self) -> None:
+        with self.unseen():
+            self._step.keep_watch()
+            super().backward_begins()
+
+    @override
+    def _check_forward(self) -> None:
+        if self._follower is not None:
+            self._follower.go_to(self._step.place)
+        super()._check_forward()
+
+    @override
+    def close(self) -> None:
+        with self.unseen():
+            super().close()
+            self._step.end()
+
+    # ---- upward
+
+    @override
+    @_upward
+    def deviate(self, how: str) -> None:
+        self._step.has_deviated = True
+        self._fallback.keep_for_now(self._step.take_kept())
+        super().deviate(how)
+
+    @_upward
+    def _leave_at_op(self, name: str, place: int) -> None:
+        assert self._follower is not None
+        self._follower.go_to(place)
+        self.deviate(self._follower.refuse(name))
+
+    @_upward
+    def _release(self, storages: tuple[int, ...]) -> None:
+        self._fallback.release(storages)
+
+    @_upward
+    def _release_at_pack(self, place: int) -> None:
+        assert self.program is not None
+        if not self._is_captured():  # a graph must not wait for copies
+            self._fallback.release(self.program.release_at_pack[place])
+
+    @_upward
+    def _first_unpack(self) -> None:
+        self._has_read = True
+        super().backward_begins()
+
+    @_upward
+    def _bring_back_at(self, ordinal: int, value: LiveValue | None) -> None:
+        assert self.program is not None
+        self._fallback.release(self.program.release_at_unpack.get(ordinal, ()))
+        # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
+        if value is not None and value.block is not None:
+            self._materializer.fetch(value)
+        self._materializer.prefetch(self.program.prefetch.get(ordinal, ()))
+
+    @_upward
+    def _swap_out(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
+        if self._follower is None:
+            return self._fallback.leave(value, storage)
+        assert self.program is not None
+        decision, place = self.program.decisions[value.index], self.program.places.get(value.index)
+        return self._materializer.swap_out(value, storage, place, release_now=decision.release_op == AT_PACK)
+
+    @_upward
+    def _leave_late(self, handle: Handle, tensor: Tensor) -> None:
+        self._fallback.leave_late(handle, tensor)
+
+    @_upward
+    def _strangely_saved(self, tensor: Tensor) -> Tensor:
+        return as_saved(tensor)[0]
+
+    @_upward
+    def _before_write(self, tensor: Tensor) -> bool:
+        return self._writes.before_anywhere(tensor)
+
+    @_upward
+    def _materialize(self, value: LiveValue) -> torch.UntypedStorage:
+        return self._materializer.materialize(value)
+
+    @_upward
+    def _wait_for(self, value: LiveValue) -> None:
+        self._materializer.wait(value)
+
+    @_upward
+    def _dismiss_visitors(self) -> None:
+        self._materializer.dismiss_visitors()
+
+    @_upward
+    def _environment_now(self) -> Environment:
+        return self._tracker.environment()
+
+    def _is_captured(self) -> bool:
+        return self._can_capture and self._is_capturing()
+
+    @_upward
+    def _modified(self, tensor: Tensor, size: tuple[int, ...], now: int, version: int) -> None:
+        raise_modified(tensor, size, version, now)
+
+    def _not_there_for_graph(self) -> None:
+        raise UnsupportedError(NOT_THERE_FOR_GRAPH)
+
+    def _replay_failed(self, name: str, why: str, did_run: bool) -> None:
+        raise ReplayError(f"{name} could not be run again: {why}" if did_run else f"{name} {why}".strip())
+
+
+def _compiled(core: ModuleType, program: Program, *, sees_ops: bool) -> Any:
+    """What the core reads of a program."""
+    found = program.compiled.get(sees_ops)
+    if found is None:
+        num_packs = len(program.pack_bytes)
+        found = program.compiled[sees_ops] = core.Program(
+            op_names=program.op_names,
+            op_flags=program.op_flags,
+            op_bytes=program.op_bytes,
+            op_registers={place: [n for pair in pairs for n in pair] for place, pairs in program.op_register.items()},
+            op_releases=program.op_release,
+            pack_bytes=program.pack_bytes,
+            pack_storages=program.pack_storages,
+            first_packs=program.first_packs,
+            pack_flags=bytes(
+                (_MADE if place in program.made_packs else 0) | (_RELEASES if place in program.release_at_pack else 0)
+                for place in range(num_packs)
+            ),
+            busy_unpacks=bytes(n in program.busy_unpacks for n in range(max(program.busy_unpacks, default=-1) + 1)),
+            actions=bytes(map(functools.partial(_action, program), range(max(program.decisions, default=-1) + 1))),
+            is_bound=program.is_bound,
+            is_recomputing=program.is_recomputing,
+            sees_ops=sees_ops,
+        )
+    return found
+
+
+def _action(program: Program, storage: int) -> int:
+    decision = program.decisions.get(storage)
+    if decision is None or decision.action == "keep":
+        return 0
+    if decision.action == "swap":
+        return _SWAP
+    return _RECOMPUTE | (_MEMO if decision.memo else 0)
+
+
+def core_for(program: Program, device: torch.device) -> ModuleType | None:
+    """The core, if a step under a program that nobody observes can run in it."""
+    if program.is_strict or program.form_route is not None or program.size_route is not None:
+        return None
+    if not all(name.count(".") > 1 for name in set(program.op_names)):  # operators of higher order run in Python
+        return None
+    return core_on(device)

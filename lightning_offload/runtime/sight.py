@@ -1,0 +1,101 @@
+"""How the ops of a step are seen: by the native core, or by a dispatch mode where there is no core.
+
+The core sees by a dispatch key below autograd. No mode is on while kernels and formulas of autograd run, so they
+compute as they do plainly: what Note [modes change backward] says of modes does not hold there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lightning_offload.runtime import native
+from lightning_offload.runtime.hooks import Dispatch, Made, StepMode, mode_off, watch_backward
+from lightning_offload.runtime.write_barrier import count_recomputing
+from lightning_offload.tensors.op_facts import CONVOLUTION, facts_of
+
+_DEVICES = frozenset({"cpu", "cuda"})
+
+
+def core_on(device: torch.device) -> ModuleType | None:
+    """The native core, where it sees what ops of a device run now; None where a mode must.
+
+    Raises:
+        UnsupportedError: ``LIGHTNING_OFFLOAD_ENGINE`` is "native", and there is no core.
+    """
+    if device.type not in _DEVICES or torch._C._len_torch_dispatch_stack():
+        return None  # a mode of fake tensors, or of the program's own, decides what runs
+    core = native.load()
+    return core if core is not None and not _why_deaf(core) else None
+
+
+@functools.cache
+def _why_deaf(core: ModuleType) -> str:
+    """Why the core sees no ops; "" where it does, from now on."""
+    why: str = core.install(_facts)
+    if why:
+        native.give_up(why)
+    else:
+        count_recomputing(core.count_recomputing)
+    return why
+
+
+def _facts(name: str, overload: str) -> tuple[Any, ...]:
+    """What the core knows of an op, by its qualified name and overload; see ``OpFacts`` in ``state.h``."""
+    namespace, _, base = name.partition("::")
+    func = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
+    if func is None:
+        unknown = f"{namespace}.{base}.{overload or 'default'}"
+        return (unknown, False, False, False, False, True, True, False, True, (), (), ())
+    facts = facts_of(func)
+    return (
+        facts.name, facts.replayable, facts.replayable_on_cuda, facts.name == CONVOLUTION, facts.is_random,
+        facts.mutates, facts.writes_all, facts.overwrites, facts.may_multiply,
+        tuple(position for position, _ in facts.writes), facts.running_stats, facts.read_stats,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def seeing_ops(device: torch.device, dispatch: Dispatch, made: Made) -> Iterator[None]:
+    """Inside, the ops of this thread go through a dispatch function.
+
+    Args:
+        device: Where they run.
+        dispatch: Runs an op.
+        made: Called with what autograd makes out of its sight.
+    """
+    core = core_on(device)
+    if core is not None:
+        watch = core.Watch(StepMode(dispatch))
+        watch.enter()
+        try:
+            yield
+        finally:
+            watch.leave()
+        return
+    end = watch_backward(contextlib.nullcontext)  # Note [modes change backward]
+    try:
+        with StepMode(dispatch, made):
+            yield
+    finally:
+        end()
+
+
+@contextlib.contextmanager
+def unseen(device: torch.device) -> Iterator[None]:
+    """Inside, nobody sees the ops of this thread: around a backward that need not be seen."""
+    core = core_on(device) if native.is_loaded() else None
+    if core is None:
+        with mode_off():
+            yield
+        return
+    core.hide()
+    try:
+        yield
+    finally:
+        core.show()
