@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.runtime.environment import environment_on
+from lightning_offload.runtime.environment import Environment, environment_on
 from lightning_offload.runtime.replay import Unrecordable, record_call
 from lightning_offload.runtime.values import Call, LiveValue, Ref, ValueTable, version_alias_of
 from lightning_offload.tensors.geometry import Geometry
@@ -37,7 +37,7 @@ class ValueTracker:
         self._is_bound = is_bound
         self._device = device
         self._table = table
-        self._environment = environment_on(device)
+        self._environment: Environment | None = None  # read where a call is recorded first: that takes long
         self._find = table.find
         self._geometries: dict[Geometry, Geometry] = {}
         self._is_cpu = device.type == "cpu"
@@ -156,7 +156,10 @@ class ValueTracker:
             for tensor in facts.written(args, kwargs):
                 if not self._is_replayable_after_write(tensor):
                     return None
-        self._environment = self._environment.now(for_product=facts.may_multiply)
+        if self._environment is None:
+            self._environment = environment_on(self._device)
+        else:
+            self._environment = self._environment.now(for_product=facts.may_multiply)
         try:
             call = record_call(
                 func,
