@@ -25,12 +25,11 @@ backward alone is refused where that would need what has left the device.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from lightning_offload.accelerators import capture_query, kind_of
 from lightning_offload.errors import UnsupportedError
-from lightning_offload.graph.memory_plan import AT_PACK, Decision
+from lightning_offload.graph.memory_plan import AT_PACK
 from lightning_offload.runtime.fallback import OffloadAll, SupersetRule, next_node
 from lightning_offload.runtime.follow import LEFT, ByForm, Follower, follower_of
 from lightning_offload.runtime.hooks import (
@@ -95,15 +94,11 @@ class StepExecutor:
         persistent: Gives the identities of storages that outlive the step; asked once, if a step that does not see ops
             leaves its program.
         spare_bytes: How much of what is saved first may stay on the device, in a step without a program.
-        keeps_all: Whether the program keeps everything, nobody observes the step, and its ops are not seen.
+        keeps_all: Whether to keep all that is saved, for as long as the step follows its program.
         packs: Whether saved tensors come by.
-        may_leave: Whether what such a step saves once it has left its program leaves the device.
+        may_leave: Whether they leave the device once the step has left its program.
 
     Attributes:
-        program: What to do; None for the floor policy.
-        observer: Notified of every event; None for nobody.
-        keeps_all: Whether all is kept.
-        packs: Whether saved tensors come by.
         hears_of_data: Whether it must know what the program's code has got past the version counters of.
         superset: Decides about saves under a plan for another structure; None under others.
         deviation: How the step's structure left the program; "" while it has not.
@@ -149,14 +144,15 @@ class StepExecutor:
         self._lock = threading.RLock()
         self._table = self._new_table()
         self._tracker = ValueTracker(device, self._table, is_bound=program is not None and program.is_bound)
+        decisions = program.decisions if program is not None else {}
         self._materializer = Materializer(
-            device, tiers, self._table, self.decisions, observer, verifier, make=self._maker()
+            device, tiers, self._table, decisions, observer, verifier, make=self._maker()
         )
         self._writes = WriteBarrier(
             self._table, self._materializer, self._lock, observer, is_recomputing=self.is_recomputing
         )
         self._fallback = OffloadAll(
-            self._table, self._tracker, self._materializer, functools.cache(persistent), sees_ops=sees_ops,
+            self._table, self._tracker, self._materializer, persistent, sees_ops=sees_ops,
             spare_bytes=spare_bytes if program is None else 0,
         )  # fmt: skip
         follower = follower_of(program) if program is not None else None
@@ -191,11 +187,6 @@ class StepExecutor:
         return bool(self.deviation)
 
     @property
-    def decisions(self) -> dict[int, Decision]:
-        """The plan's decisions by storage; none under the floor policy."""
-        return self.program.decisions if self.program is not None else {}
-
-    @property
     def swapped_bytes(self) -> int:
         """Saved bytes that left the device without a plan that says so, or under one for another structure."""
         return self._fallback.swapped_bytes
@@ -207,10 +198,7 @@ class StepExecutor:
 
     @property
     def took_data(self) -> bool:
-        """Whether the program took ``Tensor.data`` of what the step made.
-
-        A step without a dispatch mode could not tell whether it is written.
-        """
+        """Whether the program took ``Tensor.data`` of what the step made, which may be written unseen."""
         return self._fallback.took_data
 
     @property
@@ -286,17 +274,17 @@ class StepExecutor:
         recorded: Call | None = None
         rewritten: list[tuple[Tensor, int]] = []
         planned: PlannedResults | None = None
-        release: tuple[int, ...] = ()
-        is_recorded = False
+        is_recorded, releases = False, None
         if place >= 0 and self._op_flags[place]:
             assert self.program is not None
-            release, is_recorded = self.program.op_release.get(place, ()), bool(self._op_flags[place] & RECORD)
+            is_recorded = bool(self._op_flags[place] & RECORD)
+            releases = self.program.op_release if place in self.program.op_release else None
             if place in self.program.op_register:
                 planned = self.program.op_bytes[place], self.program.op_register[place]
-        if facts.mutates or release or is_recorded:
+        if facts.mutates or is_recorded or releases is not None:
             with NotSeen():
-                if release:
-                    self._fallback.release(release)
+                if releases is not None:
+                    self._fallback.release(releases, (place,))
                 if is_recorded:
                     recorded = self._tracker.record(func, facts, args, kwargs)
                 if facts.mutates:
@@ -448,8 +436,10 @@ class StepExecutor:
             if place == LEFT:
                 self.deviate(self._follower.refusal)
         self._save(handle, tensor, plain, place)
-        if self._follower is not None and not self.sees_ops:
-            self._release_at_packs(self._follower.passed_packs(index), is_captured)
+        if self._follower is not None and self.program is not None and not self.sees_ops:
+            passed = self._follower.passed_packs(index)
+            if not is_captured:  # a graph must not wait for copies
+                self._fallback.release(self.program.release_at_pack, passed)
         return handle
 
     def _save(self, handle: Handle, tensor: Tensor, plain: bool, place: int) -> None:
@@ -475,13 +465,6 @@ class StepExecutor:
                 self._fallback.may_leave_later(handle)
             if value is None and self.program.records_backward:
                 self._tracker.know(tensor)
-
-    def _release_at_packs(self, places: Sequence[int], is_captured: bool) -> None:
-        assert self.program is not None
-        releases = self.program.release_at_pack
-        released = [storage for place in places for storage in releases.get(place, ())]
-        if released and not is_captured:  # a graph must not wait for copies
-            self._fallback.release(released)
 
     def _value_at(self, place: int, handle: Handle, tensor: Tensor) -> LiveValue | None:
         """The value that a pack is about, by what the program says of it; None where it stays on the device.
@@ -595,9 +578,7 @@ class StepExecutor:
         program, value = self.program, handle.value
         assert program is not None
         passed = follower.passed_unpacks(handle.index, self.num_unpacks - 1)
-        for ordinal in passed:
-            if released := program.release_at_unpack.get(ordinal):
-                self._fallback.release(released)
+        self._fallback.release(program.release_at_unpack, passed)
         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
         if value is not None and value.block is not None:
             self._materializer.fetch(value)

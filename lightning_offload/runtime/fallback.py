@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -65,7 +65,9 @@ class OffloadAll:
         self.swapped_bytes = self.stayed_bytes = 0
         self.took_data = False
         self.table, self.tracker, self.materializer = table, tracker, materializer
-        self.persistent, self.sees_ops = persistent, sees_ops
+        self.sees_ops = sees_ops
+        self._persistent = persistent
+        self._outliving: Collection[int] | None = None
         self._grants_room, self._spare_bytes = spare_bytes > 0, spare_bytes
         self._kept: list[weakref.ref[Handle]] = []
         self._late: list[weakref.ref[Handle]] = []
@@ -93,12 +95,19 @@ class OffloadAll:
         self.table.own(value, storage)
         return True
 
-    def release(self, indices: Iterable[int]) -> None:
-        """Release device copies, by storage of the step graph."""
-        for index in indices:
-            value = self.table.indexed(index)
-            if value is not None:
-                self.materializer.release(value)
+    def outlives(self, key: int) -> bool:
+        """Whether a storage outlives the step, by its identity."""
+        if self._outliving is None:
+            self._outliving = self._persistent()
+        return key in self._outliving
+
+    def release(self, column: Mapping[int, Sequence[int]], places: Iterable[int]) -> None:
+        """Release the device copies of the storages that a column of the program has at some places."""
+        for place in places:
+            for index in column.get(place, ()):
+                value = self.table.indexed(index)
+                if value is not None:
+                    self.materializer.release(value)
 
     def release_all(self) -> None:
         """Release all of them: the plan's moment to do so may be far away, or never come."""
@@ -145,7 +154,7 @@ class OffloadAll:
         if node != self._late_node:
             self.leave_now()
             self._late_node = node
-        if tensor.untyped_storage()._cdata not in self.persistent():
+        if not self.outlives(tensor.untyped_storage()._cdata):
             self._late.append(weakref.ref(handle))
 
     def leave_now(self) -> None:
@@ -255,7 +264,7 @@ class SupersetRule:
         if place >= 0:
             self._num_bytes_apart = 0
             self.num_missing += place - before
-            self._release_at(range(before, place))
+            self._policy.release(self._program.release_at_pack, range(before, place))
         else:
             self.num_astray += 1
             if follower.num_astray == _MANY_ASTRAY:
@@ -263,11 +272,7 @@ class SupersetRule:
         if is_plain and not is_parameter(tensor):  # whose memory is the program's
             self._decide(handle, tensor, place)
         if place >= 0:
-            self._release_at((place,))
-
-    def _release_at(self, places: Iterable[int]) -> None:
-        for place in places:
-            self._policy.release(self._program.release_at_pack.get(place, ()))
+            self._policy.release(self._program.release_at_pack, (place,))
 
     def _decide(self, handle: Handle, tensor: Tensor, place: int) -> None:
         storage = tensor.untyped_storage()
@@ -316,7 +321,7 @@ class SupersetRule:
         """Whether a saved storage was there before the step, and stays."""
         if place >= 0 and self._follower.route.is_given[place]:
             return True
-        return value is None if self._policy.sees_ops else key in self._policy.persistent()
+        return value is None if self._policy.sees_ops else self._policy.outlives(key)
 
     def _room(self, place: int) -> int:
         """What may stay beyond what does: what the plan has kept by now, and the step has not."""
@@ -380,7 +385,7 @@ class SupersetRule:
         """Backward begins: what forward lacked at its end does not come any more."""
         self._let_late_ones_go()  # no op is under way
         missing = range(self._follower.place, self._program.num_first_packs)
-        self._release_at(missing)
+        self._policy.release(self._program.release_at_pack, missing)
         self.num_missing += len(missing)
 
     def fetch_next(self, value: LiveValue) -> None:

@@ -37,7 +37,7 @@ class ValueTracker:
         self._is_bound = is_bound
         self._device = device
         self._table = table
-        self._environment = environment_on(device)
+        self._environment: Environment | None = None  # read where a call is recorded first: that takes long
         self._find = table.find
         self._geometries: dict[Geometry, Geometry] = {}
         self._is_cpu = device.type == "cpu"
@@ -161,7 +161,10 @@ class ValueTracker:
             for tensor in facts.written(args, kwargs):
                 if not self._is_replayable_after_write(tensor):
                     return None
-        self._environment = self._environment.now(for_product=facts.may_multiply)
+        if self._environment is None:
+            self._environment = environment_on(self._device)
+        else:
+            self._environment = self._environment.now(for_product=facts.may_multiply)
         try:
             call = record_call(
                 func,

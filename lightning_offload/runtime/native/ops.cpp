@@ -631,7 +631,10 @@ void show() {
 
 static void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   // Where Python's key is off, a mode runs its own ops: those of fake tensors above all, while a compiler traces.
-  if (num_hidden == 0 && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+  // An alias is nobody's business either: Python makes objects of its own classes of one, which must not have been
+  // Python's before.
+  if (num_hidden == 0 && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python) &&
+      !Upward::facts_of(op)->is_alias) {
     if (sight.step != nullptr) {
       sight.step->op(op, keys, stack);
       return;

@@ -811,6 +811,7 @@ const OpFacts* Upward::facts_of(const c10::OperatorHandle& op) {
     assign(made->writes, integers(item(9)));
     assign(made->running_stats, integers(item(10)));
     assign(made->read_stats, integers(item(11)));
+    made->is_alias = name.name == "aten::detach" || name.name == "aten::alias";
     made->num_arguments = op.schema().arguments().size();
     made->num_returns = op.schema().returns().size();
     facts = std::move(made);

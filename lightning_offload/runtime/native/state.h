@@ -155,6 +155,7 @@ struct OpFacts {
   bool replayable = false, replayable_on_accelerators = false;
   bool is_convolution = false, is_random = false, mutates = false, writes_all = false;
   bool overwrites = false, may_multiply = true;
+  bool is_alias = false;  // the tensor itself once more: `detach` and `alias`
   c10::SmallVector<int, 2> writes;         // positions of the arguments it writes
   c10::SmallVector<int, 3> running_stats;  // positions of batch norm's statistics, and of its training flag
   c10::SmallVector<int, 3> read_stats;     // those that are only read, unless the flag at the last one is set
