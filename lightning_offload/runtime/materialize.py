@@ -108,7 +108,7 @@ class Materializer:
         live = value.live() if value.is_handed_out else None
         if live is not None:
             if value.is_ours:
-                self._await(value, live)
+                self.make_ready(value, live)
             return live  # as it is now, whoever wrote it: plain autograd reads the same memory
         storage = self.materialize(value)
         if self._verifier is not None and value.original is not None:
@@ -131,7 +131,7 @@ class Materializer:
             live = value.live()
         if live is not None:
             if value.is_ours:
-                self._await(value, live)
+                self.make_ready(value, live)
             return live
         if value.block is not None:
             self._bring_back(value, is_visit=not value.has_handle)
@@ -206,7 +206,7 @@ class Materializer:
         value.call = None
         value.owns(storage, self._tiers.lanes.compute_stream())
 
-    def _await(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
+    def make_ready(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
         """Have memory ready that we allocated, perhaps on another compute stream than the one that reads it now.
 
         The allocator is told of the latter; only a model that computes on several streams of its own comes there: Note

@@ -206,14 +206,15 @@ class NativeExecutor(StepExecutor):
         self.deviate(self._follower.refuse(name))
 
     @_upward
-    def _release(self, storages: tuple[int, ...]) -> None:
-        self._fallback.release(storages)
+    def _release_at_op(self, place: int) -> None:
+        assert self.program is not None
+        self._fallback.release(self.program.op_release, (place,))
 
     @_upward
     def _release_at_pack(self, place: int) -> None:
         assert self.program is not None
         if not self._is_captured():  # a graph must not wait for copies
-            self._fallback.release(self.program.release_at_pack[place])
+            self._fallback.release(self.program.release_at_pack, (place,))
 
     @_upward
     def _first_unpack(self) -> None:
@@ -223,7 +224,7 @@ class NativeExecutor(StepExecutor):
     @_upward
     def _bring_back_at(self, ordinal: int, value: LiveValue | None) -> None:
         assert self.program is not None
-        self._fallback.release(self.program.release_at_unpack.get(ordinal, ()))
+        self._fallback.release(self.program.release_at_unpack, (ordinal,))
         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
         if value is not None and value.block is not None:
             self._materializer.fetch(value)
@@ -254,8 +255,8 @@ class NativeExecutor(StepExecutor):
         return self._materializer.materialize(value)
 
     @_upward
-    def _wait_for(self, value: LiveValue) -> None:
-        self._materializer.wait(value)
+    def _await(self, value: LiveValue, storage: torch.UntypedStorage) -> None:
+        self._materializer.make_ready(value, storage)
 
     @_upward
     def _dismiss_visitors(self) -> None:

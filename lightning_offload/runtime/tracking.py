@@ -148,7 +148,11 @@ class ValueTracker:
 
     def environment(self) -> Environment:
         """The settings as they are."""
-        self._environment = self._environment.now()
+        return self._environment_now(for_product=True)
+
+    def _environment_now(self, *, for_product: bool) -> Environment:
+        known = self._environment
+        self._environment = known.now(for_product=for_product) if known is not None else environment_on(self._device)
         return self._environment
 
     def record(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -161,10 +165,7 @@ class ValueTracker:
             for tensor in facts.written(args, kwargs):
                 if not self._is_replayable_after_write(tensor):
                     return None
-        if self._environment is None:
-            self._environment = environment_on(self._device)
-        else:
-            self._environment = self._environment.now(for_product=facts.may_multiply)
+        environment = self._environment_now(for_product=facts.may_multiply)
         try:
             call = record_call(
                 func,
@@ -173,7 +174,7 @@ class ValueTracker:
                 kwargs,
                 self._ref,
                 device=self._device,
-                environment=self._environment,
+                environment=environment,
                 blank=blank,
             )
         except Unrecordable:

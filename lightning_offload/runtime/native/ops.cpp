@@ -560,9 +560,8 @@ void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
     if (has_deviated) {
       is_followed = true;
     } else if (flags & Program::BUSY) {
-      const auto releases = program->op_releases.find(place);
-      if (releases != program->op_releases.end()) {
-        python.release(releases->second);
+      if (program->op_releases.count(place) != 0) {
+        python.release_at_op(place);
       }
       if (flags & Program::RECORD) {
         call = record(op, facts, *stack, stack->size() - facts.num_arguments);

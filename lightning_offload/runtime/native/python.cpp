@@ -6,6 +6,7 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/PythonFallbackKernel.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/SafePyObject.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Device.h>
@@ -163,7 +164,7 @@ void value_dealloc(PyObject* self) {
 }
 
 std::optional<c10::Stream> stream_from(PyObject* object) {
-  if (object == Py_None) {
+  if (object == Py_None || !PyObject_HasAttrString(object, "stream_id")) {
     return std::nullopt;
   }
   const auto number = [&](const char* name) {
@@ -416,7 +417,7 @@ PyObject* program_new(PyTypeObject* type, PyObject*, PyObject* columns) {
   program->op_flags = bytes(column("op_flags"));
   TORCH_CHECK_VALUE(program->op_flags.size() == program->op_names.size(), "op_flags has another length than op_names");
   for_items(column("op_bytes"), [&](int64_t place, PyObject* item) { program->op_bytes[place] = integers(item); });
-  for_items(column("op_releases"), [&](int64_t place, PyObject* item) { program->op_releases[place] = integers(item); });
+  for_items(column("op_releases"), [&](int64_t place, PyObject*) { program->op_releases.insert(place); });
   for_items(column("op_registers"), [&](int64_t place, PyObject* item) {
     const auto flat = integers(item);
     const auto& made = program->op_bytes.at(place);
@@ -830,9 +831,9 @@ void Upward::deviate_at_op(const std::string& name, int64_t place) const {
   call("_leave_at_op", checked(Py_BuildValue("(sL)", name.c_str(), static_cast<long long>(place))));
 }
 
-void Upward::release(c10::ArrayRef<int64_t> storages) const {
+void Upward::release_at_op(int64_t place) const {
   WithGil gil;
-  call("_release", checked(Py_BuildValue("(N)", tuple_of(storages))));
+  call("_release_at_op", checked(Py_BuildValue("(L)", static_cast<long long>(place))));
 }
 
 void Upward::bring_back(int64_t ordinal, const ValuePtr& value) const {
@@ -860,9 +861,9 @@ StoragePtr Upward::materialize(const ValuePtr& value) const {
   return storage_of(call("_materialize", checked(Py_BuildValue("(N)", wrap(value)))).get());
 }
 
-void Upward::wait(const ValuePtr& value) const {
+void Upward::await(const ValuePtr& value, const StoragePtr& storage) const {
   WithGil gil;
-  call("_wait_for", checked(Py_BuildValue("(N)", wrap(value))));
+  call("_await", checked(Py_BuildValue("(NN)", wrap(value), wrap(storage))));
 }
 
 void Upward::dismiss_visitors() const {
@@ -875,11 +876,7 @@ void Upward::modified(const Handle& handle) const {
   // A tensor for the message: its type, its size and both versions.
   at::Tensor shown = handle.kept;
   if (!shown.defined() && handle.geometry) {
-    shown = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-            c10::StorageImpl::use_byte_size_t(), 0, c10::DataPtr(nullptr, handle.geometry->device), nullptr, true)),
-        c10::DispatchKeySet(c10::computeDispatchKey(handle.geometry->dtype, c10::kStrided, handle.geometry->device)),
-        c10::scalarTypeToTypeMeta(handle.geometry->dtype));
+    shown = at::empty({0}, at::TensorOptions().dtype(handle.geometry->dtype).device(handle.geometry->device));
   }
   PyRef tensor = PyRef::stolen(THPVariable_Wrap(shown));
   const auto size = handle.geometry ? tuple_of(handle.geometry->size) : tuple_of(handle.kept.sizes());

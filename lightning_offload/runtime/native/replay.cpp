@@ -229,10 +229,9 @@ StoragePtr Step::materialize(const ValuePtr& value) {
 
 // Have memory ready that we allocated, perhaps on another compute stream than the one that reads it now.
 void Step::await(const ValuePtr& value, const StoragePtr& storage) {
-  if (value->copy) {
-    python.wait(value);
-  }
-  if (value->stream) {
+  if (value->copy || (value->py_stream && !value->stream)) {
+    python.await(value, storage);
+  } else if (value->stream) {
     const auto reader = stream_of(device);
     if (reader && *reader != *value->stream) {
       c10::impl::VirtualGuardImpl(device.type()).recordDataPtrOnStream(storage->data_ptr(), *reader);

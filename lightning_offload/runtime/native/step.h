@@ -11,7 +11,10 @@
 #include "state.h"
 
 #include <atomic>
+#include <memory>
 #include <mutex>
+#include <string>
+#include <unordered_set>
 
 namespace offload {
 
@@ -23,13 +26,13 @@ struct Upward {
   static const OpFacts* facts_of(const c10::OperatorHandle& op);
   void deviate(const std::string& how) const;
   void deviate_at_op(const std::string& name, int64_t place) const;
-  void release(c10::ArrayRef<int64_t> storages) const;
+  void release_at_op(int64_t place) const;
   void bring_back(int64_t ordinal, const ValuePtr& value) const;
   void first_unpack() const;
   bool swap_out(const ValuePtr& value, const StoragePtr& storage) const;
   bool before_write(const at::Tensor& tensor) const;
   StoragePtr materialize(const ValuePtr& value) const;
-  void wait(const ValuePtr& value) const;
+  void await(const ValuePtr& value, const StoragePtr& storage) const;
   void dismiss_visitors() const;
   [[noreturn]] void modified(const Handle& handle) const;
   [[noreturn]] void not_there_for_graph() const;
@@ -49,7 +52,7 @@ struct Program {
   std::vector<uint8_t> op_flags;
   std::unordered_map<int64_t, std::vector<int64_t>> op_bytes;                          // sizes of what a busy op makes
   std::unordered_map<int64_t, std::vector<std::pair<int64_t, int64_t>>> op_registers;  // (position, storage)
-  std::unordered_map<int64_t, std::vector<int64_t>> op_releases;
+  std::unordered_set<int64_t> op_releases;                                             // that release device copies
   std::vector<int64_t> pack_bytes, pack_storages, first_packs;
   std::vector<uint8_t> pack_flags;  // MADE, HAS_RELEASE
   std::vector<uint8_t> busy_unpacks;
