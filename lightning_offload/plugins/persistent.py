@@ -84,8 +84,13 @@ class PersistentState:
             self._hooks.pop().remove()
 
     def learn_leaves(self, leaves: dict[int, weakref.ref[Tensor]]) -> None:
-        """Know the trainable tensors that a recorded step read."""
-        self._leaves.update(leaves)
+        """Know the trainable tensors that a recorded step read, as far as the module does not."""
+        module = self._module() if self._module is not None else None
+        known = {id(parameter) for parameter in _parameters(module)} if module is not None else frozenset[int]()
+        for key, reference in leaves.items():
+            leaf = reference()
+            if leaf is not None and id(leaf) not in known:
+                self._leaves[key] = reference
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._before_optimizer_step([p for group in optimizer.param_groups for p in group["params"]])

@@ -268,6 +268,31 @@ PyObject* Step::environment_now(bool for_product) {
   return environments_.back().get();
 }
 
+// ---- generators
+
+GeneratorState GeneratorState::of(const at::Generator& generator) {
+  GeneratorState state;
+  if (generator.device().is_cpu()) {  // what a tensor of its state holds, without making one
+    auto* impl = at::check_generator<at::CPUGeneratorImpl>(generator);
+    state.on_cpu = std::make_unique<OnCpu>(
+        OnCpu{impl->engine(), impl->next_float_normal_sample(), impl->next_double_normal_sample()});
+  } else {
+    state.elsewhere = generator.get_state();
+  }
+  return state;
+}
+
+void GeneratorState::put(at::Generator& generator) const {
+  if (on_cpu) {
+    auto* impl = at::check_generator<at::CPUGeneratorImpl>(generator);
+    impl->set_engine(on_cpu->engine);
+    impl->set_next_float_normal_sample(on_cpu->next_float);
+    impl->set_next_double_normal_sample(on_cpu->next_double);
+  } else {
+    generator.set_state(elsewhere);
+  }
+}
+
 // ---- recording
 
 bool Step::may_replay(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments) const {
@@ -329,7 +354,7 @@ CallPtr Step::record(const c10::OperatorHandle& op, const OpFacts& facts, const 
       call->generator = at::globalContext().defaultGenerator(on.value_or(c10::kCPU));
     }
     std::lock_guard<std::mutex> lock(call->generator->mutex());
-    call->generator_state = call->generator->get_state();
+    call->drawn_from = GeneratorState::of(*call->generator);
   }
   for (size_t i = 0; i < call->arguments.size(); ++i) {
     if (i == 0 && is_blank) {
@@ -450,16 +475,16 @@ static void storages_of(c10::ArrayRef<c10::IValue> arguments, c10::SmallVectorIm
 }
 
 std::string Step::follow_results(
-    int64_t place, const OpFacts& facts, const Tensors& made, size_t num_fresh, const CallPtr& call) {
-  const auto& planned = program->op_bytes.at(place);
-  if (made.size() != planned.size()) {
-    return "made " + std::to_string(made.size()) + " tensors in place of " + std::to_string(planned.size());
+    const Program::Busy& planned, const OpFacts& facts, const Tensors& made, size_t num_fresh, const CallPtr& call) {
+  if (made.size() != planned.bytes.size()) {
+    return "made " + std::to_string(made.size()) + " tensors in place of " + std::to_string(planned.bytes.size());
   }
-  for (const auto& [position, index] : program->op_registers.at(place)) {
+  for (const auto& [position, index] : planned.registered) {
     const StoragePtr storage = made[position].storage().getWeakStorageImpl().lock();
     const auto num_bytes = static_cast<int64_t>(storage->nbytes());
-    if (num_bytes != planned[position] && !(program->is_bound && num_bytes < planned[position])) {
-      return "made " + std::to_string(num_bytes) + " bytes in place of " + std::to_string(planned[position]);
+    const auto planned_bytes = planned.bytes[position];
+    if (num_bytes != planned_bytes && !(program->is_bound && num_bytes < planned_bytes)) {
+      return "made " + std::to_string(num_bytes) + " bytes in place of " + std::to_string(planned_bytes);
     }
     auto value = c10::make_intrusive<Value>(index, num_bytes);
     value->made_with = made[position].unsafeGetTensorImpl()->version_counter();
@@ -539,6 +564,7 @@ void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   Tensors written;
   c10::SmallVector<std::pair<at::Tensor, const c10::StorageImpl*>, 1> rewritten;
   c10::SmallVector<const c10::StorageImpl*, 8> given;
+  const Program::Busy* busy = nullptr;
   bool is_followed = false;
   {
     Lock lock(*this, /*has_gil=*/false);
@@ -560,13 +586,14 @@ void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
     if (has_deviated) {
       is_followed = true;
     } else if (flags & Program::BUSY) {
-      if (program->op_releases.count(place) != 0) {
+      busy = &program->busy[program->busy_ops[place]];
+      if (busy->releases) {
         python.release_at_op(place);
       }
       if (flags & Program::RECORD) {
         call = record(op, facts, *stack, stack->size() - facts.num_arguments);
       }
-      is_followed = program->op_registers.count(place) != 0;
+      is_followed = !busy->registered.empty();
     }
     if (facts.mutates) {
       for_written(facts, arguments, [&](const at::Tensor& tensor) {
@@ -591,12 +618,12 @@ void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
     const c10::ArrayRef<c10::IValue> results(stack->data() + (stack->size() - facts.num_returns), facts.num_returns);
     Tensors made;
     const size_t num_fresh = made_by(results, given, written, device, made);
-    if (has_deviated || place < 0) {
+    if (has_deviated || busy == nullptr) {
       for (size_t i = 0; i < num_fresh; ++i) {
         track(made[i]);
       }
     } else {
-      const auto how = follow_results(place, facts, made, num_fresh, call);
+      const auto how = follow_results(*busy, facts, made, num_fresh, call);
       if (!how.empty()) {
         python.deviate(facts.name + " " + how);
       }

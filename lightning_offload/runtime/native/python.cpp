@@ -416,14 +416,27 @@ PyObject* program_new(PyTypeObject* type, PyObject*, PyObject* columns) {
   }
   program->op_flags = bytes(column("op_flags"));
   TORCH_CHECK_VALUE(program->op_flags.size() == program->op_names.size(), "op_flags has another length than op_names");
-  for_items(column("op_bytes"), [&](int64_t place, PyObject* item) { program->op_bytes[place] = integers(item); });
-  for_items(column("op_releases"), [&](int64_t place, PyObject*) { program->op_releases.insert(place); });
+  program->busy_ops.assign(program->op_names.size(), -1);
+  for (size_t place = 0; place < program->op_names.size(); ++place) {
+    if (program->op_flags[place] & Program::BUSY) {
+      program->busy_ops[place] = static_cast<int32_t>(program->busy.size());
+      program->busy.emplace_back();
+    }
+  }
+  const auto busy = [&](int64_t place) -> Program::Busy& {
+    TORCH_CHECK_VALUE(
+        place >= 0 && place < static_cast<int64_t>(program->busy_ops.size()) && program->busy_ops[place] >= 0,
+        "nothing is asked for at op ", place);
+    return program->busy[program->busy_ops[place]];
+  };
+  for_items(column("op_bytes"), [&](int64_t place, PyObject* item) { busy(place).bytes = integers(item); });
+  for_items(column("op_releases"), [&](int64_t place, PyObject*) { busy(place).releases = true; });
   for_items(column("op_registers"), [&](int64_t place, PyObject* item) {
     const auto flat = integers(item);
-    const auto& made = program->op_bytes.at(place);
+    auto& planned = busy(place);
     for (size_t i = 0; i + 1 < flat.size(); i += 2) {
-      TORCH_CHECK_VALUE(flat[i] >= 0 && flat[i] < static_cast<int64_t>(made.size()), "no such result: ", flat[i]);
-      program->op_registers[place].emplace_back(flat[i], flat[i + 1]);
+      TORCH_CHECK_VALUE(flat[i] >= 0 && flat[i] < static_cast<int64_t>(planned.bytes.size()), "no such result: ", flat[i]);
+      planned.registered.emplace_back(flat[i], flat[i + 1]);
     }
   });
   program->pack_bytes = integers(column("pack_bytes"));

@@ -277,14 +277,14 @@ class Drawing {
     if (call.generator) {
       generator_ = call.generator;
       std::lock_guard<std::mutex> lock(generator_->mutex());
-      state_ = generator_->get_state();
-      generator_->set_state(call.generator_state);
+      state_ = GeneratorState::of(*generator_);
+      call.drawn_from.put(*generator_);
     }
   }
   ~Drawing() {
     if (generator_) {
       std::lock_guard<std::mutex> lock(generator_->mutex());
-      generator_->set_state(state_);
+      state_.put(*generator_);
     }
   }
   Drawing(const Drawing&) = delete;
@@ -292,7 +292,7 @@ class Drawing {
 
  private:
   std::optional<at::Generator> generator_;
-  at::Tensor state_;
+  GeneratorState state_;
 };
 
 StoragePtr new_memory(int64_t num_bytes, c10::Device device) {

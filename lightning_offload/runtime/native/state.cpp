@@ -228,13 +228,13 @@ ValuePtr ValueTable::find(const c10::StorageImpl* storage) const {
 }
 
 ValuePtr ValueTable::indexed(int64_t index) const {
-  const auto found = by_index_.find(index);
-  return found == by_index_.end() ? ValuePtr() : found->second.lock();
+  const bool is_known = index >= 0 && index < static_cast<int64_t>(by_index_.size());
+  return is_known ? by_index_[index].lock() : ValuePtr();
 }
 
 std::vector<ValuePtr> ValueTable::all_indexed() const {
   std::vector<ValuePtr> found;
-  for (const auto& [index, weak] : by_index_) {
+  for (const auto& weak : by_index_) {
     if (auto value = weak.lock()) {
       found.push_back(std::move(value));
     }
@@ -246,7 +246,7 @@ void ValueTable::follow(const ValuePtr& value, const StoragePtr& storage) {
   value->origin = WeakStorage(storage);
   entries_.insert_or_assign(storage.get(), Entry{value->storage ? ValuePtr() : value, WeakValue(value)});
   if (value->index >= 0) {
-    by_index_.insert_or_assign(value->index, WeakValue(value));
+    name(value, value->index);
   }
   if (entries_.size() > sweep_at_) {
     sweep();
@@ -255,7 +255,10 @@ void ValueTable::follow(const ValuePtr& value, const StoragePtr& storage) {
 
 void ValueTable::name(const ValuePtr& value, int64_t index) {
   value->index = index;
-  by_index_.insert_or_assign(index, WeakValue(value));
+  while (index >= static_cast<int64_t>(by_index_.size())) {
+    by_index_.emplace_back(ValuePtr());
+  }
+  by_index_[index] = WeakValue(value);
 }
 
 void ValueTable::own(const ValuePtr& value, const StoragePtr& storage) {

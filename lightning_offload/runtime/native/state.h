@@ -15,6 +15,7 @@
 
 #include <Python.h>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -24,6 +25,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -162,6 +164,20 @@ struct OpFacts {
   size_t num_arguments = 0, num_returns = 0;
 };
 
+// Where a generator is in its sequence.
+struct GeneratorState {
+  struct OnCpu {
+    at::mt19937 engine;
+    std::optional<float> next_float;
+    std::optional<double> next_double;
+  };
+  std::unique_ptr<OnCpu> on_cpu;
+  at::Tensor elsewhere;
+
+  static GeneratorState of(const at::Generator& generator);
+  void put(at::Generator& generator) const;
+};
+
 // Stands for a tensor in the arguments of a recorded call.
 struct Ref {
   int argument;
@@ -185,7 +201,7 @@ struct Call final : c10::intrusive_ptr_target {
   PyObject* environment = nullptr;                    // borrowed from its step: the settings that it ran under
   uint64_t replay = 0;                                // number of the last replay that came by
   std::optional<at::Generator> generator;             // that it drew from
-  at::Tensor generator_state;                         // before
+  GeneratorState drawn_from;                          // its state before
   std::vector<std::pair<int, WeakValue>> results;
 };
 
@@ -263,7 +279,7 @@ class ValueTable {
   };
   void sweep();
   std::unordered_map<const c10::StorageImpl*, Entry> entries_;
-  std::unordered_map<int64_t, WeakValue> by_index_;
+  std::vector<WeakValue> by_index_;
   size_t sweep_at_ = 1024;
 };
 

@@ -14,7 +14,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_set>
 
 namespace offload {
 
@@ -48,11 +47,17 @@ struct Program {
   enum Flag : uint8_t { BUSY = 1, RECORD = 2 };
   enum Action : uint8_t { KEEP = 0, SWAP = 1, RECOMPUTE = 2, MEMO = 4 };
 
+  // What is asked for around an op.
+  struct Busy {
+    std::vector<int64_t> bytes;                           // sizes of the storages that it makes values on
+    std::vector<std::pair<int64_t, int64_t>> registered;  // results to follow: (position, storage)
+    bool releases = false;                                // device copies, before it
+  };
+
   std::vector<int> op_names;
   std::vector<uint8_t> op_flags;
-  std::unordered_map<int64_t, std::vector<int64_t>> op_bytes;                          // sizes of what a busy op makes
-  std::unordered_map<int64_t, std::vector<std::pair<int64_t, int64_t>>> op_registers;  // (position, storage)
-  std::unordered_set<int64_t> op_releases;                                             // that release device copies
+  std::vector<Busy> busy;         // those that are
+  std::vector<int32_t> busy_ops;  // by op: its place among them
   std::vector<int64_t> pack_bytes, pack_storages, first_packs;
   std::vector<uint8_t> pack_flags;  // MADE, HAS_RELEASE
   std::vector<uint8_t> busy_unpacks;
@@ -157,7 +162,7 @@ class Step {
   bool may_replay(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments) const;
   PyObject* environment_now(bool for_product);
   std::string follow_results(
-      int64_t place, const OpFacts& facts, const std::vector<at::Tensor>& made, size_t num_fresh, const CallPtr& call);
+      const Program::Busy& planned, const OpFacts& facts, const std::vector<at::Tensor>& made, size_t num_fresh, const CallPtr& call);
   ValuePtr by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle);
   bool leave(const ValuePtr& value, const StoragePtr& storage);
   std::string mismatch(int64_t index, const StoragePtr& storage);
