@@ -22,7 +22,7 @@ class DeviceSpec:
         h2d_bytes_per_second: Swap-in bandwidth, host to device.
         copy_interference: Share of a copy's duration that compute loses meanwhile, in [0, 1]: 0 with copy
             engines, near 0.5 where copies are made by a core that compute would have used.
-        overhead_seconds: Host cost of one swap or replay beside its work.
+        overhead_seconds: Host cost of one copy beside its work: a swap makes two.
         flops_per_second: Peak arithmetic rate, for op times that are modelled; 0 where they are measured.
         memory_bytes_per_second: Peak bandwidth of device memory, for the same; 0 where op times are measured.
         host_memory_bytes: The most that swapped storages may take of host memory; None for no limit, 0 for none.
@@ -37,6 +37,8 @@ class DeviceSpec:
         recurrent_efficiency: The same for recurrent layers.
         reduction_bandwidth: Share of ``memory_bytes_per_second`` that reductions and normalizations reach.
         elementwise_bandwidth: The same for everything else.
+        replay_overhead_seconds: The same of one replay; None for that of a copy.
+        seeing_seconds: What an op of forward costs the host more in steps whose ops are seen.
         compute_capability: Of a GPU of NVIDIA, times ten (80 for 8.0): libraries choose kernels by it. 0 where unknown.
     """
 
@@ -61,11 +63,18 @@ class DeviceSpec:
     reduction_bandwidth: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
     elementwise_bandwidth: float = dataclasses.field(default=1.0, metadata=codec.ADDED)
     compute_capability: int = dataclasses.field(default=0, metadata=codec.ADDED)
+    replay_overhead_seconds: float | None = dataclasses.field(default=None, metadata=codec.ADDED)
+    seeing_seconds: float = dataclasses.field(default=20e-6, metadata=codec.ADDED)
 
     @property
     def has_disk(self) -> bool:
         """Whether there is a disk tier."""
         return self.disk_write_bytes_per_second > 0 and self.disk_read_bytes_per_second > 0
+
+    @property
+    def replay_overhead(self) -> float:
+        """Host cost of one replay beside its work, in seconds."""
+        return self.overhead_seconds if self.replay_overhead_seconds is None else self.replay_overhead_seconds
 
     @property
     def is_calibrated(self) -> bool:
@@ -136,6 +145,8 @@ class DeviceSpec:
             raise PlanError(f"device_spec: memory_bytes must be positive or null, got {self.memory_bytes}")
         if not 0 <= self.copy_interference <= 1 or self.overhead_seconds < 0:
             raise PlanError(f"device_spec: copy_interference must lie in [0, 1], overhead_seconds be >= 0: {self}")
+        if self.replay_overhead < 0 or self.seeing_seconds < 0:
+            raise PlanError(f"device_spec: replay_overhead_seconds and seeing_seconds must be >= 0: {self}")
         if self.host_memory_bytes is not None and self.host_memory_bytes < 0:
             raise PlanError(f"device_spec: host_memory_bytes must be >= 0 or null, got {self.host_memory_bytes}")
         disk = (self.disk_write_bytes_per_second, self.disk_read_bytes_per_second)

@@ -34,7 +34,6 @@ POLICIES: dict[str, Policy] = {
 _MAX_RETRIES = 3
 _OF_ALL_PLANS = ("graph_digest", "floor_bytes", "floor_op", "bound_seconds")
 _LITTLE_LONGER = 1.02  # times the predicted step: what a plan may take more so that its steps need no dispatch mode
-_MODE_SECONDS = 20e-6  # what the mode costs the host for each op of forward
 _MOST_MODE_SECONDS = 100e-6  # on a slow host
 _LAUNCH_SECONDS = 9e-6  # what an op costs the host in plain PyTorch
 
@@ -243,8 +242,8 @@ def _mode_seconds(problem: Problem, device: DeviceSpec) -> float:
     is_forward = [op.phase == "forward" for op in problem.graph.ops]
     num_ops = sum(is_forward)
     if device.kind == "cpu":
-        return _MODE_SECONDS * num_ops
-    return max(0.0, (_LAUNCH_SECONDS + _MODE_SECONDS) * num_ops - float(problem.op_seconds[is_forward].sum()))
+        return device.seeing_seconds * num_ops
+    return max(0.0, (_LAUNCH_SECONDS + device.seeing_seconds) * num_ops - float(problem.op_seconds[is_forward].sum()))
 
 
 def mode_share(graph: StepGraph, waited_seconds: float) -> float:

@@ -196,7 +196,7 @@ def _order(request: PlanRequest, swap_weight: float, chain_fraction: float, brea
     for c in candidates:
         swap = c.num_bytes * rate + device.overhead_seconds
         replay, chain = replay_cost(problem, c, chain_bytes)
-        replay += device.overhead_seconds
+        replay += device.replay_overhead
         can_replay = c.can_recompute and (chain <= chain_limit or not c.can_swap)
         if not can_replay and (not c.can_swap or (break_by == "keep" and c.can_recompute)):
             chain_bytes[c.value] = 0.0

@@ -246,6 +246,7 @@ class Simulator:
             (float(out.link), float(out.disk), float(out.link_under_disk)),
             (float(back.link), float(back.disk), float(back.link_under_disk)),
             float(device.overhead_seconds),
+            float(device.replay_overhead),
             float(device.copy_interference),
             NO_LIMIT if host_bytes is None else host_bytes,
             device.has_disk,

@@ -179,7 +179,7 @@ class _Walk:
     def run(self, actions: dict[int, Action], no_memo: frozenset[int]) -> StepTrace:
         """Walk the step."""
         needs = residency(self._problem, actions, no_memo)
-        overhead = self._device.overhead_seconds
+        overhead = self._device.replay_overhead
         seconds = self._problem.seconds.copy()
         for tick, replayed in needs.replay_seconds.items():
             seconds[tick] += replayed + overhead

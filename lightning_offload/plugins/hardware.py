@@ -24,6 +24,7 @@ from lightning_offload.plugins.data_parallel import num_local_ranks
 from lightning_offload.plugins.devices import HostRefusedError, measure_spec, nominal_spec
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.runtime.lanes import LaneTimes
+from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.spill import DiskPool
 from lightning_offload.runtime.tiers import Tiers, tiers_for
 
@@ -57,6 +58,10 @@ _LINK_FRACTION = 0.8  # of a measured link that plans count on: too fast a link 
 _HOST_FRACTION = 0.8  # of the host memory that is free when a device is first used, where no host_budget is given
 _MUCH_SLOWER, _MUCH_FASTER = 0.95, 1.1
 _MUCH_LESS = 0.98  # of the budget: worth other plans
+
+# What plans count on where the native core executes them, in seconds of the host: a replay's own cost, recording
+# included, and that of an op that is seen. Measured on a CPU: steps of tiny ops, all recomputed, and all passed.
+_IN_THE_CORE = {"replay_overhead_seconds": 3e-6, "seeing_seconds": 2e-6}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +141,8 @@ class Hardware:
         spec = self._measured(with_disk=limit is not None and self._has_disk()).derated(_LINK_FRACTION)
         if limit is None or not self._has_disk():
             spec = dataclasses.replace(spec, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
-        return dataclasses.replace(spec, host_memory_bytes=limit)
+        spec = dataclasses.replace(spec, host_memory_bytes=limit)
+        return spec if core_on(self.device) is None else dataclasses.replace(spec, **_IN_THE_CORE)
 
     def adapted(self, plan: MemoryPlan) -> MemoryPlan:
         """A given plan with host memory in place of a disk tier that the settings do not allow."""

@@ -147,7 +147,7 @@ class StepRun:
 
         def note() -> None:
             self.clock.backward_begins()
-            self.accumulated = gradients()
+            self.accumulated = gradients() if now else {}  # only a backward makes others
 
         if self.executor.packs:
             self.executor.on_backward = note

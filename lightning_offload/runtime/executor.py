@@ -241,7 +241,9 @@ class StepExecutor:
 
     def seeing(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the ops of this thread come by."""
-        return seeing_ops(self._device, self.dispatch, self.made)
+        # Under a mode some functions call other ops. So does a step that was captured elsewhere, with fake tensors.
+        is_foreign = self.program is not None and self.program.size_route is not None
+        return seeing_ops(self._device, self.dispatch, self.made, by_mode=is_foreign)
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """Inside, they do not: around a backward that need not be seen."""

@@ -61,15 +61,16 @@ def _facts(name: str, overload: str) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def seeing_ops(device: torch.device, dispatch: Dispatch, made: Made) -> Iterator[None]:
+def seeing_ops(device: torch.device, dispatch: Dispatch, made: Made, *, by_mode: bool = False) -> Iterator[None]:
     """Inside, the ops of this thread go through a dispatch function.
 
     Args:
         device: Where they run.
         dispatch: Runs an op.
         made: Called with what autograd makes out of its sight.
+        by_mode: Whether a mode must see them.
     """
-    core = core_on(device)
+    core = core_on(device) if not by_mode else None
     if core is not None:
         watch = core.Watch(StepMode(dispatch))
         watch.enter()
@@ -89,13 +90,13 @@ def seeing_ops(device: torch.device, dispatch: Dispatch, made: Made) -> Iterator
 @contextlib.contextmanager
 def unseen(device: torch.device) -> Iterator[None]:
     """Inside, nobody sees the ops of this thread: around a backward that need not be seen."""
-    core = core_on(device) if native.is_loaded() else None
-    if core is None:
-        with mode_off():
+    core = native.load() if native.is_loaded() and device.type in _DEVICES else None
+    with mode_off():
+        if core is None:
             yield
-        return
-    core.hide()
-    try:
-        yield
-    finally:
-        core.show()
+            return
+        core.hide()
+        try:
+            yield
+        finally:
+            core.show()

@@ -129,7 +129,8 @@ class Links(NamedTuple):
     Attributes:
         out_rates: Rates of copies out.
         in_rates: Rates of copies back.
-        overhead: Seconds of a copy's or replay's overhead.
+        overhead: Seconds of a copy's overhead.
+        replay_overhead: Seconds of a replay's.
         interference: Share of a copy that compute is slowed down by.
         host_bytes: What the host may hold.
         has_disk: Whether there is a disk behind it.
@@ -138,6 +139,7 @@ class Links(NamedTuple):
     out_rates: Any
     in_rates: Any
     overhead: float
+    replay_overhead: float
     interference: float
     host_bytes: int
     has_disk: bool

@@ -74,7 +74,7 @@ def least_seconds(step: StepArrays, space: Space, links: Links, plain_seconds: f
     seconds = plain_seconds
     for k in range(len(step.wanted)):
         if needs.num_calls[k] > 0:
-            seconds += needs.seconds[k] + links.overhead
+            seconds += needs.seconds[k] + links.replay_overhead
     copied = 0.0
     for s in range(step.num_candidates[0]):
         if codes[s] == SWAP:
@@ -95,7 +95,7 @@ def leave(step: StepArrays, space: Space, links: Links, limit: int, is_given: bo
     columns, codes, needs = space.columns, space.walk.codes, space.walk.needs
     starts, transfers = columns.starts, columns.transfers
     hold_inputs(step, codes, needs, space.walk.scratch)
-    begin_ticks(step, needs, links.overhead, starts)
+    begin_ticks(step, needs, links.replay_overhead, starts)
     overflow = choose_tiers(step, codes, needs, starts, links, transfers.on_disk, columns.tiers)
     if is_given:
         for s in range(len(transfers.given)):

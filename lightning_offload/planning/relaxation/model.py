@@ -59,9 +59,11 @@ class Model:
         self._per_second = _UNITS / (case.plain.step_seconds or 1.0)
         self._sizes = [item.candidate.num_bytes * self._per_byte for item in case.items]
         self._overhead = case.device.overhead_seconds * self._per_second
+        self._replay_overhead = case.device.replay_overhead * self._per_second
         self._make_choices(integral)
         stalls = sum(_longest_copies(case.device, item.candidate.num_bytes) for item in case.items) * self._per_second
-        self._most = _MOST_REPLAYS * _UNITS + stalls + 3 * len(case.items) * self._overhead
+        most_overhead = max(self._overhead, self._replay_overhead)
+        self._most = _MOST_REPLAYS * _UNITS + stalls + 3 * len(case.items) * most_overhead
         self._clock = Clock(
             self.program, case, grid, unit=self._per_second, most_replays=self._most, most_stalls=stalls
         )
@@ -192,8 +194,8 @@ class Model:
         after: Events = []
         for i in read:
             seconds = sum(ops[op].seconds for op in items[i].ops if len(users[op]) == 1) * self._per_second
-            total += [(self.recompute[i], seconds), (self._again[i], seconds), (own[i], self._overhead)]
-            before.append((items[i].read_at + 1, [(self.recompute[i], seconds), (own[i], self._overhead)]))
+            total += [(self.recompute[i], seconds), (self._again[i], seconds), (own[i], self._replay_overhead)]
+            before.append((items[i].read_at + 1, [(self.recompute[i], seconds), (own[i], self._replay_overhead)]))
             after += self._not_before(i, seconds)
         for op, several in users.items():
             seconds = ops[op].seconds * self._per_second

@@ -643,6 +643,7 @@ METHOD(step_take_kept, {
 })
 METHOD(step_is_through, return PyBool_FromLong(step_of(self).is_through(PyLong_AsLongLong(given))))
 GETTER(step_place, return PyLong_FromLongLong(step_of(self).follower.place()))
+GETTER(step_num_stray_ops, return PyLong_FromLongLong(step_of(self).follower.num_stray()))
 GETTER(step_num_packs, return PyLong_FromLongLong(step_of(self).num_packs))
 GETTER(step_num_unpacks, return PyLong_FromLongLong(step_of(self).num_unpacks))
 GETTER(step_took_data, return PyBool_FromLong(step_of(self).took_data))
@@ -654,6 +655,7 @@ METHOD(step_end, step_of(self).lease.reset(); Py_RETURN_NONE)
 
 PyGetSetDef step_attributes[] = {
     {"place", step_place, nullptr, nullptr, nullptr},
+    {"num_stray_ops", step_num_stray_ops, nullptr, nullptr, nullptr},
     {"num_packs", step_num_packs, nullptr, nullptr, nullptr},
     {"num_unpacks", step_num_unpacks, nullptr, nullptr, nullptr},
     {"took_data", step_took_data, set_step_took_data, nullptr, nullptr},

@@ -84,6 +84,9 @@ class Follower {
   int64_t place() const {
     return next_;
   }
+  int64_t num_stray() const {
+    return num_stray_;
+  }
 
  private:
   int64_t resynchronise(int name_id);

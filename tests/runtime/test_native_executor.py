@@ -1,0 +1,491 @@
+"""The native core and Python execute one program alike: the same bits, copies, counts, and words."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_offload.errors import ReplayError, StaleInputError
+from lightning_offload.graph.memory_plan import Action
+from lightning_offload.runtime import environment, native
+from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.runtime.hooks import executing
+from lightning_offload.runtime.host_pool import HostPool
+from lightning_offload.runtime.lanes import Block, Copy, CopyLanes
+from lightning_offload.runtime.native_executor import NativeExecutor, core_for
+from lightning_offload.runtime.program import Program
+from lightning_offload.runtime.sight import core_on
+from lightning_offload.runtime.tiers import Tiers
+from tests.runtime.executing import CPU, Step, compiled, gradients
+from tests.runtime.inline import inline_lanes
+
+
+@pytest.fixture(autouse=True)
+def core(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The core; without a compiler there is nothing to test."""
+    monkeypatch.delenv("LIGHTNING_OFFLOAD_ENGINE", raising=False)
+    found = core_on(CPU)
+    if found is None:
+        pytest.skip(native.why_python())
+    return found
+
+
+class Log(CopyLanes):
+    """Lanes that note what they copy."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self._lanes = inline_lanes()
+
+    def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
+        self.events.append(("out", storage.nbytes()))
+        return self._lanes.swap_out(storage, block)
+
+    def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
+        self.events.append(("in", storage.nbytes()))
+        return self._lanes.swap_in(block, storage)
+
+
+Ran = tuple[list[bytes], StepExecutor, list[tuple[str, int]]]
+
+
+@contextlib.contextmanager
+def under(program: Program, engine: str, lanes: CopyLanes, *, sees_ops: bool | None = None) -> Iterator[StepExecutor]:
+    """Run what is inside as a step in one of the engines."""
+    tiers = Tiers(lanes, HostPool())
+    is_seen = program.needs_ops if sees_ops is None else sees_ops
+    executor: StepExecutor
+    if engine == "native":
+        found = core_for(program, CPU)
+        assert found is not None
+        executor = NativeExecutor(found, device=CPU, tiers=tiers, program=program, sees_ops=is_seen)
+    else:
+        executor = StepExecutor(
+            device=CPU, tiers=tiers, program=program, observer=None, verifier=None, sees_ops=is_seen
+        )  # fmt: skip
+    with executing(executor):
+        yield executor
+
+
+def ran(step: Step, leaves: tuple[Tensor, ...], program: Program, engine: str, **how: Any) -> Ran:
+    """Gradients and the generator's state after a step in an engine; its executor, and what was copied."""
+    lanes = Log()
+    torch.manual_seed(3)
+    with under(program, engine, lanes, **how) as executor:
+        step().backward()
+    return [*gradients(leaves), bytes(torch.get_rng_state().numpy().tobytes())], executor, lanes.events
+
+
+def plainly(step: Step, leaves: tuple[Tensor, ...]) -> list[bytes]:
+    """The same of a plain step."""
+    torch.manual_seed(3)
+    step().backward()
+    return [*gradients(leaves), bytes(torch.get_rng_state().numpy().tobytes())]
+
+
+def shown(executor: StepExecutor) -> tuple[object, ...]:
+    """What is told of a step."""
+    return (
+        executor.deviation, executor.num_packs, executor.num_unpacks, executor.swapped_bytes, executor.stayed_bytes,
+        executor.took_data, executor.unforeseen_bytes, executor.has_settled, executor.is_spent,
+    )  # fmt: skip
+
+
+def _weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)
+
+
+def _chain(activation: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Step, tuple[Tensor, ...]]]:
+    def make() -> tuple[Step, tuple[Tensor, ...]]:
+        (w,), x = _weights((8, 8)), torch.randn(4, 8)
+
+        def step() -> Tensor:
+            h = x
+            for _ in range(4):
+                h = activation(h @ w)
+            return h.square().sum()
+
+        return step, (w,)
+
+    return make
+
+
+def _module(build: Callable[[], nn.Module], *shape: int, ints: bool = False) -> Callable[[], tuple[Step, tuple[Tensor, ...]]]:
+    def make() -> tuple[Step, tuple[Tensor, ...]]:
+        torch.manual_seed(0)
+        module = build()
+        x = torch.randint(0, 7, shape) if ints else torch.randn(shape)
+        before = {name: tensor.clone() for name, tensor in module.named_buffers()}
+
+        def step() -> Tensor:
+            for name, tensor in module.named_buffers():
+                tensor.data.copy_(before[name])
+            out = module(x)
+            return (out[0] if isinstance(out, tuple) else out).float().square().mean()
+
+        return step, tuple(module.parameters())
+
+    return make
+
+
+def _lists() -> tuple[Step, tuple[Tensor, ...]]:
+    (w, v), rows = _weights((6, 5), (6, 5)), torch.tensor([0, 2, 2, 5])
+
+    def step() -> Tensor:
+        a, b = (w * v).tanh(), (w + v).sigmoid()
+        joined = torch.cat([a, b, a.exp()], dim=1)
+        picked = joined[rows, :].tanh()
+        first, second = torch.stack([picked, picked.sin()]).unbind(0)
+        return (first * second).relu().sum()
+
+    return step, (w, v)
+
+
+def _complex() -> tuple[Step, tuple[Tensor, ...]]:
+    (w,) = _weights((5, 5), dtype=torch.complex64)
+
+    def step() -> Tensor:
+        h = (w.mH @ w).conj().sin() * w.imag.exp()
+        return torch.view_as_real(h @ w.conj()).square().sum()
+
+    return step, (w,)
+
+
+def _autocast() -> tuple[Step, tuple[Tensor, ...]]:
+    (w,), x = _weights((8, 8)), torch.randn(4, 8)
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = torch.tanh(x @ w) @ w
+        return torch.nn.functional.layer_norm(h.float(), (8,)).exp().sum()
+
+    return step, (w,)
+
+
+def _writes() -> tuple[Step, tuple[Tensor, ...]]:
+    (w,), x = _weights((8, 8)), torch.randn(4, 8)
+
+    def step() -> Tensor:
+        state = x.clone()
+        kept = []
+        for i in range(4):
+            h = (state.clone() @ w).sin_()
+            kept.append(h.mul(2.0).add_(float(i)))
+            state.copy_(h.detach())
+        torch._foreach_mul_([k.detach() for k in kept[:1]], 1.0)
+        return torch.stack([k.exp() for k in kept]).sum()
+
+    return step, (w,)
+
+
+CASES: dict[str, Callable[[], tuple[Step, tuple[Tensor, ...]]]] = {
+    "tanh": _chain(torch.tanh),
+    "dropout": _chain(lambda h: torch.dropout(h, 0.3, True)),
+    "relu in place": _chain(lambda h: torch.relu_(h + 1)),
+    "normal": _chain(lambda h: h * torch.randn(8) + torch.normal(0.0, 1.0, (8,))),
+    "batch norm": _module(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), 2, 3, 8, 8),
+    "batch norm, eval": _module(lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh()).eval(), 6, 5),
+    "lstm cells": _module(lambda: nn.LSTM(4, 5, 2), 7, 2, 4),
+    "transformer": _module(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, 5, 8),
+    "embedding": _module(lambda: nn.Sequential(nn.Embedding(7, 4), nn.GELU(), nn.Linear(4, 3)), 2, 6, ints=True),
+    "lists": _lists,
+    "complex": _complex,
+    "autocast": _autocast,
+    "writes": _writes,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("action", ["keep", "swap", "recompute"])
+@pytest.mark.parametrize("case", CASES)
+def test_engines_do_the_same(case: str, action: Action) -> None:
+    """Bits, the generator, copies in their order, and all that is told are the same in both engines."""
+    step, leaves = CASES[case]()
+    program = compiled(step, action)
+    gradients(leaves) if all(leaf.grad is not None for leaf in leaves) else None
+    for leaf in leaves:
+        leaf.grad = None
+    plain = plainly(step, leaves)
+    native_bits, native_executor, native_copies = ran(step, leaves, program, "native")
+    python_bits, python_executor, python_copies = ran(step, leaves, program, "python")
+    assert native_bits == plain
+    assert python_bits == plain
+    assert native_copies == python_copies
+    assert shown(native_executor) == shown(python_executor)
+    assert not native_executor.deviation
+
+
+@pytest.mark.parametrize("sees_ops", [False, True])
+def test_mixed_plans_with_ops_seen_or_not(sees_ops: bool) -> None:
+    """A plan that needs no op to be seen is executed alike where they are."""
+    step, leaves = CASES["transformer"]()
+    program = compiled(step, "swap", only=lambda place: place % 3 != 0)
+    for leaf in leaves:
+        leaf.grad = None
+    plain = plainly(step, leaves)
+    found = [ran(step, leaves, program, engine, sees_ops=sees_ops) for engine in ("native", "python")]
+    assert [bits for bits, *_ in found] == [plain, plain]
+    assert found[0][2] == found[1][2]
+    assert shown(found[0][1]) == shown(found[1][1])
+
+
+@pytest.mark.parametrize("action", ["swap", "recompute"])
+@pytest.mark.parametrize("other", ["longer", "larger", "other ops"])
+def test_step_of_another_structure_leaves_the_plan_alike(other: str, action: Action) -> None:
+    """Both engines say the same of where it did, offload the rest, and give the plain bits."""
+    (w,), x = _weights((8, 8)), torch.randn(4, 8)
+
+    def step(length: int = 4, rows: int = 4, activation: Callable[[Tensor], Tensor] = torch.tanh) -> Tensor:
+        h = x[:1].expand(rows, 8) + x[:1]
+        for _ in range(length):
+            h = activation(h @ w)
+        return h.square().sum()
+
+    program = compiled(step, action)
+    changed: dict[str, Step] = {
+        "longer": lambda: step(length=6),
+        "larger": lambda: step(rows=7),
+        "other ops": lambda: step(activation=lambda h: torch.sin(torch.cos(h))),
+    }
+    w.grad = None
+    plain = plainly(changed[other], (w,))
+    found = [ran(changed[other], (w,), program, engine) for engine in ("native", "python")]
+    assert [bits for bits, *_ in found] == [plain, plain]
+    assert found[0][1].deviation
+    assert found[0][1].deviation == found[1][1].deviation
+    assert found[0][2] == found[1][2]
+    assert shown(found[0][1]) == shown(found[1][1])
+
+
+def test_saved_tensor_that_was_modified_raises_as_plainly() -> None:
+    """The message is that of plain autograd, but for the hint."""
+    (w,) = _weights((4,))
+
+    def step(write: bool = False) -> Tensor:
+        h = w * 2.0
+        out = h.sin()
+        if write:
+            h.add_(1.0)
+        return out.sum()
+
+    for action in ("keep", "swap", "recompute"):
+        messages = []
+        program = compiled(step, action)
+        for engine in ("plain", "native", "python"):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+                if engine == "plain":
+                    step(write=True).backward()
+                else:
+                    with under(program, engine, inline_lanes()):
+                        step(write=True).backward()
+            messages.append(str(caught.value).split("Hint")[0].replace(", which is output 0 of MulBackward0,", ""))
+        assert messages[0].split("[")[0] == messages[1].split("[")[0]
+        assert messages[1] == messages[2]
+
+
+def test_input_written_past_its_counter_is_not_replayed_from() -> None:
+    """A replay that would read what was written since raises; never does it give other bits."""
+    (w,), x = _weights((4, 4)), torch.randn(4, 4)
+    program = compiled(lambda: (x.mul(2.0) @ w).sin().sum(), "recompute")
+    for engine in ("native", "python"):
+        with under(program, engine, inline_lanes()):
+            loss = (x.mul(2.0) @ w).sin().sum()
+        x.add_(1.0)
+        with pytest.raises(StaleInputError, match="modified in place"):
+            loss.backward()
+        x.sub_(1.0)
+
+
+def test_write_that_replays_need_is_settled_before() -> None:
+    """What is written in the step itself is read as it was, in both engines, and both say so."""
+    (w,), x = _weights((4, 4)), torch.randn(4, 4)
+
+    def step(write: bool = False) -> Tensor:
+        state = x.clone()
+        out = (state.mul(2.0) * w).sin().exp()
+        if write:
+            state.zero_()
+        return out.sum()
+
+    program = compiled(step, "recompute")
+    w.grad = None
+    plain = plainly(lambda: step(write=True), (w,))
+    found = [ran(lambda: step(write=True), (w,), program, engine) for engine in ("native", "python")]
+    assert [bits for bits, *_ in found] == [plain, plain]
+    assert shown(found[0][1]) == shown(found[1][1])
+
+
+def test_write_of_another_step_is_settled_before() -> None:
+    """A step whose replays are pending hears of writes that another step makes, in whatever engine that runs."""
+    (w,), x = _weights((4, 4)), torch.randn(4, 4)
+    program = compiled(lambda: (x.mul(2.0) @ w).sin().sum(), "recompute")
+    for first in ("native", "python"):
+        for second in ("native", "python"):
+            w.grad = None
+            plain = plainly(lambda: (x.mul(2.0) @ w).sin().sum(), (w,))[0]
+            with under(program, first, inline_lanes()):
+                loss = (x.mul(2.0) @ w).sin().sum()
+            before = x.clone()
+            with under(program, second, inline_lanes()), torch.no_grad():
+                x.mul_(3.0)
+            loss.backward()
+            assert gradients((w,)) == [plain]
+            x.copy_(before)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def test_nothing_is_left_behind_by_exceptions() -> None:
+    """Neither by one in an op nor by one in backward: ops are out of sight again, and the step is over."""
+    (w,) = _weights((4, 4))
+    program = compiled(lambda: (w @ w).sin().sum(), "recompute")
+    with pytest.raises(RuntimeError), under(program, "native", inline_lanes()) as executor:
+        (w @ torch.ones(3)).sum()
+    assert executor.is_spent
+    with pytest.raises(ZeroDivisionError), under(program, "native", inline_lanes()) as executor:
+        _Fails.apply((w @ w).sin()).sum().backward()
+    assert executor.num_packs > 0
+    num_packs = executor.num_packs
+    (w @ w).sin().sum().backward()
+    assert executor.num_packs == num_packs
+
+
+def test_chain_as_deep_as_ten_thousand_calls_is_let_go_of() -> None:
+    """Each call owns what makes its inputs: that is no recursion, on however small a stack."""
+    (w,) = _weights((2,))
+
+    def step() -> Tensor:
+        h = w
+        for _ in range(10_000):
+            h = h * 1.0001
+        return (h.sin() * h.cos()).sum()
+
+    program = compiled(step, "recompute")
+    w.grad = None
+    plain = plainly(step, (w,))
+    size = threading.stack_size(512 << 10)
+    found: list[bool] = []
+    try:
+        thread = threading.Thread(target=lambda: found.append(ran(step, (w,), program, "native")[0] == plain))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(size)
+    assert found == [True]
+
+
+def test_replay_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel raises in a replay is told with the op's name."""
+    (w,), library = _weights((4, 4)), torch.library.Library("offload_native_test", "DEF")
+    library.define("once(Tensor x) -> Tensor")
+    calls: list[int] = []
+
+    def once(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 3:
+            raise ValueError("no more")
+        return x.clone()
+
+    library.impl("once", once, "CompositeExplicitAutograd")
+    from lightning_offload.tensors import op_facts
+
+    monkeypatch.setattr(op_facts, "_NAMESPACES", frozenset({"aten", "prims", "offload_native_test"}))
+
+    def step() -> Tensor:
+        return torch.ops.offload_native_test.once(w.detach() * 2.0).mul(w).sum()
+
+    program = compiled(step, "recompute")
+    with under(program, "native", inline_lanes()):
+        loss = step()
+    calls.extend([1] * 3)
+    with pytest.raises(ReplayError, match=r"once.*could not be run again: .*no more"):
+        loss.backward()
+    library._destroy()
+
+
+def test_every_setting_that_calls_carry_is_watched(core: ModuleType) -> None:
+    """The core notices the change of each setting that a recorded call is replayed under."""
+    for is_cpu, settings in ((True, environment._ON_CPU), (False, environment._ON_CUDA)):
+        for setting in (*environment._EVERYWHERE, *settings):
+            value = setting.read()
+            other = _other(value)
+            before = core.settings(is_cpu)
+            try:
+                setting.write(other)
+            except RuntimeError:  # this machine cannot have it
+                continue
+            try:
+                changed = setting.read() != value
+                assert (core.settings(is_cpu) != before) == changed, (setting.read, value, other)
+            finally:
+                setting.write(value)
+            assert core.settings(is_cpu) == before
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return tuple(not item for item in value)
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, torch.dtype):
+        return torch.float64
+    if isinstance(value, str):
+        return "ieee" if value != "ieee" else "tf32"
+    return value
+
+
+def test_settings_of_a_call_are_those_of_its_replay() -> None:
+    """A part of forward under other settings is replayed under them, and they are put back."""
+    (w,), x = _weights((8, 8)), torch.randn(8, 8)
+    seen: list[bool] = []
+
+    def step() -> Tensor:
+        h = x @ w
+        torch.set_flush_denormal(True)
+        try:
+            h = (h * 1e-42).mul(1.0)
+        finally:
+            torch.set_flush_denormal(False)
+        return (h * w).sum() + (x @ w).sin().sum()
+
+    program = compiled(step, "recompute")
+    w.grad = None
+    plain = plainly(step, (w,))
+    for engine in ("native", "python"):
+        bits, _, _ = ran(step, (w,), program, engine)
+        assert bits == plain
+        seen.append(environment._flushes_denormals())
+    assert seen == [False, False]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_step_has_the_ops_that_were_recorded(case: str) -> None:
+    """Nothing is seen when a step is recorded that is not seen, in its place, when it is executed."""
+    step, leaves = CASES[case]()
+    program = compiled(step, "recompute")
+    for leaf in leaves:
+        leaf.grad = None
+    found = core_for(program, CPU)
+    assert found is not None
+    executor = NativeExecutor(found, device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, sees_ops=True)
+    with executing(executor):
+        step().backward()
+    assert executor._step.place == program.num_first_ops
+    assert executor._step.num_stray_ops == 0
