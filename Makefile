@@ -48,8 +48,9 @@ test-budgets: $(ENVIRONMENT) ## hold the budget's promise at 40 budgets on each 
 test-catalogue: $(ENVIRONMENT) ## run all samples of torch's catalogues of ops and modules, of which test runs a share
 	LIGHTNING_OFFLOAD_TESTS=all $(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal tests/catalogue
 
-test-all: $(ENVIRONMENT) ## run the tests with nothing left out, of which test runs a share (hours)
-	LIGHTNING_OFFLOAD_TESTS=all $(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
+test-all: $(ENVIRONMENT) ## run the tests with nothing left out, of which test runs a share, in each engine (hours)
+	LIGHTNING_OFFLOAD_ENGINE=native LIGHTNING_OFFLOAD_TESTS=all $(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
+	LIGHTNING_OFFLOAD_ENGINE=python LIGHTNING_OFFLOAD_TESTS=all $(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
 
 test-emulated: $(ENVIRONMENT) ## run a share of the GPU tests on an emulated device (skipped without a C++ compiler)
 	$(PY) -m tests.emulated_cuda --jobs $(NUM_WORKERS)

@@ -51,6 +51,7 @@ class DeviceKind:
         can_be_held: It can be made to do nothing for a while, in the order of a stream: :func:`hold`.
         has_cudnn: ``torch.backends.cudnn`` chooses its algorithms.
         has_nvml: NVML tells of its links to others.
+        runs_core: The native core was tried on it.
         advice: What helps where its allocator holds far more than is alive; "" for nothing.
     """
 
@@ -63,10 +64,11 @@ class DeviceKind:
     can_be_held: bool = False
     has_cudnn: bool = False
     has_nvml: bool = False
+    runs_core: bool = False
     advice: str = ""
 
 
-HOST = DeviceKind(type="cpu")
+HOST = DeviceKind(type="cpu", runs_core=True)
 CUDA = DeviceKind(
     type="cuda",
     has_streams=True,
@@ -77,6 +79,7 @@ CUDA = DeviceKind(
     can_be_held=True,
     has_cudnn=True,
     has_nvml=True,
+    runs_core=True,
     advice=_EXPANDABLE,
 )
 ROCM = dataclasses.replace(CUDA, has_nvml=False)

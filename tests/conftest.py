@@ -11,6 +11,7 @@ import random
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,19 @@ def calibrated_once(calibrations: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIGHTNING_OFFLOAD_CACHE", calibrations)
         yield
+
+
+@pytest.fixture(autouse=True)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run planned steps in Python in every other test, always the same ones, and in the native core in the rest."""
+    if "LIGHTNING_OFFLOAD_ENGINE" not in os.environ and zlib.crc32(request.node.nodeid.encode()) % 2:
+        monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", "python")
+
+
+@pytest.fixture
+def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a mode see ops, as it does those of fake tensors: some functions call other ops under one."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", "python")
 
 
 @pytest.fixture(autouse=True)

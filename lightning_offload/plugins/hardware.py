@@ -61,7 +61,7 @@ _MUCH_LESS = 0.98  # of the budget: worth other plans
 
 # What plans count on where the native core executes them, in seconds of the host: a replay's own cost, recording
 # included, and that of an op that is seen. Measured on a CPU: steps of tiny ops, all recomputed, and all passed.
-_IN_THE_CORE = {"replay_overhead_seconds": 3e-6, "seeing_seconds": 2e-6}
+_REPLAY_SECONDS_IN_THE_CORE, _SEEING_SECONDS_IN_THE_CORE = 3e-6, 2e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,13 @@ class Hardware:
         if limit is None or not self._has_disk():
             spec = dataclasses.replace(spec, disk_write_bytes_per_second=0.0, disk_read_bytes_per_second=0.0)
         spec = dataclasses.replace(spec, host_memory_bytes=limit)
-        return spec if core_on(self.device) is None else dataclasses.replace(spec, **_IN_THE_CORE)
+        if core_on(self.device) is None:
+            return spec
+        return dataclasses.replace(
+            spec,
+            replay_overhead_seconds=_REPLAY_SECONDS_IN_THE_CORE,
+            seeing_seconds=_SEEING_SECONDS_IN_THE_CORE,
+        )
 
     def adapted(self, plan: MemoryPlan) -> MemoryPlan:
         """A given plan with host memory in place of a disk tier that the settings do not allow."""

@@ -74,6 +74,7 @@ class PlanEntry:
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
         mismatched: Storages that are not recomputed any more.
         spec: The device that the plan in force was made for.
+        is_seen_by_core: Whether the native core saw the recorded step; None where none was recorded.
         hardware_version: Version of the hardware that it was made for.
         usable_bytes: Device memory that there turned out to be, after running out of it.
         corrections: Plans that were made again for what steps under them showed.
@@ -126,6 +127,7 @@ class PlanEntry:
     touched: Touched = dataclasses.field(default_factory=Touched)
     headroom_bytes: int = 0
     program: Program | None = None
+    is_seen_by_core: bool | None = None
     state_version: int = -1
     shortfall_bytes: int = 0
     mismatched: set[int] = dataclasses.field(default_factory=set)

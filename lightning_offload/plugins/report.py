@@ -6,6 +6,8 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
@@ -16,6 +18,7 @@ from lightning_offload.plugins.settings import Budget
 from lightning_offload.report.fields import Row, rich_table
 from lightning_offload.report.printed import Printed
 from lightning_offload.runtime import native
+from lightning_offload.runtime.sight import engine_on
 from lightning_offload.units import format_budget, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -262,9 +265,21 @@ def make_report(
         num_aligned=shapes.num_aligned,
         astray_bytes=shapes.astray_bytes,
         planning_seconds=shapes.planning_seconds,
-        engine=native.engine(),
+        engine=_engine_of(kind),
         planned=Planned(graph=graph, plan=plan, device=kind.spec) if graph and plan and kind.spec else None,
     )
+
+
+def _engine_of(kind: PlanEntry) -> str:
+    """What steps of a kind run in once they are planned."""
+    program = kind.program
+    if kind.given_plan is not None:
+        return "python: the plan was made elsewhere"
+    if program is not None and program.form_route is not None:
+        return "python: the plan is for steps of several structures"
+    if program is not None and program.is_strict:
+        return "python: the plan asks for something among the ops of backward"
+    return engine_on(torch.device(kind.spec.kind)) if kind.spec is not None else native.engine()
 
 
 def _advice(measured: int | None, reserved: int | None, optimizer: int | None, budget: int | None) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.native_executor import NativeExecutor, core_for
+from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all
@@ -308,7 +309,10 @@ def start_run(
     is_light = not observers and kind.phase == "planned" and not has_deviated
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
     is_sure = kind.family is None or not kind.is_first_sight
-    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent)
+    is_given = kind.given_plan is not None
+    if is_recorded:
+        kind.is_seen_by_core = _is_seen_by_core(kind, device)
+    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_given)
     observer = observe_all(tuple(observers))
     if program is not None and program.form_route is not None:
         sees_ops = observer is not None or kind.takes_data
@@ -322,7 +326,8 @@ def start_run(
     else:
         planned = program if kind.phase not in ("recording", "unplanned") else None
         sees_ops = program is None or program.needs_ops or kind.takes_data or not is_light
-        core = core_for(planned, device) if planned is not None and observer is None and verifier is None else None
+        is_watched_by_nobody = observer is None and verifier is None and not is_given
+        core = core_for(planned, device) if planned is not None and is_watched_by_nobody else None
         if planned is not None and core is not None:
             executor = NativeExecutor(
                 core, device=device, tiers=tiers, program=planned, sees_ops=sees_ops, persistent=persistent
@@ -556,6 +561,11 @@ class _OptimizerMode(InfraMode):
 _MAX_REPLANS = 4  # each tier can be refused once
 
 
+def _is_seen_by_core(kind: PlanEntry, device: torch.device) -> bool:
+    """Whether the native core sees the ops of a kind of step now."""
+    return kind.given_plan is None and core_on(device) is not None
+
+
 def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: PersistentState, settings: Settings) -> None:
     """Have a plan for a recorded kind of step, for the state and the hardware that there are now, and room for it.
 
@@ -577,6 +587,8 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
         kind.state_version = state.version
         if not kind.was_restored and state.buckets.are_gone_from(kind.touched.references):
             kind.record_again()
+    if kind.is_seen_by_core not in (None, _is_seen_by_core(kind, hardware.device)):
+        kind.record_again()  # it has other ops now
     if kind.phase == "recording":
         return
     hardware.refresh()

@@ -97,6 +97,8 @@ class StepExecutor:
         keeps_all: Whether to keep all that is saved, for as long as the step follows its program.
         packs: Whether saved tensors come by.
         may_leave: Whether they leave the device once the step has left its program.
+        by_mode: Whether a mode must see the ops, though the native core could: under a mode some functions call other
+            ops, and a step that is captured elsewhere, with fake tensors, has those.
 
     Attributes:
         hears_of_data: Whether it must know what the program's code has got past the version counters of.
@@ -120,6 +122,7 @@ class StepExecutor:
         keeps_all: bool = False,
         packs: bool = True,
         may_leave: bool = True,
+        by_mode: bool = False,
     ) -> None:
         assert sees_ops or (program is not None and not program.needs_ops)
         assert not keeps_all or (observer is None and not sees_ops)
@@ -132,7 +135,7 @@ class StepExecutor:
         self._num_packs = self._num_unpacks = 0
         self.num_nodes: int | None = None
         self.on_backward: Callable[[], None] | None = None
-        self._may_leave = may_leave
+        self._may_leave, self._by_mode = may_leave, by_mode
         self._holds = keeps_all
         self._first_node = next_node()
         self._lease: StepLiveness | None = StepLiveness(program.num_objects if program is not None and packs else 0)
@@ -145,9 +148,7 @@ class StepExecutor:
         self._table = self._new_table()
         self._tracker = ValueTracker(device, self._table, is_bound=program is not None and program.is_bound)
         decisions = program.decisions if program is not None else {}
-        self._materializer = Materializer(
-            device, tiers, self._table, decisions, observer, verifier, make=self._maker()
-        )
+        self._materializer = Materializer(device, tiers, self._table, decisions, observer, verifier, make=self._maker())
         self._writes = WriteBarrier(
             self._table, self._materializer, self._lock, observer, is_recomputing=self.is_recomputing
         )
@@ -241,9 +242,7 @@ class StepExecutor:
 
     def seeing(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the ops of this thread come by."""
-        # Under a mode some functions call other ops. So does a step that was captured elsewhere, with fake tensors.
-        is_foreign = self.program is not None and self.program.size_route is not None
-        return seeing_ops(self._device, self.dispatch, self.made, by_mode=is_foreign)
+        return seeing_ops(self._device, self.dispatch, self.made, by_mode=self._by_mode)
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """Inside, they do not: around a backward that need not be seen."""

@@ -259,4 +259,3 @@ class Materializer:
     def _notice(self, storage: torch.UntypedStorage) -> None:
         if self._observer is not None:
             self._observer.on_allocation(storage)
-

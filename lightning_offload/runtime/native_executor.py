@@ -120,12 +120,14 @@ class NativeExecutor(StepExecutor):
     @override
     @out_of_compilers_sight
     def pack(self, tensor: Tensor) -> Handle:
-        return self._step.pack(tensor)
+        handle: Handle = self._step.pack(tensor)
+        return handle
 
     @override
     @out_of_compilers_sight
     def unpack(self, packed: Any) -> Tensor:
-        return self._step.unpack(packed)
+        tensor: Tensor = self._step.unpack(packed)
+        return tensor
 
     @override
     @contextlib.contextmanager

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from lightning_offload.accelerators import kind_of
 from lightning_offload.runtime import native
 from lightning_offload.runtime.hooks import Dispatch, Made, StepMode, mode_off, watch_backward
 from lightning_offload.runtime.write_barrier import count_recomputing
 from lightning_offload.tensors.op_facts import CONVOLUTION, facts_of
-
-_DEVICES = frozenset({"cpu", "cuda"})
 
 
 def core_on(device: torch.device) -> ModuleType | None:
@@ -28,10 +28,32 @@ def core_on(device: torch.device) -> ModuleType | None:
     Raises:
         UnsupportedError: ``LIGHTNING_OFFLOAD_ENGINE`` is "native", and there is no core.
     """
-    if device.type not in _DEVICES or torch._C._len_torch_dispatch_stack():
-        return None  # a mode of fake tensors, or of the program's own, decides what runs
+    if _why_by_mode(device):
+        return None
     core = native.load()
     return core if core is not None and not _why_deaf(core) else None
+
+
+def engine_on(device: torch.device) -> str:
+    """What planned steps on a device run in, for reports: "native", or "python: " and why. Builds nothing."""
+    why = native.why_python() or _why_by_mode(device)
+    return f"python: {why}" if why else "native"
+
+
+def _why_by_mode(device: torch.device) -> str:
+    """Why a mode must see the ops of a device; "" where the core can."""
+    if not kind_of(device).runs_core:
+        return f"the native core was never tried on {device.type!r}"
+    if torch._C._get_dispatch_mode(_FAKE) is not None:
+        return "tensors are fake"
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and dynamo.cached_backends:
+        # Compiled code is guarded by the dispatch keys that are on: it would be compiled once more for ours.
+        return "torch.compile is in use"
+    return ""
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @functools.cache
@@ -90,7 +112,7 @@ def seeing_ops(device: torch.device, dispatch: Dispatch, made: Made, *, by_mode:
 @contextlib.contextmanager
 def unseen(device: torch.device) -> Iterator[None]:
     """Inside, nobody sees the ops of this thread: around a backward that need not be seen."""
-    core = native.load() if native.is_loaded() and device.type in _DEVICES else None
+    core = native.load() if native.is_loaded() and kind_of(device).runs_core else None
     with mode_off():
         if core is None:
             yield

@@ -374,9 +374,10 @@ def raise_modified(tensor: Tensor, size: Sequence[int], version: int, now: int |
     Raises:
         RuntimeError: Always.
     """
+    now = tensor._version if now is None else now
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(size)}] is at version {tensor._version if now is None else now}; expected version {version} instead. "
+        f"[{tensor.type()} {list(size)}] is at version {now}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
         "torch.autograd.set_detect_anomaly(True)."
     )

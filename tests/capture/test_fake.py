@@ -48,6 +48,7 @@ def recorded(name: str, *, fake: bool) -> StepGraph:
     return record(lambda: net(x).sum().backward(), net, fake=fake)
 
 
+@pytest.mark.usefixtures("in_python")
 @pytest.mark.parametrize("name", NETS)
 def test_fake_graph_is_the_real_one(name: str) -> None:
     """Ops, storages, lifetimes, saves, unpacks and releases agree; times alone differ."""

@@ -125,6 +125,7 @@ def test_unseen_backward_is_made_up_for() -> None:
     assert graph.gradient_bytes == x.nbytes + y.nbytes
 
 
+@pytest.mark.usefixtures("in_python")
 def test_what_a_node_made_out_of_sight_is_born_in_the_step() -> None:
     """The gradient of a formula that runs without the mode counts from there on, not as if it had been there before."""
     x = leaf()

@@ -38,6 +38,7 @@ def captured(
     return workload.capture(batch, device)
 
 
+@pytest.mark.usefixtures("in_python")
 def test_a_factory_gives_the_step_that_training_has() -> None:
     """The digest is that of the real step with the sum of outputs for a loss; modelled times are positive."""
     graph = captured("small", "3x32x32").graph
@@ -47,6 +48,7 @@ def test_a_factory_gives_the_step_that_training_has() -> None:
     assert {save.module for save in graph.saves} >= {"0", "3", "6"}
 
 
+@pytest.mark.usefixtures("in_python")
 def test_a_model_that_exists_is_planned_without_being_touched() -> None:
     """It is copied without its memory, ties included; the original keeps its values, and has no gradients."""
     before = copy.deepcopy(models.INSTANCE.state_dict())

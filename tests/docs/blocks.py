@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"(<!-- figures vary -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _AT_TIMES = re.compile(r"│ (State|Waiting for copies|Host memory, most in use|Replays that differed) ")
+_OF_THIS_MACHINE = re.compile(r"[│┃] Engine ")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*( ?([KMGT]i)?B| [mu]?s|%)?")
 
 
@@ -70,5 +71,5 @@ def shown(text: str, *, is_exact: bool) -> str:
     lines = [line.rstrip() for line in text.strip().splitlines()]
     if is_exact:
         return "\n".join(lines)
-    lines = [line for line in lines if not _AT_TIMES.match(line)]
+    lines = [line for line in lines if not (_AT_TIMES.match(line) or _OF_THIS_MACHINE.match(line))]
     return "\n".join(re.sub(r"[\s━─]+", " ", _NUMBER.sub("0", line)) for line in lines)

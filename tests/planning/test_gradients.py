@@ -105,6 +105,7 @@ def test_ready_after_the_last_write() -> None:
     assert found[-1].ready_op >= last_sum
 
 
+@pytest.mark.usefixtures("in_python")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_step_that_ran(set_to_none: bool) -> None:
     """A real recording shows the same gradients, new ones and those that are accumulated into."""

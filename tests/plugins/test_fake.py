@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ def small() -> tuple[nn.Module, Step]:
     return model, lambda: model(torch.zeros(64, 256)).square().mean().backward()
 
 
+@pytest.mark.usefixtures("in_python")
 def test_fake_step_is_the_real_one_with_modelled_times() -> None:
     """The digest is that of the real step; each op has a time that is not measured, so two recordings agree."""
     fake = record_fake_step(small, CARD)

@@ -174,8 +174,9 @@ def vector() -> Tensor:
     return torch.linspace(-1.0, 1.0, 300).requires_grad_()
 
 
-def test_in_force_inside_and_gone_outside() -> None:
+def test_in_force_inside_and_gone_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mode and the hooks are on inside, and off after a normal end and after an exception."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", "python")
     for fails in (False, True):
         try:
             with executing(executor_for(None)):
