@@ -36,9 +36,10 @@ def test_the_table() -> None:
     able = {name for name, value in dataclasses.asdict(CUDA).items() if value is True}
     assert able == {
         "has_streams", "counts_memory", "pins_mappings", "captures_graphs", "can_be_held", "has_cudnn", "has_nvml",
+        "runs_core",
     }  # fmt: skip
     assert (CUDA.block_bytes, "expandable_segments:True" in CUDA.advice) == (512, True)
-    assert DeviceKind(type="cpu") == HOST
+    assert DeviceKind(type="cpu", runs_core=True) == HOST
     assert accelerators.kind_of(CPU) is HOST
     assert accelerators.kind_of(GPU) is KINDS["cuda"]
 
