@@ -104,9 +104,9 @@ def _first_compute_stream(self: Any) -> Any:
     return torch.cuda.default_stream(self.device)
 
 
-def _await_without_recording(self: Any, value: Any, storage: Any) -> None:
+def _ready_without_recording(self: Any, value: Any, storage: Any) -> None:
     if value.is_ours:
-        self._wait(value)
+        self.wait(value)
 
 
 class _StoringFirst:
@@ -248,7 +248,7 @@ MUTANTS = (
     ),
     Mutant(
         name="readers on other streams are not recorded",
-        broken=_patch(Materializer, "_await", _await_without_recording),
+        broken=_patch(Materializer, "make_ready", _ready_without_recording),
         noticed_by=(("two models in turns", PLANNED),),
     ),
     Mutant(

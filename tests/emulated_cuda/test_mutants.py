@@ -36,6 +36,7 @@ def test_workloads_are_free_of_races_under_other_settings(name: str, setting: Se
     check(name, setting)
 
 
+@pytest.mark.usefixtures("in_python")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_noticed(mutant: Mutant) -> None:
     """A workload that is all right as it is shows other bits or races where the ordering is missing."""

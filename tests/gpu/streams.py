@@ -125,7 +125,7 @@ def without_waiting() -> Iterator[None]:
 def poisoned() -> Iterator[Counter[str]]:
     """Overwrite memory as soon as the runtime lets go of it; yields how often that was."""
     counts: Counter[str] = Counter()
-    release, dismiss, end = Materializer.release, Materializer._dismiss_visitors, HostBlock.__del__
+    release, dismiss, end = Materializer.release, Materializer.dismiss_visitors, HostBlock.__del__
 
     def release_and_poison(self: Materializer, value: Any) -> None:
         was_held = value.storage is not None
@@ -150,7 +150,7 @@ def poisoned() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(Materializer, "release", release_and_poison),
-        mock.patch.object(Materializer, "_dismiss_visitors", dismiss_and_poison),
+        mock.patch.object(Materializer, "dismiss_visitors", dismiss_and_poison),
         mock.patch.object(HostBlock, "__del__", poison_and_end),
     ):
         yield counts

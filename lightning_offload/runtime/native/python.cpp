@@ -741,6 +741,11 @@ void watch_dealloc(PyObject* self) {
   drop_type_and_free(self);
 }
 
+std::shared_ptr<c10::SafePyObject> nobody() {
+  Py_INCREF(Py_None);
+  return std::make_shared<c10::SafePyObject>(Py_None, getPyInterpreter());
+}
+
 METHOD(watch_enter, {
   auto* object = reinterpret_cast<PyWatch*>(self);
   object->before = look_through(Sight{nullptr, &object->watch});
@@ -754,11 +759,8 @@ METHOD(watch_enter, {
 METHOD(watch_leave, {
   auto* object = reinterpret_cast<PyWatch*>(self);
   look_through(std::exchange(object->before, Sight()));
-  if (auto former = std::exchange(object->inherited_before, nullptr)) {
-    at::impl::ThreadLocalPythonObjects::set(INHERITED, std::move(former));
-  } else {
-    at::impl::ThreadLocalPythonObjects::erase(INHERITED);
-  }
+  auto former = std::exchange(object->inherited_before, nullptr);
+  at::impl::ThreadLocalPythonObjects::set(INHERITED, former ? std::move(former) : nobody());
   Py_RETURN_NONE;
 })
 
