@@ -47,7 +47,7 @@ def _why_by_mode(device: torch.device) -> str:
     if torch._C._get_dispatch_mode(_FAKE) is not None:
         return "tensors are fake"
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and dynamo.cached_backends:
+    if dynamo is not None and any(dynamo.cached_backends.values()):  # one is none: for what it must not compile
         # Compiled code is guarded by the dispatch keys that are on: it would be compiled once more for ours.
         return "torch.compile is in use"
     return ""
