@@ -114,14 +114,12 @@ def test_each_unpack_brings_back_what_is_due(monkeypatch: pytest.MonkeyPatch) ->
     bring_back = StepExecutor._bring_back
 
     def noting(executor: StepExecutor, follower: Follower, handle: Handle) -> None:
-        passed.append(handle.index)
+        passed.append(executor)
         bring_back(executor, follower, handle)
 
     monkeypatch.setattr(StepExecutor, "_bring_back", noting)
-    program = _program(layers("eseees"), "swap", only=lambda place: place % 2 == 0)
-    with _under(program) as (executor, _):
-        layers("esemes")().backward()  # type: ignore[no-untyped-call]
-    assert len(passed) == executor.num_unpacks > 5
+    _run(layers("esemes"), _program(layers("eseees"), "swap", only=lambda place: place % 2 == 0), layers.x)
+    assert len(passed) == passed[0].num_unpacks > 5
 
 
 @pytest.mark.parametrize("sees_ops", [False, True])

@@ -188,6 +188,27 @@ def _writes() -> tuple[Step, tuple[Tensor, ...]]:
     return step, (w,)
 
 
+def _cross_entropy() -> tuple[Step, tuple[Tensor, ...]]:
+    (w,), x, target = _weights((8, 5)), torch.randn(6, 8), torch.tensor([0, 1, -100, 3, 4, -100])
+    weight = torch.rand(5)
+
+    def step() -> Tensor:
+        return torch.nn.functional.cross_entropy((x @ w).tanh(), target, weight=weight, label_smoothing=0.1)
+
+    return step, (w,)
+
+
+def _formulas() -> tuple[Step, tuple[Tensor, ...]]:
+    (w, v), x = _weights((6, 6), (1,)), torch.randn(6, 6)
+
+    def step() -> Tensor:
+        h = (x @ w).sin()
+        filled = h.masked_fill(x > 0, v.sum()).exp()
+        return h.exp().prod(dim=1).sum() + filled.max() + (h * h).cumprod(0).sum() + torch.linalg.det(h)
+
+    return step, (w, v)
+
+
 CASES: dict[str, Callable[[], tuple[Step, tuple[Tensor, ...]]]] = {
     "tanh": _chain(torch.tanh),
     "dropout": _chain(lambda h: torch.dropout(h, 0.3, True)),
@@ -202,6 +223,8 @@ CASES: dict[str, Callable[[], tuple[Step, tuple[Tensor, ...]]]] = {
     "complex": _complex,
     "autocast": _autocast,
     "writes": _writes,
+    "cross entropy": _cross_entropy,  # which a mode would change in forward
+    "formulas": _formulas,  # which one would change in backward
 }  # fmt: skip
 
 
