@@ -1,12 +1,12 @@
 """What a steady step costs the host, in CPU time over a plain one's, where every op is tiny.
 
 A net of 24 small transformer layers: some 1,800 ops in forward, 672 saved tensors. On a GPU such a step takes as long
-as the host needs to launch it; what the runtime does comes on top, in the engine that the report names. Each case trains
-two copies of the net in turns, a plain one and one under management, torch computing in one thread; the clock is the
-process's CPU time, that of its copying threads included.
+as the host needs to launch it; what the runtime does comes on top, in the engine that the report names. Each case
+trains two copies of the net in turns, a plain one and one under management, torch computing in one thread; the clock
+is the process's CPU time, that of its copying threads included.
 
 Beside them stand torch's own checkpointing and offloading (which on a CPU copies nothing), what nothing that is told of
-each saved tensor can be below, hooks that do nothing, and what nothing in Python can be below that sees each op as well:
+each saved tensor can be below, hooks that do nothing, and what nothing in Python can be below that sees each op too:
 these hooks and a dispatch mode that does nothing.
 """
 

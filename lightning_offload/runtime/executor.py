@@ -144,7 +144,7 @@ class StepExecutor:
         self._can_capture, self._is_capturing = kind_of(device).captures_graphs, capture_query(device)
         self._verifier = verifier
         self._has_begun_backward = self._has_read = False
-        self._lock = threading.RLock()
+        self._lock = self._new_lock()
         self._table = self._new_table()
         self._tracker = ValueTracker(device, self._table, is_bound=program is not None and program.is_bound)
         decisions = program.decisions if program is not None else {}
@@ -167,6 +167,9 @@ class StepExecutor:
 
     def _new_table(self) -> ValueTable:
         return ValueTable()
+
+    def _new_lock(self) -> contextlib.AbstractContextManager[Any]:
+        return threading.RLock()
 
     def _maker(self) -> Callable[[LiveValue], torch.UntypedStorage] | None:
         """What makes values again; None for replays of the calls that are recorded here."""

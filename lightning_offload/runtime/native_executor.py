@@ -91,6 +91,10 @@ class NativeExecutor(StepExecutor):
         return cast("ValueTable", self._step)
 
     @override
+    def _new_lock(self) -> contextlib.AbstractContextManager[Any]:
+        return _Lock(self._core)
+
+    @override
     def _maker(self) -> Callable[[LiveValue], torch.UntypedStorage]:
         make: Callable[[LiveValue], torch.UntypedStorage] = self._step.replay
         return make
@@ -161,17 +165,17 @@ class NativeExecutor(StepExecutor):
 
     @override
     def exposes(self, storage: torch.UntypedStorage) -> None:
-        with self.unseen():
+        with self._lock, self.unseen():
             super().exposes(storage)
 
     @override
     def resizes(self, storage: torch.UntypedStorage) -> None:
-        with self.unseen():
+        with self._lock, self.unseen():
             super().resizes(storage)
 
     @override
     def settle_readers_of(self, tensors: list[Tensor]) -> None:
-        with self.unseen(), bypass_mode, NotSeen():
+        with self._lock, self.unseen(), bypass_mode, NotSeen():
             super().settle_readers_of(tensors)
 
     @override
@@ -280,6 +284,19 @@ class NativeExecutor(StepExecutor):
 
     def _replay_failed(self, name: str, why: str, did_run: bool) -> None:
         raise ReplayError(f"{name} could not be run again: {why}" if did_run else f"{name} {why}".strip())
+
+
+class _Lock:
+    """The core's mutex: whoever waits for it lets others have the GIL."""
+
+    def __init__(self, core: ModuleType) -> None:
+        self._core = core
+
+    def __enter__(self) -> None:
+        self._core.take_lock()
+
+    def __exit__(self, *exc: object) -> None:
+        self._core.give_lock_back()
 
 
 def _compiled(core: ModuleType, program: Program, *, sees_ops: bool) -> Any:

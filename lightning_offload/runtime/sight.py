@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lightning_offload.accelerators import kind_of
+from lightning_offload.errors import OffloadError
 from lightning_offload.runtime import native
 from lightning_offload.runtime.hooks import Dispatch, Made, StepMode, mode_off, watch_backward
 from lightning_offload.runtime.write_barrier import count_recomputing
@@ -59,7 +60,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 @functools.cache
 def _why_deaf(core: ModuleType) -> str:
     """Why the core sees no ops; "" where it does, from now on."""
-    why: str = core.install(_facts)
+    why: str = core.install(_facts, OffloadError)
     if why:
         native.give_up(why)
     else:

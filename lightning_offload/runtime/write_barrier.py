@@ -6,7 +6,7 @@ steps whose calls may still be replayed, not only to the one it happens in.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ class WriteBarrier:
         self,
         table: ValueTable,
         residence: Materializer,
-        lock: threading.RLock,
+        lock: contextlib.AbstractContextManager[Any],
         observer: StepObserver | None,
         *,
         is_recomputing: bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +46,29 @@ def cudnn_benchmark() -> Iterator[None]:
 
 class TestOnAnyDevice:
     pytestmark = MARKS
+
+    @pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+    def test_draws_of_factories_are_made_again(self, policy: str) -> None:
+        """What has no tensor among its arguments draws from its device's generator, which a replay leaves as it was."""
+        torch.manual_seed(0)
+        weight, x = torch.randn(16, 16, device=DEVICE, requires_grad=True), torch.randn(8, 16, device=DEVICE)
+
+        def train(step: Callable[[], contextlib.AbstractContextManager[None]]) -> list[torch.Tensor]:
+            torch.manual_seed(1)
+            found = []
+            for _ in range(6):
+                weight.grad = None
+                with step():
+                    hidden = torch.tanh((x @ weight) * torch.rand(8, 16, device=DEVICE))
+                    (hidden * torch.randn(16, device=DEVICE)).exp().sum().backward()
+                assert weight.grad is not None
+                found += [weight.grad.cpu(), torch.rand(4, device=DEVICE).cpu(), torch.rand(4)]
+            return found
+
+        expected = train(contextlib.nullcontext)
+        with MemoryPlugin(budget=None, policy=policy, device=DEVICE) as memory:
+            found = train(lambda: memory.step(x))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
     @pytest.mark.parametrize("wrap", list(Wrap), ids=lambda wrap: wrap.value)
     @pytest.mark.parametrize("setting", SETTINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -360,6 +361,105 @@ def test_write_of_another_step_is_settled_before() -> None:
             loss.backward()
             assert gradients((w,)) == [plain]
             x.copy_(before)
+
+
+def test_memory_behind_another_counter_is_not_relied_on_after_the_scope() -> None:
+    """A result that is gone leaves a counter that counts for nobody: a write through another one changes nothing."""
+    (w,) = _weights((6,))
+
+    def step() -> tuple[Tensor, Tensor]:
+        h = w.detach() * 1.0
+        seen = h.data.mul_(2.0)
+        return (h.mul(3.0) * w).sum(), seen
+
+    def parts() -> tuple[Tensor, Tensor]:
+        _, second = torch.unsafe_chunk(w.detach() * 1.0, 2)
+        return (second.mul(3.0) * w[:3]).sum(), second
+
+    for make in (step, parts):
+        program = compiled(lambda make=make: make()[0], "recompute")
+        w.grad = None
+        make()[0].backward()
+        plain = gradients((w,))
+        for engine in ("native", "python"):
+            with under(program, engine, inline_lanes()):
+                loss, exposed = make()
+            exposed.add_(5.0)
+            try:
+                loss.backward()
+            except StaleInputError:
+                w.grad = None
+                continue
+            assert gradients((w,)) == plain
+
+
+def test_replayed_values_go_with_the_backward_that_read_them() -> None:
+    """Also where there are several in one step: nothing that was made again stays on the device."""
+    (w,), x = _weights((64, 64)), torch.randn(64, 64)
+
+    def step() -> Tensor:
+        h = x
+        for _ in range(4):
+            h = (h @ w).sin()
+        return h.sum()
+
+    program = compiled(step, "recompute")
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+    with under(program, "native", inline_lanes()) as executor:
+        for _ in range(2):
+            loss = step()
+            loss.backward()
+            del loss
+            storages += [
+                weakref.ref(value.live()) for value in executor._step.all_indexed() if value.live() is not None
+            ]
+            assert not [s for s in storages if s() is not None and s().nbytes() == 4 * 64 * 64]  # type: ignore[union-attr]
+
+
+def test_ops_that_hold_the_gil_wait_without_it() -> None:
+    """Indexing holds the GIL while it is dispatched, and an unpack in another thread may wait for that."""
+    (w,), x = _weights((32, 32)), torch.randn(32, 32)
+
+    def step() -> Tensor:
+        return (x @ w).sin().exp().sum()
+
+    program = compiled(step, "recompute")
+    w.grad = None
+    plain = plainly(step, (w,))[0]
+    found: list[bool] = []
+
+    def train() -> None:
+        for _ in range(20):
+            leaf = w.detach().clone().requires_grad_()
+            with under(program, "native", inline_lanes()):
+                (x @ leaf).sin().exp().sum().backward()
+            found.append(gradients((leaf,)) == [plain])
+
+    thread = threading.Thread(target=train)
+    with under(program, "native", inline_lanes()):
+        thread.start()
+        while thread.is_alive():
+            torch.tensor([1.0])[0].data.add_(1.0)
+        thread.join()
+    assert found == [True] * 20
+
+
+def test_op_that_is_registered_anew_is_another_one() -> None:
+    """As a cell of a notebook that is run twice: the core asks again what it is."""
+    for schema, call in (("again(Tensor x) -> Tensor", 1), ("again(Tensor x, Tensor y) -> Tensor", 2)):
+        library = torch.library.Library("offload_again_test", "DEF")
+        library.define(schema)
+        library.impl("again", lambda *tensors: tensors[-1].clone(), "CompositeExplicitAutograd")
+        (w,) = _weights((4,))
+
+        def step(w: Tensor = w, call: int = call) -> Tensor:
+            parts = [w.detach() * 2.0, w.detach() * 3.0][:call]
+            return (torch.ops.offload_again_test.again(*parts) * w).sin().sum()
+
+        program = compiled(step, "recompute")
+        w.grad = None
+        assert ran(step, (w,), program, "native")[0] == plainly(step, (w,))
+        library._destroy()
 
 
 class _Fails(torch.autograd.Function):

@@ -122,8 +122,12 @@ int64_t precision_of(Context& context, at::Float32Backend backend, at::Float32Op
 
 std::atomic<int> num_recomputing{0};
 
+int backward_id() {
+  return torch::autograd::get_current_graph_task_id();
+}
+
 bool in_backward() {
-  return torch::autograd::get_current_graph_task_id() != -1;
+  return backward_id() != -1;
 }
 
 std::optional<c10::Stream> stream_of(c10::Device device) {
@@ -343,15 +347,20 @@ CallPtr Step::record(const c10::OperatorHandle& op, const OpFacts& facts, const 
     }
   }
   if (facts.is_random) {
-    std::optional<c10::Device> on;
+    std::optional<c10::Device> of_tensors, asked_for;
     for (const auto& item : arguments) {
       if (item.isGenerator()) {
         call->generator = item.toGenerator();
+      } else if (item.isDevice()) {  // of a factory, which has no tensors
+        asked_for = item.toDevice();
       }
-      for_tensors_in(item, [&](const at::Tensor& tensor, int) { on = on ? on : tensor.device(); });
+      for_tensors_in(item, [&](const at::Tensor& tensor, int) {
+        of_tensors = of_tensors ? of_tensors : tensor.device();
+      });
     }
     if (!call->generator) {
-      call->generator = at::globalContext().defaultGenerator(on.value_or(c10::kCPU));
+      const auto on = of_tensors ? *of_tensors : asked_for.value_or(c10::kCPU);
+      call->generator = at::globalContext().defaultGenerator(on);
     }
     std::lock_guard<std::mutex> lock(call->generator->mutex());
     call->drawn_from = GeneratorState::of(*call->generator);
@@ -487,7 +496,7 @@ std::string Step::follow_results(
       return "made " + std::to_string(num_bytes) + " bytes in place of " + std::to_string(planned_bytes);
     }
     auto value = c10::make_intrusive<Value>(index, num_bytes);
-    value->made_with = made[position].unsafeGetTensorImpl()->version_counter();
+    value->made_as = WeakTensor(made[position].getIntrusivePtr());
     if (call && (facts.running_stats.empty() || static_cast<size_t>(position) < num_fresh)) {
       value->call = call;
       call->results.emplace_back(static_cast<int>(position), WeakValue(value));
@@ -500,7 +509,7 @@ std::string Step::follow_results(
 void Step::track(const at::Tensor& tensor) {
   const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
   auto value = c10::make_intrusive<Value>(-1, static_cast<int64_t>(storage->nbytes()));
-  value->made_with = tensor.unsafeGetTensorImpl()->version_counter();
+  value->made_as = WeakTensor(tensor.getIntrusivePtr());
   table.follow(value, storage);
 }
 
@@ -567,7 +576,7 @@ void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   const Program::Busy* busy = nullptr;
   bool is_followed = false;
   {
-    Lock lock(*this, /*has_gil=*/false);
+    Lock lock;
     uint8_t flags = 0;
     if (!has_deviated && !in_backward()) {  // a program that asks for something in backward is Python's
       place = follower.next(facts.name_id);
@@ -613,7 +622,7 @@ void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   if (!is_followed && rewritten.empty()) {
     return;
   }
-  Lock lock(*this, /*has_gil=*/false);
+  Lock lock;
   if (is_followed) {
     const c10::ArrayRef<c10::IValue> results(stack->data() + (stack->size() - facts.num_returns), facts.num_returns);
     Tensors made;
@@ -643,6 +652,10 @@ Sight look_through(Sight now) {
   const Sight before = std::exchange(sight, now);
   set_key();
   return before;
+}
+
+Sight looked_through() {
+  return sight;
 }
 
 void hide() {

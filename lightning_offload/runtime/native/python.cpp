@@ -30,6 +30,19 @@ namespace offload {
   throw std::move(error);
 }
 
+static PyObject* tell_facts = nullptr;  // facts of an op by its qualified name: a tuple
+static PyObject* own_error = nullptr;   // the base of this package's errors
+
+bool is_not_for_replays(const std::exception& error) {
+  const auto* raised = dynamic_cast<const python_error*>(&error);
+  if (raised == nullptr) {
+    return false;
+  }
+  WithGil gil;
+  return !PyErr_GivenExceptionMatches(raised->type, PyExc_Exception) ||
+      PyErr_GivenExceptionMatches(raised->type, own_error);
+}
+
 namespace {
 
 PyObject* checked(PyObject* object) {
@@ -102,7 +115,6 @@ void for_items(PyObject* dict, const Function& function) {
   }
 }
 
-PyObject* tell_facts = nullptr;  // facts of an op by its qualified name: a tuple
 
 // From geometry.py's: (size, stride, offset, dtype, device, conj, neg).
 Geometry geometry_of(PyObject* object) {
@@ -177,15 +189,18 @@ std::optional<c10::Stream> stream_from(PyObject* object) {
 }
 
 #define VALUE(self) (*value_of(self))
+// All of them read or change what the mutex guards: Note [Locks].
 #define GETTER(name, ...)                          \
   PyObject* name(PyObject* self, void*) {          \
     HANDLE_TH_ERRORS                               \
+    Lock lock;                                     \
     __VA_ARGS__;                                   \
     END_HANDLE_TH_ERRORS                           \
   }
 #define SETTER(name, ...)                                                          \
   int name(PyObject* self, PyObject* given, void*) {                               \
     HANDLE_TH_ERRORS                                                               \
+    Lock lock;                                                                     \
     TORCH_CHECK_TYPE(given != nullptr, "attributes of values cannot be deleted");  \
     __VA_ARGS__;                                                                   \
     return 0;                                                                      \
@@ -194,6 +209,7 @@ std::optional<c10::Stream> stream_from(PyObject* object) {
 #define METHOD(name, ...)                            \
   PyObject* name(PyObject* self, PyObject* given) {  \
     HANDLE_TH_ERRORS                                 \
+    Lock lock;                                       \
     (void)given;                                     \
     __VA_ARGS__;                                     \
     END_HANDLE_TH_ERRORS                             \
@@ -467,10 +483,42 @@ void program_dealloc(PyObject* self) {
 
 // ---- Step
 
+// Who sees a thread's ops, until it leaves; scopes that are left in another order than they were entered, as those of
+// generators are, make way as soon as they are on top.
+struct Scope {
+  Sight before;
+  PyObject* owner_before = nullptr;  // an own reference
+  bool is_in = false;
+};
+
+Scope& scope_of(PyObject* owner);
+
+void enter(PyObject* self, Sight sight) {
+  auto& scope = scope_of(self);
+  TORCH_CHECK(!scope.is_in, "the ops of a step come by already");
+  scope.is_in = true;
+  sight.owner = self;
+  Py_INCREF(self);
+  scope.before = look_through(sight);
+  scope.owner_before = scope.before.owner;
+}
+
+void leave(PyObject* self) {
+  scope_of(self).is_in = false;
+  while (PyObject* top = looked_through().owner) {
+    auto& scope = scope_of(top);
+    if (scope.is_in) {
+      break;
+    }
+    look_through(std::exchange(scope.before, Sight()));
+    Py_DECREF(top);  // that was on top: what is now holds a reference of its own
+  }
+}
+
 struct PyStep {
   PyObject_HEAD
   std::unique_ptr<Step> step;
-  Sight before;  // of the thread that has entered
+  Scope scope;
 };
 
 PyTypeObject* step_type = nullptr;
@@ -490,7 +538,7 @@ PyObject* step_make(PyTypeObject* type, PyObject* given, PyObject*) {
       reinterpret_cast<PyProgram*>(program)->program, c10::Device(device), executor, lease);
   auto* object = reinterpret_cast<PyStep*>(checked(type->tp_alloc(type, 0)));
   new (&object->step) std::unique_ptr<Step>(std::move(step));
-  new (&object->before) Sight();
+  new (&object->scope) Scope();
   return reinterpret_cast<PyObject*>(object);
   END_HANDLE_TH_ERRORS
 }
@@ -512,7 +560,7 @@ const c10::DispatchKeySet SEEN_BY(c10::DispatchKey::Fake);
 PyObject* step_pack(PyObject* self, PyObject* given) {
   HANDLE_TH_ERRORS
   Step& step = step_of(self);
-  Step::Lock lock(step, /*has_gil=*/true);
+  Lock lock;
   Unseen unseen{SEEN_BY};
   const at::Tensor& tensor = THPVariable_Unpack(given);
   const bool is_parameter = Py_TYPE(given) == reinterpret_cast<PyTypeObject*>(ParameterClass);
@@ -565,21 +613,14 @@ PyObject* step_pack(PyObject* self, PyObject* given) {
 PyObject* step_unpack(PyObject* self, PyObject* given) {
   HANDLE_TH_ERRORS
   Step& step = step_of(self);
-  Step::Lock lock(step, /*has_gil=*/true);
+  Lock lock;
   Unseen unseen{SEEN_BY};
   return THPVariable_Wrap(step.unpack(HANDLE(given)));
   END_HANDLE_TH_ERRORS
 }
 
-METHOD(step_enter, {
-  auto* object = reinterpret_cast<PyStep*>(self);
-  object->before = look_through(Sight{object->step.get(), nullptr});
-  Py_RETURN_NONE;
-})
-METHOD(step_leave, {
-  look_through(std::exchange(reinterpret_cast<PyStep*>(self)->before, Sight()));
-  Py_RETURN_NONE;
-})
+METHOD(step_enter, enter(self, Sight{&step_of(self), nullptr}); Py_RETURN_NONE)
+METHOD(step_leave, leave(self); Py_RETURN_NONE)
 METHOD(step_find, return wrap(step_of(self).table.find(storage_of(given).get())))
 METHOD(step_may_hold, return PyBool_FromLong(step_of(self).table.may_hold(storage_of(given).get())))
 METHOD(step_indexed, return wrap(step_of(self).table.indexed(PyLong_AsLongLong(given))))
@@ -615,7 +656,6 @@ METHOD(step_own, {
 })
 METHOD(step_drop, step_of(self).table.drop(storage_of(given).get()); Py_RETURN_NONE)
 METHOD(step_close_table, {
-  Step::Lock lock(step_of(self), /*has_gil=*/true);
   step_of(self).table.close();
   Py_RETURN_NONE;
 })
@@ -713,7 +753,7 @@ constexpr auto INHERITED = "lightning_offload.watch";  // autograd's threads get
 struct PyWatch {
   PyObject_HEAD
   Watch watch;
-  Sight before;
+  Scope scope;
   std::shared_ptr<c10::SafePyObject> inherited_before;
 };
 
@@ -728,7 +768,7 @@ PyObject* watch_make(PyTypeObject* type, PyObject* given, PyObject*) {
   auto* object = reinterpret_cast<PyWatch*>(checked(type->tp_alloc(type, 0)));
   Py_INCREF(mode);
   new (&object->watch) Watch{std::make_shared<c10::impl::PyObject_TorchDispatchMode>(mode, getPyInterpreter())};
-  new (&object->before) Sight();
+  new (&object->scope) Scope();
   new (&object->inherited_before) std::shared_ptr<c10::SafePyObject>();
   return reinterpret_cast<PyObject*>(object);
   END_HANDLE_TH_ERRORS
@@ -748,7 +788,7 @@ std::shared_ptr<c10::SafePyObject> nobody() {
 
 METHOD(watch_enter, {
   auto* object = reinterpret_cast<PyWatch*>(self);
-  object->before = look_through(Sight{nullptr, &object->watch});
+  enter(self, Sight{nullptr, &object->watch});
   if (at::impl::ThreadLocalPythonObjects::contains(INHERITED)) {
     object->inherited_before = at::impl::ThreadLocalPythonObjects::get(INHERITED);
   }
@@ -758,7 +798,7 @@ METHOD(watch_enter, {
 })
 METHOD(watch_leave, {
   auto* object = reinterpret_cast<PyWatch*>(self);
-  look_through(std::exchange(object->before, Sight()));
+  leave(self);
   auto former = std::exchange(object->inherited_before, nullptr);
   at::impl::ThreadLocalPythonObjects::set(INHERITED, former ? std::move(former) : nobody());
   Py_RETURN_NONE;
@@ -768,6 +808,11 @@ PyMethodDef watch_methods[] = {
     {"enter", watch_enter, METH_NOARGS, nullptr},
     {"leave", watch_leave, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
+
+Scope& scope_of(PyObject* owner) {
+  return Py_TYPE(owner) == step_type ? reinterpret_cast<PyStep*>(owner)->scope
+                                     : reinterpret_cast<PyWatch*>(owner)->scope;
+}
 
 }  // namespace
 
@@ -801,17 +846,19 @@ const OpFacts* Upward::facts_of(const c10::OperatorHandle& op) {
   static thread_local auto* known = new std::unordered_map<const c10::OperatorName*, const OpFacts*>;
   const auto& name = op.operator_name();
   const auto found = known->find(&name);
-  if (found != known->end() && found->second->op == name) {
+  const auto fits = [&](const OpFacts& facts) {
+    return facts.op == name && facts.num_arguments == op.schema().arguments().size() &&
+        facts.num_returns == op.schema().returns().size();
+  };
+  if (found != known->end() && fits(*found->second)) {
     return found->second;
   }
   WithGil gil;
   Unseen unseen{SEEN_BY};
-  static auto* all = new std::unordered_map<std::string, std::unique_ptr<OpFacts>>;  // the GIL guards it
-  const auto key = name.name + "." + name.overload_name;
-  auto& facts = (*all)[key];
-  if (!facts) {
+  // Never freed: a call refers to them. Python may let another thread ask meanwhile, who then has some of its own.
+  {
     PyRef told = PyRef::stolen(checked(PyObject_CallFunction(tell_facts, "ss", name.name.c_str(), name.overload_name.c_str())));
-    auto made = std::make_unique<OpFacts>();
+    auto* made = new OpFacts;
     const auto item = [&](Py_ssize_t i) { return PyTuple_GetItem(told.get(), i); };
     const auto flag = [&](Py_ssize_t i) { return PyObject_IsTrue(item(i)) == 1; };
     const auto assign = [](auto& column, const std::vector<int64_t>& numbers) { column.assign(numbers.begin(), numbers.end()); };
@@ -832,10 +879,9 @@ const OpFacts* Upward::facts_of(const c10::OperatorHandle& op) {
     made->is_alias = name.name == "aten::detach" || name.name == "aten::alias";
     made->num_arguments = op.schema().arguments().size();
     made->num_returns = op.schema().returns().size();
-    facts = std::move(made);
+    (*known)[&name] = made;
+    return made;
   }
-  (*known)[&name] = facts.get();
-  return facts.get();
 }
 
 void Upward::deviate(const std::string& how) const {
@@ -944,12 +990,14 @@ PyObject* core_abi(PyObject*, PyObject*) {
 // Tell the core what it asks Python for; why ops cannot be seen, or "".
 PyObject* core_install(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  PyObject* facts = nullptr;
-  if (!PyArg_ParseTuple(given, "O", &facts)) {
+  PyObject *facts = nullptr, *error = nullptr;
+  if (!PyArg_ParseTuple(given, "OO", &facts, &error)) {
     return nullptr;
   }
   Py_INCREF(facts);
+  Py_INCREF(error);
   tell_facts = facts;
+  own_error = error;
   std::string why_not;
   install(why_not);
   return PyUnicode_FromString(why_not.c_str());
@@ -981,7 +1029,22 @@ PyObject* core_show(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Take the mutex, for a `with` of Python's: Note [Locks].
+PyObject* core_take(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  Lock::take();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* core_give_back(PyObject*, PyObject*) {
+  Lock::give_back();
+  Py_RETURN_NONE;
+}
+
 PyMethodDef functions[] = {
+    {"take_lock", core_take, METH_NOARGS, "Wait for the mutex that guards the state of all steps."},
+    {"give_lock_back", core_give_back, METH_NOARGS, "Let others have it."},
     {"hide", core_hide, METH_NOARGS, "Let nobody see the ops of this thread, until as many calls of show."},
     {"show", core_show, METH_NOARGS, "See them again."},
     {"abi", core_abi, METH_NOARGS, "The version of the interface between this library and the package."},

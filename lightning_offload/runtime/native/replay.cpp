@@ -22,16 +22,33 @@ Step::Step(std::shared_ptr<const Program> program, c10::Device device, PyObject*
   python.executor = PyRef::stolen(PyWeakref_NewRef(executor, nullptr));
 }
 
-Step::Lock::Lock(Step& step, bool has_gil) : lock_(step.mutex, std::try_to_lock) {
-  if (lock_.owns_lock()) {
+static std::recursive_mutex& mutex() {
+  static auto* mutex = new std::recursive_mutex;
+  return *mutex;
+}
+
+void Lock::take() {
+  if (mutex().try_lock()) {
     return;
   }
-  if (has_gil) {
+  if (PyGILState_Check()) {
     WithoutGil others_go_on;
-    lock_.lock();
+    mutex().lock();
   } else {
-    lock_.lock();
+    mutex().lock();
   }
+}
+
+void Lock::give_back() {
+  mutex().unlock();
+}
+
+Lock::Lock() {
+  take();
+}
+
+Lock::~Lock() {
+  give_back();
 }
 
 // ---- packs
@@ -157,7 +174,10 @@ at::Tensor Step::unpack(Handle& handle) {
   if (is_backward) {
     if (ordinal == 0) {
       python.first_unpack();
-      table.close();
+    }
+    if (const int task = backward_id(); task != last_backward_) {
+      last_backward_ = task;
+      table.close();  // from here on values live by who needs them: forward has read and saved what it wanted
     }
     num_unpacks = ordinal + 1;
   }
@@ -216,6 +236,7 @@ StoragePtr Step::materialize(const ValuePtr& value) {
     auto made = make(value);
     replay_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
     value->call.reset();
+    table.loosen(*value);
     value->owns(std::move(made), stream_of(device));
     if (has_visitors_) {
       has_visitors_ = false;
@@ -249,19 +270,23 @@ bool is_gone(const Value& value) {
   return !value.block && (value.is_stale() || !value.live());
 }
 
-// Puts settings in force, and the former ones back.
+// Puts settings in force, and the former ones back: by `end`, or, where something was raised, as well as can be.
 class Environments {
  public:
   Environments(const Upward& python, PyObject* there) : python_(python), before_(there), there_(there) {}
-  ~Environments() noexcept(false) {
-    if (there_ != before_) {
-      python_.put_environment(before_, there_);
+  ~Environments() {
+    try {
+      end();
+    } catch (...) {  // what was raised first is what is told
     }
+  }
+  void end() {
+    put(before_);
   }
   void put(PyObject* wanted) {
     if (wanted != there_) {
-      python_.put_environment(wanted, there_);
-      there_ = wanted;
+      PyObject* const there = std::exchange(there_, wanted);
+      python_.put_environment(wanted, there);
     }
   }
 
@@ -282,9 +307,15 @@ class Drawing {
     }
   }
   ~Drawing() {
-    if (generator_) {
-      std::lock_guard<std::mutex> lock(generator_->mutex());
-      state_.put(*generator_);
+    try {
+      end();
+    } catch (...) {  // what was raised first is what is told
+    }
+  }
+  void end() {
+    if (auto generator = std::exchange(generator_, std::nullopt)) {
+      std::lock_guard<std::mutex> lock(generator->mutex());
+      state_.put(*generator);
     }
   }
   Drawing(const Drawing&) = delete;
@@ -309,14 +340,29 @@ at::Tensor bytes_on(const StoragePtr& storage, c10::Device device) {
   return flat.on(storage);
 }
 
-void come_by(Value& value, uint64_t number) {
-  if (value.replay != number) {
-    value.replay = number;
-    value.num_readers = 0;
-    value.is_made = false;
-    value.memory.reset();
+// What an outer replay noted of a value that an inner one comes by: that of a value whose memory died meanwhile.
+struct Noted {
+  ValuePtr value;
+  uint64_t replay;
+  int num_readers;
+  bool is_made;
+  StoragePtr memory;
+};
+
+void come_by(const ValuePtr& value, uint64_t number, std::vector<Noted>* outer) {
+  if (value->replay == number) {
+    return;
   }
+  if (outer != nullptr) {
+    outer->push_back({value, value->replay, value->num_readers, value->is_made, std::move(value->memory)});
+  }
+  value->replay = number;
+  value->num_readers = 0;
+  value->is_made = false;
+  value->memory.reset();
 }
+
+int num_replays_under_way = 0;  // by nested calls: the mutex lets no other thread replay meanwhile
 
 }  // namespace
 
@@ -352,31 +398,44 @@ StoragePtr Step::make(const ValuePtr& value) {
   if (order.empty()) {
     python.replay_failed("", "a saved tensor was to be recomputed but its producer was not recorded in this step", false);
   }
-  come_by(*value, number);
+  std::vector<Noted> noted;
+  std::vector<Noted>* const outer = num_replays_under_way > 0 ? &noted : nullptr;
+  come_by(value, number, outer);
   value->num_readers = 1;
   for (const auto& call : order) {
     for (const auto& input : call->inputs) {
-      come_by(*input, number);
+      come_by(input, number, outer);
       ++input->num_readers;
     }
   }
   struct Cleared {  // whatever happens, no value holds memory for a replay that is over
     std::vector<CallPtr>& order;
     Value& wanted;
+    std::vector<Noted>& noted;
+    uint64_t number;
     ~Cleared() {
+      --num_replays_under_way;
       wanted.memory.reset();
       for (const auto& call : order) {
         for (const auto& input : call->inputs) {
           input->memory.reset();
         }
         for (const auto& [position, weak] : call->results) {
-          if (const auto result = weak.lock()) {
+          const auto result = weak.lock();
+          if (result && result->replay == number) {
             result->memory.reset();
           }
         }
       }
+      for (auto& before : noted) {
+        before.value->replay = before.replay;
+        before.value->num_readers = before.num_readers;
+        before.value->is_made = before.is_made;
+        before.value->memory = std::move(before.memory);
+      }
     }
-  } cleared{order, *value};
+  } cleared{order, *value, noted, number};
+  ++num_replays_under_way;
   {
     Environments environments(python, environment_now(true));
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -386,6 +445,7 @@ StoragePtr Step::make(const ValuePtr& value) {
       environments.put(call->environment);
       run_again(*call, number);
     }
+    environments.end();
   }
   auto made = value->memory ? value->memory : value->storage;
   if (!made) {
@@ -472,11 +532,17 @@ void Step::run_again(Call& call, uint64_t number) {
   }
   try {
     Drawing drawing(call);
-    WithoutGil others_go_on;
-    call.op.callBoxed(stack);
+    {
+      WithoutGil others_go_on;
+      call.op.callBoxed(stack);
+    }
+    drawing.end();
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const std::exception& error) {
+    if (is_not_for_replays(error)) {
+      throw;
+    }
     python.replay_failed(call.facts->name, error.what(), true);
   }
   std::vector<at::Tensor> made;
@@ -497,6 +563,7 @@ void Step::run_again(Call& call, uint64_t number) {
     const uint8_t action = is_planned ? program->actions[result->index] : 0;
     if (action == (Program::RECOMPUTE | Program::MEMO) && result->has_handle()) {
       result->call.reset();  // it stays for its own later unpack
+      table.loosen(*result);
       result->owns(storage, stream_of(device));
     }
     if (result->replay == number && result->num_readers > 0) {

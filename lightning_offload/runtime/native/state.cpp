@@ -8,8 +8,13 @@
 namespace offload {
 
 void PyRef::reset() noexcept {
+#if PY_VERSION_HEX >= 0x030D0000
+  const bool is_ending = Py_IsFinalizing();
+#else
+  const bool is_ending = _Py_IsFinalizing();
+#endif
   PyObject* object = std::exchange(object_, nullptr);
-  if (object != nullptr && Py_IsInitialized()) {
+  if (object != nullptr && Py_IsInitialized() && !is_ending) {  // else nobody frees anything any more
     WithGil gil;
     Py_DECREF(object);
   }
@@ -102,9 +107,11 @@ void Value::release_resources() {
   storage.reset();
   memory.reset();
   origin.reset();
+  made_as.reset();
   readers.clear();
   handles.clear();
   guards.clear();
+  py_stream.reset();
   block.reset();
   copy.reset();
   if (call) {
@@ -182,9 +189,13 @@ void Value::keep_watch() {
   if (!guards.empty() || !live()) {
     return;
   }
-  if (made_with.enabled()) {
-    guards.push_back({made_with, made_with.current_version()});
-    return;
+  // A counter of a tensor that is gone counts for nobody: what still reaches the memory may have another one.
+  if (made_as) {
+    const auto tensor = made_as->lock();
+    if (tensor && tensor->version_counter().enabled()) {
+      guards.push_back({tensor->version_counter(), tensor->version_counter().current_version()});
+      return;
+    }
   }
   for (const auto& weak : handles) {
     if (const auto handle = weak.lock()) {
@@ -244,7 +255,12 @@ std::vector<ValuePtr> ValueTable::all_indexed() const {
 
 void ValueTable::follow(const ValuePtr& value, const StoragePtr& storage) {
   value->origin = WeakStorage(storage);
-  entries_.insert_or_assign(storage.get(), Entry{value->storage ? ValuePtr() : value, WeakValue(value)});
+  auto entry = entries_.find(storage.get());
+  if (entry == entries_.end()) {
+    entry = entries_.emplace(storage.get(), Entry{ValuePtr(), WeakValue(value)}).first;
+  }
+  // What goes may run finalizers of Python's, which may come back: not in the midst of a change.
+  Entry before = std::exchange(entry->second, Entry{value->storage ? ValuePtr() : value, WeakValue(value)});
   if (value->index >= 0) {
     name(value, value->index);
   }
@@ -269,7 +285,7 @@ void ValueTable::own(const ValuePtr& value, const StoragePtr& storage) {
   if (value->origin) {
     const auto found = entries_.find(storage.get());
     if (found != entries_.end()) {
-      found->second = Entry{ValuePtr(), WeakValue(value)};
+      const Entry before = std::exchange(found->second, Entry{ValuePtr(), WeakValue(value)});
     } else {
       entries_.emplace(storage.get(), Entry{ValuePtr(), WeakValue(value)});
     }
@@ -288,6 +304,24 @@ void ValueTable::hand_out(const ValuePtr& value, const StoragePtr& storage, cons
     }
   }
   value->guards.push_back(handle.saved);
+}
+
+void ValueTable::drop(const c10::StorageImpl* storage) {
+  const auto found = entries_.find(storage);
+  if (found != entries_.end()) {
+    const Entry dying = std::move(found->second);
+    entries_.erase(found);
+  }
+}
+
+void ValueTable::loosen(const Value& value) {
+  if (value.origin) {
+    const auto found = entries_.find(value.origin->_unsafe_get_target());
+    if (found != entries_.end() && found->second.held.get() == &value) {
+      const ValuePtr held = std::move(found->second.held);
+      found->second.held.reset();
+    }
+  }
 }
 
 void ValueTable::close() {

@@ -9,7 +9,7 @@
 //
 // Identity: a storage is known by its StorageImpl. A weak pointer to it keeps the address from being used again.
 //
-// Threads: the state of a step is guarded by its mutex (Note [Locks] in step.h). Reference counts are atomic, and what
+// Threads: the state of all steps is guarded by one mutex (Note [Locks] in step.h). Reference counts are atomic, and what
 // dies with a count touches its own fields alone, so finalizers take no lock.
 #pragma once
 
@@ -36,6 +36,7 @@ namespace offload {
 using Stack = torch::jit::Stack;
 using StoragePtr = c10::intrusive_ptr<c10::StorageImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
 struct Value;
 struct Call;
@@ -219,7 +220,7 @@ struct Value final : c10::intrusive_ptr_target {
   c10::SmallVector<WeakCall, 2> readers;
   c10::SmallVector<WeakHandle, 2> handles;
   c10::SmallVector<Guard, 1> guards;
-  c10::VariableVersion made_with;     // counter of the tensor that an op made it as
+  std::optional<WeakTensor> made_as;  // the tensor that an op made it as
   std::optional<c10::Stream> stream;  // that `storage` was allocated on, where we allocated it
   PyRef block, copy, py_stream;       // Python's own: a block of a lower tier, a copy under way, `stream`
   bool is_given = false, is_ours = false, is_handed_out = false;
@@ -266,9 +267,9 @@ class ValueTable {
   void own(const ValuePtr& value, const StoragePtr& storage);
   // Autograd reads a value's memory: what happens to that from now on happens to the value.
   void hand_out(const ValuePtr& value, const StoragePtr& storage, const Handle& handle);
-  void drop(const c10::StorageImpl* storage) {
-    entries_.erase(storage);
-  }
+  void drop(const c10::StorageImpl* storage);
+  // Hold a value no longer that is about to have memory of its own: it lives by who needs it.
+  void loosen(const Value& value);
   // From now on writes may go unseen, and values are held by who needs them alone.
   void close();
 

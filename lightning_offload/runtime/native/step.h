@@ -2,10 +2,10 @@
 //
 // What the program did not foresee goes to Python, with the same objects: `Upward` names all of it.
 //
-// Note [Locks]. Ops come without the GIL, packs and unpacks with it, perhaps from several threads of autograd. The
-// state of a step is guarded by its mutex, which is recursive, since Python may come back. Nobody waits for the mutex
-// while holding the GIL; whoever holds the mutex may wait for the GIL. So there is one order, and no deadlock. Kernels
-// run without the mutex in forward; replays hold it, as unpacks are one after the other.
+// Note [Locks]. Most ops come without the GIL, packs and unpacks with it, perhaps from several threads of autograd. The
+// state of all steps is guarded by one mutex: a write in one step may have another one replay. It is recursive, since
+// Python may come back. Nobody waits for the mutex while holding the GIL; whoever holds the mutex may wait for the GIL.
+// So there is one order, and no deadlock. Kernels run without the mutex in forward; replays hold it, one after the other.
 #pragma once
 
 #include "state.h"
@@ -112,20 +112,21 @@ enum class Kept {
   LEAVES_LATE,  // it leaves once the op that saves it has run, where the step has left its program unseen
 };
 
+// Holds the mutex: Note [Locks].
+class Lock {
+ public:
+  Lock();
+  ~Lock();
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+  static void take();
+  static void give_back();
+};
+
 class Step {
  public:
   Step(std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease);
-
-  // Takes the mutex: Note [Locks].
-  class Lock {
-   public:
-    Lock(Step& step, bool has_gil);
-    Lock(const Lock&) = delete;
-    Lock& operator=(const Lock&) = delete;
-
-   private:
-    std::unique_lock<std::recursive_mutex> lock_;
-  };
 
   // ---- ops, in the thread that has entered
   void op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
@@ -152,7 +153,6 @@ class Step {
   c10::Device device;
   PyRef lease;
   Follower follower;
-  std::recursive_mutex mutex;
   bool has_deviated = false;
   int64_t num_packs = 0, num_unpacks = 0;
   bool took_data = false;
@@ -181,6 +181,7 @@ class Step {
   std::vector<PyRef> environments_;  // the last one is in force
   std::unordered_map<int64_t, const c10::StorageImpl*> pack_keys_;
   bool has_visitors_ = false;
+  int last_backward_ = -1;
 };
 
 // How many barriers of steps that may replay there are besides this process's native ones; kept by write_barrier.py.
@@ -200,6 +201,7 @@ bool is_plain(const at::Tensor& tensor);
 bool has_no_graph(const at::Tensor& tensor);
 // A tensor beside another one: its memory and version counter, without its graph.
 at::Tensor beside(const at::Tensor& tensor);
+int backward_id();  // -1 outside of one
 bool in_backward();
 std::optional<c10::Stream> stream_of(c10::Device device);
 int intern(const std::string& name);
@@ -215,8 +217,10 @@ const Watch* inherited_watch();
 struct Sight {
   Step* step = nullptr;
   const Watch* watch = nullptr;
+  PyObject* owner = nullptr;  // borrowed: Python's object for it
 };
 Sight look_through(Sight sight);  // the former one
+Sight looked_through();
 void hide();                      // until as many calls of `show`, nobody sees
 void show();
 
@@ -224,5 +228,7 @@ void show();
 bool install(std::string& why_not);
 
 [[noreturn]] void throw_python_error();
+// Whether what a kernel raised is no failure of its replay: an interrupt, or an error of this package.
+bool is_not_for_replays(const std::exception& error);
 
 }  // namespace offload
