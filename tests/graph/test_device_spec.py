@@ -32,7 +32,7 @@ SHARES = {
     "convolution_efficiency", "depthwise_efficiency", "matmul_efficiency", "attention_efficiency",
     "recurrent_efficiency", "reduction_bandwidth", "elementwise_bandwidth",
 }  # fmt: skip
-ADDED = LATER | SHARES | {"launch_seconds"}
+ADDED = LATER | SHARES | {"launch_seconds", "replay_overhead_seconds", "seeing_seconds"}
 """Fields that files written before devices were calibrated do not have."""
 
 CALIBRATED = dataclasses.replace(
@@ -100,6 +100,8 @@ def test_round_trip_is_exact(device: DeviceSpec) -> None:
         ("lightning_offload", "step_graph"),
         ("colour", "red"),
         ("launch_seconds", -1e-6),
+        ("replay_overhead_seconds", -1e-6),
+        ("seeing_seconds", -1e-6),
         ("convolution_efficiency", 0.0),
         ("matmul_efficiency", -1.0),
         ("reduction_bandwidth", 0.0),
