@@ -69,6 +69,7 @@ def test_there_are_sessions() -> None:
     assert {name_of(page) for page, _ in SESSIONS} == {"docs/cli.md", "docs/scale.md"}
 
 
+@pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # whoever else imported it first
 def test_modules_and_targets_exist() -> None:
     """Modules that Python is told to run can be found, and make has the targets."""
     text = {name_of(page): page.read_text(encoding="utf-8") for page in PAGES}

@@ -194,6 +194,7 @@ def test_its_budget_is_the_default(tmp_path: Path) -> None:
     assert MemoryPlugin("1GiB", plan=path).budget_bytes == 1 << 30
 
 
+@pytest.mark.usefixtures("in_python")
 def test_without_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It waits for the first recording, and is in force from the second step on; another one is told of, once."""
     graph = captured()

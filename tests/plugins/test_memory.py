@@ -169,6 +169,7 @@ def test_fraction_of_a_cpu_is_refused() -> None:
 # ---- plans from outside
 
 
+@pytest.mark.usefixtures("in_python")
 def test_plan_from_a_file_is_executed(tmp_path: Path) -> None:
     """A plan, or the path of its file, is used as it is in place of planning."""
     model, batch = net(), rows()
