@@ -120,20 +120,22 @@ class PersistentState:
         with self._lock:  # an optimizer may step in another thread than ours
             return list(self._optimizers)
 
-    def trainable(self) -> Iterator[Tensor]:
-        """Tensors that collect gradients, as far as they are known."""
-        yield from self._trained_by_steps()
+    def trainable(self) -> list[Tensor]:
+        """Tensors that collect gradients, as far as they are known, some of them twice."""
+        found = self._trained_by_steps()
         for optimizer in self._all_optimizers():
-            yield from (p for group in optimizer.param_groups for p in group["params"])
+            for group in optimizer.param_groups:
+                found += group["params"]
+        return found
 
-    def _trained_by_steps(self) -> Iterator[Tensor]:
+    def _trained_by_steps(self) -> list[Tensor]:
         module = self._module() if self._module is not None else None
-        if module is not None:
-            yield from _parameters(module)
-        yield from (leaf for leaf in (reference() for reference in self._leaves.values()) if leaf is not None)
+        trained = _parameters(module) if module is not None else []
+        trained += [leaf for leaf in (reference() for reference in self._leaves.values()) if leaf is not None]
+        return trained
 
-    def _gradients(self) -> Iterator[Tensor]:
-        return (gradient for gradient in (p.grad for p in self.trainable()) if gradient is not None)
+    def _gradients(self) -> list[Tensor]:
+        return [gradient for gradient in [p.grad for p in self.trainable()] if gradient is not None]
 
     def gradients(self) -> dict[int, int]:
         """The gradients that are there now, those that are views of buckets aside: bytes by identity of the storage."""
@@ -162,19 +164,21 @@ class PersistentState:
             yield from tensors_in(list(optimizer.state.values()))
 
 
-def _parameters(module: torch.nn.Module) -> Iterator[Tensor]:
+def _parameters(module: torch.nn.Module) -> list[Tensor]:
     """What ``module.parameters()`` gives, some of them twice, in a tenth of its time: every step asks."""
-    seen, stack = {id(module)}, [module]
-    while stack:
-        parent = stack.pop()
-        if isinstance(parent, torch.jit.ScriptModule):
-            yield from parent.parameters()
+    found: list[Tensor | None] = []
+    seen, modules = {id(module)}, [module]
+    for parent in modules:  # which grows meanwhile
+        own: dict[str, Tensor | None] | None = parent.__dict__.get("_parameters")
+        if own is None:  # compiled to TorchScript, which has them elsewhere
+            found += parent.parameters()
             continue
-        yield from (parameter for parameter in parent._parameters.values() if parameter is not None)
+        found += own.values()
         for child in parent._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                stack.append(child)
+                modules.append(child)
+    return [parameter for parameter in found if parameter is not None]
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:

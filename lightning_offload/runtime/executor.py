@@ -149,9 +149,8 @@ class StepExecutor:
         self._tracker = ValueTracker(device, self._table, is_bound=program is not None and program.is_bound)
         decisions = program.decisions if program is not None else {}
         self._materializer = Materializer(device, tiers, self._table, decisions, observer, verifier, make=self._maker())
-        self._writes = WriteBarrier(
-            self._table, self._materializer, self._lock, observer, is_recomputing=self.is_recomputing
-        )
+        minds_writes = program is None or program.minds_writes(sees_ops=sees_ops)
+        self._writes = WriteBarrier(self._table, self._materializer, self._lock, observer, minds_others=minds_writes)
         self._fallback = OffloadAll(
             self._table, self._tracker, self._materializer, persistent, sees_ops=sees_ops,
             spare_bytes=spare_bytes if program is None else 0,
@@ -330,10 +329,17 @@ class StepExecutor:
             with bypass_mode, NotSeen():
                 self.observer.on_made(tensors)
 
-    def exposes(self, storage: torch.UntypedStorage) -> None:
-        """Hear that the program takes a storage past the version counters of its tensors, and may write it unseen."""
+    def exposes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
+        """Hear that the program takes a storage past the version counters of its tensors, and may write it unseen.
+
+        Args:
+            storage: The storage.
+            tensor: What it was taken from; its own counter notices writes that the other will not; None for a storage.
+        """
         with bypass_mode, NotSeen():
             value = self._table.find(storage)
+            if self.is_recomputing and tensor is not None and (value is None or value.is_given):
+                self._know(tensor)
             if value is None and self.sees_ops:
                 return
             in_backward = torch._C._current_graph_task_id() != -1
@@ -344,6 +350,9 @@ class StepExecutor:
                     self._writes.before_change(storage)
             if not self.sees_ops:
                 self._fallback.keep_from_now_on(storage)
+
+    def _know(self, tensor: Tensor) -> None:
+        self._tracker.know(tensor)
 
     def resizes(self, storage: torch.UntypedStorage) -> None:
         """Hear that a storage gets another size, which sharded parameters do to be there for a while only.

@@ -365,8 +365,8 @@ class HookedExecutor(Protocol):
     def made(self, tensors: list[Tensor]) -> None:
         """Hear of tensors that autograd made out of sight of the mode."""
 
-    def exposes(self, storage: torch.UntypedStorage) -> None:
-        """Hear that the program takes a storage past version counters, before it does."""
+    def exposes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
+        """Hear that the program takes a storage past version counters, before it does; of which tensor, if of one."""
 
     def resizes(self, storage: torch.UntypedStorage) -> None:
         """Hear that the program is about to give a storage another size."""
@@ -449,18 +449,19 @@ _num_listening = 0
 
 def _tell_of(item: Any) -> None:
     """Tell who listens that the memory of a tensor, or a storage, gets behind another version counter."""
+    tensor: Tensor | None = None
     with torch._C.DisableTorchFunction():
         if isinstance(item, Tensor):
             while torch._C._functorch.is_functorch_wrapped_tensor(item):  # has no memory of its own
                 item = torch._C._functorch.get_unwrapped(item)
             if not is_plain(item) or torch._C._functorch.is_legacy_batchedtensor(item):
                 return
-            item = item.untyped_storage()
+            tensor, item = item, item.untyped_storage()
         elif isinstance(item, torch.TypedStorage):
             item = item._untyped_storage
         if isinstance(item, torch.UntypedStorage):
             for executor in list(_hearers):
-                executor.exposes(item)
+                executor.exposes(item, tensor)
 
 
 def _get_data(tensor: Tensor) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from lightning_offload.errors import ReplayError, SpillError, StaleInputError
 from lightning_offload.graph.memory_plan import Decision
-from lightning_offload.runtime.lanes import storage_bytes
+from lightning_offload.runtime.lanes import DONE, storage_bytes
 from lightning_offload.runtime.replay import Replay
 from lightning_offload.runtime.tiers import Place, Tiers
 from lightning_offload.runtime.values import Handle, LiveValue, ValueTable
@@ -238,7 +238,8 @@ class Materializer:
         storage = self._new_storage(value.num_bytes)
         value.owns(storage, self._tiers.lanes.compute_stream())
         self._notice(storage)
-        value.copy = self._tiers.swap_in(value.block, storage)
+        copy = self._tiers.swap_in(value.block, storage)
+        value.copy = copy if copy is not DONE else None
 
     def _new_storage(self, num_bytes: int) -> torch.UntypedStorage:
         if self._device.type == "cpu" and torch._C._len_torch_dispatch_stack():  # perhaps a fake one

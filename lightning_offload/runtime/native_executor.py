@@ -164,9 +164,13 @@ class NativeExecutor(StepExecutor):
         return out
 
     @override
-    def exposes(self, storage: torch.UntypedStorage) -> None:
+    def exposes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
         with self._lock, self.unseen():
-            super().exposes(storage)
+            super().exposes(storage, tensor)
+
+    @override
+    def _know(self, tensor: Tensor) -> None:
+        self._step.know(tensor)
 
     @override
     def resizes(self, storage: torch.UntypedStorage) -> None:
@@ -321,6 +325,7 @@ def _compiled(core: ModuleType, program: Program, *, sees_ops: bool) -> Any:
             actions=bytes(map(functools.partial(_action, program), range(max(program.decisions, default=-1) + 1))),
             is_bound=program.is_bound,
             is_recomputing=program.is_recomputing,
+            minds_writes=program.minds_writes(sees_ops=sees_ops),
             sees_ops=sees_ops,
         )
     return found

@@ -106,6 +106,14 @@ class Program:
     busy_unpacks: frozenset[int] = frozenset()
     compiled: dict[bool, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
+    def minds_writes(self, *, sees_ops: bool) -> bool:
+        """Whether writes in other steps matter: a call may be replayed, or a copy is not what its storage will hold.
+
+        Args:
+            sees_ops: Whether the step's ops are seen. Where they are not, it hears of what may be written unseen.
+        """
+        return self.is_recomputing or (sees_ops and not self.is_keep_all)
+
 
 class _Skeleton(NamedTuple):
     """What programs for one structure have in common.

@@ -19,7 +19,7 @@ from lightning_offload.accelerators import kind_of
 from lightning_offload.errors import OffloadError
 from lightning_offload.runtime import native
 from lightning_offload.runtime.hooks import Dispatch, Made, StepMode, mode_off, watch_backward
-from lightning_offload.runtime.write_barrier import count_recomputing
+from lightning_offload.runtime.write_barrier import count_minding
 from lightning_offload.tensors.op_facts import CONVOLUTION, facts_of
 
 
@@ -64,7 +64,7 @@ def _why_deaf(core: ModuleType) -> str:
     if why:
         native.give_up(why)
     else:
-        count_recomputing(core.count_recomputing)
+        count_minding(core.count_minding)
     return why
 
 

@@ -186,19 +186,6 @@ class ValueTracker:
                 self._table.own(value, value.live())
         return call
 
-    def know(self, tensor: Tensor) -> None:
-        """Know a saved tensor from before the step, or one that no plan follows, before a call in backward reads it.
-
-        Where backward is differentiated again, autograd hands such a tensor to its ops as a view with a graph of its
-        own, of which nothing could be kept that notices a write and refers to no graph.
-        """
-        if is_at_hand(tensor, self._device) and not tensor.is_inference():
-            storage = tensor.untyped_storage()
-            value = LiveValue(-1, storage.nbytes())
-            value.is_given = True
-            value.guards = ((version_alias_of(tensor), tensor._version),)
-            self._table.follow(value, storage)
-
     def _is_replayable_after_write(self, tensor: Tensor) -> bool:
         """Whether what a tensor holds can be had again once the storage is overwritten."""
         value = self._table.find(tensor.untyped_storage()) if is_plain(tensor) else None
@@ -209,18 +196,40 @@ class ValueTracker:
         if not is_plain(tensor) or (tensor.device != self._device and not is_at_hand(tensor, self._device)):
             raise Unrecordable
         storage = tensor.untyped_storage()
-        value = self._find(storage)
+        value, owner = self._find(storage), None
         if value is None:
             owner = _without_graph(tensor)
             if owner is None:
                 raise Unrecordable
-            value = LiveValue(-1, storage.nbytes())
-            value.is_given = True
-            value.guards = () if tensor.is_inference() else ((owner, tensor._version),)
-            self._table.follow(value, storage)
-            self._table.own(value, storage)
+            value = self._given(storage)
+        if value.is_given:
+            owner = _without_graph(tensor) if owner is None else owner
+            if owner is not None and not tensor.is_inference():
+                value.guard(owner, tensor._version)
+            if value.storage is None:  # a copy of statistics belongs to nobody else
+                self._table.own(value, storage)
         inputs[value] = None
         return _make_ref(Ref, (value, self.geometry_of(tensor)))
+
+    def know(self, tensor: Tensor) -> None:
+        """Be able to notice a write through a tensor's own version counter to what was there before the step.
+
+        Of what the step reads behind another counter: through ``Tensor.data``, or, where backward is differentiated
+        again, as a view with a graph of its own, of which nothing could be kept that refers to no graph.
+        """
+        if is_at_hand(tensor, self._device) and not tensor.is_inference():
+            storage = tensor.untyped_storage()
+            value = self._find(storage)
+            if value is None:
+                value = self._given(storage)
+            if value.is_given:
+                value.guard(version_alias_of(tensor), tensor._version)
+
+    def _given(self, storage: torch.UntypedStorage) -> LiveValue:
+        value = LiveValue(-1, storage.nbytes())
+        value.is_given = True
+        self._table.follow(value, storage)
+        return value
 
     def geometry_of(self, tensor: Tensor) -> Geometry:
         """How a tensor lies; one object for all that lie alike, which the garbage collector has to look through."""

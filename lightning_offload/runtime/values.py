@@ -127,6 +127,11 @@ class LiveValue:
         elif self.block is not None or self.call is not None:
             self.leave_origin()
 
+    def guard(self, version_alias: Tensor, version: int) -> None:
+        """Be able to notice a write through one more version counter of its memory."""
+        if all(known is not version_alias for known, _ in self.guards):
+            self.guards = (*self.guards, (version_alias, version))
+
     def wanted_of_readers(self) -> list[LiveValue]:
         """What the calls that read it made, as far as those would have to make it again."""
         readers = [call for call in (reader() for reader in self.readers) if call is not None]
@@ -170,10 +175,7 @@ class LiveValue:
     def hand_out(self, handle: Handle) -> None:
         """Its memory goes to autograd through a handle, and perhaps to a program that writes it."""
         self.is_handed_out = True
-        for version_alias, _ in self.guards:
-            if version_alias is handle.version_alias:
-                return
-        self.guards = (*self.guards, (handle.version_alias, handle.version))
+        self.guard(handle.version_alias, handle.version)
 
     def forget_call(self, gone: object) -> None:
         """Let go of the call, and of all that is kept for it, if neither autograd nor a call will want the value.

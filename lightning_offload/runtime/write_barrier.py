@@ -38,7 +38,7 @@ class WriteBarrier:
         lock: contextlib.AbstractContextManager[Any],
         observer: StepObserver | None,
         *,
-        is_recomputing: bool,
+        minds_others: bool,
     ) -> None:
         self.settled_bytes = 0
         self.has_settled = False
@@ -46,15 +46,15 @@ class WriteBarrier:
         self._materializer = residence
         self._lock = lock
         self._observer = observer
-        self._num_own = int(is_recomputing)
-        if is_recomputing:
-            _RECOMPUTING.add(self)
+        self._num_own = int(minds_others)
+        if minds_others:
+            _MINDING.add(self)
             _count(1)
             weakref.finalize(self, _count, -1).atexit = False
 
     def is_idle(self, facts: OpFacts, args: tuple[Any, ...]) -> bool:
         """Whether an op surely writes nothing that any step follows, told in little time."""
-        if not args or len(_RECOMPUTING) > self._num_own or _num_function_modes():
+        if not args or len(_MINDING) > self._num_own or _num_function_modes():
             return False
         if facts.writes_first_alone:
             return self._is_apart(args[0])
@@ -72,7 +72,7 @@ class WriteBarrier:
 
     def before_anywhere(self, tensor: Tensor) -> bool:
         """Settle what needs the old contents of a tensor's storage in any step; whether this one made it."""
-        for other in list(_RECOMPUTING) if len(_RECOMPUTING) > self._num_own else ():
+        for other in list(_MINDING) if len(_MINDING) > self._num_own else ():
             if other is not self:
                 other.before(tensor)
         return self.before(tensor)
@@ -117,7 +117,7 @@ class WriteBarrier:
         self._materializer.settle(value)
 
 
-_RECOMPUTING: weakref.WeakSet[WriteBarrier] = weakref.WeakSet()  # each is notified of the others' writes
+_MINDING: weakref.WeakSet[WriteBarrier] = weakref.WeakSet()  # each is notified of the others' writes
 _counters: list[Callable[[int], object]] = []
 
 
@@ -126,9 +126,9 @@ def _count(change: int) -> None:
         tell(change)
 
 
-def count_recomputing(tell: Callable[[int], object]) -> None:
+def count_minding(tell: Callable[[int], object]) -> None:
     """Have the native core know how many there are: called with those that there are, and with each change."""
-    tell(len(_RECOMPUTING))
+    tell(len(_MINDING))
     _counters.append(tell)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -361,6 +362,66 @@ def test_write_of_another_step_is_settled_before() -> None:
             loss.backward()
             assert gradients((w,)) == [plain]
             x.copy_(before)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_given_memory_is_watched_through_every_counter_that_it_is_read_by(seed: int) -> None:
+    """Written after the scope through whatever it was read by, or was taken from, it is noticed or changes nothing."""
+    (w,), x = _weights((4, 4)), torch.randn(4, 4)
+    draw = random.Random(seed)
+    ways = [draw.choice(("data", "itself", "view", "detach")) for _ in range(3)]
+
+    def step() -> tuple[Tensor, list[Tensor]]:
+        read, out = [x], w * 0.0
+        for way in ways:
+            alias = {"data": x.data, "itself": x, "view": x.view(4, 4), "detach": x.detach()}[way]
+            read.append(alias)
+            out = out + alias.mul(3.0) * w
+        return out.sum(), read
+
+    program = compiled(lambda: step()[0], "recompute")
+    for n in range(len(ways) + 1):
+        for engine in ("native", "python"):
+            w.grad = None
+            before = x.clone()
+            loss, read = step()
+            loss.backward()
+            plain = gradients((w,))
+            with under(program, engine, inline_lanes()):
+                loss, read = step()
+            read[n].add_(5.0)
+            with contextlib.suppress(StaleInputError):
+                loss.backward()
+                assert gradients((w,)) == plain
+            x.data.copy_(before)
+
+
+@pytest.mark.parametrize("outer", ["native", "python"])
+@pytest.mark.parametrize("inner", ["native", "python"])
+@pytest.mark.parametrize("action", ["swap", "recompute"])
+def test_memory_exposed_in_one_step_and_written_in_another_is_as_in_plain_autograd(
+    outer: str, inner: str, action: Action
+) -> None:
+    """What has left the device by a step that sees its ops follows what another one, within it, writes unseen by it."""
+    (w,) = _weights((4, 4))
+    within = compiled(lambda: (w * 2).sin().sum(), "swap")
+
+    def step(scope: Callable[[], contextlib.AbstractContextManager[object]], *, is_written: bool = True) -> Tensor:
+        h = w.detach() * 1.0
+        exposed, first = h.data, h * w
+        with scope():
+            if is_written:
+                exposed.mul_(3.0)
+        return (h * w).sum() + first.sum()
+
+    program = compiled(lambda: step(contextlib.nullcontext, is_written=False), action)
+    w.grad = None
+    plain = plainly(lambda: step(contextlib.nullcontext), (w,))
+    bits, executor, _ = ran(
+        lambda: step(lambda: under(within, inner, inline_lanes(), sees_ops=True)), (w,), program, outer, sees_ops=True
+    )
+    assert bits == plain
+    assert executor.deviation == ""
 
 
 def test_memory_behind_another_counter_is_not_relied_on_after_the_scope() -> None:

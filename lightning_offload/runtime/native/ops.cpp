@@ -120,7 +120,7 @@ int64_t precision_of(Context& context, at::Float32Backend backend, at::Float32Op
 
 }  // namespace
 
-std::atomic<int> num_recomputing{0};
+std::atomic<int> num_minding{0};
 
 int backward_id() {
   return torch::autograd::get_current_graph_task_id();
@@ -409,6 +409,40 @@ CallPtr Step::record(const c10::OperatorHandle& op, const OpFacts& facts, const 
   return call;
 }
 
+// Be able to notice a write through a tensor's version counter to what was there before the step. A storage may have
+// several: that of `x.data` is its own, and counts no write to `x`.
+static void guard_given(Value& value, const at::Tensor& tensor) {
+  if (tensor.is_inference()) {
+    return;
+  }
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  const auto is_its = [&](const Guard& guard) { return are_one(guard.counter, counter); };
+  if (std::none_of(value.guards.begin(), value.guards.end(), is_its)) {
+    value.guards.push_back({counter, counter.current_version()});
+  }
+}
+
+void Step::know(const at::Tensor& tensor) {
+  if (!is_plain(tensor) || tensor.device() != device) {
+    return;
+  }
+  const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
+  auto value = table.find(storage.get());
+  if (!value) {
+    value = given(storage);
+  }
+  if (value->is_given) {
+    guard_given(*value, tensor);
+  }
+}
+
+ValuePtr Step::given(const StoragePtr& storage) {
+  auto value = c10::make_intrusive<Value>(-1, static_cast<int64_t>(storage->nbytes()));
+  value->is_given = true;
+  table.follow(value, storage);
+  return value;
+}
+
 // Have a call refer to what a tensor holds now; one from before the step is taken as it is, and owned.
 bool Step::refer(Call& call, int argument, int item, const at::Tensor& tensor) {
   if (!is_plain(tensor) || (tensor.device() != device && tensor.numel() > 1)) {
@@ -417,13 +451,13 @@ bool Step::refer(Call& call, int argument, int item, const at::Tensor& tensor) {
   const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
   auto value = table.find(storage.get());
   if (!value) {
-    value = c10::make_intrusive<Value>(-1, static_cast<int64_t>(storage->nbytes()));
-    value->is_given = true;
-    if (!tensor.is_inference()) {
-      value->guards.push_back({tensor.unsafeGetTensorImpl()->version_counter(), static_cast<uint32_t>(tensor._version())});
+    value = given(storage);
+  }
+  if (value->is_given) {
+    guard_given(*value, tensor);
+    if (!value->storage) {
+      table.own(value, storage);  // a copy of statistics belongs to nobody else
     }
-    table.follow(value, storage);
-    table.own(value, storage);
   }
   if (std::find(call.inputs.begin(), call.inputs.end(), value) == call.inputs.end()) {
     call.inputs.push_back(value);
@@ -519,7 +553,7 @@ bool Step::before_write(const at::Tensor& tensor, bool may_ask_others) {
   if (!is_plain(tensor)) {
     return false;
   }
-  if (may_ask_others && num_recomputing.load(std::memory_order_relaxed) > static_cast<int>(program->is_recomputing)) {
+  if (may_ask_others && num_minding.load(std::memory_order_relaxed) > static_cast<int>(program->minds_writes)) {
     return python.before_write(tensor);
   }
   const auto* storage = tensor.storage().unsafeGetStorageImpl();

@@ -469,6 +469,7 @@ PyObject* program_new(PyTypeObject* type, PyObject*, PyObject* columns) {
   program->is_bound = PyObject_IsTrue(column("is_bound"));
   program->is_recomputing = PyObject_IsTrue(column("is_recomputing"));
   program->sees_ops = PyObject_IsTrue(column("sees_ops"));
+  program->minds_writes = PyObject_IsTrue(column("minds_writes"));
   auto* object = reinterpret_cast<PyProgram*>(checked(type->tp_alloc(type, 0)));
   new (&object->program) std::shared_ptr<const Program>(std::move(program));
   return reinterpret_cast<PyObject*>(object);
@@ -670,6 +671,7 @@ METHOD(step_track, {
   }
   Py_RETURN_NONE;
 })
+METHOD(step_know, step_of(self).know(THPVariable_Unpack(given)); Py_RETURN_NONE)
 METHOD(step_take_kept, {
   PyRef found = PyRef::stolen(checked(PyList_New(0)));
   for (const auto& weak : std::exchange(step_of(self).kept, {})) {
@@ -720,6 +722,7 @@ PyMethodDef step_methods[] = {
     {"close", step_close_table, METH_NOARGS, nullptr},
     {"replay", step_replay, METH_O, nullptr},
     {"track", step_track, METH_O, nullptr},
+    {"know", step_know, METH_O, nullptr},
     {"take_kept", step_take_kept, METH_NOARGS, nullptr},
     {"is_through", step_is_through, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
@@ -1004,9 +1007,9 @@ PyObject* core_install(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* core_count_recomputing(PyObject*, PyObject* given) {
+PyObject* core_count_minding(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  num_recomputing += static_cast<int>(PyLong_AsLong(given));
+  num_minding += static_cast<int>(PyLong_AsLong(given));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -1049,7 +1052,7 @@ PyMethodDef functions[] = {
     {"show", core_show, METH_NOARGS, "See them again."},
     {"abi", core_abi, METH_NOARGS, "The version of the interface between this library and the package."},
     {"install", core_install, METH_VARARGS, "Begin to see ops; why that cannot be, or an empty string."},
-    {"count_recomputing", core_count_recomputing, METH_O, "Count barriers of steps that may replay."},
+    {"count_minding", core_count_minding, METH_O, "Count barriers of steps that mind writes of other steps."},
     {"settings", core_settings, METH_O, "The settings of torch that kernels read, as numbers."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -63,6 +63,7 @@ struct Program {
   std::vector<uint8_t> busy_unpacks;
   std::vector<uint8_t> actions;  // by storage
   bool is_bound = false, is_recomputing = false, sees_ops = false;
+  bool minds_writes = false;  // that are made in other steps
   enum PackFlag : uint8_t { MADE = 1, RELEASES = 2 };
 };
 
@@ -140,6 +141,8 @@ class Step {
 
   // ---- for Python
   StoragePtr replay(const ValuePtr& value);
+  // Be able to notice a write through a tensor's own version counter: its memory gets behind another one.
+  void know(const at::Tensor& tensor);
   // Follow the value that a tensor holds, of which no plan knows.
   void track(const at::Tensor& tensor);
   // Whether nothing is left to do for the first ops of the program.
@@ -161,6 +164,7 @@ class Step {
 
  private:
   CallPtr record(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack, size_t first);
+  ValuePtr given(const StoragePtr& storage);
   bool refer(Call& call, int argument, int item, const at::Tensor& tensor);
   bool may_replay(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments) const;
   PyObject* environment_now(bool for_product);
@@ -184,8 +188,8 @@ class Step {
   int last_backward_ = -1;
 };
 
-// How many barriers of steps that may replay there are besides this process's native ones; kept by write_barrier.py.
-extern std::atomic<int> num_recomputing;
+// How many barriers of steps there are that mind writes of other steps; kept by write_barrier.py.
+extern std::atomic<int> num_minding;
 
 // One tensor for each storage on `device` that a call made a value on, the fresh ones first; how many those are.
 size_t made_by(
