@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_offload.runtime.environment import Environment, environment_on
 from lightning_offload.runtime.replay import Unrecordable, record_call
-from lightning_offload.runtime.values import Call, LiveValue, Ref, ValueTable, version_alias_of
+from lightning_offload.runtime.values import Call, LiveValue, Ref, ValueTable, share_counter, version_alias_of
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.op_facts import OpFacts, effects, is_at_hand, is_plain, sole_effect
 
@@ -205,7 +205,7 @@ class ValueTracker:
         if value.is_given:
             owner = _without_graph(tensor) if owner is None else owner
             if owner is not None and not tensor.is_inference():
-                value.guard(owner, tensor._version)
+                _guard(value, owner, tensor._version)
             if value.storage is None:  # a copy of statistics belongs to nobody else
                 self._table.own(value, storage)
         inputs[value] = None
@@ -223,7 +223,7 @@ class ValueTracker:
             if value is None:
                 value = self._given(storage)
             if value.is_given:
-                value.guard(version_alias_of(tensor), tensor._version)
+                _guard(value, version_alias_of(tensor), tensor._version)
 
     def _given(self, storage: torch.UntypedStorage) -> LiveValue:
         value = LiveValue(-1, storage.nbytes())
@@ -237,6 +237,15 @@ class ValueTracker:
         if tensor.__class__ is not Tensor:  # a fake one may have symbols for strides, which have no hash
             return geometry
         return self._geometries.setdefault(geometry, geometry)
+
+
+def _guard(value: LiveValue, owner: Tensor, version: int) -> None:
+    """Have a value watched through one more tensor, unless that has the counter that it was last watched through."""
+    if value.guards:
+        last, then = value.guards[-1]
+        if last is owner or (then == version and share_counter(last, owner)):
+            return
+    value.guard(owner, version)
 
 
 def _without_graph(tensor: Tensor) -> Tensor | None:
