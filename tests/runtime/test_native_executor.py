@@ -6,228 +6,28 @@ import contextlib
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_offload.errors import ReplayError, StaleInputError
-from lightning_offload.graph.memory_plan import Action
-from lightning_offload.runtime import environment, native
-from lightning_offload.runtime.executor import StepExecutor
+from lightning_offload.graph.memory_plan import Action, Decision
+from lightning_offload.runtime import environment
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool
-from lightning_offload.runtime.lanes import Block, Copy, CopyLanes
 from lightning_offload.runtime.native_executor import NativeExecutor, core_for
-from lightning_offload.runtime.program import Program
-from lightning_offload.runtime.sight import core_on
+from lightning_offload.runtime.program import compile_plan
 from lightning_offload.runtime.tiers import Tiers
-from tests.runtime.executing import CPU, Step, compiled, gradients
+from tests.capture.recording import record
+from tests.runtime.engines import CASES, plainly, ran, shown, under, weights
+from tests.runtime.executing import CPU, Step, compiled, gradients, plan_of, saved_storages
 from tests.runtime.inline import inline_lanes
 
-
-@pytest.fixture(autouse=True)
-def core(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The core; without a compiler there is nothing to test."""
-    monkeypatch.delenv("LIGHTNING_OFFLOAD_ENGINE", raising=False)
-    found = core_on(CPU)
-    if found is None:
-        pytest.skip(native.why_python())
-    return found
-
-
-class Log(CopyLanes):
-    """Lanes that note what they copy."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []
-        self._lanes = inline_lanes()
-
-    def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
-        self.events.append(("out", storage.nbytes()))
-        return self._lanes.swap_out(storage, block)
-
-    def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
-        self.events.append(("in", storage.nbytes()))
-        return self._lanes.swap_in(block, storage)
-
-
-Ran = tuple[list[bytes], StepExecutor, list[tuple[str, int]]]
-
-
-@contextlib.contextmanager
-def under(program: Program, engine: str, lanes: CopyLanes, *, sees_ops: bool | None = None) -> Iterator[StepExecutor]:
-    """Run what is inside as a step in one of the engines."""
-    tiers = Tiers(lanes, HostPool())
-    is_seen = program.needs_ops if sees_ops is None else sees_ops
-    executor: StepExecutor
-    if engine == "native":
-        found = core_for(program, CPU)
-        assert found is not None
-        executor = NativeExecutor(found, device=CPU, tiers=tiers, program=program, sees_ops=is_seen)
-    else:
-        executor = StepExecutor(
-            device=CPU, tiers=tiers, program=program, observer=None, verifier=None, sees_ops=is_seen
-        )  # fmt: skip
-    with executing(executor):
-        yield executor
-
-
-def ran(step: Step, leaves: tuple[Tensor, ...], program: Program, engine: str, **how: Any) -> Ran:
-    """Gradients and the generator's state after a step in an engine; its executor, and what was copied."""
-    lanes = Log()
-    torch.manual_seed(3)
-    with under(program, engine, lanes, **how) as executor:
-        step().backward()
-    return [*gradients(leaves), bytes(torch.get_rng_state().numpy().tobytes())], executor, lanes.events
-
-
-def plainly(step: Step, leaves: tuple[Tensor, ...]) -> list[bytes]:
-    """The same of a plain step."""
-    torch.manual_seed(3)
-    step().backward()
-    return [*gradients(leaves), bytes(torch.get_rng_state().numpy().tobytes())]
-
-
-def shown(executor: StepExecutor) -> tuple[object, ...]:
-    """What is told of a step."""
-    return (
-        executor.deviation, executor.num_packs, executor.num_unpacks, executor.swapped_bytes, executor.stayed_bytes,
-        executor.took_data, executor.unforeseen_bytes, executor.has_settled, executor.is_spent,
-    )  # fmt: skip
-
-
-def _weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    torch.manual_seed(0)
-    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)
-
-
-def _chain(activation: Callable[[Tensor], Tensor]) -> Callable[[], tuple[Step, tuple[Tensor, ...]]]:
-    def make() -> tuple[Step, tuple[Tensor, ...]]:
-        (w,), x = _weights((8, 8)), torch.randn(4, 8)
-
-        def step() -> Tensor:
-            h = x
-            for _ in range(4):
-                h = activation(h @ w)
-            return h.square().sum()
-
-        return step, (w,)
-
-    return make
-
-
-def _module(
-    build: Callable[[], nn.Module], *shape: int, ints: bool = False
-) -> Callable[[], tuple[Step, tuple[Tensor, ...]]]:
-    def make() -> tuple[Step, tuple[Tensor, ...]]:
-        torch.manual_seed(0)
-        module = build()
-        x = torch.randint(0, 7, shape) if ints else torch.randn(shape)
-        before = {name: tensor.clone() for name, tensor in module.named_buffers()}
-
-        def step() -> Tensor:
-            for name, tensor in module.named_buffers():
-                tensor.data.copy_(before[name])
-            out = module(x)
-            return (out[0] if isinstance(out, tuple) else out).float().square().mean()
-
-        return step, tuple(module.parameters())
-
-    return make
-
-
-def _lists() -> tuple[Step, tuple[Tensor, ...]]:
-    (w, v), rows = _weights((6, 5), (6, 5)), torch.tensor([0, 2, 2, 5])
-
-    def step() -> Tensor:
-        a, b = (w * v).tanh(), (w + v).sigmoid()
-        joined = torch.cat([a, b, a.exp()], dim=1)
-        picked = joined[rows, :].tanh()
-        first, second = torch.stack([picked, picked.sin()]).unbind(0)
-        return (first * second).relu().sum()
-
-    return step, (w, v)
-
-
-def _complex() -> tuple[Step, tuple[Tensor, ...]]:
-    (w,) = _weights((5, 5), dtype=torch.complex64)
-
-    def step() -> Tensor:
-        h = (w.mH @ w).conj().sin() * w.imag.exp()
-        return torch.view_as_real(h @ w.conj()).square().sum()
-
-    return step, (w,)
-
-
-def _autocast() -> tuple[Step, tuple[Tensor, ...]]:
-    (w,), x = _weights((8, 8)), torch.randn(4, 8)
-
-    def step() -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = torch.tanh(x @ w) @ w
-        return torch.nn.functional.layer_norm(h.float(), (8,)).exp().sum()
-
-    return step, (w,)
-
-
-def _writes() -> tuple[Step, tuple[Tensor, ...]]:
-    (w,), x = _weights((8, 8)), torch.randn(4, 8)
-
-    def step() -> Tensor:
-        state = x.clone()
-        kept = []
-        for i in range(4):
-            h = (state.clone() @ w).sin_()
-            kept.append(h.mul(2.0).add_(float(i)))
-            state.copy_(h.detach())
-        torch._foreach_mul_([k.detach() for k in kept[:1]], 1.0)
-        return torch.stack([k.exp() for k in kept]).sum()
-
-    return step, (w,)
-
-
-def _cross_entropy() -> tuple[Step, tuple[Tensor, ...]]:
-    (w,), x, target = _weights((8, 5)), torch.randn(6, 8), torch.tensor([0, 1, -100, 3, 4, -100])
-    weight = torch.rand(5)
-
-    def step() -> Tensor:
-        return torch.nn.functional.cross_entropy((x @ w).tanh(), target, weight=weight, label_smoothing=0.1)
-
-    return step, (w,)
-
-
-def _formulas() -> tuple[Step, tuple[Tensor, ...]]:
-    (w, v), x = _weights((6, 6), (1,)), torch.randn(6, 6)
-
-    def step() -> Tensor:
-        h = (x @ w).sin()
-        filled = h.masked_fill(x > 0, v.sum()).exp()
-        return h.exp().prod(dim=1).sum() + filled.max() + (h * h).cumprod(0).sum() + torch.linalg.det(h)
-
-    return step, (w, v)
-
-
-CASES: dict[str, Callable[[], tuple[Step, tuple[Tensor, ...]]]] = {
-    "tanh": _chain(torch.tanh),
-    "dropout": _chain(lambda h: torch.dropout(h, 0.3, True)),
-    "relu in place": _chain(lambda h: torch.relu_(h + 1)),
-    "normal": _chain(lambda h: h * torch.randn(8) + torch.normal(0.0, 1.0, (8,))),
-    "batch norm": _module(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True)), 2, 3, 8, 8),
-    "batch norm, eval": _module(lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh()).eval(), 6, 5),
-    "lstm cells": _module(lambda: nn.LSTM(4, 5, 2), 7, 2, 4),
-    "transformer": _module(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, 5, 8),
-    "embedding": _module(lambda: nn.Sequential(nn.Embedding(7, 4), nn.GELU(), nn.Linear(4, 3)), 2, 6, ints=True),
-    "lists": _lists,
-    "complex": _complex,
-    "autocast": _autocast,
-    "writes": _writes,
-    "cross entropy": _cross_entropy,  # which a mode would change in forward
-    "formulas": _formulas,  # which one would change in backward
-}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("core")
 
 
 @pytest.mark.parametrize("action", ["keep", "swap", "recompute"])
@@ -267,7 +67,7 @@ def test_mixed_plans_with_ops_seen_or_not(sees_ops: bool) -> None:
 @pytest.mark.parametrize("other", ["longer", "larger", "other ops"])
 def test_step_of_another_structure_leaves_the_plan_alike(other: str, action: Action) -> None:
     """Both engines say the same of where it did, offload the rest, and give the plain bits."""
-    (w,), x = _weights((8, 8)), torch.randn(4, 8)
+    (w,), x = weights((8, 8)), torch.randn(4, 8)
 
     def step(length: int = 4, rows: int = 4, activation: Callable[[Tensor], Tensor] = torch.tanh) -> Tensor:
         h = x[:1].expand(rows, 8) + x[:1]
@@ -293,7 +93,7 @@ def test_step_of_another_structure_leaves_the_plan_alike(other: str, action: Act
 
 def test_saved_tensor_that_was_modified_raises_as_plainly() -> None:
     """The message is that of plain autograd, but for the hint."""
-    (w,) = _weights((4,))
+    (w,) = weights((4,))
 
     def step(write: bool = False) -> Tensor:
         h = w * 2.0
@@ -316,7 +116,7 @@ def test_saved_tensor_that_was_modified_raises_as_plainly() -> None:
 
 def test_input_written_past_its_counter_is_not_replayed_from() -> None:
     """A replay that would read what was written since raises; never does it give other bits."""
-    (w,), x = _weights((4, 4)), torch.randn(4, 4)
+    (w,), x = weights((4, 4)), torch.randn(4, 4)
     program = compiled(lambda: (x.mul(2.0) @ w).sin().sum(), "recompute")
     for engine in ("native", "python"):
         with under(program, engine, inline_lanes()):
@@ -329,7 +129,7 @@ def test_input_written_past_its_counter_is_not_replayed_from() -> None:
 
 def test_write_that_replays_need_is_settled_before() -> None:
     """What is written in the step itself is read as it was, in both engines, and both say so."""
-    (w,), x = _weights((4, 4)), torch.randn(4, 4)
+    (w,), x = weights((4, 4)), torch.randn(4, 4)
 
     def step(write: bool = False) -> Tensor:
         state = x.clone()
@@ -348,7 +148,7 @@ def test_write_that_replays_need_is_settled_before() -> None:
 
 def test_write_of_another_step_is_settled_before() -> None:
     """A step whose replays are pending hears of writes that another step makes, in whatever engine that runs."""
-    (w,), x = _weights((4, 4)), torch.randn(4, 4)
+    (w,), x = weights((4, 4)), torch.randn(4, 4)
     program = compiled(lambda: (x.mul(2.0) @ w).sin().sum(), "recompute")
     for first in ("native", "python"):
         for second in ("native", "python"):
@@ -367,7 +167,7 @@ def test_write_of_another_step_is_settled_before() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_given_memory_is_watched_through_every_counter_that_it_is_read_by(seed: int) -> None:
     """Written after the scope through whatever it was read by, or was taken from, it is noticed or changes nothing."""
-    (w,), x = _weights((4, 4)), torch.randn(4, 4)
+    (w,), x = weights((4, 4)), torch.randn(4, 4)
     draw = random.Random(seed)
     ways = [draw.choice(("data", "itself", "view", "detach")) for _ in range(3)]
 
@@ -403,7 +203,7 @@ def test_memory_exposed_in_one_step_and_written_in_another_is_as_in_plain_autogr
     outer: str, inner: str, action: Action
 ) -> None:
     """What has left the device by a step that sees its ops follows what another one, within it, writes unseen by it."""
-    (w,) = _weights((4, 4))
+    (w,) = weights((4, 4))
     within = compiled(lambda: (w * 2).sin().sum(), "swap")
 
     def step(scope: Callable[[], contextlib.AbstractContextManager[object]], *, is_written: bool = True) -> Tensor:
@@ -426,7 +226,7 @@ def test_memory_exposed_in_one_step_and_written_in_another_is_as_in_plain_autogr
 
 def test_memory_behind_another_counter_is_not_relied_on_after_the_scope() -> None:
     """A result that is gone leaves a counter that counts for nobody: a write through another one changes nothing."""
-    (w,) = _weights((6,))
+    (w,) = weights((6,))
 
     def step() -> tuple[Tensor, Tensor]:
         h = w.detach() * 1.0
@@ -456,7 +256,7 @@ def test_memory_behind_another_counter_is_not_relied_on_after_the_scope() -> Non
 
 def test_replayed_values_go_with_the_backward_that_read_them() -> None:
     """Also where there are several in one step: nothing that was made again stays on the device."""
-    (w,), x = _weights((64, 64)), torch.randn(64, 64)
+    (w,), x = weights((64, 64)), torch.randn(64, 64)
 
     def step() -> Tensor:
         h = x
@@ -479,7 +279,7 @@ def test_replayed_values_go_with_the_backward_that_read_them() -> None:
 
 def test_ops_that_hold_the_gil_wait_without_it() -> None:
     """Indexing holds the GIL while it is dispatched, and an unpack in another thread may wait for that."""
-    (w,), x = _weights((32, 32)), torch.randn(32, 32)
+    (w,), x = weights((32, 32)), torch.randn(32, 32)
 
     def step() -> Tensor:
         return (x @ w).sin().exp().sum()
@@ -511,7 +311,7 @@ def test_op_that_is_registered_anew_is_another_one() -> None:
         library = torch.library.Library("offload_again_test", "DEF")
         library.define(schema)
         library.impl("again", lambda *tensors: tensors[-1].clone(), "CompositeExplicitAutograd")
-        (w,) = _weights((4,))
+        (w,) = weights((4,))
 
         def step(w: Tensor = w, call: int = call) -> Tensor:
             parts = [w.detach() * 2.0, w.detach() * 3.0][:call]
@@ -535,7 +335,7 @@ class _Fails(torch.autograd.Function):
 
 def test_nothing_is_left_behind_by_exceptions() -> None:
     """Neither by one in an op nor by one in backward: ops are out of sight again, and the step is over."""
-    (w,) = _weights((4, 4))
+    (w,) = weights((4, 4))
     program = compiled(lambda: (w @ w).sin().sum(), "recompute")
     with pytest.raises(RuntimeError), under(program, "native", inline_lanes()) as executor:
         (w @ torch.ones(3)).sum()
@@ -550,7 +350,7 @@ def test_nothing_is_left_behind_by_exceptions() -> None:
 
 def test_chain_as_deep_as_ten_thousand_calls_is_let_go_of() -> None:
     """Each call owns what makes its inputs: that is no recursion, on however small a stack."""
-    (w,) = _weights((2,))
+    (w,) = weights((2,))
 
     def step() -> Tensor:
         h = w
@@ -574,7 +374,7 @@ def test_chain_as_deep_as_ten_thousand_calls_is_let_go_of() -> None:
 
 def test_replay_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel raises in a replay is told with the op's name."""
-    (w,), library = _weights((4, 4)), torch.library.Library("offload_native_test", "DEF")
+    (w,), library = weights((4, 4)), torch.library.Library("offload_native_test", "DEF")
     library.define("once(Tensor x) -> Tensor")
     calls: list[int] = []
 
@@ -598,6 +398,43 @@ def test_replay_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.extend([1] * 3)
     with pytest.raises(ReplayError, match=r"once.*could not be run again: .*no more"):
         loss.backward()
+    library._destroy()
+
+
+@pytest.mark.parametrize("memo", [True, False])
+def test_calls_run_as_often_in_both_engines(memo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value made on the way to another one stays where the plan says so, and is made anew where it does not."""
+    from lightning_offload.tensors import op_facts
+
+    monkeypatch.setattr(op_facts, "_NAMESPACES", frozenset({"aten", "prims", "offload_count_test"}))
+    (w,), library = weights((4, 4)), torch.library.Library("offload_count_test", "DEF")
+    library.define("counted(Tensor x) -> Tensor")
+    calls: list[int] = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x * 2.0
+
+    library.impl("counted", counted, "CompositeExplicitAutograd")
+
+    def step() -> Tensor:
+        h, out = w.detach().mul(2.0), torch.zeros(())
+        for _ in range(4):
+            h = torch.ops.offload_count_test.counted(h)
+            out = out + (h * w).sum()
+        return out
+
+    graph = record(lambda: step().backward())
+    decisions = [Decision(storage=s, action="recompute", memo=memo) for s in saved_storages(graph)]
+    program = compile_plan(graph, plan_of(graph, *decisions))
+    w.grad = None
+    plain = plainly(step, (w,))
+    counts = []
+    for engine in ("native", "python"):
+        calls.clear()
+        assert ran(step, (w,), program, engine)[0] == plain
+        counts.append(len(calls))
+    assert counts == ([8, 8] if memo else [4 + 4 + 3 + 2 + 1] * 2)
     library._destroy()
 
 
@@ -636,23 +473,23 @@ def _other(value: Any) -> Any:
 
 def test_settings_of_a_call_are_those_of_its_replay() -> None:
     """A part of forward under other settings is replayed under them, and they are put back."""
-    (w,), x = _weights((8, 8)), torch.randn(8, 8)
+    (w, v), x = weights((8, 8), (8, 8)), torch.randn(8, 8)
     seen: list[bool] = []
 
     def step() -> Tensor:
-        h = x @ w
+        h = x @ w.detach()
         torch.set_flush_denormal(True)
         try:
             h = (h * 1e-42).mul(1.0)
         finally:
             torch.set_flush_denormal(False)
-        return (h * w).sum() + (x @ w).sin().sum()
+        return (h * v).sum() + (x @ w).sin().sum()  # the gradient of v is what was flushed
 
     program = compiled(step, "recompute")
-    w.grad = None
-    plain = plainly(step, (w,))
+    w.grad = v.grad = None
+    plain = plainly(step, (w, v))
     for engine in ("native", "python"):
-        bits, _, _ = ran(step, (w,), program, engine)
+        bits, _, _ = ran(step, (w, v), program, engine)
         assert bits == plain
         seen.append(environment._flushes_denormals())
     assert seen == [False, False]

@@ -198,15 +198,6 @@ int64_t Follower::resynchronise(int name_id) {
   return ++num_stray_ <= MOST_STRAY ? NOTHING : LEFT;
 }
 
-bool Step::is_through(int64_t num_ops) const {
-  for (int64_t place = follower.place(); place < num_ops; ++place) {
-    if (program->op_flags[place] & Program::BUSY) {
-      return false;
-    }
-  }
-  return true;
-}
-
 // ---- settings
 
 Settings Settings::now(bool is_cpu, bool of_products) {

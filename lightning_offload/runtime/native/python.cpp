@@ -683,7 +683,6 @@ METHOD(step_take_kept, {
   Py_INCREF(found.get());
   return found.get();
 })
-METHOD(step_is_through, return PyBool_FromLong(step_of(self).is_through(PyLong_AsLongLong(given))))
 GETTER(step_place, return PyLong_FromLongLong(step_of(self).follower.place()))
 GETTER(step_num_stray_ops, return PyLong_FromLongLong(step_of(self).follower.num_stray()))
 GETTER(step_num_packs, return PyLong_FromLongLong(step_of(self).num_packs))
@@ -724,7 +723,6 @@ PyMethodDef step_methods[] = {
     {"track", step_track, METH_O, nullptr},
     {"know", step_know, METH_O, nullptr},
     {"take_kept", step_take_kept, METH_NOARGS, nullptr},
-    {"is_through", step_is_through, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 // ---- Watch

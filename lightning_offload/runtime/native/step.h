@@ -145,8 +145,6 @@ class Step {
   void know(const at::Tensor& tensor);
   // Follow the value that a tensor holds, of which no plan knows.
   void track(const at::Tensor& tensor);
-  // Whether nothing is left to do for the first ops of the program.
-  bool is_through(int64_t num_ops) const;
   // Before a storage is written: what needs its old contents has them. Whether the step made it.
   bool before_write(const at::Tensor& tensor, bool may_ask_others);
 
