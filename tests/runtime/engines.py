@@ -281,6 +281,19 @@ def _overwritten() -> tuple[Step, tuple[Tensor, ...]]:
     return step, (w,)
 
 
+def _read_and_written() -> tuple[Step, tuple[Tensor, ...]]:
+    """One replay in which a value is written in place before another call reads it."""
+    (w,), x = weights((4, 4)), torch.randn(4, 4)
+
+    def step() -> Tensor:
+        h = x * 1.5
+        before = h.sin()
+        h.mul_(3.0)
+        return ((h.cos() + before) * w).sum()
+
+    return step, (w,)
+
+
 def _counters() -> tuple[Step, tuple[Tensor, ...]]:
     (w,) = weights((4, 6))
 
@@ -312,6 +325,7 @@ CASES: dict[str, Callable[[], tuple[Step, tuple[Tensor, ...]]]] = {
     "overwritten": _overwritten,
     "drawn": _drawn,
     "statistics of the step's own": _statistics,
+    "read and written": _read_and_written,
     "numbers": _numbers,
     "cross entropy": _cross_entropy,  # which a mode would change in forward
     "formulas": _formulas,  # which one would change in backward
