@@ -1,7 +1,7 @@
 """What must happen before a storage is written: its old contents may still be wanted.
 
 Every write that is seen comes here first, from ops under the dispatch mode and from optimizers, and goes to all
-steps whose calls may still be replayed, not only to the one it happens in.
+steps that mind it, whose calls may be replayed or whose copies left the device, not only to the one it happens in.
 """
 
 from __future__ import annotations

@@ -414,23 +414,22 @@ static void guard_given(Value& value, const at::Tensor& tensor) {
 }
 
 void Step::know(const at::Tensor& tensor) {
-  if (!is_plain(tensor) || tensor.device() != device) {
-    return;
+  if (is_plain(tensor) && tensor.device() == device) {
+    read_by(tensor, tensor.storage().getWeakStorageImpl().lock());
   }
-  const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
+}
+
+// The value that is read by a tensor, followed from now on: one that nobody follows was there before the step.
+ValuePtr Step::read_by(const at::Tensor& tensor, const StoragePtr& storage) {
   auto value = table.find(storage.get());
   if (!value) {
-    value = given(storage);
+    value = c10::make_intrusive<Value>(-1, static_cast<int64_t>(storage->nbytes()));
+    value->is_given = true;
+    table.follow(value, storage);
   }
   if (value->is_given) {
     guard_given(*value, tensor);
   }
-}
-
-ValuePtr Step::given(const StoragePtr& storage) {
-  auto value = c10::make_intrusive<Value>(-1, static_cast<int64_t>(storage->nbytes()));
-  value->is_given = true;
-  table.follow(value, storage);
   return value;
 }
 
@@ -440,15 +439,9 @@ bool Step::refer(Call& call, int argument, int item, const at::Tensor& tensor) {
     return false;  // what a loader may fill anew meanwhile, say
   }
   const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
-  auto value = table.find(storage.get());
-  if (!value) {
-    value = given(storage);
-  }
-  if (value->is_given) {
-    guard_given(*value, tensor);
-    if (!value->storage) {
-      table.own(value, storage);  // a copy of statistics belongs to nobody else
-    }
+  const auto value = read_by(tensor, storage);
+  if (value->is_given && !value->storage) {
+    table.own(value, storage);  // a copy of statistics belongs to nobody else
   }
   if (std::find(call.inputs.begin(), call.inputs.end(), value) == call.inputs.end()) {
     call.inputs.push_back(value);

@@ -162,7 +162,7 @@ class Step {
 
  private:
   CallPtr record(const c10::OperatorHandle& op, const OpFacts& facts, const Stack& stack, size_t first);
-  ValuePtr given(const StoragePtr& storage);
+  ValuePtr read_by(const at::Tensor& tensor, const StoragePtr& storage);
   bool refer(Call& call, int argument, int item, const at::Tensor& tensor);
   bool may_replay(const OpFacts& facts, c10::ArrayRef<c10::IValue> arguments) const;
   PyObject* environment_now(bool for_product);
