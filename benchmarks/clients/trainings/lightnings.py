@@ -1,0 +1,20 @@
+"""What the trainings by Lightning share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_offload import OffloadStrategy
+
+NUM_STEPS = 40
+
+
+def trainer_arguments(budget: str | None) -> dict[str, Any]:
+    """What a Trainer is told, whoever makes it."""
+    return {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        **({} if budget is None else {"strategy": OffloadStrategy(budget=budget)}),
+    }

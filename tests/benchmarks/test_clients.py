@@ -1,0 +1,189 @@
+"""The suite of other people's packages: what it watches and how it judges, on a training that needs none of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.__main__ import main
+from benchmarks.clients import judging
+from benchmarks.clients.listing import CLIENTS
+from benchmarks.clients.page import page, terminal_table
+from benchmarks.clients.watching import note_end, watching
+
+TRAININGS = Path(__file__).resolve().parents[2] / "benchmarks" / "clients" / "trainings"
+
+
+def seen(**changes: Any) -> dict[str, Any]:
+    return {
+        "losses": ["a", "b"], "weights": "w", "random_state": "r", "cpu_seconds": [9.0, 1.0, 3.0, 2.0],
+        "peak_bytes": [100, 200, 150], "allocated_bytes": 160, "phases": [], "warnings": [], **changes,
+    }  # fmt: skip
+
+
+def run(**changes: Any) -> dict[str, Any]:
+    return {"state": "done", "message": "", "seen": seen(**changes)}
+
+
+@pytest.fixture
+def found() -> dict[str, Any]:
+    """What a training brings that is well."""
+    planned = {"phases": ["recording", "planned", "planned"], "peak_bytes": [190, 150, 140]}
+    runs = {
+        "plain, counted": run(), "tight, counted": run(**planned), "ample, counted": run(**planned),
+        "plain, timed": run(), "tight, timed": run(**planned, cpu_seconds=[9.0, 2.0, 6.0, 4.0]),
+        "ample, timed": run(**planned), "plain, timed again": run(),
+    }  # fmt: skip
+    return {"versions": {}, "refused": {}, "share": 0.75, "budget_bytes": 150, "runs": runs}
+
+
+def test_figures(found: dict[str, Any]):
+    """Peaks are those of steps under a plan, ratios those of medians of the second half."""
+    assert judging.faults(found) == []
+    figures = judging.figures(found)
+    assert figures["plain_peak_bytes"] == 200
+    assert (figures["tight_first_peak_bytes"], figures["tight_peak_bytes"]) == (190, 150)
+    assert (figures["num_tight_planned"], figures["num_steps"]) == (2, 3)
+    assert figures["tight_ratio"] == 2.0
+    assert figures["ample_ratio"] == figures["plain_again_ratio"] == 1.0
+
+
+def lose_a_bit(found: dict[str, Any]) -> None:
+    found["runs"]["ample, timed"]["seen"]["losses"][1] = "c"
+
+
+def change_weights(found: dict[str, Any]) -> None:
+    found["runs"]["tight, counted"]["seen"]["weights"] = "v"
+
+
+def exceed(found: dict[str, Any]) -> None:
+    found["runs"]["tight, counted"]["seen"]["peak_bytes"][2] = 151
+
+
+def fail(found: dict[str, Any]) -> None:
+    found["runs"]["tight, timed"] |= {"state": "error", "message": "RuntimeError: no"}
+
+
+def see_nothing(found: dict[str, Any]) -> None:
+    for each in found["runs"].values():
+        each["seen"]["losses"] = []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lose_a_bit, "ample, timed: losses differ"),
+        (change_weights, "tight, counted: weights differ"),
+        (exceed, "151 bytes under a plan, above the budget of 150, untold"),
+        (fail, "tight, timed: RuntimeError: no"),
+        (see_nothing, "no step was seen"),
+    ],
+)
+def test_faults(found: dict[str, Any], spoil: Callable[[dict[str, Any]], None], told: str):
+    """Other bits, a peak above the budget, an error, and a watch that saw nothing fail the suite."""
+    spoil(found)
+    (fault,) = judging.faults(found)
+    assert told in fault
+
+
+def test_excess_that_is_told_is_none(found: dict[str, Any]):
+    """The plugin may say that no plan is within the budget any more."""
+    exceed(found)
+    found["runs"]["tight, counted"]["seen"]["warnings"] = ["no plan is within the budget any more"]
+    assert judging.faults(found) == []
+
+
+def test_refusal_is_no_fault(found: dict[str, Any]):
+    """Where no budget is feasible there are the plain and the ample runs."""
+    for label in ("tight, counted", "tight, timed"):
+        del found["runs"][label]
+    del found["budget_bytes"], found["share"]
+    assert judging.faults(found) == []
+    assert judging.is_refused(found)
+    assert "tight_ratio" not in judging.figures(found)
+
+
+def test_page_has_every_kind_of_row(found: dict[str, Any]):
+    """Kept, refused, failed and not installed; what was told stands below."""
+    refused = copy.deepcopy(found)
+    for label in ("tight, counted", "tight, timed"):
+        del refused["runs"][label]
+    del refused["budget_bytes"], refused["share"]
+    common = {"name": "n", "added": "with it:", "commit": "abc", "figures": {}, "faults": []}
+    records = [
+        {**common, "title": "good", "state": "kept", "figures": judging.figures(found), "versions": {"x": "1"}},
+        {
+            **common,
+            "title": "small",
+            "state": "refused",
+            "figures": judging.figures(refused),
+            "refused": {"0.75": "No"},
+        },
+        {**common, "title": "bad", "state": "failed", "faults": ["losses differ"]},
+        {**common, "title": "absent", "state": "missing", "message": "ImportError: x"},
+    ]
+    environment = {"processor": "p", "system": "s", "versions": {"torch": "2"}}
+    text = page({"config": {"clients": records}, "environment": environment})
+    for expected in (
+        "| good | 200 B | 150 B (0.75) | 150 B | 160 B | 2 of 3 | 2.00 | 1.00 | the same |",
+        "| small | 200 B | refused | - | - | 2 of 3 | - | 1.00 | the same |",
+        "| bad | - | - | - | - | - | - | - | **failed** |",
+        "| absent | - | - | - | - | - | - | - | not installed |",
+        "- small: 0.75 of plain's peak is refused: No",
+        "- bad: fails: losses differ",
+        "- absent: not installed: ImportError: x",
+        "| good | `with it:` |",
+        "were 0% apart in the middle, 0% at most.",
+        "Versions: torch 2, x 1. Commit: abc.",
+    ):
+        assert expected in text
+    assert terminal_table(records).renderables[0].row_count == 4
+
+
+def test_watch_sees_steps_from_outside():
+    """Losses, peaks and times of each step, whoever trains; nothing of it stays."""
+    before = torch.autograd.backward
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    with watching(counts=True) as watched:
+        for _ in range(3):
+            model(torch.ones(256, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    note_end(watched, model)
+    assert torch.autograd.backward is before
+    assert len(watched.losses) == len(watched.peak_bytes) == 3
+    assert len(set(watched.losses)) == 3
+    assert len(watched.cpu_seconds) == 2
+    assert min(watched.peak_bytes) > 3 * 256 * 64 * 4
+    assert watched.phases == watched.warnings == []
+    assert watched.weights
+    assert watched.random_state
+
+
+def test_rehearsal(capsys: pytest.CaptureFixture[str]):
+    """All runs of a loop in plain PyTorch, in processes of their own; nothing is stored."""
+    assert main(["clients", "--quick", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    found = {row["metric"]: row["value"] for row in rows}
+    assert {row["case"] for row in rows} == {"a loop in plain PyTorch"}
+    assert 0 < found["tight_peak_bytes"] <= found["budget_bytes"] < found["plain_peak_bytes"]
+    assert 0 < found["num_tight_planned"] < found["num_steps"] == 12
+
+
+def test_unknown_client_is_refused(capsys: pytest.CaptureFixture[str]):
+    """The error lists the clients."""
+    assert main(["clients", "--cases", "nobody"]) == 2
+    assert "unknown client 'nobody'; the clients are llama, t5, " in capsys.readouterr().err
+
+
+def test_clients_have_trainings():
+    """Each has its module."""
+    assert all((TRAININGS / f"{client.name}.py").exists() for client in CLIENTS)
