@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-unit test-budgets test-catalogue test-all test-emulated test-emulated-all check test-gpu bench bench-gpu rehearse-gpu native docs clean
+.PHONY: help demo test test-unit test-budgets test-catalogue test-all test-emulated test-emulated-all test-clients check test-gpu bench bench-gpu rehearse-gpu native docs clean
 
 VENV := .venv
 STAMP := $(VENV)/.stamp
@@ -58,6 +58,31 @@ test-emulated: $(ENVIRONMENT) ## run a share of the GPU tests on an emulated dev
 test-emulated-all: $(ENVIRONMENT) ## run all GPU tests on an emulated device, and all mutants of the stream path (hours)
 	$(PY) -m tests.emulated_cuda --all --jobs $(NUM_WORKERS)
 
+# Other people's packages have an environment of their own. One that cannot be installed is a row that says so.
+CLIENTS_VENV := .venv-clients
+CLIENTS_STAMP := $(CLIENTS_VENV)/.stamp
+CLIENTS_PY = $(PY)
+ifeq ($(origin PY),file)
+CLIENTS_ENVIRONMENT := $(CLIENTS_STAMP)
+CLIENTS_PY = $(CLIENTS_VENV)/bin/python
+endif
+PIP_FOR_CLIENTS := $(CLIENTS_VENV)/bin/python -m pip install --constraint benchmarks/clients/constraints.txt
+
+$(CLIENTS_STAMP): pyproject.toml benchmarks/clients/constraints.txt benchmarks/clients/requirements.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(PIP_FOR_CLIENTS) torch
+	$(PIP_FOR_CLIENTS) --editable '.[accelerate,numba,transformers]'
+	while read -r packages; do $(PIP_FOR_CLIENTS) $$packages || echo "not installed: $$packages"; done \
+		< benchmarks/clients/requirements.txt
+	@touch $@
+
+# Some of them: make test-clients CLIENTS="llama unet"
+CLIENTS ?=
+
+test-clients: $(CLIENTS_ENVIRONMENT) ## train by other people's packages within budgets, against plain (a quarter of an hour)
+	$(TEST_THREADS) $(CLIENTS_PY) -m benchmarks.clients $(CLIENTS)
+
 check: $(ENVIRONMENT) ## format, lint, types, import layers, spelling, doctests
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -95,4 +120,4 @@ docs: $(ENVIRONMENT) ## run the code in README.md and docs, check their spelling
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 clean: ## remove what the targets made, the environment included
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(CLIENTS_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

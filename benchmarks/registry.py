@@ -11,6 +11,7 @@ from benchmarks.results import Measurements, Options
 
 SUITES = {
     "calibration": "benchmarks.suites.calibration",
+    "clients": "benchmarks.suites.clients",
     "gpu": "benchmarks.suites.gpu",
     "host": "benchmarks.suites.host",
     "links": "benchmarks.suites.links",

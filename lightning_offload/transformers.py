@@ -18,11 +18,12 @@ import os
 import warnings
 from typing import Any
 
+from torch import nn
 from typing_extensions import override
 
 from lightning_offload.errors import PlanError, UnsupportedError, check_keywords
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins.module_steps import PLUGIN_KEYWORDS, ModuleMemoryPlugin, followable
+from lightning_offload.plugins.module_steps import PLUGIN_KEYWORDS, ModuleMemoryPlugin, trained_modules
 from lightning_offload.plugins.settings import Budget
 
 try:
@@ -39,16 +40,19 @@ class OffloadCallback(TrainerCallback, ExportableState):
 
     Args:
         budget: Peak bytes of tensors alive on the device in a step, cf. :class:`~lightning_offload.MemoryPlugin`.
-        keywords: Its further keywords.
+        module: The module whose training forwards are steps; by default the Trainer's model, or the modules that are
+            attributes of one that is a wrapper and no module itself (SetFit's ``model_body``).
+        keywords: Further keywords of :class:`~lightning_offload.MemoryPlugin`.
 
     Raises:
         OffloadError: A keyword is wrong; the message says which and what is allowed.
     """
 
-    def __init__(self, budget: Budget = None, **keywords: Any) -> None:
+    def __init__(self, budget: Budget = None, *, module: nn.Module | None = None, **keywords: Any) -> None:
         check_keywords(type(self).__name__, keywords, PLUGIN_KEYWORDS)
         self._arguments = {"budget": budget, **keywords}
-        self._memory = ModuleMemoryPlugin(**self._arguments)
+        self._module = module
+        self._memory = ModuleMemoryPlugin(**self._arguments, module=module)
         self._is_new = True
 
     @property
@@ -65,11 +69,11 @@ class OffloadCallback(TrainerCallback, ExportableState):
         """Attach, with the plans of the checkpoint that training resumes from."""
         self._memory.detach()  # what an earlier train() left that ended in an exception
         _check(args)
-        followable(model)
+        modules = trained_modules(self._module if self._module is not None else model)
         if self._is_new:
             self._load_plans((state.stateful_callbacks or {}).get(type(self).__name__))
         self._is_new = False
-        self._memory.follow(model, device=args.device)
+        self._memory.follow(*modules, device=args.device)
         if state.is_world_process_zero:
             self._memory.announce(type(self).__name__)
 

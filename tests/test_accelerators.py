@@ -144,6 +144,7 @@ NAMED = {
     "capture/placement.py": "a CPU has no index",
     "capture/recorder.py": "which ops are exact again is known for CPUs and for CUDA: tensors/op_facts.py",
     "capture/spec_cache.py": "a CPU's rates depend on its threads, others' on a driver",
+    "capture/workspace.py": "torch's profiler reports what a CPU's ops allocate",
     "cli/links.py": "a CPU is always there",
     "demo/state.py": "it checks on the library, and does not ask it",
     "demo/tracker.py": "it checks on the library, and does not ask it",

@@ -90,7 +90,7 @@ class _Probe(L.Callback):
     plain_peak_bytes: int | None = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.plain_peak_bytes = trainer.strategy.memory.report().plain_peak_bytes  # type: ignore[attr-defined]
+        self.plain_peak_bytes = trainer.strategy.memory.report(of_last=True).plain_peak_bytes  # type: ignore[attr-defined]
 
 
 def _trainer(strategy: Any, *, max_steps: int, max_epochs: int, callbacks: tuple[L.Callback, ...]) -> L.Trainer:

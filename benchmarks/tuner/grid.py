@@ -200,7 +200,7 @@ class _Meter(L.Callback):
         note = self._notes[self.size]
         if self._schedule[batch_idx][1] != "time":
             return
-        report = trainer.strategy.memory.report()  # type: ignore[attr-defined]
+        report = trainer.strategy.memory.report(of_last=True)  # type: ignore[attr-defined]
         note.rounds[-1].append(seconds)
         note.is_planned &= report.phase == "planned"
         note.recomputed_bytes, note.swapped_bytes = report.recomputed_bytes, report.swapped_bytes

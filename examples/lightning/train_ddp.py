@@ -1,8 +1,8 @@
 """Train the digits on several devices, each within its own memory budget.
 
 Usage:
-    python -m examples.lightning.train_ddp --devices 2 --budget 5MiB
-    torchrun --nproc-per-node=2 -m examples.lightning.train_ddp --devices 2 --budget 5MiB
+    python -m examples.lightning.train_ddp --devices 2 --budget 6MiB
+    torchrun --nproc-per-node=2 -m examples.lightning.train_ddp --devices 2 --budget 6MiB
 
 Each process plans its own steps. Under torchrun `strategy="offload"` means the same strategy.
 """
@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--budget", default="5MiB", help="peak memory of a training step on each device")
+    parser.add_argument("--budget", default="6MiB", help="peak memory of a training step on each device")
     parser.add_argument("--accumulate", type=int, default=1, help="batches between two updates")
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()

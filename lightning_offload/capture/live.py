@@ -2,9 +2,12 @@
 
 Two sources. A census lists the storages of all tensors that Python knows of, whoever made them. From there on
 storages are counted by live identity: those of the census until they die, those made in the step from birth to
-death, what the runtime itself allocates, and what an op reads that neither of these knows. On CUDA the allocator's
-own figures are used instead. Memory that torch did not allocate (numpy's, the runtime's own host buffers), and
-tensors that only C++ knows of, are in no census.
+death, what the runtime itself allocates, and what an op reads that neither of these knows; and while an op runs, what
+it allocates within (:mod:`~.workspace`), which is not measured of replays. One that the program gives another size (a
+sharded parameter, which is there for a while only) counts for what it has: the program's ``UntypedStorage.resize_`` is
+heard, and what other ways have resized shows at the next op that has to do with it. On CUDA the allocator's own figures
+are used instead. Memory that torch did not allocate (numpy's, the runtime's own host buffers), and tensors that only
+C++ knows of, are in no census.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
 from lightning_offload.capture.placement import indexed
+from lightning_offload.capture.workspace import Workspaces
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import Effects, OpFacts, effects, is_plain
 
@@ -40,23 +44,29 @@ def live_storages(device: torch.device) -> Census:
     them once Python has seen it: no tensor is asked for its own here, since another thread's backward may just be
     making it.
     """
-    device, found = indexed(device), {}
     with torch._C.DisableTorchFunction():  # nobody's subclass is to hear of it
-        for item in itertools.chain(_tracked_tensors(), _aside.tensors()):
-            # A wrapper that outlived its transform, or a subclass, may refuse to tell: it ends no training.
-            with contextlib.suppress(Exception):
-                if item.device == device and is_plain(item):
-                    storage = item.untyped_storage()
-                    if storage.resizable():  # else a view of memory that torch did not allocate
-                        found[storage._cdata] = storage
-    return found
+        storages = (tensor.untyped_storage() for tensor in live_tensors(device))
+        return {storage._cdata: storage for storage in storages}
 
 
-def _tracked_tensors() -> Iterator[Tensor]:
-    # Not isinstance: it asks an object's own __class__, which runs code of proxies.
-    for item in gc.get_objects():
-        if issubclass(type(item), Tensor) and not issubclass(type(item), FakeTensor):
+def live_tensors(device: torch.device) -> Iterator[Tensor]:
+    """The tensors on a device that Python knows of, on memory that torch allocated; cf. :func:`live_storages`."""
+    device = indexed(device)
+    for item in itertools.chain(_tracked_tensors(), _aside.tensors()):
+        is_there = False
+        # A wrapper that outlived its transform, or a subclass, may refuse to tell: it ends no training.
+        with contextlib.suppress(Exception), torch._C.DisableTorchFunction():
+            is_there = item.device == device and is_plain(item) and item.untyped_storage().resizable()
+        if is_there:
             yield item
+
+
+def _tracked_tensors() -> Iterable[Tensor]:
+    # Not isinstance: it asks an object's own __class__, which runs code of proxies. There are millions of objects and
+    # thousands of types, so each type is looked at once, and no bytecode runs for an object.
+    objects = gc.get_objects()
+    types = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor) and not issubclass(kind, FakeTensor)}
+    return itertools.compress(objects, map(types.__contains__, map(type, objects)))
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,18 +127,20 @@ class Counted(weakref.ref[torch.UntypedStorage]):
 
     Attributes:
         key: Its identity while it lives.
-        num_bytes: Its size.
-        is_older: Whether it was there before the step.
-        index: Its index in a recording; -1 where that has not met it.
+        num_bytes: Its size, as far as that was seen.
+        is_older: Whether it was there before the step, or made out of sight.
+        index: Its index in a recording, that of its present life; -1 where that has not met it.
+        stays: Whether what is saved on it stays on the device: it was resized, or made out of sight.
         row: Its row among the lifetimes that ``deaths`` belongs to.
         deaths: Where the tick at which it dies is entered; None for nowhere.
     """
 
-    __slots__ = ("deaths", "index", "is_older", "key", "num_bytes", "row")
+    __slots__ = ("deaths", "index", "is_older", "key", "num_bytes", "row", "stays")
     key: int
     num_bytes: int
     is_older: bool
     index: int
+    stays: bool
     row: int
     deaths: list[int] | None
 
@@ -140,8 +152,11 @@ class LiveBytes(StepObserver):
         device: The device whose storages count.
         there: The storages that are there when the step begins. Without them each counts from its first use on.
         by_op: Whether to tell the peak by op.
+        workspaces: Measures what ops allocate within; None for nobody.
+        known_workspaces: By op of the step, in order: what it allocates within, where nobody measures it.
 
     Attributes:
+        there_bytes: What was there when it began.
         peak_bytes: Peak of all storages that are known.
         forward_peak_bytes: The same, in forward alone.
         backward_peak_bytes: The same, in backward alone.
@@ -153,9 +168,17 @@ class LiveBytes(StepObserver):
     """
 
     def __init__(
-        self, device: torch.device, there: Iterable[torch.UntypedStorage] = (), *, by_op: bool = False
+        self,
+        device: torch.device,
+        there: Iterable[torch.UntypedStorage] = (),
+        *,
+        by_op: bool = False,
+        workspaces: Workspaces | None = None,
+        known_workspaces: Sequence[int] = (),
     ) -> None:
         self.made_bytes = 0
+        self._workspaces = workspaces
+        self._known_workspaces = iter(known_workspaces)
         self.by_op: list[int] | None = [] if by_op else None
         self._since_op_bytes = 0
         self._device = indexed(device)
@@ -168,8 +191,21 @@ class LiveBytes(StepObserver):
         for storage in there:
             counted = self._count(storage, is_older=True)
             self._untouched[counted.key] = (counted, counted.num_bytes)
+        self.there_bytes = self._live_bytes
         self.peak_bytes = self.forward_peak_bytes = self.lap_peak_bytes = self._live_bytes
         self.backward_peak_bytes = 0
+
+    def alive(self) -> list[torch.UntypedStorage]:
+        """What is known of and lives, as a scan would list it."""
+        self._forget_dead()
+        found = [counted() for counted in self._live.values()]
+        return [storage for storage in found if storage is not None and storage.resizable()]
+
+    def left_behind(self) -> list[torch.UntypedStorage]:
+        """What was made so far and still lives."""
+        self._forget_dead()
+        made = [counted() for counted in self._live.values() if not counted.is_older]
+        return [storage for storage in made if storage is not None]
 
     def begin_lap(self) -> None:
         """Measure the peak of what comes next, too."""
@@ -177,19 +213,34 @@ class LiveBytes(StepObserver):
         self.lap_peak_bytes = self._live_bytes
 
     @override
+    def before_op(self) -> None:
+        if self._workspaces is not None:
+            self._workspaces.before_op()
+
+    @override
+    def on_failed_op(self) -> None:
+        if self._workspaces is not None:
+            self._workspaces.op_failed()
+
+    @override
     def on_op(
         self, facts: OpFacts, args: Any, kwargs: Any, out: Any, seconds: float, did: Effects | None = None
     ) -> None:
+        workspaces = self._workspaces
+        workspace_bytes = workspaces.after_op() if workspaces is not None else next(self._known_workspaces, 0)
         read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
         device, live, untouched = self._device, self._live, self._untouched
         for tensor, storage in zip(read, read_from, strict=True):
             if storage is not None and tensor.device == device:
-                reference = live.get(storage._cdata)
-                if reference is None or storage._cdata in untouched or reference() is not storage:
+                key = storage._cdata
+                known = live.get(key)
+                if known is None or key in untouched or known() is not storage or known.num_bytes != storage.nbytes():
                     self._add(storage, is_older=True)
         for position, tensor in enumerate(made):
             if tensor.device == device:
                 self._add(made_on[position], is_older=position >= num_fresh)  # what is written was there before
+        if workspace_bytes:
+            self._rise(workspace_bytes)
         if self.by_op is not None:
             self._forget_dead()
             self.by_op.append(max(self._since_op_bytes, self._live_bytes))
@@ -205,17 +256,34 @@ class LiveBytes(StepObserver):
     def on_allocation(self, storage: torch.UntypedStorage) -> None:
         self._add(storage, is_older=False)
 
-    def _add(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
-        reference = self._live.get(storage._cdata)
-        if reference is not None and reference() is storage:
-            self._touch(storage)
-        else:
-            self._follow(storage, is_older=is_older)
+    @override
+    def on_resized(self, storage: torch.UntypedStorage, num_bytes_before: int) -> None:
+        found = self._find(storage)
+        if found is None:
+            if storage.device != self._device:
+                return
+            found = self._follow(storage, is_older=True)
+            self._take_size(found, num_bytes_before)
+        self._touch(found)
+        self._resized(found, storage.nbytes())
 
-    def _touch(self, storage: torch.UntypedStorage) -> None:
-        entry = self._untouched.pop(storage._cdata, None)
+    def _find(self, storage: torch.UntypedStorage) -> Counted | None:
+        found = self._live.get(storage._cdata)
+        return found if found is not None and found() is storage else None
+
+    def _add(self, storage: torch.UntypedStorage, *, is_older: bool) -> None:
+        found = self._find(storage)
+        if found is None:
+            self._follow(storage, is_older=is_older)
+            return
+        self._touch(found)
+        if found.num_bytes != storage.nbytes():
+            self._resized(found, storage.nbytes())
+
+    def _touch(self, counted: Counted) -> None:
+        entry = self._untouched.pop(counted.key, None)
         if entry is not None:
-            self.touched[storage._cdata] = entry
+            self.touched[counted.key] = entry
 
     def _follow(self, storage: torch.UntypedStorage, *, is_older: bool) -> Counted:
         """Count a storage from now on."""
@@ -223,7 +291,29 @@ class LiveBytes(StepObserver):
             self._untouched.pop(storage._cdata, None)  # died, and its identity is used again
         self._forget_dead()
         counted = self._count(storage, is_older=is_older)
-        now = self._live_bytes
+        self._rise(0)
+        return counted
+
+    def _resized(self, found: Counted, num_bytes: int) -> None:
+        """Count a storage for another size: what it has now is there before what it had goes, of which it is a copy."""
+        self._forget_dead()
+        before = found.num_bytes
+        self._take_size(found, before + num_bytes)
+        self._rise(0)
+        self._take_size(found, num_bytes)
+
+    def _take_size(self, counted: Counted, num_bytes: int) -> None:
+        growth = num_bytes - counted.num_bytes
+        counted.num_bytes = num_bytes
+        self._live_bytes += growth
+        if counted.is_older:
+            self._older_bytes += growth
+
+    def _rise(self, more_bytes: int) -> None:
+        """Note what is alive, with so much that an op had within."""
+        if more_bytes:
+            self._forget_dead()
+        now = self._live_bytes + more_bytes
         if now > self.peak_bytes:
             self.peak_bytes = now
         if now > self.lap_peak_bytes:
@@ -237,7 +327,6 @@ class LiveBytes(StepObserver):
                 self.forward_peak_bytes = now
         elif now > self.backward_peak_bytes:
             self.backward_peak_bytes = now
-        return counted
 
     def _forget_dead(self) -> None:
         """Take what has died since the last time out of the count."""
@@ -255,7 +344,7 @@ class LiveBytes(StepObserver):
     def _count(self, storage: torch.UntypedStorage, *, is_older: bool) -> Counted:
         counted = Counted(storage, self._dead.append)
         counted.key, counted.num_bytes, counted.is_older = storage._cdata, storage.nbytes(), is_older
-        counted.index, counted.deaths = -1, None
+        counted.index, counted.stays, counted.deaths = -1, False, None
         self._live[counted.key] = counted
         self._live_bytes += counted.num_bytes
         if is_older:

@@ -6,6 +6,16 @@ storage's death is seen through a weak reference to its Python object, which tor
 storage lives; the same references count the live bytes. Works the same under FakeTensorMode, with modelled in
 place of measured times and no workspaces.
 
+Note [lives of a storage]: one that the program resizes has several lives, each a storage of the graph: with a resize
+one ends and the next begins. Its memory is the program's to give and to take: what is saved on it is kept, and what was
+saved before a resize holds no memory of its own, so it stands in the graph on a storage without bytes. The last life
+ends where the storage dies, with whoever holds it, autograd included: nothing on it has left the device.
+
+Note [what no census knows]: what a census knew was there when the step began. What it does not know and an op reads was
+made out of sight (autograd without a mode, compiled code, C++). If it dies in the step, it was there from where it was
+first seen until then. If it lives on it counts from the beginning: it may be older and known to C++ alone, as DDP's
+buckets are, or lie on memory that torch did not allocate.
+
 On an accelerator an op's duration is the device's, read at the end; its workspace is read off an allocator that
 counts: Note [the peak is reset for each op].
 """
@@ -28,7 +38,7 @@ from lightning_offload.accelerators import DeviceKind, kind_of
 from lightning_offload.capture.live import Counted, LiveBytes
 from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
-from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
+from lightning_offload.capture.workspace import OpMemory, Workspaces, tries_algorithms, workspaces_on
 from lightning_offload.graph.step_graph import Op, Save, StepGraph, Storage, Value
 from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_leaf, is_plain
 from lightning_offload.tensors.saved_forms import SavedForm, form_of
@@ -72,7 +82,7 @@ class _Lifetimes:
 
     Attributes:
         num_bytes: By storage.
-        birth: By storage: the tick that made it; -1 if it was there before the step.
+        birth: By storage: the tick that made it; -1 if it was there before the step and is no life that a resize ended.
         death: By storage: the tick at which it died, or :data:`_ALIVE`. That of a storage from before the step does
             not show in the graph.
     """
@@ -103,6 +113,7 @@ class _Save:
     pack_tick: int
     module: str
     must_keep: bool
+    is_unsure: bool = False  # kept unless what it is of turns out to be older than the step
     unpack_ticks: list[int] = dataclasses.field(default_factory=list)
     release_tick: int | None = None
 
@@ -115,8 +126,9 @@ class Recorder(LiveBytes):
         module: The model; its parts are named after it.
         price: Models durations; by default they are measured.
         clock: Measures durations; by default the device's own.
-        memory: Measures workspaces; by default the device's allocator's, where there is one.
-        there: The storages that are there when the step begins, for the peaks that :class:`LiveBytes` counts.
+        memory: Measures workspaces; by default as there is a way on the device.
+        there: The storages that are there when the step begins, for the peaks that :class:`LiveBytes` counts; None
+            where nobody looked, so that whatever is read and was not made counts as older than the step.
         kind: The kind of device that the step is recorded for, where its tensors only stand for those of another; by
             default the device's own.
 
@@ -134,11 +146,15 @@ class Recorder(LiveBytes):
         price: Price | None = None,
         *,
         clock: OpClock | None = None,
-        memory: OpMemory | None = None,
-        there: Iterable[torch.UntypedStorage] = (),
+        memory: Workspaces | None = None,
+        there: Iterable[torch.UntypedStorage] | None = None,
         kind: DeviceKind | None = None,
     ) -> None:
-        super().__init__(device, there)
+        is_real = price is None
+        super().__init__(device, there or (), workspaces=memory or (workspaces_on(device) if is_real else None))
+        self._has_census = there is not None
+        self._unseen: set[int] = set()  # storages that no census knows
+        self._saves_on: dict[int, list[_Save]] = {}
         self._kind = kind or kind_of(self._device)
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self.num_unpacks = 0
@@ -146,9 +162,8 @@ class Recorder(LiveBytes):
         self.open_sizes: set[int] = set()
         self._is_on_cpu = self._kind.type == "cpu"
         self._price = price
-        is_real = price is None
         self._clock = clock or (clock_for(self._device) if is_real else HostClock())
-        self._memory = memory or (op_memory_for(self._device) if is_real else None)
+        self._memory = self._workspaces if isinstance(self._workspaces, OpMemory) else None
         self._modules = ModuleNames(module)
         self._ops: list[_Row] = []
         self._storages = _Lifetimes()
@@ -169,8 +184,7 @@ class Recorder(LiveBytes):
     def before_op(self) -> None:
         if self._closed:
             return
-        if self._memory is not None:
-            self._memory.before_op()
+        super().before_op()
         self._clock.before_op()
 
     @override
@@ -180,7 +194,7 @@ class Recorder(LiveBytes):
         if self._closed:
             return
         self._clock.after_op(seconds if self._price is None else self._price(facts, args, kwargs, out))
-        workspace_bytes = self._memory.after_op() if self._memory is not None else 0
+        workspace_bytes = self._workspaces.after_op() if self._workspaces is not None else 0
         if workspace_bytes and tries_algorithms(facts.name):
             workspace_bytes = 0
         read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
@@ -196,6 +210,9 @@ class Recorder(LiveBytes):
                 inputs.append(self._value_of(tensor, read_storage))
             elif is_replayable and not is_at_hand(tensor, device):
                 is_replayable = False
+        for tensor, written_storage in zip(made[num_fresh:], made_on[num_fresh:], strict=True):
+            if tensor.device == device:
+                self._value_of(tensor, written_storage)  # which may have another size now
         index, tick = len(self._ops), self._tick
         self._tick = tick + 1
         outputs: list[int] = []
@@ -209,6 +226,8 @@ class Recorder(LiveBytes):
                 outputs.append(self._new_value(storage, index))
             elif not is_at_hand(tensor, device):
                 is_only_here = False
+        if workspace_bytes and self._memory is None:
+            self._rise(workspace_bytes)
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             self._saw_backward_op = True
@@ -244,17 +263,18 @@ class Recorder(LiveBytes):
     def on_pack(self, index: int, tensor: Tensor, is_plain: bool) -> None:
         if self._closed:
             return
-        counts = is_plain and self._counts(tensor)
-        value = (
-            self._value_of(tensor, tensor.untyped_storage())
-            if counts
-            else self._new_value(self._new_storage(0, -1), -1)
-        )
-        # A parameter that lies on memory of the step's, as a sharded one may, is the program's: it stays.
-        must_keep = not counts or (
-            tensor.__class__ is Parameter and self._storages.birth[self._value_storage[value]] >= 0
-        )
-        save = _Save(value, self._next_tick(), self._modules.current(), must_keep=must_keep)
+        if is_plain and self._counts(tensor):
+            storage = tensor.untyped_storage()
+            value = self._value_of(tensor, storage)
+            # A parameter that lies on memory of the step's, as a sharded one may, is the program's: it stays.
+            must_keep = self._live[storage._cdata].stays or (
+                tensor.__class__ is Parameter and self._storages.birth[self._value_storage[value]] >= 0
+            )
+        else:
+            value, must_keep = self._of_no_size(), True
+        is_unsure = self._value_storage[value] in self._unseen
+        save = _Save(value, self._next_tick(), self._modules.current(), must_keep=must_keep, is_unsure=is_unsure)
+        self._saves_on.setdefault(self._value_storage[value], []).append(save)
         assert index == len(self._saves)
         self._saves.append(save)
         self.saved_forms.append(form_of(tensor, is_plain=is_plain))
@@ -262,7 +282,7 @@ class Recorder(LiveBytes):
     @override
     def on_overwrite(self, index: int) -> None:
         if not self._closed:
-            self._saves[index].must_keep = True
+            self._saves[index].must_keep, self._saves[index].is_unsure = True, False
 
     @override
     def on_unpack(self, index: int) -> None:
@@ -294,6 +314,17 @@ class Recorder(LiveBytes):
             counted = self._follow(storage, is_older=False)
             counted.row, counted.deaths = self._by_runtime.add(counted.num_bytes, self._tick), self._by_runtime.death
 
+    def begin_scope(self) -> None:
+        """A scope of the step begins."""
+        if self._left and not self._closed:
+            self._note_unseen_writes()
+
+    @override
+    def on_resized(self, storage: torch.UntypedStorage, num_bytes_before: int) -> None:
+        super().on_resized(storage, num_bytes_before)
+        if not self._closed:
+            self._next_tick()
+
     def end_scope(self) -> None:
         """A scope of the step ends, after which ops are not seen until there is another.
 
@@ -324,29 +355,63 @@ class Recorder(LiveBytes):
         self._tick += 1
         return self._tick - 1
 
-    def _find(self, storage: torch.UntypedStorage) -> Counted | None:
-        found = self._live.get(storage._cdata)
-        return found if found is not None and found() is storage else None
-
     def _value_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
-        """The value a tensor holds; a storage not seen before was there before the step."""
+        """The value a tensor holds; a storage not seen before is older than the step: Note [what no census knows]."""
         found = self._live.get(storage._cdata)
         if found is None or found() is not storage:
-            index = self._enter(storage, -1)
-            self._new_value(index, -1)
-        elif found.index < 0:
-            self._touch(storage)
-            index = self._entered(found, -1)
-            self._new_value(index, -1)
+            found = self._follow(storage, is_older=True)
+            self._meet(found)
         else:
-            index = found.index
-        if self._storages.birth[index] < 0:
+            if found.index < 0:
+                self._meet(found)
+            if found.num_bytes != storage.nbytes():
+                self._resized(found, storage.nbytes())
+        index = found.index
+        if found.is_older:
             known = self._given.get(index)
             if known is None or known() is None:
                 self._given[index] = weakref.ref(tensor)
             if tensor.requires_grad and is_leaf(tensor):
                 self.leaves.setdefault(id(tensor), weakref.ref(tensor))
         return self._latest[index]
+
+    def _meet(self, counted: Counted) -> None:
+        """Enter a storage that the step did not make in our sight."""
+        self._touch(counted)
+        known = self.touched.get(counted.key)
+        is_unseen = self._has_census and (known is None or known[0] is not counted)
+        index = self._entered(counted, self._tick if is_unseen else -1)
+        if is_unseen:
+            counted.stays = True
+            self._unseen.add(index)
+        self._new_value(index, -1)
+
+    @override
+    def _resized(self, found: Counted, num_bytes: int) -> None:
+        """Begin another life: Note [lives of a storage]. The tick at which it begins is yet to be taken."""
+        if self._closed:
+            super()._resized(found, num_bytes)
+            return
+        if found.index < 0 and found.deaths is None:
+            self._meet(found)
+        super()._resized(found, num_bytes)
+        if found.deaths is not None:
+            found.deaths[found.row] = self._tick + 1
+        if found.deaths is self._storages.death:
+            self._end_life(found.index)
+        found.index = found.row = self._new_storage(num_bytes, self._tick)
+        found.deaths, found.stays = self._storages.death, True
+        self._new_value(found.index, -1)
+
+    def _end_life(self, storage: int) -> None:
+        if self._storages.birth[storage] < 0:
+            self._storages.birth[storage] = 0
+        for save in self._saves_on.pop(storage, ()):
+            save.value, save.must_keep = self._of_no_size(), True
+
+    def _of_no_size(self) -> int:
+        """A value on a storage of its own without bytes, for what is saved and has no memory that counts."""
+        return self._new_value(self._new_storage(0, -1), -1)
 
     def _enter(self, storage: torch.UntypedStorage, birth: int) -> int:
         """Follow a storage that was not met before; its index."""
@@ -374,7 +439,15 @@ class Recorder(LiveBytes):
         return {
             key: reference
             for key, reference in self._live.items()
-            if reference.index >= 0 and reference() is not None and self._storages.birth[reference.index] < 0
+            if reference.index >= 0 and reference() is not None and reference.is_older
+        }
+
+    def left_at(self) -> dict[int, int]:
+        """The tick at which each was made of the storages that the step made and that still live, by identity."""
+        return {
+            key: self._storages.birth[counted.index]
+            for key, counted in self._live.items()
+            if counted.index >= 0 and counted() is not None and self._storages.birth[counted.index] >= 0
         }
 
     def all_reduced(self) -> dict[int, weakref.ref[torch.UntypedStorage]]:
@@ -414,8 +487,11 @@ class Recorder(LiveBytes):
         self._forget_dead()
         self._closed = True
         end, lifetimes = self._tick, self._storages
+        for storage in self._unseen:
+            if lifetimes.death[storage] == _ALIVE:
+                lifetimes.birth[storage] = -1
         storages = tuple(
-            Storage(num_bytes=num_bytes, birth=birth, death=end if death == _ALIVE or birth < 0 else death)
+            Storage(num_bytes=num_bytes, birth=birth, death=end if death == _ALIVE or birth < 0 else min(death, end))
             for num_bytes, birth, death in zip(lifetimes.num_bytes, lifetimes.birth, lifetimes.death, strict=True)
         )
         saves = tuple(
@@ -425,7 +501,7 @@ class Recorder(LiveBytes):
                 unpack_ticks=tuple(s.unpack_ticks),
                 release_tick=end if s.release_tick is None else s.release_tick,
                 module=s.module,
-                must_keep=s.must_keep,
+                must_keep=s.must_keep and not (s.is_unsure and lifetimes.birth[self._value_storage[s.value]] < 0),
             )
             for s in self._saves
         )

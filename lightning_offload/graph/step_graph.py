@@ -4,7 +4,7 @@ Time inside a step is counted in *ticks*: every dispatched op, every pack and ev
 order in which they happened. A storage is alive at ticks ``birth <= t < death`` through the program's own
 references; what autograd saved keeps it alive longer, and that part is what a plan decides about. ``birth`` is
 -1 for storages that existed before the step (parameters, buffers, the batch), ``death`` is ``num_ticks`` for
-those that outlive it (gradients).
+those that outlive it (gradients). A storage that the program gives another size has several *lives*, a row each.
 
 A *value* is the contents of a storage between two writes: an op that writes in place makes a new value on the
 same storage, a view makes none.
@@ -64,7 +64,7 @@ class Storage:
 
     Attributes:
         num_bytes: Size.
-        birth: Tick of the op that allocated it, -1 if it existed before the step.
+        birth: Tick of the op that allocated it, -1 if it existed before the step; 0 if it did and a resize ended it.
         death: First tick at which the program's own references are gone; ``num_ticks`` if they outlive the step.
     """
 
@@ -108,6 +108,21 @@ class Save:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """Memory from before the step that no op of it touched, and that the program drops within it.
+
+    What the step before left behind is such, where the program holds it until there is another: ``out = model(x)``.
+
+    Attributes:
+        tick: From which on it is free.
+        num_bytes: How much; a part of the graph's ``extra_bytes``.
+    """
+
+    tick: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
     """A recorded step: its ops, the storages they worked on, and what autograd saved; the module defines ticks.
 
@@ -118,6 +133,7 @@ class StepGraph:
         old_gradient_bytes: Gradients of earlier steps that may be there before backward, beyond those recorded.
         accumulated_bytes: The part of them that may still be there in backward.
         block_bytes: What the device's allocator rounds sizes up to a multiple of; sizes here are tensors' own.
+        departures: When parts of ``extra_bytes`` are dropped, in order.
     """
 
     num_ticks: int
@@ -130,6 +146,7 @@ class StepGraph:
     old_gradient_bytes: int = 0
     accumulated_bytes: int = 0
     block_bytes: int = dataclasses.field(default=1, metadata=codec.ADDED)
+    departures: tuple[Departure, ...] = dataclasses.field(default=(), metadata=codec.ADDED)
 
     @property
     def persistent_bytes(self) -> int:
@@ -199,7 +216,7 @@ class StepGraph:
             "accumulated_bytes": self.accumulated_bytes,
             "block_bytes": self.block_bytes,
         }
-        for name in ("ops", "storages", "values", "saves"):
+        for name in ("ops", "storages", "values", "saves", *(("departures",) if self.departures else ())):
             payload[name] = codec.encode_rows(getattr(self, name))
         return codec.dumps("step_graph", payload)
 
@@ -213,6 +230,7 @@ class StepGraph:
         data = codec.loads("step_graph", text)
         for name, row in (("ops", Op), ("storages", Storage), ("values", Value), ("saves", Save)):
             data[name] = codec.decode_rows(row, data.get(name), where=name)
+        data["departures"] = codec.decode_rows(Departure, data.get("departures", []), where="departures")
         graph = codec.decode(cls, data, where="step_graph")
         check(graph)
         return graph
@@ -261,6 +279,11 @@ def check(graph: StepGraph) -> None:
     sizes = (graph.num_ticks, graph.extra_bytes, graph.gradient_bytes, graph.accumulated_bytes)
     _expect(min(sizes) >= 0 and graph.old_gradient_bytes >= graph.accumulated_bytes, "negative size")
     _expect(graph.block_bytes >= 1, f"blocks of {graph.block_bytes} bytes")
+    departures = graph.departures
+    for i, departure in enumerate(departures):
+        ok = 0 <= departure.tick <= graph.num_ticks and departure.num_bytes >= 0
+        _expect(ok, f"departures[{i}] has a negative size or is outside the graph: {departure}")
+    _expect(sum(d.num_bytes for d in departures) <= graph.extra_bytes, "more departs than was there")
     for i, storage in enumerate(graph.storages):
         ok = storage.num_bytes >= 0 and -1 <= storage.birth <= storage.death <= graph.num_ticks
         _expect(ok, f"storages[{i}] has a negative size or a death before its birth: {storage}")

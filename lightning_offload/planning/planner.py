@@ -63,6 +63,7 @@ def plan(
     seconds: float | None = None,
     seed: int = 0,
     is_provisional: bool = False,
+    is_hasty: bool = False,
 ) -> MemoryPlan:
     """Plan a step.
 
@@ -76,13 +77,15 @@ def plan(
             depend on the machine's speed.
         seed: Of what a search does at random.
         is_provisional: Whether the plan is soon made again, so that little effort is enough.
+        is_hasty: Whether a step waits for it: its bound is the plain step's then.
 
     Raises:
         PolicyError: No such policy.
         BudgetInfeasibleError: The policy cannot meet the budget; names the smallest it can meet.
     """
     make, problem = POLICIES[check_policy(policy)], Problem(graph, keep)
-    made = make(PlanRequest(problem, device, budget_bytes, seconds, seed, is_provisional))
+    problem.is_urgent = is_hasty
+    made = make(PlanRequest(problem, device, budget_bytes, seconds, seed, is_provisional, is_hasty))
     limit = planned_for = device.host_memory_bytes
     for _ in range(_MAX_RETRIES):
         excess = _host_excess(graph, made, limit)
@@ -91,7 +94,7 @@ def plan(
         planned_for = max(0, planned_for - excess)
         try:
             smaller = dataclasses.replace(device, host_memory_bytes=planned_for)
-            made = make(PlanRequest(problem, smaller, budget_bytes, seconds, seed, is_provisional))
+            made = make(PlanRequest(problem, smaller, budget_bytes, seconds, seed, is_provisional, is_hasty))
         except BudgetInfeasibleError:
             break  # offsets are hints: what has no place of its own may still find one
     return made
@@ -381,9 +384,10 @@ def _simulated(problem: Problem, made: MemoryPlan, decisions: list[Decision], de
     if tuple(decisions) == made.decisions:
         return made
     timeline = simulate_plan(problem, decisions, device)
+    no_memo = frozenset(d.storage for d in decisions if not d.memo)
     return dataclasses.replace(
         made,
-        decisions=decisions_of(problem, {d.storage: d.action for d in decisions}, timeline),
+        decisions=decisions_of(problem, {d.storage: d.action for d in decisions}, timeline, no_memo),
         predicted_peak_bytes=timeline.peak_bytes,
         predicted_step_seconds=timeline.step_seconds,
         predicted_stall_seconds=timeline.stall_seconds,

@@ -320,6 +320,8 @@ class Problem:
         delta[0] += graph.extra_bytes + graph.old_gradient_bytes
         np.add.at(delta, begin, sizes)
         np.subtract.at(delta, end, sizes)
+        for departure in graph.departures:
+            delta[departure.tick] -= departure.num_bytes
         if self.unpacks:
             freed = graph.old_gradient_bytes - graph.accumulated_bytes
             delta[self.unpacks[0].tick] += graph.gradient_bytes - freed

@@ -184,9 +184,9 @@ def build_plan(
 
 
 def decisions_of(
-    problem: Problem, actions: Actions, timeline: Timeline, no_memo: frozenset[int] = frozenset()
+    problem: Problem, actions: Actions, timeline: Timeline, no_memo: frozenset[int]
 ) -> tuple[Decision, ...]:
-    """A simulated choice as a plan's decisions."""
+    """A simulated choice as a plan's decisions; ``no_memo`` is what it was simulated with."""
     turn = {s: i for i, s in enumerate(timeline.prefetch)}  # copies back at one unpack go in the plan's order
     ordered = sorted(actions.items(), key=lambda item: (turn.get(item[0], -1), item[0]))
     ticks = np.fromiter((timeline.release_tick.get(s, -1) for s, _ in ordered), dtype=np.int64, count=len(ordered))

@@ -37,9 +37,10 @@ def no_budget_line(memory: MemoryPlugin, name: str, *, call: str | None = None) 
         name: What the user made.
         call: How a budget is given to that; by default as its keyword.
     """
+    given = call or f"{name}(budget='4GiB')"
     return (
         f"{name} has no budget and the memory of the device '{memory.device}' is not limited: every tensor is kept. "
-        f"Pass a budget, such as {call or f'{name}(budget=' + repr('4GiB') + ')'}."
+        f"Pass a budget, such as {given}, or set LIGHTNING_OFFLOAD_BUDGET=4GiB."
     )
 
 

@@ -1,15 +1,15 @@
 """Which planned steps have their memory counted, and which that keep everything go without hooks.
 
-A plan's memory does not change from step to step, and counting costs host time: so the first two steps are counted,
-then one in 28 to 32. Where structures change it may: so more are, the first twelve, then one in 5 to 9, and after a
-hundred one in 28 to 32. The distance varies, so that steps that come in turns do not evade it.
+A plan's memory does not change from step to step, and counting costs host time: so the first two steps that can be are
+counted, under each plan, then one in 28 to 32. Where structures change it may: so more are, the first twelve, then one
+in 9 to 13, and after a hundred one in 28 to 32. The distance varies, so that steps that come in turns do not evade it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-_SELDOM, _OFTEN = 32, 9
+_SELDOM, _OFTEN = 32, 13
 _NUM_FIRST = 2
 _NUM_FIRST_CHANGING, _NUM_SOON_CHANGING = 12, 96
 _NUM_ALIKE = 3
@@ -20,14 +20,20 @@ class Cadence:
     """Which steps have their memory counted.
 
     Attributes:
-        num_steps: Steps so far, since it began anew.
+        num_steps: Steps so far.
         num_uncounted: Those since the last one that was counted.
         num_counted: Those that were.
+        num_fresh: Those of them under the plan in force.
     """
 
     num_steps: int = 0
     num_uncounted: int = 0
     num_counted: int = 0
+    num_fresh: int = 0
+
+    def begin_anew(self) -> None:
+        """Steps are under another plan from now on."""
+        self.num_fresh = 0
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -41,17 +47,18 @@ class Cadence:
             is_changing: Whether structures change.
             is_next: Whether the next one is meant.
         """
-        num_steps, num_uncounted = self.num_steps + is_next, self.num_uncounted + is_next
+        num_uncounted = self.num_uncounted + is_next
         sooner = self.num_counted**2 % 5
-        if not is_changing:
-            return num_steps <= _NUM_FIRST or num_uncounted >= _SELDOM - sooner
-        is_soon = num_steps <= _NUM_SOON_CHANGING
-        return num_steps <= _NUM_FIRST_CHANGING or num_uncounted >= (_OFTEN if is_soon else _SELDOM) - sooner
+        if self.num_fresh < _NUM_FIRST or (is_changing and self.num_counted < _NUM_FIRST_CHANGING):
+            return True
+        is_soon = is_changing and self.num_steps + is_next <= _NUM_SOON_CHANGING
+        return num_uncounted >= (_OFTEN if is_soon else _SELDOM) - sooner
 
     def counted(self) -> None:
         """The step that has begun is."""
         self.num_uncounted = 0
         self.num_counted += 1
+        self.num_fresh += 1
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,9 +80,13 @@ class HookShedding:
     num_unhooked: int = 0
     has_varied: bool = False
 
-    def sheds(self) -> bool:
-        """Whether the coming step has none."""
-        if self.has_varied or self.num_alike < _NUM_ALIKE:
+    def sheds(self, *, has_ample_room: bool) -> bool:
+        """Whether the coming step has none.
+
+        Args:
+            has_ample_room: Whether there is room for several times what was planned for: they need not be alike then.
+        """
+        if (self.has_varied and not has_ample_room) or self.num_alike < _NUM_ALIKE:
             return False
         self.num_unhooked = (self.num_unhooked + 1) % _SELDOM
         return self.num_unhooked != 0

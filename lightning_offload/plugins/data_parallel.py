@@ -32,7 +32,7 @@ import importlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, SupportsIndex
+from typing import Any, ParamSpec
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -218,7 +218,9 @@ class _Allocations(TorchDispatchMode):
 
 
 class _UnseenAroundForward:
-    """What `run_unseen_around_forward` puts in front of a wrapper's class; its copies and pickles do without it."""
+    """What `run_unseen_around_forward` puts in front of a wrapper's class."""
+
+    grafted_attributes = ()
 
     def _pre_forward(self, *args: Any, **kwargs: Any) -> Any:
         with bypass_mode:
@@ -227,15 +229,6 @@ class _UnseenAroundForward:
     def _post_forward(self, *args: Any, **kwargs: Any) -> Any:
         with bypass_mode:
             return super()._post_forward(*args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        reduced = super().__reduce_ex__(protocol)
-        assert isinstance(reduced, tuple)
-        return (_make, (type(self).__bases__[1],), *reduced[2:])
-
-
-def _make(cls: type[Any]) -> Any:
-    return object.__new__(cls)
 
 
 def run_unseen_around_forward(model: DistributedDataParallel) -> None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 
+from lightning_offload.plugins.lifecycle import leave_given, take_given
 from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_source import Imported
 from lightning_offload.plugins.resizing import Shapes
 from lightning_offload.plugins.settings import Settings
 
@@ -40,23 +42,28 @@ class GivenPlan:
         """Whether there is one that kinds of step may still be given."""
         return self._plan is not None and self._num_left < _MOST_TRIES
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for the recording of the step that it is for."""
+        return self.is_given and self._step is None
+
     def offer(self, kind: PlanEntry) -> None:
         """Give it to a kind of step that is about to begin, if nothing is known of that."""
         if self._plan is None or self._step is None or not self.is_given:
             return
         is_new = kind.phase == "recording" and kind.graph is None and not kind.has_left_given
         if is_new and self._shapes in (None, kind.given):
-            kind.take_given(self._plan, self._step)
+            take_given(kind, self._plan, self._step)
 
     def offer_recorded(self, kind: PlanEntry) -> None:
         """Give it to a kind of step that was recorded, where it is for that and came without a step of its own."""
         plan, graph = self._plan, kind.graph
         if plan is None or self._step is not None or graph is None or not self.is_given:
             return
-        if kind.phase != "verifying" or kind.given_plan is not None or kind.has_left_given:
+        if kind.phase != "verifying" or isinstance(kind.source, Imported) or kind.has_left_given:
             return
         if plan.graph_digest == graph.digest():
-            kind.given_plan = plan
+            take_given(kind, plan, None)
             return
         kind.has_left_given = True
         self._num_left += 1
@@ -75,7 +82,7 @@ class GivenPlan:
         if not how:
             self._shapes = kind.given
             return
-        kind.leave_given()
+        leave_given(kind)
         self._num_left += 1
         self._tell(f"does not match the training step: {how}")
 
@@ -86,7 +93,7 @@ class GivenPlan:
             kind: The kind of step.
             why: What is wrong.
         """
-        kind.leave_given()
+        leave_given(kind)
         self._num_left = _MOST_TRIES
         self._tell(f"is not used: {why}")
 

@@ -23,7 +23,7 @@ from lightning_offload.plugins.data_parallel import DataParallelModels
 from lightning_offload.plugins.devices import supported
 from lightning_offload.plugins.misuse import StepScope
 from lightning_offload.plugins.out_of_memory import with_second_attempt
-from lightning_offload.plugins.plan_entry import Phase
+from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.report import Report, make_report
 from lightning_offload.plugins.settings import Budget, check_settings
 from lightning_offload.plugins.steps import Steps
@@ -36,8 +36,9 @@ class MemoryPlugin:
 
     Args:
         budget: Peak bytes of tensors alive on the compute device in a step, persistent state included: an int
-            of bytes, ``"12GiB"``, a float in (0, 1] as a fraction of device memory, or None for all that the
-            device has (on a CPU: no limit).
+            of bytes, ``"12GiB"``, a float in (0, 1] as a fraction of device memory, or None for that
+            of ``LIGHTNING_OFFLOAD_BUDGET`` in the environment, and without one for all that the device has (on a
+            CPU: no limit).
         policy: Who plans: "auto", "keep-all", "all-swap", "all-recompute", or a published system ("superneurons");
             :data:`~lightning_offload.planning.planner.POLICIES` has them all.
         tier: Where swapped tensors go: "host", "disk", or "auto": to the host, and to disk what has no room there.
@@ -193,25 +194,39 @@ class MemoryPlugin:
         copies = steps.state.copies if steps.is_attached else BufferCopies()
         return with_second_attempt(attempt, steps.module, lambda: steps.optimizer_ran_inside, copies)
 
+    def plan(self) -> None:
+        """Have the plan for the next step like the last one made now, and not as it begins.
+
+        For whoever wants to see it before; where there can be none the next step raises, and nothing is raised here.
+        """
+        self._steps.finish_if_read()
+        self._steps.plan_ahead()
+
     # ---- results
 
-    def report(self) -> Report:
-        """Figures of the kind of step that ran last."""
+    def report(self, *, of_last: bool = False) -> Report:
+        """Figures of the run: of the shape of step that needs most, and some of each of the others.
+
+        Args:
+            of_last: Of the shape of the last step instead.
+        """
         steps = self._steps
         steps.finish_if_read()
         cache, hardware = steps.cache, steps.hardware
-        steps.plan_if_needed()
+        kind = cache.kind if of_last else cache.neediest
         return make_report(
-            cache.kind,
+            kind,
+            others=cache.others_than(kind),
+            is_last=kind is cache.kind,
             budget=self.budget,
             budget_bytes=self.budget_bytes,
-            measured_step_seconds=cache.step_seconds,
-            stall_seconds=cache.stall_seconds,
             tier_use=hardware.use() if hardware is not None else steps.tier_use,
             optimizer_peak_bytes=steps.peaks.optimizer_peak_bytes or steps.state.optimizer_peak_bytes,
             reserved_bytes=steps.peaks.reserved_bytes,
             policy=self.policy,
             num_steps=cache.num_steps,
+            num_planned=cache.num_planned,
+            scan_seconds=steps.baseline.scan_seconds,
             phase=cache.phase,
             shapes=cache.figures,
         )

@@ -243,6 +243,29 @@ class _NoHook:
         """Do nothing."""
 
 
+def trained_modules(model: object) -> list[nn.Module]:
+    """The modules whose calls can be steps: a model, or those of a wrapper that is no module itself.
+
+    Raises:
+        PolicyError: It is no module, and has none that is trained among its attributes.
+        UnsupportedError: One is followed already, or runs on several devices.
+    """
+    if isinstance(model, nn.Module):
+        followable(model)
+        return [model]
+    attributes = vars(model) if hasattr(model, "__dict__") else {}
+    found = [item for item in attributes.values() if isinstance(item, nn.Module)]
+    trained = [item for item in found if any(parameter.requires_grad for parameter in item.parameters())]
+    if not trained:
+        raise PolicyError(
+            f"model={model!r:.80} is {type_of(model)}, and no attribute of it is a module that is trained: give "
+            "module=, the torch.nn.Module whose forwards are to be steps"
+        )
+    for item in trained:
+        followable(item)
+    return trained
+
+
 def followable(model: object) -> nn.Module:
     """The module whose calls can be steps.
 

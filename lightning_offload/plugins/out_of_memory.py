@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_offload.accelerators import generators_in_use, kind_of, memory_of
-from lightning_offload.plugins import feedback
 from lightning_offload.plugins.data_parallel import num_ranks
+from lightning_offload.plugins.lifecycle import ran_out_of_memory
 from lightning_offload.units import format_budget, format_bytes
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def out_of_memory(
 ) -> torch.OutOfMemoryError:
     """Free what can be freed, plan tighter, and give the error with all that is known."""
     told = _explained(error, device, kind, budget_bytes)
-    feedback.ran_out_of_memory(kind)
+    ran_out_of_memory(kind)
     release_frames(error)
     gc.collect()
     memory = memory_of(device)

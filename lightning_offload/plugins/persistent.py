@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_offload.capture.live import Census, live_storages
 from lightning_offload.plugins.buffer_copies import BufferCopies
 from lightning_offload.plugins.data_parallel import DataParallelModels, GradientBuckets
-from lightning_offload.tensors.op_facts import is_plain, tensors_in
+from lightning_offload.tensors.op_facts import is_plain, parts_of, tensors_in
 
 
 class PersistentState:
@@ -93,6 +93,9 @@ class PersistentState:
                 self._leaves[key] = reference
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_of_another_training(optimizer):
+            with self._lock:
+                self._optimizers.setdefault(optimizer, -1)  # one with a closure has steps of ours inside
         self._before_optimizer_step([p for group in optimizer.param_groups for p in group["params"]])
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -103,8 +106,7 @@ class PersistentState:
             with self._lock:
                 self._optimizers[optimizer] = num_tensors
             self._version += 1
-            states = [state for each in self._all_optimizers() for state in list(each.state.values())]
-            self.optimizer_state_bytes = sum(_sizes(tensors_in(states)).values())
+            self.optimizer_state_bytes = sum(_sizes(tensors_in(self.optimizer_states())).values())
             all_state = {**_sizes(self.tensors()), **self.gradients(), **self.buckets.sizes()}
             self.optimizer_peak_bytes = sum(all_state.values())
         self._after_optimizer_step()
@@ -145,13 +147,32 @@ class PersistentState:
 
     def storages(self, device: torch.device) -> Census:
         """All storages on a device: those of every tensor that Python knows of, and those known here."""
-        known = itertools.chain(self.tensors(), self._gradients())
-        storages = (tensor.untyped_storage() for tensor in known if tensor.device == device and is_plain(tensor))
-        return {**live_storages(device), **{s._cdata: s for s in storages}, **self.buckets.storages(device)}
+        return {**live_storages(device), **self.known_storages(device)}
+
+    def known_storages(self, device: torch.device) -> Census:
+        """Those of what belongs to the training, on a device."""
+        known = _plain_parts(itertools.chain(self.tensors(), self._gradients()))
+        storages = (tensor.untyped_storage() for tensor in known if tensor.device == device)
+        return {**{s._cdata: s for s in storages}, **self.buckets.storages(device)}
 
     def identities(self) -> set[int]:
         """Of the storages of :meth:`tensors`."""
         return set(_sizes(self.tensors()))
+
+    @property
+    def growth_bytes(self) -> int:
+        """By how much the optimizers' state is yet to grow: L-BFGS keeps two vectors for each of its iterations."""
+        total = 0
+        for optimizer in self._all_optimizers():
+            for group in optimizer.param_groups if isinstance(optimizer, torch.optim.LBFGS) else ():
+                num_bytes = sum(parameter.nbytes for parameter in group["params"])
+                known = [len(state.get("old_dirs") or ()) for state in optimizer.state.values()]
+                total += 2 * num_bytes * max(0, group["history_size"] - max(known, default=0))
+        return total
+
+    def optimizer_states(self) -> list[Any]:
+        """What the optimizers know of each of their parameters."""
+        return [state for optimizer in self._all_optimizers() for state in list(optimizer.state.values())]
 
     def tensors(self) -> Iterator[Tensor]:
         """Parameters, buffers and their copies, and optimizer state, some of them twice."""
@@ -160,8 +181,7 @@ class PersistentState:
         if module is not None:
             yield from module.buffers()
         yield from self.copies
-        for optimizer in self._all_optimizers():
-            yield from tensors_in(list(optimizer.state.values()))
+        yield from tensors_in(self.optimizer_states())
 
 
 def _parameters(module: torch.nn.Module) -> list[Tensor]:
@@ -183,5 +203,14 @@ def _parameters(module: torch.nn.Module) -> list[Tensor]:
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes by identity of the storage."""
-    storages = (tensor.untyped_storage() for tensor in tensors if is_plain(tensor))
+    storages = (tensor.untyped_storage() for tensor in _plain_parts(tensors))
     return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _plain_parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What has memory of its own: of a DTensor this rank's shard."""
+    for tensor in tensors:
+        if is_plain(tensor):
+            yield tensor
+        else:
+            yield from (part for part in parts_of(tensor) if part is not tensor and is_plain(part))

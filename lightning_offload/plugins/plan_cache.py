@@ -20,7 +20,10 @@ from typing import Any
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.plugins.plan_entry import Phase, PlanEntry
+from lightning_offload.plugins.lifecycle import begin_step, follow_other_sizes, note_loss, pays, record_again
+from lightning_offload.plugins.phases import Phase
+from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_source import ShapeBucket
 from lightning_offload.plugins.shape_families import Room, ShapeFamily, StepShape
 from lightning_offload.plugins.structure_changes import StructureChanges
 
@@ -57,7 +60,7 @@ def _bytes_of(kind: PlanEntry) -> int:
     """What a kind of step takes in memory, roughly."""
     if kind.graph is None:
         return _KIND_BYTES
-    graph = _bytes_of_graph(kind.graph, with_ops=kind.family is None or kind.timed_ops is not None)
+    graph = _bytes_of_graph(kind.graph, with_ops=not isinstance(kind.source, ShapeBucket) or kind.source.has_own_ops)
     plan = 160 * (len(kind.program.op_names) + 2 * len(kind.program.decisions)) if kind.program is not None else 0
     variants = 0 if kind.spans_sizes else _bytes_of_variants(kind.changes)
     return _KIND_BYTES + graph + plan + variants
@@ -79,7 +82,6 @@ def _size_above(size: float, grain: int) -> float:
 
 
 _GRAIN, _FINE_GRAIN = 4, 64
-_NUM_WAITS = 2  # steps of a recorded shape that others predict, before it is planned by itself: it is frequent
 _SLACK = 1e-6
 _MAX_SHAPES = 1 << 16  # that are told apart
 
@@ -125,6 +127,14 @@ class ShapeFigures:
             self.planning_seconds += time.perf_counter() - start
 
 
+def _plain_peak_bytes(kind: PlanEntry) -> int:
+    plan = kind.shown_plan
+    return plan.plain_peak_bytes if plan is not None else 0
+
+
+HasRoom = Callable[[ShapeFamily, StepShape], bool]
+
+
 class PlanCache:
     """The kinds of step that a memory plugin has met, each with its plan, and the figures of the one that ran last.
 
@@ -137,8 +147,7 @@ class PlanCache:
         kind: That kind.
         phase: What its last step did.
         num_steps: Steps so far, of all kinds.
-        step_seconds: What the last timed step took, if there was one.
-        stall_seconds: The part of it in which compute waited for copies.
+        num_planned: Those of them that ran under a plan.
     """
 
     def __init__(self) -> None:
@@ -149,49 +158,67 @@ class PlanCache:
         self.kind = PlanEntry()
         self.phase: Phase = "idle"
         self.num_steps = 0
-        self.step_seconds: float | None = None
-        self.stall_seconds = 0.0
+        self.num_planned = 0
         self._dropped: set[str] = set()
         self._shape: StepShape | None = None
         self._last_of: dict[str, PlanEntry] = {}
 
-    def choose(self, shape: StepShape, *, is_exact: bool = False) -> PlanEntry:
+    def choose(
+        self, shape: StepShape, has_room: HasRoom | None = None, *, is_exact: bool = False, may_wait: bool = True
+    ) -> PlanEntry:
         """The kind of the step that is about to begin.
 
         Args:
             shape: What it is known by.
+            has_room: Tells whether a step of a family may keep everything though its shape is new; None for no.
             is_exact: Whether it must not be one for larger sizes, too.
+            may_wait: Whether others may stand for a shape that was recorded, as long as a plan of its own does not pay.
         """
         self._shape, num_before = shape, len(self.kinds)
         self.key, kind = shape.signature, self.kinds.get(shape.signature)
+        family = self.families.get(shape.family)
+        if family is not None and not is_exact:
+            family.plain.begin_step()
+        is_new = (kind is None or not kind.is_known) and not _num_recording
+        if family is not None and has_room is not None and is_new and has_room(family, shape):
+            self.key = f"{shape.family} with ample room"
+            kind = self.kinds.setdefault(self.key, PlanEntry.with_ample_room())
+            return self._chosen(kind, shape, num_before, is_exact=is_exact)
         if not _num_recording and (aligned := self._aligned(shape, is_exact=is_exact)) is not None:
             kind = aligned
-        if not _num_recording and (kind is None or self._may_wait(kind, shape)):
+        if not _num_recording and (kind is None or (may_wait and self._may_wait(kind, shape))):
             derived = self._derived(shape, is_exact=is_exact)
             if kind is not None and derived is not None:
-                kind.num_waits += 1
+                note_loss(kind, derived.shown_plan)
             kind = derived or kind
         if kind is None:
             kind = self.kinds.setdefault(shape.signature, PlanEntry())
+        return self._chosen(kind, shape, num_before, is_exact=is_exact)
+
+    def _chosen(self, kind: PlanEntry, shape: StepShape, num_before: int, *, is_exact: bool) -> PlanEntry:
+        """Have the coming step be of a kind."""
         self.kinds.move_to_end(self.key)
         kind.given = shape.shapes
-        kind.begins()
-        is_planned = kind.family is not None or (kind.spans_sizes and kind.phase == "planned")
+        begin_step(kind)
+        is_for_many = kind.family is not None or kind.spans_sizes or kind.has_ample_room
+        is_planned = is_for_many and kind.phase == "planned"
         is_new = self.figures.see(shape, is_planned=is_planned)
         kind.is_first_sight = self.kind.is_first_sight if is_exact else is_new
         self.kind = kind
         if shape.family in self.families:
             self.families.move_to_end(shape.family)
-            self._last_of[shape.family] = kind
+            if not kind.has_ample_room:  # whose steps show nothing
+                self._last_of[shape.family] = kind
         if len(self.kinds) > num_before:
             self._drop_oldest()
         return kind
 
     def _may_wait(self, kind: PlanEntry, shape: StepShape) -> bool:
-        """Whether a recorded shape, which is yet to be planned by itself, is one that others predict."""
+        """Whether a recorded shape is planned as others of its family are: one of its own does not pay yet."""
         family = self.families.get(shape.family)
-        may = family is not None and kind.phase == "verifying" and kind.num_waits < _NUM_WAITS
-        return may and family is not None and family.predicts(shape.signature)
+        if family is None or kind.phase != "verifying" or pays(kind, family.changes.search_seconds):
+            return False
+        return family.predicts(shape.signature)
 
     def _derived(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
         """The kind that serves a shape that was not recorded; None where nothing predicts it."""
@@ -202,12 +229,15 @@ class PlanCache:
         if derived is None:
             return None
         kind = self.kinds.get(derived.key)
-        if kind is None or kind.family_version != family.version:
+        bucket = kind.source if kind is not None else None
+        if kind is None or not isinstance(bucket, ShapeBucket) or bucket.version != family.version:
             for signature in family.alike:
                 if (sample := self.kinds.get(signature)) is not None:
                     family.take_over(signature, sample)
-            kind = self.kinds[derived.key] = PlanEntry.derive(family, derived, self._last_of.get(shape.family))
-        kind.derived, self.key = derived, derived.key
+            kind = self.kinds[derived.key] = PlanEntry.in_bucket(family, derived, self._last_of.get(shape.family))
+            bucket = kind.source
+        assert isinstance(bucket, ShapeBucket)
+        bucket.derived, self.key = derived, derived.key
         return kind
 
     def _aligned(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
@@ -225,17 +255,19 @@ class PlanCache:
         if not family.has_as_large(shape.sizes):
             unknown = self.kinds.setdefault(shape.signature, PlanEntry())
             if unknown.phase != "recording":
-                unknown.record_again()
+                record_again(unknown)
             return unknown
         actual, like = family.changes.variants.size_of(shape.shapes), self._last_of.get(shape.family)
         for grain in (_FINE_GRAIN,) if is_exact or actual > 1 else (_GRAIN, _FINE_GRAIN):
             size = _size_above(actual, grain)
             self.key = f"{shape.family} up to {size:.4f}"
             kind = self.kinds.get(self.key)
-            if kind is None or kind.changes is not family.changes:
+            if kind is None or kind.changes is not family.changes or kind.superset is None:
+                usable_bytes = kind.usable_bytes if kind is not None else None
                 kind = self.kinds[self.key] = PlanEntry.spanning(family.changes, size, like)
-            kind.follow_other_sizes()
-            if not kind.is_too_large:
+                kind.usable_bytes = usable_bytes
+            follow_other_sizes(kind)
+            if kind.superset is None or not kind.superset.is_too_large:
                 break
         return kind
 
@@ -246,11 +278,34 @@ class PlanCache:
             return None
         return family.room_for(self._shape.sizes, budget_bytes, held_bytes)
 
+    def recorded(self, shape: StepShape) -> PlanEntry | None:
+        """The kind of the coming step that was recorded with its very shape, if there is one; it is of that then."""
+        kind = self.kinds.get(shape.signature)
+        if kind is None or kind.graph is None:
+            return None
+        self.key, kind.given = shape.signature, shape.shapes
+        self.kinds.move_to_end(self.key)
+        self.kind = self._last_of[shape.family] = kind
+        return kind
+
     def record(self, shape: StepShape) -> PlanEntry:
         """The kind of the coming step, which is to be recorded though others could predict it."""
         self.key = shape.signature
         self.kind = self._last_of[shape.family] = self.kinds[shape.signature] = PlanEntry()
         return self.kind
+
+    def was(self, shape: StepShape, *, is_recorded: bool) -> None:
+        """The step that has ended was of another shape than it was taken to be.
+
+        Args:
+            shape: That.
+            is_recorded: Whether it was recorded: what was is known by that.
+        """
+        if not is_recorded:
+            return
+        self.kinds.pop(self.key, None)
+        self.key, self._shape, self.kind.given = shape.signature, shape, shape.shapes
+        self.kinds[self.key] = self.kind
 
     def learn_shape(self, *, has_deviated: bool, astray_bytes: int | None = None) -> None:
         """A step has ended: let others of its family be planned by it, if it was recorded or measured.
@@ -266,7 +321,9 @@ class PlanCache:
             self.figures.astray_bytes += astray_bytes
         family = self.families.get(shape.family) if shape is not None else None
         if family is not None:
-            family.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
+            if family.plain.must_watch and not kind.has_ample_room:
+                family.plain.watched()
+            family.note_gradients(kind.beside.old_gradient_bytes, kind.beside.accumulated_bytes)
             family.is_one_structure &= not kind.differs
         if family is not None and not kind.spans_sizes and has_deviated:
             family.changes.deviated()
@@ -275,18 +332,22 @@ class PlanCache:
         if shape is not None and kind.family is not None:
             if has_deviated:
                 kind.family.step_left_its_plan(shape.signature)
-            elif kind.is_over:
-                kind.is_over = False
+            elif kind.made.is_over:
+                kind.made.is_over = False
                 kind.family.step_was_over(shape.signature)
         if shape is None or kind.graph is None or kind.family is not None or kind.spans_sizes:
             return
         if self.phase in ("recording", "verifying", "measuring"):
             family = self.families.setdefault(shape.family, ShapeFamily(shape.family))
-            family.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
+            family.note_gradients(kind.beside.old_gradient_bytes, kind.beside.accumulated_bytes)
             self._last_of[shape.family] = kind
             if self.phase == "recording":
                 self.note_beside(kind.graph.extra_bytes)
-            family.learn(shape.signature, shape.sizes, kind.graph, kind.recorded_gradient_bytes, kind.bare_bytes)
+                family.learn_plain(shape.shapes, kind.plain)
+            else:
+                family.dropping.take(kind.beside.dropping)
+            gradient_bytes, bare_bytes = kind.beside.recorded_gradient_bytes, kind.seen.bare_bytes
+            family.learn(shape.signature, shape.sizes, kind.graph, gradient_bytes, bare_bytes)
             if self.phase == "recording" and kind.changes.variants.latest is not None:
                 family.changes.variants.learn(kind.changes.variants.latest)
                 family.changes.aligns |= family.varies
@@ -329,15 +390,11 @@ class PlanCache:
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded kinds of step that have a plan, and what families are known by, as JSON-able data."""
-        plans = {
-            signature: {"signature": signature, "graph": kind.graph.to_json(), "plan": kind.plan.to_json()}
-            for signature, kind in self.kinds.items()
-            if kind.family is None
-            and not kind.spans_sizes
-            and kind.graph is not None
-            and kind.plan is not None
-            and not kind.is_step_given  # whoever goes on gives it again
-        }
+        plans = []
+        for signature, kind in self.kinds.items():
+            graph, plan = kind.graph, kind.lasting_plan
+            if graph is not None and plan is not None:
+                plans.append({"signature": signature, "graph": graph.to_json(), "plan": plan.to_json()})
         families = [
             {
                 "family": name,
@@ -354,7 +411,7 @@ class PlanCache:
             for name, family in self.families.items()
             if len(family.samples) > 1
         ]
-        return {"schema": _SCHEMA, "plans": list(plans.values()), "families": families}
+        return {"schema": _SCHEMA, "plans": plans, "families": families}
 
     def load_state_dict(self, state: Any, policy: str, budget_bytes: int | None) -> None:
         """Read kinds of step; those planned for another policy or budget are planned anew.
@@ -408,14 +465,30 @@ class PlanCache:
         self._last_of.clear()
         if self.key not in self.kinds:
             self.key, self.kind, self.phase = "", PlanEntry(), "idle"
-            self.stall_seconds, self.step_seconds = 0.0, None
 
     def begin_step(self) -> None:
         """A step of the chosen kind begins."""
         self.phase = self.kind.phase
         self.num_steps += 1
+        self.kind.seen.num_steps += 1
+        self.num_planned += self.phase in ("verifying", "measuring", "planned")
 
     def end_step(self, seconds: float | None, stall_seconds: float) -> None:
         """Note the times of a step that ran; None where it was not timed."""
         if seconds is not None:
-            self.step_seconds, self.stall_seconds = seconds, stall_seconds
+            self.kind.seen.step_seconds, self.kind.seen.stall_seconds = seconds, stall_seconds
+
+    @property
+    def neediest(self) -> PlanEntry:
+        """The kind of step that needs most with everything kept, of those that ran; the last one before any has a plan.
+
+        The last one, too, where it needs as much.
+        """
+        kinds = (self.kind, *self.kinds.values())
+        ran = [kind for kind in kinds if kind.seen.num_steps and kind.shown_plan is not None]
+        return max(ran, key=_plain_peak_bytes, default=self.kind)
+
+    def others_than(self, kind: PlanEntry) -> list[PlanEntry]:
+        """The other kinds of step that ran under a plan, by how many steps they had."""
+        found = [o for o in self.kinds.values() if o is not kind and o.seen.num_steps and o.shown_plan is not None]
+        return sorted(found, key=lambda kind: -kind.seen.num_steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,10 @@ from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_cache import ShapeFigures
-from lightning_offload.plugins.plan_entry import Phase, PlanEntry
+from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_source import Imported
 from lightning_offload.plugins.settings import Budget
 from lightning_offload.report.fields import Row, rich_table
 from lightning_offload.report.printed import Printed
@@ -42,18 +45,37 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OtherShape:
+    """Steps of a shape that needs less than another one.
+
+    Attributes:
+        shapes: The shapes of the tensors that the last of them was given.
+        num_steps: How many there were.
+        plain_peak_bytes: Predicted peak with everything kept.
+        predicted_peak_bytes: Predicted peak under the plan.
+        measured_peak_bytes: Peak of the last one that was measured; None for none.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    num_steps: int
+    plain_peak_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Printed):
-    """Figures of the last step's shape; None where a figure is not known yet. It prints as a table.
+    """Figures of a run, of the shape of step that needs most; None where one is not known yet. It prints as a table.
 
     Attributes:
         budget_bytes: The budget.
-        floor_bytes: Smallest feasible budget.
+        floor_bytes: Smallest feasible budget, of all shapes.
         plain_peak_bytes: Predicted peak with everything kept.
         predicted_peak_bytes: Predicted peak under the plan.
-        measured_peak_bytes: Peak of the last step that was measured.
+        measured_peak_bytes: Peak of the last step of that shape that was measured.
         predicted_step_seconds: Predicted duration under the plan: by its ops, on an accelerator with what it has
             waited for the host, and on a host that computes, once three have run, by the last of them.
-        measured_step_seconds: Duration of the last step.
+        measured_step_seconds: Duration of the last one.
         plain_step_seconds: Predicted duration with everything kept: by its ops, or by these steps, without what
             replays, copies and waiting took of them.
         bound_seconds: Lower bound on the duration of any plan within the budget, above the plain step's as it is shown.
@@ -73,7 +95,8 @@ class Report(Printed):
         reserved_bytes: What the device's allocator holds, in use or not; None on a CPU.
         advice: What would make more of the device's memory usable, for people to read.
         policy: Who planned.
-        num_steps: Steps run.
+        num_steps: Steps run, of all shapes.
+        num_planned_steps: Those of them that ran under a plan.
         phase: What the last step did.
         num_mismatched: Storages whose replay did not give the same bits, and which are not recomputed any more.
         num_shapes: Different shapes of steps so far.
@@ -82,6 +105,8 @@ class Report(Printed):
         num_aligned: Steps under the plan for another structure, which they followed as far as they could.
         astray_bytes: What these saved that it did not have, in all.
         planning_seconds: Host time that plans took so far.
+        scan_seconds: Host time that went into looking for what is on the device beside the steps.
+        others: The other shapes of steps that have plans, by how many steps they had.
         engine: What steps under a plan run in: "native", or "python: " and why not in the native core.
         planned: The step with its plan, once there is one.
         budget: The budget as it was asked for.
@@ -120,6 +145,9 @@ class Report(Printed):
     num_aligned: int = 0
     astray_bytes: int = 0
     planning_seconds: float = 0.0
+    num_planned_steps: int = 0
+    scan_seconds: float = 0.0
+    others: tuple[OtherShape, ...] = ()
     engine: str = ""
     planned: Planned | None = dataclasses.field(default=None, repr=False, compare=False)
     budget: int | float | str | None = None
@@ -206,28 +234,33 @@ _METRICS = (
     "num_at_first_sight", "num_deviations", "num_aligned", "astray_bytes", "planning_seconds",
 )  # fmt: skip
 _FRAGMENTED = 1.1
+_NUM_OTHERS = 4  # shapes that have a line
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
 
 def make_report(
     kind: PlanEntry,
     *,
+    others: Sequence[PlanEntry],
+    is_last: bool,
     budget: Budget,
     budget_bytes: int | None,
-    measured_step_seconds: float | None,
-    stall_seconds: float,
     tier_use: TierUse,
     optimizer_peak_bytes: int | None,
     reserved_bytes: int | None,
     policy: str,
     num_steps: int,
+    num_planned: int,
+    scan_seconds: float,
     phase: Phase,
     shapes: ShapeFigures,
 ) -> Report:
-    """The report of a kind of step, from its plan and from what the plugin measured."""
-    plan, graph, expected = kind.plan or kind.superseded, kind.graph, kind.expected
-    if phase in ("recording", "unplanned") or kind.aligns:  # a plan there may be is not what the last step did
-        num_bytes: dict[Action, int] = {"keep": kind.stayed_bytes, "swap": kind.swapped_bytes, "recompute": 0}
+    """The report of a run, from the plan of a kind of step and from what the plugin measured."""
+    plan, graph, expected = kind.shown_plan, kind.graph, kind.expected
+    if (
+        is_last and phase in ("recording", "unplanned")
+    ) or not kind.source.follows_ops:  # a plan there may be is not what the last step did
+        num_bytes: dict[Action, int] = {"keep": kind.seen.stayed_bytes, "swap": kind.seen.swapped_bytes, "recompute": 0}
     else:
         num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
     if graph is not None:  # as it was planned: with the margin
@@ -235,12 +268,14 @@ def make_report(
     return Report(
         budget=budget,
         budget_bytes=budget_bytes,
-        floor_bytes=plan.floor_bytes if plan else None,
+        floor_bytes=max(
+            (p.floor_bytes for p in (plan, *(k.shown_plan for k in others)) if p is not None), default=None
+        ),
         plain_peak_bytes=plan.plain_peak_bytes if plan else None,
         predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
-        measured_peak_bytes=kind.measured_peak_bytes,
+        measured_peak_bytes=kind.seen.measured_peak_bytes,
         predicted_step_seconds=expected.step if expected else None,
-        measured_step_seconds=measured_step_seconds,
+        measured_step_seconds=kind.seen.step_seconds,
         plain_step_seconds=expected.plain if expected else None,
         bound_seconds=min(plan.bound_seconds + expected.plain - plan.plain_step_seconds, expected.step)
         if plan and expected
@@ -249,12 +284,12 @@ def make_report(
         swapped_bytes=num_bytes["swap"],
         recomputed_bytes=num_bytes["recompute"],
         **dataclasses.asdict(tier_use),
-        stall_seconds=stall_seconds,
-        forward_peak_bytes=kind.forward_peak_bytes,
-        backward_peak_bytes=kind.backward_peak_bytes,
+        stall_seconds=kind.seen.stall_seconds,
+        forward_peak_bytes=kind.seen.forward_peak_bytes,
+        backward_peak_bytes=kind.seen.backward_peak_bytes,
         optimizer_peak_bytes=optimizer_peak_bytes,
         reserved_bytes=reserved_bytes,
-        advice=_advice(kind.measured_peak_bytes, reserved_bytes, optimizer_peak_bytes, budget_bytes),
+        advice=_advice(kind.seen.measured_peak_bytes, reserved_bytes, optimizer_peak_bytes, budget_bytes),
         policy=policy,
         num_steps=num_steps,
         phase=phase,
@@ -265,21 +300,36 @@ def make_report(
         num_aligned=shapes.num_aligned,
         astray_bytes=shapes.astray_bytes,
         planning_seconds=shapes.planning_seconds,
+        num_planned_steps=num_planned,
+        scan_seconds=scan_seconds,
+        others=tuple(map(_other_shape, others)),
         engine=_engine_of(kind),
-        planned=Planned(graph=graph, plan=plan, device=kind.spec) if graph and plan and kind.spec else None,
+        planned=Planned(graph=graph, plan=plan, device=kind.made.spec) if graph and plan and kind.made.spec else None,
+    )
+
+
+def _other_shape(kind: PlanEntry) -> OtherShape:
+    plan = kind.shown_plan
+    assert plan is not None
+    return OtherShape(
+        shapes=kind.given,
+        num_steps=kind.seen.num_steps,
+        plain_peak_bytes=plan.plain_peak_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=kind.seen.measured_peak_bytes,
     )
 
 
 def _engine_of(kind: PlanEntry) -> str:
     """What steps of a kind run in once they are planned."""
     program = kind.program
-    if kind.given_plan is not None:
+    if isinstance(kind.source, Imported):
         return "python: the plan was made elsewhere"
-    if program is not None and program.form_route is not None:
-        return "python: the plan is for steps of several structures"
+    if program is not None and program.form_route is not None and kind.takes_data:
+        return "python: the plan is for steps of several structures, which take Tensor.data"
     if program is not None and program.is_strict:
         return "python: the plan asks for something among the ops of backward"
-    return engine_on(torch.device(kind.spec.kind)) if kind.spec is not None else native.engine()
+    return engine_on(torch.device(kind.made.spec.kind)) if kind.made.spec is not None else native.engine()
 
 
 def _advice(measured: int | None, reserved: int | None, optimizer: int | None, budget: int | None) -> tuple[str, ...]:
@@ -330,20 +380,37 @@ def plan_rows(report: Report) -> list[Row]:
 def report_rows(report: Report) -> list[Row]:
     """The same, and what steps under the plan were seen to do."""
     replays = f"{report.num_mismatched:,} storages" if report.num_mismatched else ""
+    others = [(f"Also {_shapes(other)}", _peaks(other)) for other in report.others[:_NUM_OTHERS]]
+    num_more = len(report.others) - len(others)
+    more = f"{num_more:,} more, {sum(o.num_steps for o in report.others[_NUM_OTHERS:]):,} steps" if num_more > 0 else ""
     return plan_rows(report) + _known(
         ("State", _STATES.get(report.phase, "")),
         ("Engine", report.engine),
         ("Steps", f"{report.num_steps:,}"),
+        ("Steps under a plan", f"{report.num_planned_steps:,}" if report.num_planned_steps else ""),
         ("Step measured", _seconds(report.measured_step_seconds)),
         ("Waiting for copies", _seconds(report.stall_seconds or None)),
         ("Optimizer's peak", _bytes(report.optimizer_peak_bytes)),
         ("Held by the allocator", _bytes(report.reserved_bytes)),
         ("Host memory, most in use", _bytes(report.host_peak_bytes or None)),
         ("Disk, most in use", _bytes(report.disk_peak_bytes or None)),
+        ("Looking for other tensors", _seconds(report.scan_seconds or None)),
         ("Shapes of steps", f"{report.num_shapes:,}" if report.num_shapes > 1 else ""),
+        *others,
+        ("Other shapes", more),
         ("Steps that left their plan", f"{report.num_deviations:,}" if report.num_deviations else ""),
         ("Replays that differed", replays),
     )
+
+
+def _shapes(other: OtherShape) -> str:
+    return ", ".join(map(str, other.shapes)) or "another shape"
+
+
+def _peaks(other: OtherShape) -> str:
+    measured = "" if other.measured_peak_bytes is None else f", measured {format_bytes(other.measured_peak_bytes)}"
+    peaks = f"peak {format_bytes(other.predicted_peak_bytes)} (plain {format_bytes(other.plain_peak_bytes)}){measured}"
+    return f"{other.num_steps:,} step{'s' * (other.num_steps != 1)}, {peaks}"
 
 
 def _known(*rows: Row) -> list[Row]:

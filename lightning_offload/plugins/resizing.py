@@ -50,6 +50,11 @@ class GivenShapes:
             self._shared &= _sizes_in(forms)
 
     @property
+    def most(self) -> tuple[int, ...]:
+        """The most elements that any step was given, by tensor."""
+        return self._most
+
+    @property
     def vary(self) -> bool:
         """Whether any of them do."""
         return any(map(any, self._varies))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,7 +13,7 @@ from typing import Literal, get_args
 import torch
 
 from lightning_offload.accelerators import memory_of, total_bytes_of
-from lightning_offload.errors import OffloadError, PlanError, PolicyError, SpillError, type_of
+from lightning_offload.errors import BudgetError, OffloadError, PlanError, PolicyError, SpillError, type_of
 from lightning_offload.graph.files import beside, read_file
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -25,6 +26,7 @@ Verify = Literal["first", "always", "never"]
 
 _log = logging.getLogger(__name__)
 _SWITCH = "LIGHTNING_OFFLOAD"
+_BUDGET = "LIGHTNING_OFFLOAD_BUDGET"
 # Of a device's memory, where no budget is given:
 _MARGIN = 0.05  # left for what the allocator rounds up, for kernels that are loaded late and for other libraries
 _LEAST_MARGIN_BYTES = 1 << 30
@@ -35,7 +37,8 @@ _MOST_SLACK = 0.1  # counted as lost to fragmentation
 class Settings:
     """Checked keywords of a memory plugin; cf. its docstring.
 
-    The budget is that of the plan where none was given; ``plan_step`` is the step that lay beside the plan's file.
+    The budget is that of the plan where none was given, and that of ``LIGHTNING_OFFLOAD_BUDGET`` in the environment
+    where the plan has none either; ``plan_step`` is the step that lay beside the plan's file.
     """
 
     budget: Budget
@@ -71,10 +74,7 @@ def check_settings(
         PlanError: The plan file is missing or malformed, or the step beside it is malformed or another one.
         SpillError: The spill folder is missing or not writable, and would be used.
     """
-    if not isinstance(budget, float):
-        resolve_budget(budget, device_bytes=None)
-    elif not 0 < budget <= 1:
-        resolve_budget(budget, device_bytes=1 << 40)
+    _check_budget(budget)
     _check_word("tier", tier, Tier)
     _check_word("verify", verify, Verify)
     _check_type("spill_dir", spill_dir, (str, os.PathLike), SpillError)
@@ -92,7 +92,7 @@ def check_settings(
         _log.info("spill_dir=%r is not used with tier='host', which has no disk", str(spill_dir))
     found, step = _load_plan(plan)
     return Settings(
-        budget=_budget_of(found) if budget is None and found is not None else budget,
+        budget=_asked_for(budget, found),
         policy=check_policy(policy),
         tier=tier,  # type: ignore[arg-type]
         spill_dir=Path(spill_dir) if spill_dir is not None else None,
@@ -123,6 +123,31 @@ def _check_folder(folder: Path) -> None:
         raise SpillError(f"spill_dir {str(folder)!r} is no folder: create it, or name one that exists")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SpillError(f"spill_dir {str(folder)!r} is not writable: change its permissions, or name another")
+
+
+def _check_budget(budget: Budget) -> None:
+    if not isinstance(budget, float):
+        resolve_budget(budget, device_bytes=None)
+    elif not 0 < budget <= 1:
+        resolve_budget(budget, device_bytes=1 << 40)
+
+
+def _asked_for(budget: Budget, plan: MemoryPlan | None) -> Budget:
+    """The budget that was given, else that of a plan, else that of the environment."""
+    if budget is None and plan is not None:
+        budget = _budget_of(plan)
+    text = os.environ.get(_BUDGET, "").strip()
+    if budget is not None or not text:
+        return budget
+    named: Budget = text
+    if not text.isdecimal():
+        with contextlib.suppress(ValueError):
+            named = float(text)
+    try:
+        _check_budget(named)
+    except BudgetError as error:
+        raise BudgetError(f"the environment variable {_BUDGET}={text!r} is no budget: {error}") from None
+    return named
 
 
 def _budget_of(plan: MemoryPlan) -> Budget:

@@ -37,11 +37,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_offload.accelerators import KINDS
-from lightning_offload.errors import BudgetInfeasibleError, OffloadError
+from lightning_offload.errors import OffloadError
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import StepModel, structure_of
+from lightning_offload.plugins.beside import Dropping
+from lightning_offload.plugins.cadence import Cadence, HookShedding
+from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.structure_changes import StructureChanges
 
 Sizes = tuple[int, ...]
@@ -55,9 +58,7 @@ _MAX_SAMPLES = 8
 _MAX_VARYING = 4  # numbers: more than that are no lengths
 _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did
-_MEASURE_EVERY = 32
-_NUM_FIRST = 2  # steps that are measured
-_SEARCH_SECONDS = 1.0
+_MANY_STEPS = 32  # for each that left its plan: others may do so within these
 _GRAIN = 8  # corners between one power of two and the next
 _BEYOND = 1.25  # times the largest recorded size, where laws held so far
 _SPARED = 0.9  # of what a larger recorded step left of the budget: allocators round
@@ -97,20 +98,7 @@ def shape_of(inputs: Any) -> StepShape:
     exact = "\n".join([str(spec), *(row[0] for row in rows), *modes])
     alike = "\n".join([str(spec), *(row[1] for row in rows), *modes])
     shapes = tuple(tuple(leaf.shape) for leaf, row in zip(leaves, rows, strict=True) if row[2])
-    return StepShape(_short(exact), _short(alike), shapes, tuple(itertools.chain.from_iterable(row[2] for row in rows)))
-
-
-def of_shapes(error: BudgetInfeasibleError, shape: StepShape) -> BudgetInfeasibleError:
-    """The error, with the shapes of the step that it is about."""
-    shapes = ", ".join(map(str, shape.shapes))
-    if not shapes:
-        return error
-    return BudgetInfeasibleError(
-        f"{error}; this step is given tensors of the shapes {shapes}",
-        budget_bytes=error.budget_bytes,
-        floor_bytes=error.floor_bytes,
-        op=error.op,
-    )
+    return StepShape(short(exact), short(alike), shapes, tuple(itertools.chain.from_iterable(row[2] for row in rows)))
 
 
 def step_signature(inputs: Any) -> str:
@@ -118,7 +106,8 @@ def step_signature(inputs: Any) -> str:
     return shape_of(inputs).signature
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """A key for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -209,13 +198,13 @@ class ShapeFamily:
         old_gradient_bytes: Gradients of earlier steps that may be there before a step.
         accumulated_bytes: Those that may still be there in its backward.
         beside_bytes: What is on the device beside its steps; None before that was counted.
-        num_planned: Steps under derived plans.
-        num_measured: Those of them that were measured.
-        num_deviations: Those that left their plan.
+        dropping: What steps drop of that.
+        cadence: Which steps under derived plans have their memory counted.
+        num_deviations: Steps that left these.
         version: Grows with what derived plans depend on.
-        search_seconds: What a thorough search for a plan takes; a guess before there was one.
         is_one_structure: Whether no recorded step has shown yet to be of another structure than a larger one.
         changes: How their structure changes.
+        hooks: Which of them that keep everything go without hooks: they make as many autograd nodes each.
         samples: The recorded steps that it is known by, by the signatures of their kinds.
         alike: Signatures of those whose structure the model has: storages are known by their indices in that.
     """
@@ -227,13 +216,14 @@ class ShapeFamily:
         self.shortfall_bytes = 0
         self.old_gradient_bytes = self.accumulated_bytes = 0
         self.beside_bytes: int | None = None
-        self.num_planned = 0
-        self.num_measured = 0
+        self.dropping = Dropping()
+        self.cadence = Cadence()
         self.num_deviations = 0
         self.version = 0
-        self.search_seconds = _SEARCH_SECONDS
         self.is_one_structure = True
         self.changes = StructureChanges(spans_sizes=True)
+        self.hooks = HookShedding()
+        self._most_elements: tuple[int, ...] = ()
         self.samples: dict[str, Sample] = {}
         self.alike: frozenset[str] = frozenset()
         self._structure = ""
@@ -242,8 +232,13 @@ class ShapeFamily:
         self._varying: _Varying | None = None
         self._is_fitted = True
         self._deviations: dict[str, int] = {}
-        self._num_unmeasured = 0
         self._wary_until = 0
+        self._measured_of = 0
+
+    @property
+    def plain(self) -> PlainNeed:
+        """What its steps need where they keep everything."""
+        return self.changes.plain
 
     @property
     def gradient_bytes(self) -> int:
@@ -269,6 +264,28 @@ class ShapeFamily:
             del self.samples[self._least_useful()]
         self.samples[signature] = Sample(sizes, graph, gradient_bytes, structure_of(graph), bare_bytes)
         self._is_fitted = False
+
+    def learn_plain(self, shapes: tuple[Sizes, ...], need: PlainNeed) -> None:
+        """Know what a recorded step would have needed, had it kept everything.
+
+        Args:
+            shapes: Of what it was given.
+            need: That.
+        """
+        if need.most_bytes is None:
+            return
+        self.plain.learn(need.most_bytes, need.there_bytes)
+        elements = tuple(map(math.prod, shapes))
+        known = self._most_elements if len(self._most_elements) == len(elements) else elements
+        self._most_elements = tuple(map(max, zip(elements, known, strict=True)))
+
+    def has_ample_room_for(self, shapes: tuple[Sizes, ...], device: torch.device, budget_bytes: int) -> bool:
+        """Whether a step of a shape that was not recorded may keep everything, the budget being what it is."""
+        elements = tuple(map(math.prod, shapes))
+        if len(elements) != len(self._most_elements):
+            return False
+        size = max((n / max(1, most) for n, most in zip(elements, self._most_elements, strict=True)), default=1.0)
+        return self.plain.fits_amply(device, budget_bytes, size)
 
     def _least_useful(self) -> str:
         """The sample that was taken first, of those that are not the only ones as large as they are."""
@@ -364,7 +381,7 @@ class ShapeFamily:
             if not larger:
                 return None
             corner = min(larger, key=math.prod)
-        return Derived(_short(f"{self.name} {self._varying} {corner}"), corner, point)
+        return Derived(short(f"{self.name} {self._varying} {corner}"), corner, point)
 
     def _farthest(self, most: int) -> int:
         """Up to what a size is predicted of which this is the largest that was recorded."""
@@ -380,7 +397,7 @@ class ShapeFamily:
     def step_left_its_plan(self, signature: str) -> None:
         """Note that a step of this shape did: where they do again, they are recorded."""
         self.num_deviations += 1
-        self._wary_until = self.num_planned + self.num_deviations * _MEASURE_EVERY
+        self._wary_until = self.cadence.num_steps + self.num_deviations * _MANY_STEPS
         self._note_wrong(signature, 1)
 
     def step_was_over(self, signature: str) -> None:
@@ -395,24 +412,7 @@ class ShapeFamily:
     @property
     def is_wary(self) -> bool:
         """Whether steps lately left their plans, so that the coming one may, too: the longer the more often."""
-        return self.num_planned < self._wary_until
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the peak of the coming step under a derived plan is to be counted: the first two, then one in 32."""
-        return self.num_measured < _NUM_FIRST or self._num_unmeasured >= _MEASURE_EVERY - 1
-
-    def begin_step(self, *, can_count: bool) -> bool:
-        """A step under a derived plan begins; whether its peak is counted.
-
-        Args:
-            can_count: Whether there is what counting starts from.
-        """
-        self.num_planned += 1
-        is_measured = self.is_due and can_count
-        self.num_measured += is_measured
-        self._num_unmeasured = 0 if is_measured else self._num_unmeasured + 1
-        return is_measured
+        return self.cadence.num_steps < self._wary_until
 
     def is_sure_of(self, point: Point) -> bool:
         """Whether a prediction is no guess: none was seen to be off, and the point is hardly beyond the rest."""
@@ -452,9 +452,17 @@ class ShapeFamily:
         self._largest = tuple(map(max, zip(*known, strict=True)))
         structure = structure_of(model.structure)
         self.alike = frozenset(s for s, sample in self.samples.items() if sample.structure == structure)
-        self.shortfall_bytes = self.num_measured = 0  # of another model
+        found = hash(tuple(sorted((name, _bytes_in(self.samples[name].graph)) for name in self.alike)))
+        if found != self._measured_of:  # what was measured is of another model
+            self._measured_of, self.shortfall_bytes, self.cadence.num_fresh = found, 0, 0
         if structure != self._structure:  # what was known of another one is known of other storages
             self._structure, self.verified, self.mismatched = structure, set(), set()
+
+
+def _bytes_in(graph: StepGraph) -> int:
+    """A fingerprint of what a step takes: its storages, and what ops allocate within."""
+    sizes = tuple(storage.num_bytes for storage in graph.storages)
+    return hash((sizes, tuple(op.workspace_bytes for op in graph.ops)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

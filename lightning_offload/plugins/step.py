@@ -26,26 +26,25 @@ from torch.utils._python_dispatch import (
 from typing_extensions import override
 
 from lightning_offload.accelerators import Allocated, DeviceMemory, kind_of, memory_of
-from lightning_offload.capture.live import Census, LiveBytes
+from lightning_offload.capture.departures import Departures
+from lightning_offload.capture.live import LiveBytes
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
-from lightning_offload.capture.workspace import op_memory_for
+from lightning_offload.capture.workspace import op_memory_for, workspaces_on
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.plugins import feedback
-from lightning_offload.plugins.data_parallel import shared_spec
+from lightning_offload.plugins.baseline import Baseline, There
 from lightning_offload.plugins.hardware import Hardware
+from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, compare, demote, is_seen_by_core
 from lightning_offload.plugins.pace import Halves, LaunchTimes, StepTimes
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
-from lightning_offload.plugins.plan_making import make_plan
-from lightning_offload.plugins.settings import Settings
+from lightning_offload.plugins.plan_source import Imported
 from lightning_offload.plugins.shape_families import Room
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.native_executor import NativeExecutor, core_for
-from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.tensors.observer import StepObserver, observe_all
@@ -63,6 +62,7 @@ class StepRun:
         recorder: Records it, if it is recorded.
         times: Measures its ops, if it runs under a plan that is not final.
         live: Counts live bytes: where the device does not, and what a recorded step has to do with of what was there.
+        drops: Sees what it drops of what was there, if it is watched.
         verifier: Compares replays, if they are not trusted yet.
         clock: Measures the time spent in its scopes.
         optimizer_ran_inside: Whether an optimizer updated parameters within its scopes.
@@ -79,6 +79,7 @@ class StepRun:
         is_watched: Whether its memory, its ops or its copies are measured.
         lane_times: What the lanes did, if that was measured.
         seconds: Time spent in its scopes, once it is finished and if that was measured.
+        is_other: Whether it had other forwards than those that its plan is for.
     """
 
     kind: PlanEntry
@@ -88,6 +89,7 @@ class StepRun:
     recorder: Recorder | None
     times: OpTimes | None
     live: LiveBytes | None
+    drops: Departures | None
     verifier: Verifier | None
     clock: StepClock
     peaks: DevicePeaks
@@ -104,11 +106,14 @@ class StepRun:
     slack_bytes: int | None = None
     lane_times: dict[Tier, LaneTimes] | None = None
     seconds: float | None = None
+    is_other: bool = False
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Around each of the step's scopes."""
         with self.clock.running():
+            if self.recorder is not None:
+                self.recorder.begin_scope()
             try:
                 yield
             finally:
@@ -153,66 +158,96 @@ class StepRun:
         if self.executor.packs:
             self.executor.on_backward = note
 
-    def finish(self, state: PersistentState, budget_bytes: int | None) -> None:
-        """Hand what was seen to the kind of step.
+    def finish(self, state: PersistentState, baseline: Baseline) -> StepShown:
+        """What it showed, once it has ended.
 
         Args:
-            state: What is on the device beside the steps.
-            budget_bytes: The budget.
+            state: The state of the training.
+            baseline: What is on the device beside the steps.
         """
-        kind = self.kind
-        self._take_times()
-        if self.executor.keeps_all:
-            kind.hooks.note(self.executor.num_nodes)
-        else:
-            kind.takes_data |= self.executor.took_data
-            if self.executor.program is None:
-                kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, self.executor.stayed_bytes
-                self._learn_plain_need(self.executor.swapped_bytes)
-        if not self.executor.num_unpacks and self.recorder is None:
-            return
-        self._note_peaks()
-        accumulated_bytes = sum(self.accumulated.values())
-        if self.recorder is not None:
-            state.buckets.place(self.recorder.all_reduced())
-            kind.state_version = -1
-            is_typical = not (self.optimizer_ran_inside and state.version != self.state_version)
-            has_stayed = kind.stayed_bytes > 0
-            kind.bare_bytes = self._bare_bytes() if not has_stayed else None
-            kind.recorded(
-                self.recorder, self.live, self.old_gradients, accumulated_bytes,
-                is_typical=is_typical, larger=self.larger if has_stayed else None,
-            )  # fmt: skip
-            return
-        kind.note_gradients(0, accumulated_bytes)
-        if self.executor.has_deviated:
-            if not kind.is_step_given:
-                kind.deviated()
-            return
-        kind.followed()
-        superset = self.executor.superset
-        if superset is not None:
-            kind.swapped_bytes, kind.stayed_bytes = self.executor.swapped_bytes, superset.kept_bytes
-            kind.aligned(superset)
-        if self.executor.unforeseen_bytes:
-            kind.surprised()
-        if self.verifier is not None:
-            kind.verified |= self.verifier.verified
-        if self.live is not None:
-            kind.learn_known(self.live, self.old_gradients)
-        if kind.program is not self.executor.program:
-            return
-        if self.times is not None:
-            feedback.take_measured(kind, self.times, self._bytes_by_op())
-        elif self.is_watched:
-            feedback.check_peak(kind, budget_bytes, self._bytes_by_op())
-        elif self.seconds is not None:
-            kind.paced(StepTimes(self.seconds, self.stall_seconds, self.executor.replay_seconds))
+        executor = self.executor
+        self.seconds = self.clock.seconds()
+        if self.is_watched:
+            self.lane_times = self.tiers.take_times()
+            self.tiers.measure(False)
+        superset = executor.superset
+        is_without_plan = executor.program is None and not executor.keeps_all
+        has_backward = executor.num_unpacks > 0
+        has_followed = has_backward and superset is not None and not executor.has_deviated
+        moved: tuple[int, int] | None = None
+        if is_without_plan:
+            moved = executor.swapped_bytes, executor.stayed_bytes
+        elif superset is not None and has_followed:
+            moved = executor.swapped_bytes, superset.ledger.kept_bytes
+        is_plain_known = is_without_plan or (has_followed and self.device_peak_bytes is None)
+        shown = StepShown(
+            program=executor.program,
+            has_backward=has_backward,
+            num_nodes=executor.num_nodes if executor.keeps_all else None,
+            took_data=not executor.keeps_all and executor.took_data,
+            moved=moved,
+            plain=self._plain_need(executor.swapped_bytes) if is_plain_known else None,
+        )
+        if not has_backward and self.recorder is None:
+            return shown
+        peaks, accumulated_bytes = self._peaks(), sum(self.accumulated.values())
+        left = self._left_behind(state, baseline)
+        times: StepTimes | None = None
+        if self.seconds is not None:
+            times = StepTimes(self.seconds, self.stall_seconds, executor.replay_seconds)
+        return dataclasses.replace(
+            shown,
+            peaks=peaks,
+            recording=self._recording(state, peaks, accumulated_bytes, left) if self.recorder is not None else None,
+            accumulated_bytes=accumulated_bytes,
+            gradients=self.old_gradients,
+            live=self.live,
+            has_deviated=executor.has_deviated,
+            is_other=self.is_other,
+            ledger=superset.ledger if superset is not None else None,
+            has_surprised=executor.unforeseen_bytes > 0,
+            verified=self.verifier.verified if self.verifier is not None else (),
+            is_watched=self.is_watched,
+            op_times=self.times,
+            bytes_by_op=self._bytes_by_op(),
+            times=times,
+            drops=self.drops,
+        )
 
-    def _bare_bytes(self) -> int | None:
-        """What a recorded step needed beyond what was there before, gradients of earlier steps aside."""
-        peak_bytes = self.kind.measured_peak_bytes
-        return peak_bytes - self.held_bytes if peak_bytes is not None and self.held_bytes is not None else None
+    def _recording(
+        self,
+        state: PersistentState,
+        peaks: Peaks | None,
+        accumulated_bytes: int,
+        left: list[tuple[torch.UntypedStorage, int]],
+    ) -> Recording:
+        recorder, has_stayed = self.recorder, self.executor.stayed_bytes > 0
+        assert recorder is not None
+        state.buckets.place(recorder.all_reduced())
+        is_bare = peaks is not None and self.held_bytes is not None and not has_stayed
+        return Recording(
+            touched=recorder.persistent_ids(),
+            graph=recorder.finish(),
+            forms=tuple(recorder.saved_forms),
+            open_sizes=frozenset(recorder.open_sizes),
+            has_backward=recorder.num_unpacks > 0,
+            is_typical=not (self.optimizer_ran_inside and state.version != self.state_version),
+            accumulated_bytes=accumulated_bytes,
+            bare_bytes=peaks.step - self.held_bytes if is_bare and peaks and self.held_bytes is not None else None,
+            larger=self.larger if has_stayed else None,
+            left=left,
+        )
+
+    def _left_behind(self, state: PersistentState, baseline: Baseline) -> list[tuple[torch.UntypedStorage, int]]:
+        """What it made and left on the device, gradients aside, each with the tick at which a recording saw it made."""
+        if self.drops is None:
+            return []
+        gradients = state.gradients()
+        counter = self.recorder if self.recorder is not None else self.live
+        left = [s for s in counter.left_behind() if s._cdata not in gradients] if counter is not None else []
+        baseline.end_step(self.drops.dropped, left)
+        made_at = self.recorder.left_at() if self.recorder is not None else {}
+        return [(storage, made_at[storage._cdata]) for storage in left if storage._cdata in made_at]
 
     def _bytes_by_op(self) -> list[int]:
         """By op: the peak since the one before it; empty where nothing counted that, or where the plan explains it.
@@ -222,24 +257,25 @@ class StepRun:
         by_op = self.live.by_op if self.live is not None and not self.executor.has_settled else None
         return [num_bytes + self.bytes_out_of_sight for num_bytes in by_op or ()]
 
-    def _learn_plain_need(self, swapped_bytes: int) -> None:
+    def _plain_need(self, swapped_bytes: int) -> tuple[int, int] | None:
+        """What it would have needed, had it kept everything, and what was there as it began; None if not known."""
         if self.device_peak_bytes is not None and self.there is not None:
-            self.kind.plain.learn(self.device_peak_bytes + swapped_bytes - self.there.current_bytes)
+            return self.device_peak_bytes + swapped_bytes - self.there.current_bytes, 0
+        if self.device_peak_bytes is None and self.live is not None:
+            return self.live.peak_bytes + swapped_bytes - self.live.there_bytes, self.live.there_bytes
+        return None
 
-    def _take_times(self) -> None:
-        self.seconds = self.clock.seconds()
-        if self.is_watched:
-            self.lane_times = self.tiers.take_times()
-            self.tiers.measure(False)
-
-    def _note_peaks(self) -> None:
-        kind = self.kind
+    def _peaks(self) -> Peaks | None:
+        live, more_bytes = self.live, self.bytes_out_of_sight
         if self.device_peak_bytes is not None:
-            kind.measured_peak_bytes = self.device_peak_bytes
-        elif self.live is not None:
-            kind.measured_peak_bytes = self.live.peak_bytes + self.bytes_out_of_sight
-            kind.forward_peak_bytes = self.live.forward_peak_bytes + self.bytes_out_of_sight
-            kind.backward_peak_bytes = self.live.backward_peak_bytes + self.bytes_out_of_sight
+            return Peaks(step=self.device_peak_bytes)
+        if live is None:
+            return None
+        return Peaks(
+            step=live.peak_bytes + more_bytes,
+            forward=live.forward_peak_bytes + more_bytes,
+            backward=live.backward_peak_bytes + more_bytes,
+        )
 
 
 def _op_times(kind: PlanEntry, device: torch.device) -> OpTimes | None:
@@ -251,6 +287,14 @@ def _op_times(kind: PlanEntry, device: torch.device) -> OpTimes | None:
     if kind.phase not in ("verifying", "measuring"):
         return None
     return OpTimes(clock_for(device), op_memory_for(device) if kind.phase == "verifying" else None)
+
+
+def _counter(kind: PlanEntry, device: torch.device, there: list[torch.UntypedStorage]) -> LiveBytes:
+    """What counts live bytes in a step under a plan: measuring what ops allocate within would lengthen them."""
+    if kind.phase == "measuring" and kind.graph is not None:
+        known = [op.workspace_bytes for op in kind.graph.ops]
+        return LiveBytes(device, there, by_op=True, known_workspaces=known)
+    return LiveBytes(device, there, by_op=True, workspaces=workspaces_on(device))
 
 
 def _room_under(plan: MemoryPlan, device: torch.device) -> Callable[[], int] | None:
@@ -268,7 +312,8 @@ def start_run(
     module: torch.nn.Module | None,
     verify: str,
     peaks: DevicePeaks,
-    there: Census | None,
+    there: There | None,
+    gradients: Collection[int],
     persistent: Callable[[], Collection[int]],
     room: Room | None = None,
 ) -> StepRun:
@@ -281,13 +326,15 @@ def start_run(
         module: The model, where it is known.
         verify: When replays are compared with their originals.
         peaks: Reads the device's allocator.
-        there: The storages that are on the device; None where nobody looked.
+        there: What is on the device; None where nobody looked.
+        gradients: Identities of gradients that are there.
         persistent: Gives the identities of storages that outlive the step.
         room: What need not leave, where the step is recorded.
     """
     program = kind.program
     is_recorded = kind.phase == "recording"
-    recorder = Recorder(device, module, there=there.values() if there is not None else ()) if is_recorded else None
+    storages = list(there.storages.values()) if there is not None else []
+    recorder = Recorder(device, module, there=storages if there is not None else None) if is_recorded else None
     times = _op_times(kind, device)
     counts = kind_of(device).counts_memory
     can_count = there is not None or counts
@@ -296,38 +343,42 @@ def start_run(
     if there is not None and recorder is not None:
         live = recorder
     elif there is not None and not counts and is_watched:
-        live = LiveBytes(device, there.values(), by_op=True)
+        live = _counter(kind, device, storages)
     must_verify = program is not None and program.is_recomputing and verify != "never"
     verifier: Verifier | None = None
     if program is not None and must_verify and (verify == "always" or kind.must_verify):
         trusted = kind.verified if verify == "first" else ()
-        verifier = Verifier(tiers, kind.demote, trusted, _room_under(program.plan, device))
+        verifier = Verifier(tiers, functools.partial(demote, kind), trusted, _room_under(program.plan, device))
     counter = recorder if recorder is not None else live
     observers: list[StepObserver] = [o for o in (counter, times) if o is not None]
+    drops = Departures(s for s in storages if s._cdata not in gradients) if observers and there is not None else None
+    if drops is not None:
+        observers.append(drops)
     # A kind of step that has left its plan before runs under what can give up what the plan keeps.
     has_deviated = kind.changes.num_deviations or (kind.family is not None and kind.family.is_wary)
     is_light = not observers and kind.phase == "planned" and not has_deviated
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
     is_sure = kind.family is None or not kind.is_first_sight
-    is_given = kind.given_plan is not None
+    is_given = isinstance(kind.source, Imported)
     if is_recorded:
-        kind.is_seen_by_core = _is_seen_by_core(kind, device)
+        kind.is_seen_by_core = is_seen_by_core(kind, device)
     make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_given)
     observer = observe_all(tuple(observers))
-    if program is not None and program.form_route is not None:
-        sees_ops = observer is not None or kind.takes_data
-        executor = make(program=program, observer=observer, verifier=None, sees_ops=sees_ops)
-    elif program is not None and program.is_keep_all and is_light and is_sure:
+    is_routed = program is not None and program.form_route is not None
+    if program is not None and program.is_keep_all and is_light and is_sure and not is_routed:
         executor = make(
             program=program, observer=None, verifier=None, sees_ops=False, keeps_all=True,
             packs=not kind.sheds_hooks(), may_leave=program.plan.budget_bytes is not None,
         )  # fmt: skip
         is_watched = False
     else:
-        planned = program if kind.phase not in ("recording", "unplanned") else None
-        sees_ops = program is None or program.needs_ops or kind.takes_data or not is_light
+        planned = program if is_routed or kind.phase not in ("recording", "unplanned") else None
+        if is_routed:
+            sees_ops, verifier = observer is not None or kind.takes_data, None
+        else:
+            sees_ops = program is None or program.needs_ops or kind.takes_data or not is_light
         is_watched_by_nobody = observer is None and verifier is None and not is_given
-        core = core_for(planned, device) if planned is not None and is_watched_by_nobody else None
+        core = core_for(planned, device, sees_ops=sees_ops) if planned is not None and is_watched_by_nobody else None
         if planned is not None and core is not None:
             executor = NativeExecutor(
                 core, device=device, tiers=tiers, program=planned, sees_ops=sees_ops, persistent=persistent
@@ -342,8 +393,8 @@ def start_run(
         tiers.measure(True)
     return StepRun(
         kind=kind, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
-        verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks, is_watched=is_watched,
-        larger=room.larger if room is not None else None,
+        drops=drops, verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks,
+        is_watched=is_watched, larger=room.larger if room is not None else None,
     )  # fmt: skip
 
 
@@ -504,18 +555,22 @@ class DevicePeaks:
         self._mode, self._thread = _OptimizerMode(LiveBytes(device, there), more_bytes), threading.get_ident()
         _lay_under_all(self._mode)
 
-    def end_optimizer(self, *, is_whole: bool) -> None:
+    def end_optimizer(self, *, is_whole: bool) -> list[torch.UntypedStorage]:
         """Stop counting, if it was begun.
 
         Args:
             is_whole: Whether the optimizer's step has ended: not where it failed, or where a backward is inside.
+
+        Returns:
+            What it has made so far and holds.
         """
         if self._mode is None or self._thread != threading.get_ident():
-            return  # it is on another thread's stack
+            return []  # it is on another thread's stack
         mode, self._mode = self._mode, None
         _take_off(mode)
         if is_whole:
             self.note_optimizer(mode.live.peak_bytes + mode.more_bytes)
+        return mode.live.left_behind()
 
     def note_optimizer(self, peak_bytes: int) -> None:
         """Take over the peak of an optimizer's step: the highest, since with accumulation not every step has one."""
@@ -558,51 +613,6 @@ class _OptimizerMode(InfraMode):
         return out
 
 
-_MAX_REPLANS = 4  # each tier can be refused once
-
-
-def _is_seen_by_core(kind: PlanEntry, device: torch.device) -> bool:
-    """Whether the native core sees the ops of a kind of step now."""
-    return kind.given_plan is None and core_on(device) is not None
-
-
-def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: PersistentState, settings: Settings) -> None:
-    """Have a plan for a recorded kind of step, for the state and the hardware that there are now, and room for it.
-
-    Args:
-        key: What the kind of step is known by.
-        kind: The kind of step.
-        hardware: Where it runs.
-        state: What is on the device beside it.
-        settings: How to plan.
-
-    Raises:
-        BudgetInfeasibleError: No plan can meet the budget.
-        PlanError: A plan that was given cannot be carried out.
-        SpillError: The disk has no room, and only disk may be used.
-    """
-    if kind.graph is None:
-        return
-    if (kind.touched.references or kind.family is not None) and kind.state_version != state.version:
-        kind.state_version = state.version
-        if not kind.was_restored and state.buckets.are_gone_from(kind.touched.references):
-            kind.record_again()
-    if kind.is_seen_by_core not in (None, _is_seen_by_core(kind, hardware.device)):
-        kind.record_again()  # it has other ops now
-    if kind.phase == "recording":
-        return
-    hardware.refresh()
-    for _ in range(_MAX_REPLANS):
-        if kind.program is None or kind.hardware_version != hardware.version:
-            kind.hardware_version = hardware.version
-            spec = shared_spec(hardware.planning_spec(kind.saved_bytes), kind.graph, hardware.device)
-            given = hardware.adapted(kind.given_plan) if kind.given_plan is not None else None
-            make_plan(kind, spec, hardware.budget_bytes, settings.policy, settings.keep, given)
-        assert kind.program is not None
-        if kind.phase == "unplanned" or hardware.prepare(key, kind.program.layout):
-            break  # steps without a plan go on with the slabs that they have made
-
-
 def learn_from(run: StepRun, hardware: Hardware) -> None:
     """Correct what is known of links and compute by a planned step that was measured."""
     if run.lane_times is None or run.kind.phase != "planned":
@@ -610,8 +620,8 @@ def learn_from(run: StepRun, hardware: Hardware) -> None:
     hardware.observe(run.lane_times)
     # A device whose ops are timed is held back meanwhile: its step takes what no other does.
     if run.seconds is not None and (run.times is None or not kind_of(run.device).has_streams):
-        spec = run.kind.spec
-        feedback.compare(
+        spec = run.kind.made.spec
+        compare(
             run.kind,
             run.seconds,
             run.stall_seconds,

@@ -79,6 +79,24 @@ class Variant(NamedTuple):
         return max(itertools.accumulate(num_bytes for _, num_bytes in sorted(events)), default=0)
 
 
+class Basis(NamedTuple):
+    """What the widest structure at any size depends on.
+
+    Attributes:
+        graph: The widest that was recorded.
+        open_sizes: Sizes there that vary, with data or with what steps are given.
+        most: By tensor that they are given: the most elements of any.
+    """
+
+    graph: StepGraph
+    open_sizes: frozenset[int]
+    most: tuple[int, ...]
+
+    def is_same(self, other: Basis) -> bool:
+        """Whether it is the very same recording, seen the same way."""
+        return self.graph is other.graph and self[1:] == other[1:]
+
+
 class StepVariants:
     """The structures that steps of one kind, or of kinds that differ in sizes, were recorded with.
 
@@ -95,6 +113,7 @@ class StepVariants:
         self._given = GivenShapes()
         self.latest: Variant | None = None
         self.version = 0
+        self._basis: Basis | None = None
 
     def __len__(self) -> int:
         """How many recorded steps it is known by."""
@@ -110,13 +129,22 @@ class StepVariants:
         self._given.learn(variant.given, variant.forms)
         self._new.append(variant)
         self.latest = variant
-        self.version += 1
+        self._changed()
         if len(self._new) > _MAX_VARIANTS:
             self._sort()
 
     def size_of(self, given: Shapes) -> float:
         """The size of a step that is given tensors of these shapes; more than 1 where none was recorded as large."""
         return self._given.size_of(given)
+
+    @property
+    def basis(self) -> Basis:
+        """What :meth:`widest` depends on, but for the size: as long as it is the same, so is that."""
+        if self._basis is None:
+            widest, given = self._variants[self._widest()], self._given
+            varying = given.varying_in(widest.given, widest.forms)
+            self._basis = Basis(widest.graph, widest.open_sizes | varying, given.most)
+        return self._basis
 
     def widest(self, size: float = 1.0) -> Variant:
         """The one that has most saved at once of those that were not given up, with the sizes open that vary.
@@ -140,7 +168,7 @@ class StepVariants:
         Where it has the largest sizes of several, the smallest of these comes before others.
         """
         widest = self._widest()
-        self.version += 1
+        self._changed()
         if widest not in self._given_up and self._variants[widest].graph is not self._smallest[widest].graph:
             open_sizes = self._variants[widest].open_sizes  # one rare large size is not for all to be planned for
             self._variants[widest] = self._smallest[widest]._replace(open_sizes=open_sizes)
@@ -151,7 +179,11 @@ class StepVariants:
     def reconsider(self) -> None:
         """Count those again that were given up: there may be more room."""
         self._given_up.clear()
+        self._changed()
+
+    def _changed(self) -> None:
         self.version += 1
+        self._basis = None
 
     def _widest(self) -> str:
         self._sort()

@@ -7,7 +7,6 @@ the scope was closed, until the next one begins. Whoever wants a step's figures 
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import weakref
 from collections.abc import Collection, Iterator
@@ -18,28 +17,28 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.accelerators import is_capturing, kind_of, memory_of
-from lightning_offload.capture.live import Census, CensusClock
-from lightning_offload.errors import BudgetInfeasibleError, PlanError, UnsupportedError
-from lightning_offload.plugins import feedback
+from lightning_offload.errors import BudgetInfeasibleError, PlanError, SpillError, UnsupportedError
+from lightning_offload.plugins import lifecycle
+from lightning_offload.plugins.baseline import Baseline, There
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
+from lightning_offload.plugins.forwards import Forwards
 from lightning_offload.plugins.given_plan import GivenPlan
 from lightning_offload.plugins.hardware import Hardware, TierUse
+from lightning_offload.plugins.infeasible import shapes_of, what_is_beside, with_growth, with_reasons
 from lightning_offload.plugins.misuse import Misuse
 from lightning_offload.plugins.out_of_memory import out_of_memory
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plain_steps import PlainStep
 from lightning_offload.plugins.plan_cache import PlanCache
 from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_source import Imported, ShapeBucket
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
-from lightning_offload.plugins.shape_families import StepShape, of_shapes, shape_of
-from lightning_offload.plugins.step import DevicePeaks, StepRun, ensure_plan, learn_from, start_run
+from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of
+from lightning_offload.plugins.step import DevicePeaks, StepRun, learn_from, start_run
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, listen, seeing_user_code, watch_backward
-
-_SHARE = 0.01  # of the time may go into looking at what is on the device beside the steps
-_COLLECTING_SHARE = 0.1  # the same in recordings, which take long anyway
 
 
 class Steps:
@@ -54,7 +53,8 @@ class Steps:
         settings: What the user asked for.
         device: The compute device, where it is known; found from the model or the inputs of the first step otherwise.
         hardware: The device with its lower tiers; None before the first step, and while detached.
-        state: What is on the device beside the steps.
+        state: The state of the training.
+        baseline: What is on the device beside the steps.
         cache: The kinds of step met so far.
         given: The plan that the user gave, if any.
         peaks: What the device's allocator counts.
@@ -71,6 +71,7 @@ class Steps:
         self.device = device
         self.hardware: Hardware | None = None
         self.state = PersistentState(self._before_optimizer_step, self._after_optimizer_step)
+        self.baseline = Baseline(self.state)
         self.cache = PlanCache()
         self.given = GivenPlan(settings)
         self.peaks = DevicePeaks()
@@ -85,8 +86,12 @@ class Steps:
         self._plain: tuple[PlanEntry, PlainStep] | None = None
         self.is_attached = self._was_attached = False
         self._is_open = False
-        self._census_clock = CensusClock()
         self._num_optimizers = 0  # whose step is under way: one may call another
+        self._is_in_optimizer = False
+        self._num_nested = 0  # steps in its closure
+        self._is_repeating = False  # whether an optimizer called that more than once
+        self._forwards = Forwards()
+        self._has_begun_backward = False  # of a step that runs as without the plugin
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -162,11 +167,21 @@ class Steps:
                 "a step cannot begin while a CUDA graph is captured, whose memory is not the plugin's to manage: begin "
                 "the capture within memory.step(), or capture the whole step with LIGHTNING_OFFLOAD=0 or enabled=False"
             )
+        if self._goes_on:
+            self._forwards.go_on(shape_of(inputs))
+            del inputs
+            with self._plainly() if self._run is None else self._opened(self._run, hooks=True):
+                yield
+            return
         self.finish()
         called = self.state.data_parallel.called
         if called is not None:
             self.state.buckets.lay_out(called)
-        run = self._begin((*inputs, *mark_of(wrapper or called)))
+        try:
+            run = self._begin((*inputs, *mark_of(wrapper or called)))
+        except BaseException:
+            self._forwards.abandon()
+            raise
         del inputs  # the caller's to free
         if run is None:
             with self._plainly():
@@ -174,6 +189,18 @@ class Steps:
             return
         with self._opened(run, hooks=True):
             yield
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the forward that begins is one more of the last step, which waits for its backward."""
+        run = self._run
+        if not self._forwards.num_seen or threading.get_ident() != self.state.thread:
+            return False
+        if run is None:  # it runs as without the plugin
+            return not self._has_begun_backward and self._forwards.expects_more
+        if run.executor.has_begun_backward or not (run.executor.packs or self._forwards.expects_more):
+            return False
+        return run.executor.reopen()
 
     def _tell_why_idle(self) -> None:
         """Warn where a step has no effect and that can hardly be meant."""
@@ -202,6 +229,7 @@ class Steps:
         is_nested = torch._C._current_graph_task_id() != -1
         self.peaks.end_optimizer(is_whole=False)  # a mode would change it: Note [modes change backward]
         if run is None and not is_nested and threading.get_ident() == self.state.thread:
+            self._has_begun_backward = True
             with self._plainly():
                 yield
             return
@@ -234,10 +262,11 @@ class Steps:
                 yield
         except torch.OutOfMemoryError as error:
             self._plain = None
+            self._forwards.abandon()
             raise out_of_memory(error, self.device, kind, self.budget_bytes) from None
         finally:
             _thread.end()
-            kind.measured_peak_bytes = step.peak_bytes
+            kind.seen.measured_peak_bytes = step.peak_bytes
 
     @contextlib.contextmanager
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
@@ -250,6 +279,7 @@ class Steps:
                 yield
         except BaseException as error:
             self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside
+            self._forwards.abandon()
             if self.hardware is not None:
                 with contextlib.suppress(Exception):  # the step's own error is the one to tell
                     self.hardware.tiers.drain()
@@ -260,40 +290,47 @@ class Steps:
             self._is_open = False
             _thread.end()
             run.tiers.tidy()
+        if self._is_within_optimizer and run.executor.num_unpacks and not kind_of(run.device).counts_memory:
+            self.peaks.begin_optimizer(run.device, (), 0)  # what it makes until its closure is called again
 
     # ---- a step's begin and end
 
     def before_ddp(self, model: DistributedDataParallel) -> None:
         """Before DDP's forward, where steps begin inside of it: let it lay its buckets out anew if it is about to."""
-        if torch.is_grad_enabled() and not self._is_open:
+        if torch.is_grad_enabled() and not self._is_open and not self._goes_on:
             self.finish()  # the last step must have noted the buckets that it used
             self.state.buckets.lay_out(model)
 
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
         hardware = self.hardware_for(inputs)
+        hardware.tiers.settle()  # what is still on its way would be memory of this step, and is in no census
         if kind_of(hardware.device).has_cudnn and torch.backends.cudnn.benchmark:
             inputs = (*inputs, _TryingAlgorithms())
-        shape, peaks = shape_of(inputs), self.peaks
-        kind = self.cache.choose(shape)
+        shape, peaks = self._forwards.begin(shape_of(inputs)), self.peaks
+        self._has_begun_backward = False
+        kind = self.cache.choose(shape, self._has_room, may_wait=not self.given.waits)
         self.given.offer(kind)
         hardware.forget(self.cache.take_dropped())
-        peaks.end_optimizer(is_whole=False)  # the step is in an optimizer's closure
+        self._note_nested()
+        self.baseline.end_step((), peaks.end_optimizer(is_whole=False))
         self._num_optimizers = 0
+        self.baseline.begin_step()
         hardware.refresh()
-        is_up_to_date = kind.phase == "unplanned" or kind.hardware_version == hardware.version
-        if is_up_to_date and kind.runs_plainly(hardware.budget_bytes, hardware.device):
+        is_planned_here = kind.phase != "unplanned" and not kind.has_ample_room
+        is_up_to_date = not is_planned_here or kind.made.hardware_version == hardware.version
+        if is_up_to_date and kind.runs_plainly(hardware.budget_bytes, hardware.device, self.settings.policy):
             self._begin_plainly(kind, hardware)
             return None
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
-        there = self._look_beside(kind, hardware, gradients, has_inputs=True)
+        there = self._look_beside(kind, hardware, inputs, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
-            chosen, kind = kind, self._plan(kind, shape, hardware)
+            chosen, kind = kind, self._plan(kind, shape, inputs, hardware)
         if kind.phase == "recording" and (kind is not chosen or there is None):
-            there = self._look_beside(kind, hardware, gradients, has_inputs=True)
+            there = self._look_beside(kind, hardware, inputs, gradients, has_inputs=True)
         device, verify = hardware.device, self.settings.verify
-        if kind.runs_plainly(hardware.budget_bytes, device):
+        if kind.runs_plainly(hardware.budget_bytes, device, self.settings.policy):
             self._begin_plainly(kind, hardware)
             return None
         self.cache.begin_step()
@@ -302,7 +339,9 @@ class Steps:
             held = _held_bytes(device, there, gradients)
             if held is not None:
                 room = self.cache.room_to_record(hardware.budget_bytes, held + out_of_sight)
-        run = start_run(kind, hardware.tiers, device, self.module, verify, peaks, there, self.state.identities, room)
+        run = start_run(
+            kind, hardware.tiers, device, self.module, verify, peaks, there, gradients, self.state.identities, room
+        )
         run.held_bytes = held
         if kind.phase != "recording":
             run.bytes_out_of_sight = out_of_sight
@@ -314,94 +353,167 @@ class Steps:
         self._run = run
         return run
 
-    def _plan(self, kind: PlanEntry, shape: StepShape, hardware: Hardware) -> PlanEntry:
+    def _note_nested(self) -> None:
+        """Notice a step in the closure of an optimizer, which keeps what it makes from one call of that to the next."""
+        if not self._is_in_optimizer:
+            return
+        self._num_nested += 1
+        if self._num_nested > 1 and not self._is_repeating:
+            self._is_repeating = True
+            self.baseline.doubt()
+
+    @property
+    def _is_within_optimizer(self) -> bool:
+        """Whether steps are in the closure of an optimizer that calls it again and again."""
+        return self._is_in_optimizer and self._is_repeating
+
+    def _has_room(self, family: ShapeFamily, shape: StepShape) -> bool:
+        """Whether a step of a new shape may keep everything: there is room for several times what others needed."""
+        hardware = self.hardware
+        if hardware is None or hardware.budget_bytes is None or self.given.is_given or self.settings.policy != "auto":
+            return False
+        return family.has_ample_room_for(shape.shapes, hardware.device, hardware.budget_bytes)
+
+    def _plan(self, kind: PlanEntry, shape: StepShape, inputs: Any, hardware: Hardware) -> PlanEntry:
         """Have a plan for the coming step; the kind that it is for.
 
         Raises:
             BudgetInfeasibleError: No plan can meet the budget.
         """
-        feedback.weigh_search(kind)
-        is_searched = kind.must_search
+        lifecycle.weigh_search(kind)
+        is_searched, is_exact = kind.made.must_search, False
         with self.cache.figures.planning() as took:
-            try:
-                self.given.offer_recorded(kind)
-                ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
-            except (BudgetInfeasibleError, PlanError) as error:
-                if kind.given_plan is not None:
-                    self.given.refuse(kind, str(error))
-                    return self._plan(kind, shape, hardware)
-                if not isinstance(error, BudgetInfeasibleError):
-                    raise
-                is_for_others = kind.family is not None or kind.spans_sizes
-                kind.is_too_large = kind.spans_sizes
-                exact = self.cache.choose(shape, is_exact=True) if is_for_others else kind
-                if exact is not kind and exact.spans_sizes:
-                    self._look_beside(exact, hardware, self.state.gradients(), has_inputs=True)
-                    return self._plan(exact, shape, hardware)
-                if exact is kind and kind.family is None:
-                    if kind.gives_up(error):
+            while True:
+                try:
+                    self.given.offer_recorded(kind)
+                    lifecycle.ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+                    break
+                except (BudgetInfeasibleError, PlanError) as error:
+                    if isinstance(kind.source, Imported):
+                        self.given.refuse(kind, str(error))
+                    elif not isinstance(error, BudgetInfeasibleError):
+                        raise
+                    elif not kind.guesses_drops():
+                        kind, is_exact = self._instead(kind, error, shape, inputs, hardware, is_exact=is_exact), True
                         if kind.phase == "unplanned":
                             return kind
-                        self._look_beside(kind, hardware, self.state.gradients(), has_inputs=True)
-                        return self._plan(kind, shape, hardware)
-                    raise of_shapes(error, shape) from None
-                exact.note_gradients(kind.old_gradient_bytes, kind.accumulated_bytes)
-                exact.follow_family(hardware.budget_bytes)
-                try:
-                    ensure_plan(self.cache.key, exact, hardware, self.state, self.settings)
-                except BudgetInfeasibleError as error_of_exact:
-                    family, derived = exact.family, exact.derived
-                    if family is not None and derived is not None and not family.is_sure_of(derived.actual):
-                        return self.cache.record(shape)
-                    raise of_shapes(error_of_exact, shape) from None
-                return exact
-        if kind.graph is not None and kind.given_plan is None:
+        if kind.graph is not None and not isinstance(kind.source, Imported):
             self.misuse.check_keep(self.settings.keep, kind.graph)
-        if is_searched and kind.family is not None:
-            kind.family.search_seconds = took()
+        if is_searched:
+            kind.search_seconds = took()
         return kind
+
+    def _instead(
+        self,
+        kind: PlanEntry,
+        error: BudgetInfeasibleError,
+        shape: StepShape,
+        inputs: Any,
+        hardware: Hardware,
+        *,
+        is_exact: bool,
+    ) -> PlanEntry:
+        """What the coming step is taken for where there is no plan for what it was taken for.
+
+        One of these very sizes; else one of another structure, or without a plan; else one to be recorded.
+
+        Args:
+            kind: What it was taken for.
+            error: Why there is no plan for that.
+            shape: The step's.
+            inputs: What it is given.
+            hardware: Where it runs.
+            is_exact: Whether that was for these very sizes.
+
+        Raises:
+            BudgetInfeasibleError: There is nothing else.
+        """
+        if kind.superset is not None and kind.spans_sizes:
+            kind.superset.note_too_large()
+        is_for_others = kind.family is not None or kind.spans_sizes
+        exact = self.cache.choose(shape, is_exact=True) if is_for_others and not is_exact else kind
+        gradients = self.state.gradients()
+        if exact is kind and isinstance(kind.source, ShapeBucket):
+            if (own := self.cache.recorded(shape)) is not None:
+                exact = own  # which others stood for, as long as they could
+            elif kind.source.family.is_sure_of(kind.source.derived.actual):
+                raise self._told(error, kind, shape, hardware) from None
+            else:
+                return self.cache.record(shape)
+        if exact is not kind:
+            exact.note_gradients(kind.beside.old_gradient_bytes, kind.beside.accumulated_bytes)
+            exact.follow_family(hardware.budget_bytes)
+            if exact.family is None:
+                self._look_beside(exact, hardware, inputs, gradients, has_inputs=True)
+        elif not lifecycle.gives_up(kind, error):
+            raise self._told(error, kind, shape, hardware) from None
+        elif kind.phase != "unplanned":
+            self._look_beside(kind, hardware, inputs, gradients, has_inputs=True)
+        return exact
+
+    def _told(
+        self, error: BudgetInfeasibleError, kind: PlanEntry, shape: StepShape, hardware: Hardware
+    ) -> BudgetInfeasibleError:
+        """The error, with the step that it is about, and what lies beside that."""
+        error = with_growth(error, self.state.growth_bytes if self._is_within_optimizer else 0)
+        if kind.graph is None:
+            return with_reasons(error, shapes_of(shape))
+        num_waiting = sum(not executor.is_spent for executor in self.executors)
+        beside = what_is_beside(
+            kind.graph.extra_bytes,
+            error.budget_bytes,
+            self.state,
+            hardware.device,
+            kind.source.touched.now(),
+            num_waiting,
+        )
+        return with_reasons(error, beside, shapes_of(shape))
 
     def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()
         memory = memory_of(hardware.device)
-        is_watched = kind.phase == "unplanned" or kind.is_aligned
+        is_watched = kind.phase == "unplanned" or kind.is_aligned or kind.has_ample_room
         if not is_watched or hardware.budget_bytes is None or memory is None:
             return
         self.peaks.begin_step(hardware.device, is_watched=False)
-        kind.swapped_bytes = kind.stayed_bytes = 0
+        kind.seen.swapped_bytes = kind.seen.stayed_bytes = 0
         self._plain = kind, PlainStep(kind.plain, memory, hardware.budget_bytes)
 
     def _look_beside(
-        self, kind: PlanEntry, hardware: Hardware, gradients: dict[int, int], *, has_inputs: bool
-    ) -> Census | None:
+        self, kind: PlanEntry, hardware: Hardware, inputs: Any, gradients: dict[int, int], *, has_inputs: bool
+    ) -> There | None:
         """Count what is on the device beside a kind of step, where its plan is about to be made or time allows.
 
         Args:
             kind: The kind of step.
             hardware: Where it runs.
+            inputs: What the coming step is given.
             gradients: The sizes of gradients that are there.
             has_inputs: Whether the inputs of the coming step are there.
 
         Returns:
-            The storages that are there, if they were listed.
+            What is there, where the coming step is one to watch.
         """
-        clock, device, memory = self._census_clock, hardware.device, memory_of(hardware.device)
+        device, memory = hardware.device, memory_of(hardware.device)
         is_cheap = memory is not None and kind.family is not None
-        if not (is_cheap or kind.is_settling or kind.state_version != self.state.version or clock.is_due(_SHARE)):
+        if not (
+            is_cheap
+            or self._is_within_optimizer
+            or kind.is_settling
+            or kind.made.state_version != self.state.version
+            or self.baseline.is_due
+        ):
             kind.follow_family(hardware.budget_bytes)
             return None
-        with clock:
-            there: Census | None = None
-            if memory is None or kind.phase == "recording":
-                if kind.phase == "recording" and clock.is_due(_COLLECTING_SHARE):
-                    gc.collect()  # what waits for it is no part of the steps to come
-                there = self.state.storages(device)
-            beside: int | None = None
-            if memory is not None:
-                allocated_bytes = memory.allocated_bytes()
-                beside = kind.bytes_beside_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
-            elif there is not None:
-                beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
+        there: There | None = None
+        if memory is None or kind.phase in ("recording", "verifying"):
+            there = self.baseline.look(device, inputs, is_recorded=kind.phase == "recording")
+        beside: int | None = None
+        if memory is not None:
+            allocated_bytes = memory.allocated_bytes()
+            beside = kind.bytes_beside_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
+        elif there is not None:
+            beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
         if beside is not None:
             beside += self.state.buckets.expected_bytes(device)
             if kind.family is None:
@@ -422,21 +534,26 @@ class Steps:
         """Take over what the last step showed, once its backward has run."""
         self._plain = None
         run, self._run = self._run, None
+        other = self._forwards.end()
         if run is None:
             return
+        if other is not None:
+            run.is_other = not other[1]
+            self.cache.was(other[0], is_recorded=run.recorder is not None)
         if run.recorder is not None:
             self.state.learn_leaves(run.recorder.leaves)
         if run.slack_bytes is not None and self.hardware is not None:
             self.hardware.read_budget_again(run.slack_bytes)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
-        is_given = run.kind.is_step_given and run.executor.program is not None
-        run.finish(self.state, budget_bytes)
-        if is_given and (run.executor.num_unpacks or run.executor.has_deviated):
-            self.given.note(run.kind, run.executor.deviation)
+        source, executor = run.kind.source, run.executor
+        lifecycle.learn(run.kind, run.finish(self.state, self.baseline), budget_bytes)
+        has_shown = executor.program is not None and (executor.num_unpacks or executor.has_deviated)
+        if source.is_captured and has_shown:
+            self.given.note(run.kind, executor.deviation)
         superset = run.executor.superset
-        astray_bytes = superset.astray_bytes if superset is not None else None
+        astray_bytes = superset.ledger.astray_bytes if superset is not None else None
         self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
-        feedback.note_retries(run.kind, self.peaks.take_retries(run.device))
+        lifecycle.note_retries(run.kind, self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
         if self.hardware is not None:
             learn_from(run, self.hardware)
@@ -446,14 +563,14 @@ class Steps:
         if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
             self.finish()
 
-    def plan_if_needed(self) -> None:
+    def plan_ahead(self) -> None:
         """Have a plan for the kind of step that ran last, if there can be one; its next step raises if not."""
         kind, hardware = self.cache.kind, self.hardware
         if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
-            if not kind.is_beside_known:
-                self._look_beside(kind, hardware, self.state.gradients(), has_inputs=self._is_open)
-            with contextlib.suppress(BudgetInfeasibleError, PlanError), self.peaks.paused(hardware.device):
-                ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+            if not kind.beside.is_known:
+                self._look_beside(kind, hardware, (), self.state.gradients(), has_inputs=self._is_open)
+            with contextlib.suppress(BudgetInfeasibleError, PlanError, SpillError), self.peaks.paused(hardware.device):
+                lifecycle.ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the kinds of step whose signatures are not among those to keep.
@@ -474,40 +591,45 @@ class Steps:
         for executor in list(self.executors):
             if executor.is_recomputing:
                 executor.settle_readers_of(parameters)
-        if threading.get_ident() != self.state.thread:
+        if self.state.thread not in (None, threading.get_ident()):
             return
         self._num_optimizers += 1
+        if self._num_optimizers == 1:
+            self._is_in_optimizer, self._num_nested = True, 0
         device = self.device
         if self._num_optimizers > 1 or run is None or device is None or kind_of(device).counts_memory:
             return
         if self._is_open:
             if run.live is not None:
                 run.live.begin_lap()
-        elif run.is_watched:
-            there = self.state.storages(device).values()
-            self.peaks.begin_optimizer(device, there, self.state.buckets.expected_bytes(device))
+        elif run.is_watched and run.live is not None:
+            there = {s._cdata: s for s in run.live.alive()} | self.state.known_storages(device)
+            self.peaks.begin_optimizer(device, there.values(), run.bytes_out_of_sight)
 
     def _after_optimizer_step(self) -> None:
         self.misuse.note_optimizer_end()
-        if not self._num_optimizers or threading.get_ident() != self.state.thread:
-            return  # a training step began within it, or it is another thread's
+        if self.state.thread not in (None, threading.get_ident()):
+            return
+        if not self._num_optimizers:  # a training step began within it
+            self._is_in_optimizer = False
+            self.baseline.end_step((), self.peaks.end_optimizer(is_whole=False))
+            return
         self._num_optimizers -= 1
         if self._num_optimizers:  # that of an optimizer which has another one inside
             return
         peaks, run = self.peaks, self._run
+        self._is_in_optimizer = False
         peaks.end_optimizer(is_whole=True)
         if self._is_open and run is not None and run.live is not None:
             peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
 
 
-def _held_bytes(device: torch.device, there: Census | None, gradients: dict[int, int]) -> int | None:
+def _held_bytes(device: torch.device, there: There | None, gradients: dict[int, int]) -> int | None:
     """What is on a device, gradients aside; None where nobody counted it."""
     memory = memory_of(device)
     if memory is not None:
         return memory.allocated_bytes() - sum(gradients.values())
-    return (
-        sum(storage.nbytes() for key, storage in there.items() if key not in gradients) if there is not None else None
-    )
+    return there.bytes_but(gradients) if there is not None else None
 
 
 class _TryingAlgorithms:

@@ -21,8 +21,9 @@ import math
 from typing import Literal
 
 from lightning_offload.plugins.cadence import Cadence
+from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.step_variants import StepVariants
-from lightning_offload.runtime.fallback import SupersetRule
+from lightning_offload.runtime.ledger import Ledger
 
 _MAX_RECORDED = 1  # deviations after which the next step is recorded
 _MAX_DERIVED = 3  # those of steps of several sizes after which all that differ in sizes follow one structure
@@ -62,6 +63,9 @@ class StructureChanges:
         has_told: Whether a warning said that some of the steps can have no plan.
         has_warned: Whether one said that no plan is within the budget any more.
         margins: By size: by how much measured peaks exceeded predicted ones.
+        counted_sizes: Sizes of which a step had its memory counted.
+        search_seconds: What a thorough search for a plan takes; a guess before there was one.
+        plain: What steps of all these need where they keep everything.
     """
 
     variants: StepVariants = dataclasses.field(default_factory=StepVariants)
@@ -84,6 +88,9 @@ class StructureChanges:
     has_told: bool = False
     has_warned: bool = False
     margins: dict[float, int] = dataclasses.field(default_factory=dict)
+    counted_sizes: set[float] = dataclasses.field(default_factory=set)
+    search_seconds: float = 1.0
+    plain: PlainNeed = dataclasses.field(default_factory=PlainNeed)
 
     def deviated(self) -> Next:
         """A step left its plan; what the next ones do."""
@@ -104,7 +111,7 @@ class StructureChanges:
         if self.num_followed >= _FORGIVEN:
             self.num_deviations, self.num_followed = self.num_deviations - 1, 0
 
-    def aligned(self, step: SupersetRule, saved_bytes: int) -> Next | None:
+    def aligned(self, step: Ledger, saved_bytes: int) -> Next | None:
         """A step followed the plan for another structure; what the next ones do, if not the same.
 
         Args:
@@ -119,6 +126,7 @@ class StructureChanges:
             self.aligns, self.num_same = False, 0
             self.num_deviations = _MAX_DERIVED if self.spans_sizes else _MAX_RECORDED
             self.margins.clear()
+            self.counted_sizes.clear()
             return "record"
         if step.astray_bytes > _MUCH * saved_bytes:
             self._note_apart()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection
 
 import torch
 
-from lightning_offload.capture.live import Census, LiveBytes
+from lightning_offload.capture.live import LiveBytes
+from lightning_offload.plugins.baseline import There
 
 StorageRef = weakref.ref[torch.UntypedStorage]
 """Weak, since addresses are used again."""
@@ -45,20 +47,32 @@ class Touched:
         """Identities of those that still live."""
         return {key for key, reference in self.references.items() if reference() is not None}
 
-    def bytes_beside(self, there: Census, gradients: Collection[int], *, has_inputs: bool) -> int | None:
+    def bytes_beside(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
         """What is on the device beside the coming step; None where it is not known yet.
 
         Args:
-            there: All storages on the device.
+            there: What is on the device.
             gradients: Identities of gradients.
             has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
         """
         if self.known is None:
             return None
+        if not there.is_whole:
+            return self._followed(there, gradients)
         not_beside = self.now().union(gradients)
-        beside = sum(storage.nbytes() for key, storage in there.items() if key not in not_beside)
+        beside = there.bytes_but(not_beside)
         gone_bytes = sum(num_bytes for reference, num_bytes in self.known if reference() is None)
         return max(0, beside - gone_bytes) if has_inputs else beside
+
+    def _followed(self, there: There, gradients: Collection[int]) -> int:
+        """The same where nobody listed all: the inputs, and what was replaced, lie in place of what is gone."""
+        known, living = self.known or [], self.now()
+        reused = {key for key in self.references.keys() - living if key in there.storages}
+        not_beside = {*self.references.keys() - reused, *gradients, *there.given}
+        given = Counter(there.storages[key].nbytes() for key in there.given if key not in living)
+        gone = Counter(num_bytes for reference, num_bytes in known if reference() is None) - given
+        replaced = Counter(there.replaced.values()) - gone
+        return there.known_bytes_but(not_beside) + sum(size * number for size, number in replaced.items())
 
     def bytes_beside_of(
         self, allocated_bytes: int, gradient_bytes: int, taken: Callable[[int], int], *, has_inputs: bool

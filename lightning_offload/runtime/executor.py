@@ -29,7 +29,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from torch import Tensor
 from lightning_offload.accelerators import capture_query, kind_of
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK
-from lightning_offload.runtime.fallback import OffloadAll, SupersetRule, next_node
+from lightning_offload.runtime.fallback import OffloadAll, SupersetRule
 from lightning_offload.runtime.follow import LEFT, ByForm, Follower, follower_of
 from lightning_offload.runtime.hooks import (
     NotSeen,
@@ -47,6 +47,7 @@ from lightning_offload.runtime.hooks import (
     past_own_mode,
 )
 from lightning_offload.runtime.kernel_keys import call
+from lightning_offload.runtime.ledger import Ledger, next_node
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import KEPT_FOR_CALLS, RECORD, Program
 from lightning_offload.runtime.sight import seeing_ops, unseen
@@ -65,7 +66,16 @@ from lightning_offload.runtime.verifier import Verifier
 from lightning_offload.runtime.write_barrier import WriteBarrier, count_writes
 from lightning_offload.tensors.geometry import Geometry
 from lightning_offload.tensors.observer import StepObserver
-from lightning_offload.tensors.op_facts import OpFacts, as_saved, effects, facts_of, is_parameter, plainly_saved
+from lightning_offload.tensors.op_facts import (
+    OpFacts,
+    as_saved,
+    effects,
+    facts_of,
+    is_parameter,
+    parts_of,
+    plainly_saved,
+)
+from lightning_offload.tensors.saved_forms import form_of
 
 _log = logging.getLogger(__name__)
 _num_function_modes = torch._C._len_torch_function_stack
@@ -162,10 +172,13 @@ class StepExecutor:
         self._idle_packs = program.idle_packs if program is not None and observer is None else b""
         self.superset: SupersetRule | None = None
         if program is not None and isinstance(follower, ByForm):
-            self.superset = SupersetRule(program, follower, self._fallback)
+            self.superset = SupersetRule(program, follower, self._fallback, self._new_ledger())
 
     def _new_table(self) -> ValueTable:
         return ValueTable()
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger()
 
     def _new_lock(self) -> contextlib.AbstractContextManager[Any]:
         return threading.RLock()
@@ -302,7 +315,11 @@ class StepExecutor:
         else:
             observer.before_op()
             start = time.perf_counter()
-            out = call(func, args, kwargs)
+            try:
+                out = call(func, args, kwargs)
+            except BaseException:
+                observer.on_failed_op()
+                raise
             seconds = time.perf_counter() - start
         with NotSeen():
             if observer is not None:
@@ -363,6 +380,12 @@ class StepExecutor:
             return
         with bypass_mode, NotSeen():
             self._writes.before_change(storage)
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes_before: int) -> None:
+        """Hear that it has got it."""
+        if self.observer is not None:
+            with bypass_mode, NotSeen():
+                self.observer.on_resized(storage, num_bytes_before)
 
     def deviate(self, how: str) -> None:
         """Leave the program: this step runs under the floor policy from now on."""
@@ -441,7 +464,8 @@ class StepExecutor:
         if self.superset is not None:
             handle.kept = tensor
             if not is_captured:
-                self.superset.save(handle, tensor, is_plain=plain, num_unpacks=self.num_unpacks)
+                place = self.superset.save(handle, tensor, is_plain=plain, num_unpacks=self.num_unpacks)
+                self.superset.ledger.note(place, form_of(tensor, is_plain=plain))
             return handle
         place = LEFT
         if self._follower is not None:
@@ -563,7 +587,9 @@ class StepExecutor:
                     if self._can_capture and self._is_capturing():
                         _check_is_there(handle)
                     elif in_backward and self._follower is not None:
-                        self._bring_back(self._follower, handle)
+                        self._bring_back(
+                            self._follower.passed_unpacks(handle.index, self.num_unpacks - 1), handle.value
+                        )
                     return self._read(handle)
             finally:
                 bypass_mode.depth -= 1
@@ -586,11 +612,15 @@ class StepExecutor:
         self._num_unpacks = ordinal + 1
         return True
 
-    def _bring_back(self, follower: Follower, handle: Handle) -> None:
-        """Begin to bring back what is read now, and what the plan has come back next."""
-        program, value = self.program, handle.value
+    def _bring_back(self, passed: Sequence[int], value: LiveValue | None) -> None:
+        """Begin to bring back what is read now, and what the plan has come back next.
+
+        Args:
+            passed: The planned unpacks that are behind with this one, and were not before.
+            value: What is read; None where that was kept.
+        """
+        program = self.program
         assert program is not None
-        passed = follower.passed_unpacks(handle.index, self.num_unpacks - 1)
         self._fallback.release(program.release_at_unpack, passed)
         # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
         if value is not None and value.block is not None:
@@ -654,6 +684,22 @@ class StepExecutor:
         """Whether the step is closed and autograd has dropped all that it saved, so that no backward is its own."""
         return self._unread() is None
 
+    @property
+    def has_begun_backward(self) -> bool:
+        """Whether a backward of the step was begun."""
+        return self._has_begun_backward
+
+    def reopen(self) -> bool:
+        """Have another forward go on with the step; False where autograd has dropped all that the step saved.
+
+        A step that goes without hooks cannot tell: it goes on.
+        """
+        if not self.packs:
+            return True
+        if self._lease is None:
+            self._lease = self._unread()
+        return self._lease is not None
+
     def close(self) -> None:
         """End the part of the step in which ops are seen; saved tensors stay readable."""
         if self._lease is not None:
@@ -663,8 +709,8 @@ class StepExecutor:
 
     def settle_readers_of(self, tensors: list[Tensor]) -> None:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
-        for tensor in tensors:
-            self._writes.before(tensor)
+        for part in (part for tensor in tensors for part in parts_of(tensor)):
+            self._writes.before(part)
 
 
 def _check_is_there(handle: Handle) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_offload.graph.memory_plan import AT_PACK
 from lightning_offload.runtime.follow import TINY_BYTES, ByForm
+from lightning_offload.runtime.ledger import Late, Ledger
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.tracking import ValueTracker
@@ -70,8 +71,7 @@ class OffloadAll:
         self._outliving: Collection[int] | None = None
         self._grants_room, self._spare_bytes = spare_bytes > 0, spare_bytes
         self._kept: list[weakref.ref[Handle]] = []
-        self._late: list[weakref.ref[Handle]] = []
-        self._late_node = 0
+        self._late = Late()
 
     def leave(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
         """Let a saved value leave the device; whether it need not be kept as it is."""
@@ -95,11 +95,11 @@ class OffloadAll:
         self.table.own(value, storage)
         return True
 
-    def outlives(self, key: int) -> bool:
-        """Whether a storage outlives the step, by its identity."""
+    def outliving(self) -> Collection[int]:
+        """The identities of storages that outlive the step."""
         if self._outliving is None:
             self._outliving = self._persistent()
-        return key in self._outliving
+        return self._outliving
 
     def release(self, column: Mapping[int, Sequence[int]], places: Iterable[int]) -> None:
         """Release the device copies of the storages that a column of the program has at some places."""
@@ -141,31 +141,24 @@ class OffloadAll:
         kept, self._kept = self._kept, []
         if torch._C._current_graph_task_id() != -1:
             return
+        for handle in (reference() for reference in kept):
+            if handle is not None:
+                self._late.add_late(handle)
         if self.sees_ops:
-            self._give_all_up(kept)
-        else:
-            self._late, self._late_node = kept, next_node()
+            self.leave_now()
 
     def leave_late(self, handle: Handle, tensor: Tensor) -> None:
         """Let what is saved leave the device once the op that saves it has run, where ops are not seen."""
-        # An op may write what it has saved, past any version counter, as `rrelu` does its noise: it is done when the
-        # next node of autograd is made.
-        node = next_node()
-        if node != self._late_node:
+        if self._late.is_due:
             self.leave_now()
-            self._late_node = node
-        if not self.outlives(tensor.untyped_storage()._cdata):
-            self._late.append(weakref.ref(handle))
+        if tensor.untyped_storage()._cdata not in self.outliving():
+            self._late.add_late(handle)
 
     def leave_now(self) -> None:
         """Let leave what was to once an op is done: it is."""
-        late, self._late = self._late, []
-        self._give_all_up(late)
-
-    def _give_all_up(self, kept: list[weakref.ref[Handle]]) -> None:
-        for handle in (reference() for reference in kept):
-            if handle is not None and handle.kept is not None and not handle.is_out:
-                self.give_up(handle, handle.kept)
+        for handle, _ in self._late.take_late():
+            assert handle.kept is not None
+            self.give_up(handle, handle.kept)
 
     def give_up(self, handle: Handle, tensor: Tensor) -> None:
         """Let a saved tensor leave the device that was kept; not a parameter, whose memory is the program's."""
@@ -193,25 +186,6 @@ class OffloadAll:
         self.table.new(-1, storage).is_given = True
 
 
-class _Alive:
-    """Counts the bytes of what is kept, for as long as autograd holds it."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-
-    def add(self, num_bytes: int) -> Callable[[object], None]:
-        """Count more; gives what takes them off again."""
-        self.num_bytes += num_bytes
-
-        def gone(_: object) -> None:
-            self.num_bytes -= num_bytes
-
-        return gone
-
-
-_Handles = dict[int, weakref.ref[Handle]]
-
-
 class SupersetRule:
     """Decides about the saves of a step under a plan for another structure.
 
@@ -219,33 +193,23 @@ class SupersetRule:
         program: The plan's.
         follower: Where the step is in it.
         policy: Lets leave what is to.
+        ledger: What stays, and what leaves late.
 
     Attributes:
         num_astray: Saves that the plan does not have.
-        astray_bytes: What those of them take that the step made.
         num_missing: Saves that the plan has and the step did not.
-        kept_bytes: What stayed of what the step made and saved, in all.
-        fingerprint: Of what was saved: the same in two steps of one structure and the same sizes.
-        places_fingerprint: The same whatever the sizes.
     """
 
-    def __init__(self, program: Program, follower: ByForm, policy: OffloadAll) -> None:
-        self.num_astray = self.astray_bytes = self.kept_bytes = self.num_missing = 0
-        self.fingerprint = self.places_fingerprint = 0
+    def __init__(self, program: Program, follower: ByForm, policy: OffloadAll, ledger: Ledger) -> None:
+        self.num_astray = self.num_missing = 0
+        self.ledger = ledger
         self._program, self._follower, self._policy, self._table = program, follower, policy, policy.table
-        self._alive = _Alive()
         self._slack_bytes = _slack_bytes(program)
         self._num_bytes_apart = 0  # astray in a row
-        self._kept_by_key: _Handles = {}
-        self._kept_again: list[weakref.ref[Handle]] = []  # for other saves of the same storages
-        self._leaving: _Handles = {}
-        self._late: list[weakref.ref[Handle]] = []
-        self._late_node = 0
-        self._astray: list[weakref.ref[LiveValue]] = []
-        self._planned_late: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        self._astray: list[weakref.ref[Handle]] = []  # that have left
 
-    def save(self, handle: Handle, tensor: Tensor, *, is_plain: bool, num_unpacks: int) -> None:
-        """Decide about what a handle keeps.
+    def save(self, handle: Handle, tensor: Tensor, *, is_plain: bool, num_unpacks: int) -> int:
+        """Decide about what a handle keeps; the place of its pack in the plan, or -1.
 
         Args:
             handle: The handle.
@@ -253,14 +217,11 @@ class SupersetRule:
             is_plain: Whether that has a storage of its own that the plan may be about.
             num_unpacks: Unpacks so far.
         """
-        if self._late and next_node() != self._late_node:
-            self._leaving.clear()
-            self._let_late_ones_go()
+        if self.ledger.is_due:
+            self.let_late_ones_go()
         follower = self._follower
         before = follower.place
         place = follower.pack(handle.index, tensor, is_plain=is_plain, num_unpacks=num_unpacks)
-        self.fingerprint = hash((self.fingerprint, place, follower.form))
-        self.places_fingerprint = hash((self.places_fingerprint, place, follower.form.kind))
         if place >= 0:
             self._num_bytes_apart = 0
             self.num_missing += place - before
@@ -273,11 +234,11 @@ class SupersetRule:
             self._decide(handle, tensor, place)
         if place >= 0:
             self._policy.release(self._program.release_at_pack, (place,))
+        return place
 
     def _decide(self, handle: Handle, tensor: Tensor, place: int) -> None:
-        storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
-        value = self._table.find(storage)
+        storage, ledger = tensor.untyped_storage(), self.ledger
+        num_bytes, value = storage.nbytes(), self._table.find(storage)
         index = self._follower.route.storages[place] if place >= 0 else -1
         decision = self._program.decisions.get(index)
         if value is not None and value.is_given:  # what exposed it may have come before
@@ -285,50 +246,34 @@ class SupersetRule:
         elif value is not None and value.block is not None:
             if self._policy.sees_ops or value.is_as_saved(handle):
                 self._policy.let_go(handle, value, tensor)
-        elif self._is_given(place, key, value):
+        elif self._is_given(place, storage, value):
             pass
-        elif _is_among(self._kept_by_key, key):
-            self._kept_again.append(weakref.ref(handle))
-        elif _is_among(self._leaving, key):  # for another save by the same op
-            self._late.append(weakref.ref(handle))
+        elif ledger.is_staying(storage):
+            ledger.stays_too(handle)
+        elif ledger.is_late(storage):  # for another save by the same op
+            ledger.add_late(handle)
         elif decision is not None and num_bytes:
-            self._leaves_late(handle, index)
+            ledger.add_late(handle, index)  # the step may have another op there, which writes what it has saved
         elif num_bytes > TINY_BYTES and num_bytes > self._room(place):  # copying less costs more than it takes
-            self.astray_bytes += num_bytes
-            self._leaves_late(handle, -1)
+            ledger.astray_bytes += num_bytes
+            ledger.add_late(handle)
             if place < 0:
                 self._note_bytes_apart(num_bytes)
         else:
-            self._stays(handle, key, num_bytes)
+            ledger.stays(handle, storage)
 
-    def _leaves_late(self, handle: Handle, index: int) -> None:
-        """Let a saved tensor leave once the op that saves it is done; see :meth:`OffloadAll.leave_late`.
-
-        Also what the plan swaps: the step may have another op there, which writes what it has saved.
-        """
-        if index >= 0:
-            self._planned_late[handle] = index
-        assert handle.kept is not None
-        self._leaving[handle.kept.untyped_storage()._cdata] = weakref.ref(handle)
-        self._late.append(weakref.ref(handle))
-        self._late_node = next_node()
-
-    def _stays(self, handle: Handle, key: int, num_bytes: int) -> None:
-        self.kept_bytes += num_bytes
-        self._kept_by_key[key] = weakref.ref(handle, self._alive.add(num_bytes))
-
-    def _is_given(self, place: int, key: int, value: LiveValue | None) -> bool:
+    def _is_given(self, place: int, storage: torch.UntypedStorage, value: LiveValue | None) -> bool:
         """Whether a saved storage was there before the step, and stays."""
         if place >= 0 and self._follower.route.is_given[place]:
             return True
-        return value is None if self._policy.sees_ops else self._policy.outlives(key)
+        return value is None if self._policy.sees_ops else storage._cdata in self._policy.outliving()
 
     def _room(self, place: int) -> int:
         """What may stay beyond what does: what the plan has kept by now, and the step has not."""
         behind = place + 1 if place >= 0 else self._follower.place
         if not behind or self._follower.num_astray >= _MANY_ASTRAY:
             return 0
-        return self._follower.route.kept_bytes[behind - 1] - self._alive.num_bytes
+        return self._follower.route.kept_bytes[behind - 1] - self.ledger.alive_bytes
 
     def _note_bytes_apart(self, num_bytes: int) -> None:
         """What the plan does not have takes so much more: what goes with it may take as much, and nobody counted it."""
@@ -339,25 +284,19 @@ class SupersetRule:
     def _let_go_of_what_was_kept(self) -> None:
         self._policy.release_all()
         if torch._C._current_graph_task_id() == -1:
-            self._late += (*self._kept_by_key.values(), *self._kept_again)
-            self._late_node = next_node()
-            self._kept_by_key, self._kept_again, self._alive = {}, [], _Alive()
+            self.ledger.let_all_go()
 
-    def _let_late_ones_go(self) -> None:
-        late, self._late = self._late, []
-        for handle in (reference() for reference in late):
-            if handle is not None and handle.kept is not None and not handle.is_out:
-                self._give_up(handle, handle.kept)
-
-    def _give_up(self, handle: Handle, tensor: Tensor) -> None:
-        index = self._planned_late.pop(handle, -1)
-        if index < 0:
-            self._policy.give_up(handle, tensor)
-            if handle.value is not None and handle.value.index < 0:
-                self._astray.append(weakref.ref(handle.value))
-        elif handle.version_alias._version != handle.version or not self._leaves_as_planned(handle, tensor, index):
-            storage = tensor.untyped_storage()
-            self._stays(handle, storage._cdata, storage.nbytes())
+    def let_late_ones_go(self) -> None:
+        """Let leave what was to once an op is done: it is."""
+        for handle, index in self.ledger.take_late():
+            tensor = handle.kept
+            assert tensor is not None
+            if index < 0:
+                self._policy.give_up(handle, tensor)
+                if handle.value is not None and handle.value.index < 0:
+                    self._astray.append(weakref.ref(handle))
+            elif handle.was_written or not self._leaves_as_planned(handle, tensor, index):
+                self.ledger.stays(handle, tensor.untyped_storage())
 
     def _leaves_as_planned(self, handle: Handle, tensor: Tensor, index: int) -> bool:
         policy, follower = self._policy, self._follower
@@ -383,7 +322,7 @@ class SupersetRule:
 
     def forward_ends(self) -> None:
         """Backward begins: what forward lacked at its end does not come any more."""
-        self._let_late_ones_go()  # no op is under way
+        self.let_late_ones_go()  # no op is under way
         missing = range(self._follower.place, self._program.num_first_packs)
         self._policy.release(self._program.release_at_pack, missing)
         self.num_missing += len(missing)
@@ -393,10 +332,11 @@ class SupersetRule:
         if value.index >= 0:
             return
         while self._astray:
-            last = self._astray.pop()()
-            if last is not None and last is not value:
+            handle = self._astray.pop()()
+            last = handle.value if handle is not None else None
+            if handle is not None and last is not None and last is not value:
                 self._policy.materializer.fetch(last)
-                self._astray.append(weakref.ref(last))
+                self._astray.append(weakref.ref(handle))
                 break
 
 
@@ -406,16 +346,3 @@ def _slack_bytes(program: Program) -> int:
     if budget_bytes is None:
         return sys.maxsize
     return max(budget_bytes - program.plan.predicted_peak_bytes, int(_MUCH_ASTRAY * budget_bytes))
-
-
-def _is_among(handles: _Handles, key: int) -> bool:
-    """Whether one of some handles keeps a storage."""
-    reference = handles.get(key)
-    handle = reference() if reference is not None else None
-    return handle is not None and handle.kept is not None and handle.kept.untyped_storage()._cdata == key
-
-
-def next_node() -> int:
-    """The sequence number of the next node that autograd makes in this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -324,7 +324,7 @@ class ByForm(_ByPlace):
     one that it has not come by, nor before one that it has.
 
     Attributes:
-        form: What the last pack saved.
+        end: The next border, or how many packs there are.
         num_astray: Packs in a row that the plan does not have.
     """
 
@@ -333,17 +333,15 @@ class ByForm(_ByPlace):
     def __init__(self, program: Program, route: FormRoute) -> None:
         super().__init__(program, route.unpacks, most_stray_ops=0)
         self.route = route
-        self.form = SavedForm(None, ())
         self.num_astray = 0
         self._num_behind = 0  # unpacks before the last pack
         self._recent: list[SavedForm] = []
-        self._end = route.borders[0] if route.borders else len(route.forms)
+        self.end = route.borders[0] if route.borders else len(route.forms)
 
     @override
     def pack(self, index: int, tensor: Tensor, *, is_plain: bool, num_unpacks: int) -> int:
-        self.form = form_of(tensor, is_plain=is_plain)
         is_border, self._num_behind = num_unpacks > self._num_behind, num_unpacks
-        place = self.place_of(self.form, is_border=is_border)
+        place = self.place_of(form_of(tensor, is_plain=is_plain), is_border=is_border)
         if place >= 0:
             self._places[index] = place
         return place
@@ -358,7 +356,7 @@ class ByForm(_ByPlace):
         if is_border:
             self._cross(form)
         forms, place = self.route.forms, self.place
-        if place < self._end and forms[place].admits(form):
+        if place < self.end and forms[place].admits(form):
             self._go_on(place)
             return place
         recent = self._recent
@@ -375,11 +373,11 @@ class ByForm(_ByPlace):
     def _cross(self, form: SavedForm) -> None:
         """Go on behind the plan's next border, or behind one of those after it where that is what comes now."""
         borders, num_packs = self.route.borders, len(self.route.forms)
-        first = bisect_left(borders, self._end)
+        first = bisect_left(borders, self.end)
         near = range(first, min(first + _NUM_BORDERS, len(borders)))
         chosen = next((i for i in near if self.route.forms[borders[i]].admits(form)), first)
         self.place = borders[chosen] if chosen < len(borders) else num_packs
-        self._end = borders[chosen + 1] if chosen + 1 < len(borders) else num_packs
+        self.end = borders[chosen + 1] if chosen + 1 < len(borders) else num_packs
         self._recent.clear()
 
     def _go_on(self, place: int) -> None:
@@ -392,16 +390,7 @@ class ByForm(_ByPlace):
         recent = self._recent[-length:]
         if len(recent) < length:
             return -1
-        starts = self.route.starts.get(tuple(form.kind for form in recent), [])
-        reachable = starts[bisect_left(starts, self.place) : bisect_right(starts, self._end - length)]
-        admitted = [start for start in reachable if self._admits(start, recent)]
-        if not admitted or (is_unique and len(admitted) > 1):
-            return -1
-        return admitted[0] + length - 1
-
-    def _admits(self, start: int, recent: Sequence[SavedForm]) -> bool:
-        forms = self.route.forms[start : start + len(recent)]
-        return all(planned.admits(form) for planned, form in zip(forms, recent, strict=True))
+        return self.route.places.find(recent, self.place, self.end, is_unique=is_unique)
 
     @override
     def passed_packs(self, index: int) -> Sequence[int]:

@@ -371,6 +371,9 @@ class HookedExecutor(Protocol):
     def resizes(self, storage: torch.UntypedStorage) -> None:
         """Hear that the program is about to give a storage another size."""
 
+    def resized(self, storage: torch.UntypedStorage, num_bytes_before: int) -> None:
+        """Hear that it has done so."""
+
     def close(self) -> None:
         """End the part of the step in which tensors are saved."""
 
@@ -486,10 +489,15 @@ def _set_version(tensors: Any, versions: Any) -> None:
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> Any:
-    if not bypass_mode.depth:
-        for executor in list(_hearers):
-            executor.resizes(storage)
-    return _plain_resize(storage, size)
+    if bypass_mode.depth or not _hearers:
+        return _plain_resize(storage, size)
+    hearers, num_bytes_before = list(_hearers), storage.nbytes()
+    for executor in hearers:
+        executor.resizes(storage)
+    out = _plain_resize(storage, size)
+    for executor in hearers:
+        executor.resized(storage, num_bytes_before)
+    return out
 
 
 _NN: Any = torch._C._nn

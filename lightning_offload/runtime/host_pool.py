@@ -19,6 +19,7 @@ import mmap
 import os
 from collections import deque
 
+import torch
 from typing_extensions import override
 
 from lightning_offload.runtime.hooks import out_of_compilers_sight
@@ -76,6 +77,10 @@ class Slab:
     def num_bytes(self) -> int:
         """Its size."""
         return self.ranges.num_bytes
+
+    def first_bytes(self, num_bytes: int) -> torch.Tensor:
+        """What it begins with as a flat tensor, which keeps the mapping alive."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes)
 
     @out_of_compilers_sight
     def __del__(self) -> None:

@@ -97,6 +97,13 @@ class CopyLanes(abc.ABC):
         """What the lanes did since this was last asked; waits for what is still under way."""
         return LaneTimes()
 
+    def settle(self) -> None:  # noqa: B027  (most lanes have nothing under way)
+        """Wait for the copies that hold device memory though nobody will wait for them any more.
+
+        They are few: what they copy was dropped before it was read. Compute that was told to wait goes on without
+        this thread.
+        """
+
     def drain(self) -> None:  # noqa: B027  (most lanes have nothing under way)
         """Wait until no copy is under way and no lane holds memory."""
 
@@ -141,6 +148,9 @@ class Mover(abc.ABC):
 
     def begin_thread(self) -> None:  # noqa: B027  (memory of the CPU is every thread's)
         """Called first in a thread that is there to ask for moves."""
+
+    def settle(self) -> None:  # noqa: B027  (copies of a thread have ended with it)
+        """Wait for the moves that hold device memory and that compute was never told to wait for."""
 
     def measure(self, is_on: bool) -> None:  # noqa: B027  (nothing to measure where no stream waits)
         """Whether the times for which compute streams wait should be measured."""
@@ -246,6 +256,10 @@ class HostCopy(Copy):
         self._done.wait()
         if self.error is not None:
             raise SpillError(f"a copy between tiers failed: {self.error}") from self.error
+
+    def ended(self) -> None:
+        """Block until the thread that makes it has let go of both sides."""
+        self._done.wait()
 
     def settle(self) -> None:
         """Block until the copy is done or has failed."""

@@ -5,8 +5,8 @@ by the same attributes, so what is rare is written once: :class:`StepExecutor`, 
 and :mod:`.write_barrier`. Ops are seen by a dispatch key below autograd, not by a mode, so no formula of autograd
 computes otherwise than plainly.
 
-In Python remain steps that are observed or verified, those under plans of other structures or from elsewhere, and those
-whose plan asks for something among backward's ops.
+In Python remain steps that are observed or verified, those under plans from elsewhere, those under plans of other
+structures whose ops are seen, and those whose plan asks for something among backward's ops.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from lightning_offload.errors import ReplayError, UnsupportedError
 from lightning_offload.graph.memory_plan import AT_PACK
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.executor import NOT_THERE_FOR_GRAPH, StepExecutor
+from lightning_offload.runtime.follow import ByForm
 from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight
 from lightning_offload.runtime.kernel_keys import call
+from lightning_offload.runtime.ledger import Ledger
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.tiers import Tiers
@@ -34,7 +36,7 @@ from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, rais
 from lightning_offload.runtime.write_barrier import count_writes
 from lightning_offload.tensors.op_facts import as_saved, facts_of
 
-_MADE, _RELEASES = 1, 2  # flags of packs
+_MADE, _RELEASES, _GIVEN = 1, 2, 4  # flags of packs
 _SWAP, _RECOMPUTE, _MEMO = 1, 2, 4  # actions of storages
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -87,8 +89,13 @@ class NativeExecutor(StepExecutor):
     def _new_table(self) -> ValueTable:
         assert self.program is not None
         compiled = _compiled(self._core, self.program, sees_ops=self.sees_ops)
-        self._step = self._core.Step(compiled, str(self._device), self, self._lease)
+        capturing = self._is_capturing if self._can_capture else None
+        self._step = self._core.Step(compiled, str(self._device), self, self._lease, capturing)
         return cast("ValueTable", self._step)
+
+    @override
+    def _new_ledger(self) -> Ledger:
+        return cast("Ledger", self._step)
 
     @override
     def _new_lock(self) -> contextlib.AbstractContextManager[Any]:
@@ -190,9 +197,18 @@ class NativeExecutor(StepExecutor):
 
     @override
     def _check_forward(self) -> None:
-        if self._follower is not None:
+        if isinstance(self._follower, ByForm):
+            self._follower.place = self._step.route_place
+        elif self._follower is not None:
             self._follower.go_to(self._step.place)
         super()._check_forward()
+
+    @override
+    def reopen(self) -> bool:
+        is_going_on = super().reopen()
+        if self._lease is not None:
+            self._step.go_on(self._lease)
+        return is_going_on
 
     @override
     def close(self) -> None:
@@ -223,7 +239,7 @@ class NativeExecutor(StepExecutor):
     @_upward
     def _release_at_pack(self, place: int) -> None:
         assert self.program is not None
-        if not self._is_captured():  # a graph must not wait for copies
+        if not (self._can_capture and self._is_capturing()):  # a graph must not wait for copies
             self._fallback.release(self.program.release_at_pack, (place,))
 
     @_upward
@@ -232,13 +248,29 @@ class NativeExecutor(StepExecutor):
         super().backward_begins()
 
     @_upward
-    def _bring_back_at(self, ordinal: int, value: LiveValue | None) -> None:
-        assert self.program is not None
-        self._fallback.release(self.program.release_at_unpack, (ordinal,))
-        # What is needed now is first in the lane; what is next overlaps with the wait or replay for it.
-        if value is not None and value.block is not None:
-            self._materializer.fetch(value)
-        self._materializer.prefetch(self.program.prefetch.get(ordinal, ()))
+    def _bring_back_at(self, first: int, last: int, value: LiveValue | None) -> None:
+        self._bring_back(range(first, last), value)
+
+    @_upward
+    def _save_by_rule(self, handle: Handle, is_plain: bool) -> tuple[int, int, int, bool]:
+        assert self.superset is not None
+        assert isinstance(self._follower, ByForm)
+        assert handle.kept is not None
+        follower = self._follower
+        follower.place = self._step.route_place
+        place = self.superset.save(handle, handle.kept, is_plain=is_plain, num_unpacks=self.num_unpacks)
+        return place, follower.place, follower.end, follower.num_astray > 0
+
+    @_upward
+    def _late_ones_leave(self) -> None:
+        assert self.superset is not None
+        assert isinstance(self._follower, ByForm)
+        self._follower.place = self._step.route_place
+        self.superset.let_late_ones_go()
+
+    @_upward
+    def _outliving(self) -> Collection[int]:
+        return self._fallback.outliving()
 
     @_upward
     def _swap_out(self, value: LiveValue, storage: torch.UntypedStorage) -> bool:
@@ -276,9 +308,6 @@ class NativeExecutor(StepExecutor):
     def _environment_now(self) -> Environment:
         return self._tracker.environment()
 
-    def _is_captured(self) -> bool:
-        return self._can_capture and self._is_capturing()
-
     @_upward
     def _modified(self, tensor: Tensor, size: tuple[int, ...], now: int, version: int) -> None:
         raise_modified(tensor, size, version, now)
@@ -308,6 +337,7 @@ def _compiled(core: ModuleType, program: Program, *, sees_ops: bool) -> Any:
     found = program.compiled.get(sees_ops)
     if found is None:
         num_packs = len(program.pack_bytes)
+        route = program.form_route
         found = program.compiled[sees_ops] = core.Program(
             op_names=program.op_names,
             op_flags=program.op_flags,
@@ -315,12 +345,19 @@ def _compiled(core: ModuleType, program: Program, *, sees_ops: bool) -> Any:
             op_registers={place: [n for pair in pairs for n in pair] for place, pairs in program.op_register.items()},
             op_releases=program.op_release,
             pack_bytes=program.pack_bytes,
-            pack_storages=program.pack_storages,
+            pack_storages=program.pack_storages if route is None else route.storages,
             first_packs=program.first_packs,
             pack_flags=bytes(
-                (_MADE if place in program.made_packs else 0) | (_RELEASES if place in program.release_at_pack else 0)
+                (_MADE if place in program.made_packs else 0)
+                | (_RELEASES if place in program.release_at_pack else 0)
+                | (_GIVEN if route is not None and route.is_given[place] else 0)
                 for place in range(num_packs)
             ),
+            is_routed=route is not None,
+            forms=route.forms if route is not None else (),
+            kept_bytes=route.kept_bytes if route is not None else (),
+            unpacks=route.unpacks if route is not None else (),
+            first_border=route.borders[0] if route is not None and route.borders else num_packs,
             busy_unpacks=bytes(n in program.busy_unpacks for n in range(max(program.busy_unpacks, default=-1) + 1)),
             actions=bytes(map(functools.partial(_action, program), range(max(program.decisions, default=-1) + 1))),
             is_bound=program.is_bound,
@@ -340,9 +377,15 @@ def _action(program: Program, storage: int) -> int:
     return _RECOMPUTE | (_MEMO if decision.memo else 0)
 
 
-def core_for(program: Program, device: torch.device) -> ModuleType | None:
-    """The core, if a step under a program that nobody observes can run in it."""
-    if program.is_strict or program.form_route is not None or program.size_route is not None:
+def core_for(program: Program, device: torch.device, *, sees_ops: bool = False) -> ModuleType | None:
+    """The core, if a step under a program that nobody observes can run in it.
+
+    Args:
+        program: The program.
+        device: Where the step runs.
+        sees_ops: Whether its ops are seen though the program does not ask for that.
+    """
+    if program.is_strict or program.size_route is not None or (program.form_route is not None and sees_ops):
         return None
     if not all(name.count(".") > 1 for name in set(program.op_names)):  # operators of higher order run in Python
         return None

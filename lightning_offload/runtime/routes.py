@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
 from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.tensors.saved_forms import SavedForm
-
-Kinds = tuple[tuple[object, int], ...]
-"""Kinds of consecutive saves."""
 
 NUM_SURE = 3
 """Consecutive saves that tell a place, wherever else they come."""
@@ -58,6 +55,59 @@ class SizeRoute:
         )
 
 
+class FormPlaces:
+    """Where in a plan a tensor may be saved, by what it looks like. Forms come again: each is looked for once.
+
+    Args:
+        forms: By pack: what is saved, with open sizes.
+    """
+
+    def __init__(self, forms: Sequence[SavedForm]) -> None:
+        self._places: dict[SavedForm, list[int]] = {}
+        for place, form in enumerate(forms):
+            self._places.setdefault(form, []).append(place)
+        self._known: dict[SavedForm, tuple[Sequence[int], Collection[int]]] = {}
+
+    def find(self, recent: Sequence[SavedForm], begin: int, end: int, *, is_unique: bool) -> int:
+        """Where consecutive saves are, by the last of them; -1 for nowhere.
+
+        Args:
+            recent: What they save.
+            begin: The first place to look at.
+            end: Where they must have come to an end.
+            is_unique: Whether only where that is so once.
+        """
+        known = [self._admitting(form) for form in recent]
+        rarest = min(range(len(known)), key=lambda i: len(known[i][0]))
+        places = known[rarest][0]
+        others = [(i - rarest, all_places) for i, (_, all_places) in enumerate(known) if i != rarest]
+        found = -1
+        first, last = begin + rarest, end - len(recent) + rarest
+        for place in itertools.islice(places, bisect_left(places, first), bisect_right(places, last)):
+            if all(place + offset in all_places for offset, all_places in others):
+                if found >= 0:
+                    return -1
+                found = place - rarest + len(recent) - 1
+                if not is_unique:
+                    break
+        return found
+
+    def _admitting(self, form: SavedForm) -> tuple[Sequence[int], Collection[int]]:
+        """The places that admit a form, in order, and as a set."""
+        found = self._known.get(form)
+        if found is None:
+            if len(self._known) >= _MAX_FORMS:
+                self._known.clear()
+            places = sorted(
+                itertools.chain.from_iterable(its for planned, its in self._places.items() if planned.admits(form))
+            )
+            found = self._known[form] = (places, frozenset(places))
+        return found
+
+
+_MAX_FORMS = 4096
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FormRoute:
     """Of a plan for another structure.
@@ -70,7 +120,7 @@ class FormRoute:
         unpacks: By pack: the ordinals of its unpacks.
         borders: Packs that a backward comes before.
         releases: By storage: the pack after which its device copy is released, where that is in forward.
-        starts: Where so many saves of some kinds begin, in order.
+        places: By what is saved: where.
     """
 
     forms: tuple[SavedForm, ...]
@@ -80,7 +130,7 @@ class FormRoute:
     unpacks: tuple[tuple[int, ...], ...]
     borders: tuple[int, ...]
     releases: dict[int, int]
-    starts: dict[Kinds, list[int]]
+    places: FormPlaces
 
     @classmethod
     def of(
@@ -127,11 +177,6 @@ class FormRoute:
             for place, (before, save) in enumerate(itertools.pairwise(graph.saves), 1)
             if bisect_left(ticks, before.pack_tick) < bisect_left(ticks, save.pack_tick)
         )
-        starts: dict[Kinds, list[int]] = {}
-        kinds = tuple(form.kind for form in forms)
-        for length in (NUM_UNIQUE, NUM_SURE):
-            for place in range(len(kinds) - length + 1):
-                starts.setdefault(kinds[place : place + length], []).append(place)
         return cls(
             forms=tuple(forms),
             storages=tuple(storages),
@@ -140,7 +185,7 @@ class FormRoute:
             unpacks=_unpacks(graph),
             borders=borders,
             releases={storage: pack for pack, storages in release_at_pack.items() for storage in storages},
-            starts=starts,
+            places=FormPlaces(forms),
         )
 
 

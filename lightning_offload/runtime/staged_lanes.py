@@ -97,13 +97,9 @@ class InwardCopy(HostCopy):
 
     @override
     def settle(self) -> None:
-        self.settle_reads()
+        self.ended()  # it uses the file no more, though the device may still wait for its bytes
         for move in self.moves:
             settled(move)
-
-    def settle_reads(self) -> None:
-        """Block until it uses the file no more, though the device may still wait for its bytes."""
-        super().settle()
 
 
 def settled(copy: Copy) -> BaseException | None:
@@ -218,7 +214,7 @@ class Writer(StagedWorker[B]):
         for copy in users:
             if not copy.is_done:
                 self._finish()  # it may wait for that
-                copy.settle_reads() if isinstance(copy, InwardCopy) else settled(copy)
+                copy.ended() if isinstance(copy, InwardCopy) else settled(copy)
 
     def _ask(self, job: Job[B], begin: int, size: int) -> _Piece[B]:
         slot = self._ring[0] if self._open is None or self._open.slot is self._ring[1] else self._ring[1]
@@ -343,6 +339,12 @@ class StagedLanes(CopyLanes, Generic[B]):
             in_seconds=in_seconds,
             stall_seconds=self._mover.take_stall_seconds(),
         )
+
+    @override
+    def settle(self) -> None:
+        self._out.settle()
+        self._in.settle()
+        self._mover.settle()
 
     @override
     def drain(self) -> None:

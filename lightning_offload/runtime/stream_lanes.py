@@ -176,7 +176,15 @@ class StreamMover(Mover):
         if before is not None:
             self._stalls.append((before, self._timestamp(compute)))
 
+    @override
     def settle(self) -> None:
+        with self._lock:
+            under_way = [*self._out.under_way, *self._in.under_way]
+        for copy in under_way:
+            if copy.storage is not None:
+                copy.synchronize()
+
+    def drain(self) -> None:
         """Block until no copy is under way, and hold no memory."""
         with self._lock:
             under_way = [*self._out.under_way, *self._in.under_way]
@@ -201,7 +209,7 @@ class StreamMover(Mover):
 
     def take_times(self) -> LaneTimes:
         """Times of the copies and stalls since measuring began, or since this was last asked."""
-        self.settle()
+        self.drain()
         with self._lock:
             timed_out, timed_in = self._out.take(), self._in.take()
         (out_bytes, out_seconds), (in_bytes, in_seconds) = _added(timed_out), _added(timed_in)
@@ -348,14 +356,20 @@ class StreamLanes(CopyLanes):
         return own if self._pageable is None else own.added(self._pageable.take_times())
 
     @override
-    def drain(self) -> None:
+    def settle(self) -> None:
         self.mover.settle()
+        if self._pageable is not None:
+            self._pageable.settle()
+
+    @override
+    def drain(self) -> None:
+        self.mover.drain()
         if self._pageable is not None:
             self._pageable.drain()
 
     @override
     def close(self) -> None:
-        self.mover.settle()
+        self.mover.drain()
         if self._pageable is not None:
             self._pageable.close()
 

@@ -98,7 +98,7 @@ class Tiers:
         return self._lanes_of(block).swap_in(block, storage)
 
     def bytes_of(self, block: Block) -> torch.Tensor:
-        """What a block holds as flat CPU bytes, once its copy out is done; a view of host memory where it lies there.
+        """What a block holds as flat CPU bytes, once its copy out is done; a view of host memory, and no tensor's own.
 
         Raises:
             SpillError: It could not be read.
@@ -110,7 +110,7 @@ class Tiers:
         assert isinstance(block, DiskBlock)
         memory = Slab(block.size, NotPinned(), pin=False)
         block.file.read(memory.address, block.size, block.offset)
-        return memory_bytes(memory.address, block.num_bytes).clone()
+        return memory.first_bytes(block.num_bytes)
 
     def prepare(self, host_bytes: int, disk_bytes: int) -> bool:
         """Have room for what plans put where, before a step begins; False where the host has less than that.
@@ -139,6 +139,11 @@ class Tiers:
         """Let go of the memory of copies that are done by now."""
         for lanes in self._all_lanes():
             lanes.tidy()
+
+    def settle(self) -> None:
+        """Wait for the copies that hold device memory though nobody will wait for them any more."""
+        for lanes in self._all_lanes():
+            lanes.settle()
 
     def drain(self) -> None:
         """Wait until no copy is under way and no lane holds memory."""

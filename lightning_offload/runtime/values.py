@@ -353,6 +353,11 @@ class Handle:
         """Have a value notice writes by the version counter of what was saved, from the version that was."""
         value.guards = ((self.own_alias(), self.version),)
 
+    @property
+    def was_written(self) -> bool:
+        """Whether the saved tensor was modified in place since."""
+        return self.version_alias._version != self.version
+
     def check_version(self) -> None:
         """Raise as plain autograd does if the saved tensor was modified in place.
 

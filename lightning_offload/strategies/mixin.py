@@ -50,7 +50,7 @@ class OffloadMixin(_StrategyBase):
     Args:
         budget: Peak bytes of tensors alive on the device in a training step, persistent state included: a
             number of bytes, a text such as "12GiB", a fraction of the device's memory in (0, 1], or None for
-            what is free.
+            that of the environment variable LIGHTNING_OFFLOAD_BUDGET, else for what is free.
         policy: Who plans: "auto" for the planner's own choice; "keep-all", "all-swap" or "all-recompute" for one action
             wherever it is possible; or a published system: "save-on-cpu", "checkpoint", "checkpoint-sqrt", "vdnn-all",
             "vdnn-conv", "vdnn-dyn", "superneurons", "swap-out-in", "layrub", "layup", "cpu-offload", "accudnn",
@@ -119,10 +119,11 @@ class OffloadMixin(_StrategyBase):
         return revive, (type(self).__mro__[1], self._package), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_memory", "_summary")}
+        state: dict[str, Any] = dict(super().__getstate__())  # Lightning's own leaves wrapped optimizers out
+        return {name: value for name, value in state.items() if name not in ("_memory", "_summary")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        super().__setstate__(state)
         self._summary = None
         self._memory = MemoryPlugin(**self._keywords)
 
@@ -237,7 +238,8 @@ class OffloadMixin(_StrategyBase):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Adds the plans to a training checkpoint (not to one of weights alone) and saves it."""
         if self._memory.enabled and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = self._memory.state_dict()
+            # The program's hooks have seen the dictionary, and may hold it: another one.
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: self._memory.state_dict()}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override

@@ -47,6 +47,8 @@ _UNSUPPORTED = {
 class OffloadPrecisionMixin(_PrecisionBase):
     """What `graft` puts in front of a precision plugin's own class."""
 
+    grafted_attributes = ("_offload_memory", "_offload_inputs")
+
     _offload_memory: MemoryPlugin
     _offload_inputs: tuple[Any, ...] = ()
 
@@ -93,8 +95,4 @@ def graft(plugin: Any, memory: MemoryPlugin) -> None:
 
 def ungraft(plugin: Any) -> None:
     """Gives `plugin` its own class back; does nothing to a plugin that is not grafted."""
-    if not isinstance(plugin, OffloadPrecisionMixin):
-        return
     grafting.ungraft(plugin, OffloadPrecisionMixin)
-    for name in ("_offload_memory", "_offload_inputs"):
-        vars(plugin).pop(name, None)

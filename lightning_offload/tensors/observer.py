@@ -25,6 +25,9 @@ class StepObserver:
     ) -> None:
         """An op of the program ran for ``seconds``; ``did`` is what it read and made, where that is known already."""
 
+    def on_failed_op(self) -> None:
+        """The op that was about to run has raised."""
+
     def on_made(self, tensors: list[Tensor]) -> None:
         """Autograd made tensors by ops that were not seen."""
 
@@ -42,6 +45,9 @@ class StepObserver:
 
     def on_release(self, index: int) -> None:
         """Autograd dropped a saved tensor."""
+
+    def on_resized(self, storage: torch.UntypedStorage, num_bytes_before: int) -> None:
+        """The program gave a storage another size, as sharded parameters are there for a while only."""
 
     def on_allocation(self, storage: torch.UntypedStorage) -> None:
         """The runtime itself allocated device memory (a copy back, the result of a replay)."""

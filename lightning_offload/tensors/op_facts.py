@@ -402,6 +402,17 @@ def is_plain(tensor: Tensor) -> bool:
     return not (is_subclass and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor))
 
 
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """What a tensor is made of: itself, or what a wrapper subclass has inside, such as a DTensor its shard."""
+    if not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # a mesh of devices may be among them
+            yield from parts_of(inner)
+
+
 def is_leaf(tensor: Tensor) -> bool:
     """``tensor.is_leaf``; False for one that does not tell.
 

@@ -109,7 +109,8 @@ class Seen:
             memory: It measured the last step.
             step_seconds: What that took.
         """
-        report = memory.report()
+        memory.plan()
+        report = memory.report(of_last=True)
         recorded = Recorded(
             planned=report.planned,
             peak_bytes=report.measured_peak_bytes,
@@ -222,7 +223,7 @@ class StepMeter:
         attached = [each for each in attached_plugins() if each.report().num_steps > self._num_before.get(each, 0)]
         plugins = list({id(each): each for each in (*given, *attached)}.values())
         for plugin in plugins:
-            measured, budget = plugin.report().measured_peak_bytes, plugin.budget_bytes
+            measured, budget = plugin.report(of_last=True).measured_peak_bytes, plugin.budget_bytes
             if measured is None:
                 continue
             self.peak_bytes = max(self.peak_bytes or 0, measured)

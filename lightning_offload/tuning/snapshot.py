@@ -23,18 +23,17 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_offload.accelerators import generators_in_use
 from lightning_offload.plugins.memory import MemoryPlugin
-from lightning_offload.tensors.op_facts import is_leaf, is_plain
+from lightning_offload.tensors.op_facts import is_leaf, is_plain, parts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +160,7 @@ class StateSnapshot:
             return
         if is_data and tensor.nbytes > MAX_DATA_BYTES:
             return
-        self._undo.extend(_undo_tensor(part) for part in _parts(tensor))
+        self._undo.extend(_undo_tensor(part) for part in parts_of(tensor))
         if is_leaf(tensor):
             self._undo.append(_undo_gradient(tensor))
             self._undo.append(_undo_requires_grad(tensor))
@@ -207,17 +206,6 @@ def _slots(cls: type) -> list[str]:
         slots = vars(base).get("__slots__", ())
         found += [slots] if isinstance(slots, str) else list(slots)
     return [name for name in found if not name.startswith("__")]
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor is made of: itself, or what a subclass wraps, such as a DTensor its shard."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, Tensor):  # a mesh of devices may be among them
-            yield from _parts(inner)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

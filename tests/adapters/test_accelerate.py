@@ -118,7 +118,7 @@ def adversarial(policy: str | None) -> dict[str, Tensor]:
         optimizers[0].zero_grad()
         losses.append(loss)
     if memory is not None:
-        assert memory.report().num_steps == 20
+        assert memory.report().num_steps == 10
         memory.detach()
     both = nn.ModuleList([generator, critic])
     return {**state_of(both, optimizers[0], losses), **state_of(both, optimizers[1], [])}

@@ -20,6 +20,7 @@ from tests.adapters import trainings
 from tests.adapters.test_transformers import quiet as quiet
 from tests.adapters.trainings import BATCH_SIZE, NUM_STEPS, NUM_TOKENS, Seen
 from tests.cli.running import json_of
+from tests.engine.conftest import tensors_alone as tensors_alone
 
 IMAGES = ("--input", "3x16x16", "--input", "int64:")
 CRITERION = ("--loss", "torch.nn.functional:cross_entropy")

@@ -37,8 +37,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def untimed(graph: StepGraph) -> StepGraph:
-    """A graph without times."""
-    return dataclasses.replace(graph, ops=tuple(dataclasses.replace(op, seconds=0.0) for op in graph.ops))
+    """A graph without what is measured: times and workspaces."""
+    ops = (dataclasses.replace(op, seconds=0.0, workspace_bytes=0) for op in graph.ops)
+    return dataclasses.replace(graph, ops=tuple(ops))
 
 
 def recorded(name: str, *, fake: bool) -> StepGraph:

@@ -299,3 +299,48 @@ def test_a_tensor_that_does_not_tell_ends_no_census(name: str) -> None:
     kept = SECRETIVE[name]()
     assert other.untyped_storage()._cdata in live_storages(CPU)
     del kept
+
+
+def test_a_storage_that_is_resized_counts_for_what_it_has() -> None:
+    """What it has now is there before what it had goes, since it is copied; one that grows in an op counts as well."""
+    held, other = torch.ones(100), torch.ones(100)
+    live = LiveBytes(CPU, [held.untyped_storage(), other.untyped_storage()])
+    peaks: list[int] = []
+
+    def resize(tensor: Tensor, num_bytes: int) -> None:
+        live.begin_lap()
+        tensor.untyped_storage().resize_(num_bytes)
+        peaks.append(live.lap_peak_bytes)
+
+    def step() -> None:
+        resize(held, 0)
+        resize(held, 3 * ROW)
+        resize(held, 2 * ROW)
+        live.begin_lap()
+        other.resize_(500)
+        peaks.append(live.lap_peak_bytes)
+        made = other + 1.0
+        del made
+        live.begin_lap()
+        peaks.append(live.lap_peak_bytes)
+
+    observe(step, live)
+    assert peaks == [2 * ROW, 4 * ROW, 6 * ROW, (2 + 1 + 5) * ROW, 7 * ROW]
+    assert sorted(size for _, size in live.touched.values()) == [ROW, ROW]
+
+
+def test_what_nobody_heard_of_shows_at_the_next_op() -> None:
+    """A storage that was resized out of sight, as between two scopes, counts from the next op that reads it."""
+    held = torch.ones(100)
+    live = LiveBytes(CPU, [held.untyped_storage()])
+    held.untyped_storage().resize_(4 * ROW)
+    observe(lambda: held + 1.0, live)
+    assert live.peak_bytes == (4 + 1) * ROW
+    held.untyped_storage().resize_(0)
+    other = torch.ones(100)
+    live.begin_lap()
+    observe(lambda: other + 1.0, live)
+    assert live.lap_peak_bytes == 4 * ROW + 2 * ROW  # nobody has looked yet
+    observe(lambda: held.numel() and held.detach().untyped_storage().resize_(ROW), live)
+    live.begin_lap()
+    assert live.lap_peak_bytes == 2 * ROW

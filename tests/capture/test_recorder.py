@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_offload.capture.timing import DeviceClock
 from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.graph import StepGraph
 from lightning_offload.graph.step_graph import check
+from lightning_offload.planning.problem import Problem
 from lightning_offload.runtime import executor
 from lightning_offload.tensors import op_facts
 from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of
@@ -525,3 +527,96 @@ def test_a_recording_on_cuda() -> None:
     assert all(op.seconds > 0 for op in graph.ops if op.outputs)
     assert recorder.allocator_peak_bytes is not None
     assert recorder.allocator_peak_bytes >= graph.persistent_bytes + recorder.unseen_bytes
+
+
+def record_knowing(step: Callable[[], object], *there: Tensor) -> tuple[set[int], StepGraph]:
+    """Record a step of which a census was taken before; the identities of what it touched of that, and the graph."""
+    recorder = Recorder(CPU, there=[tensor.untyped_storage() for tensor in there])
+    observe(step, recorder)
+    return set(recorder.persistent_ids()), recorder.finish()
+
+
+def lives(graph: StepGraph, num_bytes: int) -> list[tuple[int, int]]:
+    """Births and deaths of the storages of a size."""
+    return [(s.birth, s.death) for s in graph.storages if s.num_bytes == num_bytes]
+
+
+def test_a_resized_storage_has_several_lives() -> None:
+    """With each resize one ends and the next begins; the first of what was there before counts from the beginning."""
+    x, weight = torch.ones(10), torch.ones(100)
+
+    def step() -> None:
+        x + 1.0  # tick 0
+        weight.untyped_storage().resize_(0)  # 1
+        x + 1.0  # 2
+        weight.untyped_storage().resize_(800)  # 3
+        weight + 1.0  # 4
+        weight.untyped_storage().resize_(1200)  # 5
+
+    touched, graph = record_knowing(step, x, weight)
+    assert touched == {x.untyped_storage()._cdata, weight.untyped_storage()._cdata}
+    assert graph.num_ticks == 6
+    assert lives(graph, 800) == [(3, 6)]
+    assert lives(graph, 1200) == [(5, 6)]
+    assert (0, 2) in lives(graph, 400)
+    assert lives(graph, 0) == [(1, 4)]
+    assert graph.persistent_bytes == x.nbytes
+    assert Problem(graph).base[[0, 1, 2, 3, 5]].tolist() == [480, 440, 80, 840, 2040]
+
+
+def test_what_is_saved_on_a_resized_storage_is_kept_and_holds_nothing() -> None:
+    """Whether it was saved before the resize or after it, and read again or not."""
+    x, weight = leaf(), torch.ones(100)
+
+    def step() -> None:
+        y = x * weight
+        weight.untyped_storage().resize_(0)
+        weight.untyped_storage().resize_(400)
+        weight.zero_()
+        z = y * weight
+        results.append(z.sin())
+
+    results: list[Tensor] = []
+    _, graph = record_knowing(step, x, weight)
+    of_weight = [save for save in graph.saves if save.must_keep]
+    sizes = [graph.storages[graph.values[save.value].storage].num_bytes for save in of_weight]
+    assert sizes == [0, 400]
+    kept = {save.value for save in of_weight}
+    assert not any(c.value in kept for c in Problem(graph, smallest=1).candidates.values())
+
+
+def made_out_of_sight(num_elements: int) -> Tensor:
+    """A tensor that no op has made."""
+    storage = torch.UntypedStorage(4 * num_elements)
+    return torch.empty(0).set_(storage, 0, (num_elements,)).zero_()  # type: ignore[call-overload, no-any-return]
+
+
+def test_what_no_census_knows_dies() -> None:
+    """From where it was first seen until its death; what is saved on it stays. What lives on counts from before."""
+    x, kept = leaf(), []
+
+    def step() -> None:
+        x + 1.0
+        gone = made_out_of_sight(150)
+        y = x * gone[:100]
+        del gone, y
+        x.sin()
+        kept.append(made_out_of_sight(300))
+
+    _, graph = record_knowing(step, x)
+    ticks = {op.name.split(".")[1]: op.tick for op in reversed(graph.ops)}  # of the first one of each
+    assert lives(graph, 600) == [(ticks["set_"], ticks["sin"] - 1)]  # the latter when `sin` saves what it reads
+    assert ticks["set_"] < ticks["mul"] < ticks["sin"] - 1
+    assert lives(graph, 1200) == [(-1, graph.num_ticks)]
+    assert lives(graph, x.nbytes)[0] == (-1, graph.num_ticks)
+    on_it = [save for save in graph.saves if graph.storages[graph.values[save.value].storage].num_bytes == 600]
+    assert [save.must_keep for save in on_it] == [True]
+
+
+def test_without_a_census_what_is_read_was_there() -> None:
+    """As in a recording that nobody has counted for: what is read and was not made is older than the step."""
+    x, other = leaf(), torch.ones(200)
+    recorder = Recorder(CPU)
+    observe(lambda: (x + 1.0, other + 1.0), recorder)
+    graph = recorder.finish()
+    assert graph.persistent_bytes == x.nbytes + other.nbytes

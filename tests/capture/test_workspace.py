@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch._C._autograd import _profiler_enabled
 
-from lightning_offload.capture.workspace import OpMemory, op_memory_for, tries_algorithms
+from lightning_offload.capture import workspace
+from lightning_offload.capture.workspace import (
+    OpMemory,
+    ReportedMemory,
+    Workspaces,
+    op_memory_for,
+    tries_algorithms,
+    workspaces_on,
+)
 from tests.capture.devices import FakeMemory
+from tests.capture.recording import record
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
 
 
 def test_outputs_are_no_workspace() -> None:
@@ -81,10 +96,96 @@ def test_an_op_that_began_unseen_has_no_workspace() -> None:
     assert memory.allocated_bytes == 100
 
 
-def test_only_cuda_tells() -> None:
-    """A CPU's allocator keeps no figures."""
-    assert op_memory_for(torch.device("cpu")) is None
+def test_only_cuda_counts() -> None:
+    """A CPU's allocator keeps no figures, and tells of each block; others tell nothing."""
+    assert op_memory_for(CPU) is None
+    assert isinstance(workspaces_on(CPU), ReportedMemory)
     assert op_memory_for(torch.device("cuda", 1)) is not None
+    assert isinstance(workspaces_on(torch.device("cuda", 1)), OpMemory)
+    assert workspaces_on(torch.device("meta")) is None
+
+
+@pytest.fixture
+def reported() -> Workspaces:
+    """A CPU's."""
+    found = workspaces_on(CPU)
+    assert found is not None
+    return found
+
+
+def _temporary(num_bytes: int) -> None:
+    torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def test_a_cpus_workspace_is_what_is_gone_after_the_op(reported: Workspaces) -> None:
+    """What is left of it, and what was there before, does not count; nor does less than a page."""
+    before = torch.empty(MIB)
+    reported.before_op()
+    _temporary(3 * MIB)
+    left = torch.empty(2 * MIB, dtype=torch.uint8)
+    _temporary(MIB)
+    assert reported.after_op() == MIB
+    reported.before_op()
+    _temporary(2 * MIB)
+    del before, left
+    assert reported.after_op() == 2 * MIB
+    reported.before_op()
+    _temporary(4095)
+    assert reported.after_op() == 0
+    reported.before_op()
+    left = torch.empty(2 * MIB)
+    assert reported.after_op() == 0
+    assert left.numel() == 2 * MIB
+
+
+def test_threads_measure_their_own_ops(reported: Workspaces) -> None:
+    """What another thread allocates meanwhile is no op's of this one."""
+    found: list[int] = []
+
+    def op_of_another() -> None:
+        reported.before_op()
+        _temporary(2 * MIB)
+        found.append(reported.after_op())
+
+    reported.before_op()
+    _temporary(MIB)
+    thread = threading.Thread(target=op_of_another)
+    thread.start()
+    thread.join()
+    assert (reported.after_op(), found) == (MIB, [2 * MIB])
+
+
+def test_a_users_profiler_goes_on(reported: Workspaces) -> None:
+    """While there is one nothing is measured, and it sees the op."""
+    with torch.autograd.profiler.profile() as profile:
+        reported.before_op()
+        torch.ones(MIB).sin()
+        assert reported.after_op() == 0
+    assert "aten::sin" in {event.name for event in profile.function_events}
+
+
+def test_an_op_that_failed_leaves_no_profiler(reported: Workspaces) -> None:
+    """Nor does one in a step."""
+    reported.before_op()
+    reported.op_failed()
+    assert not _profiler_enabled()
+    reported.op_failed()
+    reported.before_op()
+    _temporary(MIB)
+    assert reported.after_op() == MIB
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        record(lambda: torch.ones(2, 3, requires_grad=True) @ torch.ones(4, 5))
+    assert not _profiler_enabled()
+
+
+def test_without_such_a_profiler_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no part of torch's interface: where it is gone a step is recorded without."""
+    monkeypatch.delattr(torch._C._autograd, "_enable_profiler_legacy")
+    workspace._profiler.cache_clear()
+    try:
+        assert workspaces_on(CPU) is None
+    finally:
+        workspace._profiler.cache_clear()
 
 
 def test_trial_runs_are_suspected_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:

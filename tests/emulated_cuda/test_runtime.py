@@ -75,7 +75,7 @@ def test_the_current_device_stays_the_users(what: str) -> None:
         if what == "wait":
             copy.wait()
     assert torch.cuda.current_device() == 0
-    mover.settle()
+    mover.drain()
 
 
 def losses_of(memory: MemoryPlugin | None) -> list[torch.Tensor]:

@@ -265,7 +265,8 @@ def peaks(memory: MemoryPlugin | None) -> list[Tensor]:
         peak_bytes = torch.cuda.max_memory_allocated()
         training.update(loss)
         report = memory.report() if memory is not None else None
-        if report is None or report.phase != "planned" or not report.bound_seconds:
+        planned = report.planned if report is not None and report.phase == "planned" else None
+        if planned is None or not planned.plan.bound_seconds:
             continue  # plans by dice, which release when they like, know no bound
         if peak_bytes > limit_bytes:
             raise PeakError(f"{peak_bytes} bytes where {limit_bytes} are enough")

@@ -4,8 +4,9 @@
 and outputs of each op and follows every storage it sees by a weak reference: torch keeps a storage's Python
 object alive while the C++ storage lives, so the reference's callback fires exactly when the memory goes.
 Storages that no op has touched yet (parameters, optimizer state, a batch) are added by `register`, or all of
-them by `register_all`. What a kernel allocates and frees within itself is not seen, and neither is memory that
-is not a tensor (host buffers of the runtime).
+them by `register_all`. Before a new peak is noted all sizes are read again, for storages that were resized since.
+What a kernel allocates and frees within itself is not seen, and neither is memory that is not a tensor (host buffers
+of the runtime).
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class LiveStorageTracker(TorchDispatchMode):
             self._windows.remove(opened)
 
     def _rise(self, op: str) -> None:
+        if any(self.live_bytes > window.peak_bytes for window in self._windows):
+            self._read_sizes_again()
         for window in self._windows:
             if self.live_bytes > window.peak_bytes:
                 window.peak_bytes = self.live_bytes
@@ -125,6 +128,12 @@ class LiveStorageTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage.resizable():  # else a view of memory that torch did not allocate: the runtime's host buffers
             self._follow_storage(storage)
+
+    def _read_sizes_again(self) -> None:
+        for reference, _ in list(self._live.values()):
+            storage = reference()
+            if storage is not None:
+                self._follow_storage(storage)
 
     def _follow_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -92,7 +92,7 @@ def train(
     def around() -> Iterator[None]:
         with tracker.window() as window:
             yield
-        report = memory.report() if memory is not None else None
+        report = memory.report(of_last=True) if memory is not None else None
         found.steps.append(Measured(peak_bytes=window.peak_bytes, peak_op=window.peak_op, report=report))
 
     was_enabled = gc.isenabled()

@@ -128,7 +128,7 @@ class Watch:
         """What the plugin measured of a step, as its report tells; None where it says what it said before."""
         if self.memory is None:
             return
-        report = self.reports[step.kind] = self.memory.report()
+        report = self.reports[step.kind] = self.memory.report(of_last=True)
         figures = (report.measured_peak_bytes, report.forward_peak_bytes, report.backward_peak_bytes)
         known = [other.measured for other in self.steps if other.kind == step.kind and other.measured is not None]
         if not known or known[-1] != figures:

@@ -80,6 +80,12 @@ class Ran:
     gradients: list[Tensor]
 
 
+@pytest.fixture(autouse=True)
+def seen_by_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ops be seen by a dispatch mode, whatever else this process does: the core sees others, as of autograd."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", "python")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
     """A model with one batch, recorded."""

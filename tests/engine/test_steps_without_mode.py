@@ -359,10 +359,14 @@ def test_steps_that_keep_everything_shed_their_hooks() -> None:
     assert memory.report().num_steps == NUM_STEPS
 
 
+SOME_ROOM = "600000B"
+"""More than any of the steps needs, and no ample room, where they would need not be alike."""
+
+
 @pytest.mark.parametrize("event", ["more-saves", "other-sizes"])
 def test_steps_that_turn_out_otherwise_get_their_hooks_back(event: str) -> None:
     """A step that made more autograd nodes than those before it ends that: hooks find what the kind has become."""
-    memory = MemoryPlugin("64MiB", policy="keep-all")
+    memory = MemoryPlugin(SOME_ROOM, policy="keep-all")
     packs = _packs(memory, event)
     assert not packs[LATE - 4], "the step before was hooked"
     assert any(packs[LATE - 3 :])

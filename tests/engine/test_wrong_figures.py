@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from tests.engine.test_slow_links import STEP_SECONDS, Subject
+from tests.engine.test_slow_links import seen_by_a_mode as seen_by_a_mode
 from tests.engine.wrong_figures import Step, Wrong, budget_at, train, true_device
 from tests.one_thread import one_thread as one_thread
 

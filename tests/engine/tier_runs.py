@@ -71,7 +71,7 @@ def train(memory: MemoryPlugin, fault: Change | None = None, step: int = -1, cas
         here = next(count) == step or step < 0
         with fault() if fault is not None and here else contextlib.nullcontext():
             yield
-            memory.report()  # finishes the step while the fault is there
+            memory.plan()  # finishes the step while the fault is there, or before there is one
         assert active() == []
 
     return run(case, memory=memory, around=around)

@@ -244,7 +244,7 @@ def randomly_planned(program: Program) -> Iterator[MemoryPlugin]:
     verify = ("first", "never", "always")[program.seed % 3]
     with (
         mock.patch("lightning_offload.planning.planner.plan", random_planner(program.seed, is_quiet=program.is_quiet)),
-        mock.patch("lightning_offload.plugins.plan_entry.compile_plan", _compiler(is_bound=program.seed % 4 >= 2)),
+        mock.patch("lightning_offload.plugins.plan_source.compile_plan", _compiler(is_bound=program.seed % 4 >= 2)),
         MemoryPlugin(device="cpu", policy="all-swap", verify=verify) as memory,
     ):
         yield memory

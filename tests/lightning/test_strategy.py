@@ -50,6 +50,17 @@ def test_registered_names(make_trainer: MakeTrainer, name: str) -> None:
     assert name.lower() in StrategyRegistry.available_strategies()
 
 
+def test_a_name_and_the_environment_serve_two_trainers(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As frameworks make a second one of the same arguments, which one instance of a strategy is refused in."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_BUDGET", "64MiB")
+    for _ in range(2):
+        trainer = make_trainer(strategy="offload", accelerator="cpu")
+        trainer.fit(ConvNet(), images(5))
+        assert trainer.strategy.memory.report().budget_bytes == 64 << 20
+
+
 def test_without_budget_says_so_and_keeps_everything(make_trainer: MakeTrainer) -> None:
     """`strategy="offload"` on a CPU trains and warns once that no budget is known."""
     trainer = make_trainer(strategy="offload")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import random
 import subprocess
 import sys
 from typing import Any
@@ -19,10 +20,12 @@ from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.planning import planner
 from lightning_offload.planning.planner import POLICIES, check_policy, plan, plan_with_margin, plan_without_ops
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.request import PlanRequest
+from lightning_offload.planning.request import PlanRequest, decisions_of
+from lightning_offload.planning.simulator import simulate
 from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.runtime.program import compile_plan
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
+from tests.planning.step_strategies import SEEDS, odd_step, random_choice
 from tests.runtime.executing import plan_of
 
 NET = chain(*(100 + 10 * i for i in range(6)))
@@ -216,6 +219,30 @@ def test_releases_move_to_where_hooks_are_only_for_little(
     program = compile_plan(graph, found)
     if found.decisions != first.decisions:
         assert not (program.is_strict if program.is_recomputing else program.needs_ops)
+
+
+@given(seed=SEEDS)
+def test_a_plan_whose_releases_move_is_still_what_its_figures_say(seed: int) -> None:
+    """What is not memoised stays so, and memory and time are those of the decisions that are executed."""
+    rng = random.Random(seed)
+    problem = Problem(odd_step(rng))
+    choice = random_choice(problem, rng)
+    decisions = decisions_of(
+        problem,
+        choice.actions,
+        simulate(problem, choice.actions, DEVICE, no_memo=choice.no_memo, limit_bytes=choice.limit_bytes),
+        choice.no_memo,
+    )
+    timeline = simulate_plan(problem, decisions, DEVICE)
+    made = dataclasses.replace(
+        plan_of(problem.graph, *decisions),
+        predicted_peak_bytes=timeline.peak_bytes, predicted_step_seconds=timeline.step_seconds,
+    )  # fmt: skip
+    found = planner.sparing_the_mode(problem, made, DEVICE, None, lambda: None, mode_seconds=1e9)
+    assert {d.storage for d in found.decisions if not d.memo} == choice.no_memo
+    executed = simulate_plan(problem, found.decisions, DEVICE)
+    assert executed.peak_bytes == found.predicted_peak_bytes
+    assert executed.step_seconds == pytest.approx(found.predicted_step_seconds)
 
 
 def test_backward_is_not_seen_for_releases_while_something_is_recomputed() -> None:

@@ -14,7 +14,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.capture.live import CensusClock
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.plugins import plan_making
+from lightning_offload.plugins import plan_source
 from tests.plugins.training import attached, middle_budget, net, report_of, rows, train_step
 
 KIB = 1 << 10
@@ -84,7 +84,7 @@ def test_not_every_growth_takes_another_plan(monkeypatch: pytest.MonkeyPatch) ->
     """A new plan leaves free by how much that grew: the next growth has room already."""
     model, batch = net(), rows()
     budget, kept, num_plans = middle_budget(model, batch), list[Tensor](), 0
-    make = plan_making.plan_with_margin
+    make = plan_source.plan_with_margin
 
     def count(*args: Any, **keywords: Any) -> MemoryPlan:
         nonlocal num_plans
@@ -94,7 +94,7 @@ def test_not_every_growth_takes_another_plan(monkeypatch: pytest.MonkeyPatch) ->
     with attached(model, budget=budget) as memory:
         for _ in range(6):
             train_step(model, batch, memory)
-        monkeypatch.setattr(plan_making, "plan_with_margin", count)
+        monkeypatch.setattr(plan_source, "plan_with_margin", count)
         for _ in range(8):
             kept.append(torch.ones(256 * KIB // 4))
             train_step(model, batch, memory)
@@ -118,7 +118,7 @@ def test_what_a_plan_leaves_free_is_not_in_the_floor() -> None:
 
 
 def test_a_plan_made_between_steps_is_that_of_the_next_step() -> None:
-    """A report has a plan made; the last batch is gone then, and the coming one is not there yet."""
+    """Where it is asked for; the last batch is gone then, and the coming one is not there yet."""
     model = net()
     state_bytes = 2 * sum(p.nbytes for p in model.parameters())
     with attached(model, budget=middle_budget(model, rows()) + state_bytes) as memory:
@@ -133,7 +133,7 @@ def test_a_plan_made_between_steps_is_that_of_the_next_step() -> None:
             del batch
             optimizer.step()
             optimizer.zero_grad()
-            memory.report()
+            memory.plan()
             plan = cache.kind.plan
             assert plan is not None
             made.append(plan)

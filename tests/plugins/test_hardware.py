@@ -15,11 +15,10 @@ from lightning_offload.errors import SpillError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import Decision, MemoryPlan
-from lightning_offload.plugins import feedback
 from lightning_offload.plugins import hardware as module
+from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.plan_entry import PlanEntry
-from lightning_offload.plugins.plan_making import make_plan
 from lightning_offload.plugins.settings import check_settings
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.program import compile_plan
@@ -283,14 +282,14 @@ def test_unforeseen_stalls_plan_again() -> None:
     assert plan is not None
     step = plan.predicted_step_seconds
     much = 1.1 * plan.predicted_stall_seconds + 0.2 * step
-    feedback.compare(kind, step + much, much, is_link_slower=False)
-    feedback.compare(kind, step, plan.predicted_stall_seconds, is_link_slower=True)
+    lifecycle.compare(kind, step + much, much, is_link_slower=False)
+    lifecycle.compare(kind, step, plan.predicted_stall_seconds, is_link_slower=True)
     assert kind.program is program
     for _ in range(3):
-        feedback.compare(kind, step + much, much, is_link_slower=True)
+        lifecycle.compare(kind, step + much, much, is_link_slower=True)
         assert kind.program is None
         kind.program = program
-    feedback.compare(kind, step + 10 * much, 10 * much, is_link_slower=True)
+    lifecycle.compare(kind, step + 10 * much, 10 * much, is_link_slower=True)
     assert kind.program is program
     assert kind.graph is graph
 
@@ -304,7 +303,7 @@ def test_a_faster_link_plans_again_where_the_plan_costs_time() -> None:
         step = factor * kind.plan.plain_step_seconds
         plan = dataclasses.replace(kind.plan, predicted_step_seconds=step, predicted_stall_seconds=0.0)
         program = kind.program = compile_plan(kind.graph, plan)
-        feedback.compare(kind, step, 0.0, is_link_slower=False, is_link_faster=True)
+        lifecycle.compare(kind, step, 0.0, is_link_slower=False, is_link_faster=True)
         assert (kind.program is None) == is_planned_again
         kind.program = program
 
@@ -312,24 +311,24 @@ def test_a_faster_link_plans_again_where_the_plan_costs_time() -> None:
 def test_slower_compute_plans_again_when_seen_twice() -> None:
     """Durations are scaled by the quicker one of two steps in a row; a plan made between them forgets the first."""
     kind = planned_kind()
-    plan, program, graph, spec = kind.plan, kind.program, kind.graph, kind.spec
+    plan, program, graph, spec = kind.plan, kind.program, kind.graph, kind.made.spec
     assert plan is not None
     assert graph is not None
     assert spec is not None
     computing = plan.predicted_step_seconds - plan.predicted_stall_seconds
     for _ in range(3):
-        feedback.compare(kind, 2 * computing, 0.0, is_link_slower=False)
+        lifecycle.compare(kind, 2 * computing, 0.0, is_link_slower=False)
         assert kind.program is program, "a CPU's ops are what they are"
     card = dataclasses.replace(spec, kind="cuda")
-    kind.spec = card
-    feedback.compare(kind, 2 * computing, 0.0, is_link_slower=False)
-    make_plan(kind, card, None, "all-swap", (), plan)
+    kind.made.spec = card
+    lifecycle.compare(kind, 2 * computing, 0.0, is_link_slower=False)
+    lifecycle.make_plan(kind, card, None, "all-swap", ())
     kind.program = program
-    feedback.compare(kind, 2 * computing, 0.0, is_link_slower=False)
-    feedback.compare(kind, computing, 0.0, is_link_slower=False)
-    feedback.compare(kind, 2 * computing + 1.0, 1.0, is_link_slower=False)
+    lifecycle.compare(kind, 2 * computing, 0.0, is_link_slower=False)
+    lifecycle.compare(kind, computing, 0.0, is_link_slower=False)
+    lifecycle.compare(kind, 2 * computing + 1.0, 1.0, is_link_slower=False)
     assert kind.program is program
-    feedback.compare(kind, 1.5 * computing, 0.0, is_link_slower=False)
+    lifecycle.compare(kind, 1.5 * computing, 0.0, is_link_slower=False)
     assert kind.program is None
     assert kind.graph is not None
     assert kind.graph.seconds == pytest.approx(1.5 * graph.seconds)
@@ -339,17 +338,17 @@ def test_slower_compute_plans_again_when_seen_twice() -> None:
 def test_faster_compute_plans_again() -> None:
     """Ops that take less back to back than one by one are scaled on an accelerator; a CPU's are what they are."""
     kind = planned_kind()
-    plan, program, graph, spec = kind.plan, kind.program, kind.graph, kind.spec
+    plan, program, graph, spec = kind.plan, kind.program, kind.graph, kind.made.spec
     assert plan is not None
     assert graph is not None
     assert spec is not None
     half = (plan.predicted_step_seconds - plan.predicted_stall_seconds) / 2
-    feedback.compare(kind, half, 0.0, is_link_slower=False)
+    lifecycle.compare(kind, half, 0.0, is_link_slower=False)
     assert kind.program is program
-    kind.spec = dataclasses.replace(spec, kind="cuda")
-    feedback.compare(kind, 2 * half, 0.0, is_link_slower=False)
+    kind.made.spec = dataclasses.replace(spec, kind="cuda")
+    lifecycle.compare(kind, 2 * half, 0.0, is_link_slower=False)
     assert kind.program is program
-    feedback.compare(kind, half + 1.0, 1.0, is_link_slower=False)
+    lifecycle.compare(kind, half + 1.0, 1.0, is_link_slower=False)
     assert kind.program is None
     assert kind.graph is not None
     found, before = (sum(op.seconds for op in g.ops) for g in (kind.graph, graph))
@@ -362,8 +361,8 @@ def test_running_out_of_memory_plans_for_less() -> None:
     kind = planned_kind()
     assert kind.plan is not None
     peak = kind.plan.predicted_peak_bytes
-    feedback.ran_out_of_memory(kind)
+    lifecycle.ran_out_of_memory(kind)
     assert kind.usable_bytes == int(0.9 * peak)
     assert kind.program is None
-    feedback.ran_out_of_memory(kind)
+    lifecycle.ran_out_of_memory(kind)
     assert kind.usable_bytes == int(0.9 * peak), "there was no plan to learn from"

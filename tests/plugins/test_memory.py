@@ -420,7 +420,7 @@ def test_gradients_made_before_the_first_saved_tensor_is_read_are_new() -> None:
                 (torch.arange(64.0).sin() * weight + bias).sum().backward()
         memory.report()
         assert memory._steps.cache.kind.phase == "planned"
-        assert memory._steps.cache.kind.accumulated_bytes == 0
+        assert memory._steps.cache.kind.beside.accumulated_bytes == 0
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])
@@ -458,7 +458,9 @@ def test_forget() -> None:
         assert memory.step_kinds == known
         assert memory.state_dict() == plans
         report = memory.report()
-        assert (report.phase, report.planned, report.measured_step_seconds) == ("idle", None, None)
+        assert report.phase == "idle"
+        assert report.planned is not None  # of the kind that was kept
+        assert not report.others
         assert phases_of(memory, model, rows(64), 1) == ["planned"]
         assert phases_of(memory, model, rows(128), 3) == ["recording", "verifying", "measuring"]
 

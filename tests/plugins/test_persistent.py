@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_offload.plugins.persistent import PersistentState
 
@@ -224,3 +230,45 @@ def test_nothing_is_kept_alive_and_all_hooks_go() -> None:
     state.detach()
     state.detach()
     assert hooks() == before
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[int]:
+    """Four ranks that never talk, of which this process is the first."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        yield dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("optimizer_type", [SGD, Adam])
+def test_distributed_tensors_count_by_what_this_rank_has(fake_ranks: int, optimizer_type: type[Optimizer]) -> None:
+    """Parameters, buffers, gradients and optimizer state, sharded or not; each once, kept alive by nobody."""
+    mesh = init_device_mesh("cpu", (fake_ranks,))
+    shards = [torch.ones(8, 16), torch.ones(24)]
+    layer = nn.Module()
+    layer.sharded = nn.Parameter(DTensor.from_local(shards[0], mesh, [Shard(0)]))
+    layer.plain = nn.Parameter(torch.ones(10))
+    layer.register_buffer("shared", DTensor.from_local(shards[1], mesh, [Replicate()]))
+    optimizer = optimizer_type(layer.parameters(), lr=0.1, **({"momentum": 0.9} if optimizer_type is SGD else {}))
+    state = PersistentState(lambda parameters: None)
+    state.attach(layer)
+    try:
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        trained = shards[0].nbytes + layer.plain.nbytes
+        num_moments, counters = (1, 0) if optimizer_type is SGD else (2, 2 * 4)
+        assert sum(state.gradients().values()) == trained
+        assert state.optimizer_state_bytes == num_moments * trained + counters
+        assert state.optimizer_peak_bytes == (2 + num_moments) * trained + counters + shards[1].nbytes
+        assert {shard.untyped_storage()._cdata for shard in shards} <= state.identities()
+        assert state.identities() | set(state.gradients()) <= set(state.storages(torch.device("cpu")))
+        assert not state.storages(torch.device("meta"))
+        reference = weakref.ref(layer.sharded)
+        del layer, optimizer, parameter
+        gc.collect()
+        assert reference() is None
+    finally:
+        state.detach()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,9 +12,12 @@ from lightning_offload.graph import Decision
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import simulate_plan
-from lightning_offload.plugins import feedback
-from lightning_offload.plugins.pace import Halves, LaunchTimes, Pace
+from lightning_offload.plugins import lifecycle
+from lightning_offload.plugins.pace import Halves, LaunchTimes
+from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_source import Imported, Recorded
 from lightning_offload.plugins.replanning import Corrections, with_unforeseen
+from lightning_offload.runtime.program import compile_plan
 from tests.graph.building import DEVICE, chain
 
 GRAPH = chain(100, 200, 300, 200)
@@ -129,15 +131,16 @@ def test_waits_for_the_host_are_not_blamed_on_ops() -> None:
 def test_no_plan_is_made_for_the_mode_where_none_would_spare_it(changed: dict[str, Any], is_worth_it: bool) -> None:
     """Only ours weighs the mode, and steps whose ops must be seen anyway have it under any plan."""
     facts = {"policy": "auto", "given_plan": None, "takes_data": False, "num_deviations": 0, **changed}
-    kind: Any = SimpleNamespace(
-        plan=dataclasses.replace(RECOMPUTING, policy=facts["policy"]), given_plan=facts["given_plan"],
-        takes_data=facts["takes_data"], changes=SimpleNamespace(num_deviations=facts["num_deviations"]),
-        family=None, aligns=False, program=object(), superseded=None,
-        graph=GRAPH, spec=dataclasses.replace(DEVICE, kind="cuda"), pace=Pace(), corrections=Corrections(),
+    plan, given = dataclasses.replace(RECOMPUTING, policy=facts["policy"]), facts["given_plan"]
+    kind = PlanEntry(
+        source=Recorded() if given is None else Imported(given), graph=GRAPH, program=compile_plan(GRAPH, plan),
+        takes_data=facts["takes_data"],
     )  # fmt: skip
+    kind.changes.num_deviations = facts["num_deviations"]
+    kind.made.spec = dataclasses.replace(DEVICE, kind="cuda")
     seconds = PLAN.predicted_step_seconds + 0.05
     launched = LaunchTimes(Halves(seconds, 0.0), Halves(seconds, 0.0), is_one=True)
-    with mock.patch.object(feedback, "mode_share", side_effect=lambda graph, seconds: seconds):
+    with mock.patch.object(lifecycle, "mode_share", side_effect=lambda graph, seconds: seconds):
         for _ in range(2):
-            feedback.compare(kind, seconds, 0.0, launched, is_link_slower=False)
+            lifecycle.compare(kind, seconds, 0.0, launched, is_link_slower=False)
     assert (kind.program is None) is is_worth_it

@@ -149,6 +149,30 @@ def test_switch_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not MemoryPlugin(enabled=False).enabled
 
 
+def test_budget_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of whatever is given none, in bytes or as a fraction; an empty one is none."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_BUDGET", " 3 MiB ")
+    assert MemoryPlugin().budget == "3 MiB"
+    assert budget_bytes_on(check_settings(**DEFAULTS), torch.device("cpu")) == 3 << 20
+    assert MemoryPlugin(budget="2MiB").budget == "2MiB"
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_BUDGET", "0.5")
+    assert MemoryPlugin().budget == 0.5
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_BUDGET", "4194304")
+    assert budget_bytes_on(check_settings(**DEFAULTS), torch.device("cpu")) == 4 << 20
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_BUDGET", "")
+    assert MemoryPlugin().budget is None
+
+
+@pytest.mark.parametrize("text", ["12 parsecs", "1.5", "nan", "-3", "0", "12G", "12"])
+def test_bad_budget_of_the_environment(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable, its text and what is allowed; who gives a budget does not read it."""
+    monkeypatch.setenv("LIGHTNING_OFFLOAD_BUDGET", text)
+    with pytest.raises(BudgetError, match=f"LIGHTNING_OFFLOAD_BUDGET='{text}' is no budget: .*") as caught:
+        MemoryPlugin()
+    assert "12GiB" in str(caught.value) or "12B" in str(caught.value) or "GB" in str(caught.value)
+    assert MemoryPlugin(budget="2MiB").budget == "2MiB"
+
+
 def test_budget_on_a_cpu() -> None:
     """Bytes are bytes; no budget is none; a fraction needs a device that has memory of its own."""
     cpu = torch.device("cpu")

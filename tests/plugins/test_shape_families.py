@@ -10,8 +10,9 @@ import torch
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.infeasible import shapes_of, with_reasons
 from lightning_offload.plugins.plan_entry import PlanEntry
-from lightning_offload.plugins.shape_families import MIN_SAMPLES, ShapeFamily, of_shapes, shape_of
+from lightning_offload.plugins.shape_families import MIN_SAMPLES, ShapeFamily, shape_of
 from tests.graph.building import chain
 
 
@@ -174,10 +175,10 @@ def test_planners_that_keep_something_are_of_the_same_steps() -> None:
 def test_errors_name_the_shapes() -> None:
     """And keep their figures."""
     error = BudgetInfeasibleError("no plan", budget_bytes=5, floor_bytes=7, op="aten.mm")
-    told = of_shapes(error, shape_of((_x(4, 6), {"labels": _x(4)})))
+    told = with_reasons(error, shapes_of(shape_of((_x(4, 6), {"labels": _x(4)}))))
     assert str(told) == "no plan; this step is given tensors of the shapes (4, 6), (4,)"
     assert (told.budget_bytes, told.floor_bytes, told.op) == (5, 7, "aten.mm")
-    assert of_shapes(error, shape_of(())) is error
+    assert with_reasons(error, shapes_of(shape_of(()))) is error
 
 
 def test_measured_steps_replace_recorded_ones() -> None:

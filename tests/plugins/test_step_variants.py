@@ -114,3 +114,22 @@ def test_what_was_given_up_makes_room_first_and_counts_again_later() -> None:
     variants.reconsider()
     variants.learn(_variant(*range(100, 108)))
     assert variants.widest().saved_bytes == _variant(*range(100, 108)).saved_bytes
+
+
+def test_plans_stay_as_long_as_what_they_are_for_does() -> None:
+    """A narrower structure, or the same one again with nothing larger, has none of them made anew; a wider one has."""
+    variants = StepVariants()
+    variants.learn(_variant(10, 20, 30))
+    basis = variants.basis
+    for other in (_variant(10, 20), _variant(10, 20, 30)):
+        variants.learn(other)
+        assert variants.basis.is_same(basis)
+    variants.learn(_variant(10, 20, 30, 40))
+    wider = variants.basis
+    assert not wider.is_same(basis)
+    assert wider.graph is variants.widest().graph
+    variants.give_up_widest()
+    assert not variants.basis.is_same(wider)
+    variants.reconsider()
+    assert variants.basis.is_same(wider)
+    assert not wider._replace(graph=chain(10, 20, 30, 40)).is_same(wider), "equal, but another recording"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 
+import pytest
 import torch
 
+from lightning_offload.plugins.baseline import There
 from lightning_offload.plugins.touched import Touched
 
 WEIGHT_BYTES, BATCH_BYTES, OTHER_BYTES = 400, 40, 4000
@@ -33,13 +36,34 @@ def test_what_is_neither_touched_nor_a_gradient_is_beside_the_step() -> None:
     """Whoever has made it; a batch that is gone has another one in its place as the next step begins."""
     weight, batch, other, gradient = map(_storage, (WEIGHT_BYTES, BATCH_BYTES, OTHER_BYTES, WEIGHT_BYTES))
     touched = _touched(weight, batch)
-    there = {storage._cdata: storage for storage in (weight, batch, other, gradient)}
+    storages = {storage._cdata: storage for storage in (weight, batch, other, gradient)}
+    there = There(storages)
     assert touched.bytes_beside(there, {gradient._cdata}, has_inputs=True) == OTHER_BYTES
-    del there[batch._cdata], batch
+    del storages[batch._cdata], batch
     new = _storage(BATCH_BYTES)
-    there[new._cdata] = new
+    storages[new._cdata] = new
     assert touched.bytes_beside(there, {gradient._cdata}, has_inputs=True) == OTHER_BYTES
     assert touched.bytes_beside(there, {gradient._cdata}, has_inputs=False) == OTHER_BYTES + BATCH_BYTES
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_followed_says_what_a_listing_says(seed: int) -> None:
+    """Where each storage that is gone was replaced by one as large, both count the same beside the coming step."""
+    draw = random.Random(seed)
+    weights, inputs, read, beside = [[_storage(draw.randint(1, 9)) for _ in range(draw.randint(0, 4))] for _ in "1234"]
+    touched = _touched(*weights, *inputs, *read)
+    beside_bytes = sum(storage.nbytes() for storage in beside)
+    given = [_storage(storage.nbytes()) for storage in inputs]
+    stay = [storage for storage in (*read, *beside) if draw.random() < 0.3]
+    gone = [storage.nbytes() for storage in (*read, *beside) if storage not in stay]
+    inputs = read = beside = []
+    known = {storage._cdata: storage for storage in (*weights, *stay, *given)}
+    given_keys = [storage._cdata for storage in given]
+    followed = There(known, given_keys, dict(enumerate(gone)), is_whole=False)
+    assert touched.bytes_beside(followed, (), has_inputs=True) == beside_bytes
+    new = [_storage(num_bytes) for num_bytes in gone]
+    listed = There(known | {storage._cdata: storage for storage in new}, given_keys)
+    assert touched.bytes_beside(listed, (), has_inputs=True) == beside_bytes
 
 
 def test_the_allocators_figure_says_the_same() -> None:
@@ -59,5 +83,5 @@ def test_the_allocators_figure_says_the_same() -> None:
 def test_nothing_is_told_of_what_was_not_looked_at() -> None:
     """Before the first recorded step."""
     assert Touched().now() == set()
-    assert Touched().bytes_beside({}, (), has_inputs=True) is None
+    assert Touched().bytes_beside(There({}), (), has_inputs=True) is None
     assert Touched().bytes_beside_of(10, 0, int, has_inputs=True) is None

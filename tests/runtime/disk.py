@@ -135,6 +135,12 @@ class LateMover(Mover):
     ) -> Copy:
         return self._ask(self._in, mark, storage, storage.data_ptr() + offset, address, num_bytes)
 
+    @override
+    def settle(self) -> None:
+        for move in self.moves:
+            if not move.num_waits:
+                move.synchronize()
+
     def end(self) -> None:
         """End the streams' threads."""
         self.compute.set()

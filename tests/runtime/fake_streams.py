@@ -167,6 +167,6 @@ class FakeStreamMover(StreamMover):
 
     def end(self) -> None:
         """End the streams' threads."""
-        self.settle()
+        self.drain()
         for stream in self._streams:
             stream.end()

@@ -262,6 +262,17 @@ def test_lanes_hold_nothing_once_drained(pool: DiskPool, late_lanes: DiskLanes) 
     assert pool.used_bytes == 0
 
 
+def test_settled_lanes_hold_nothing_that_nobody_waits_for(pool: DiskPool, late_lanes: DiskLanes) -> None:
+    """Copies of what was dropped meanwhile are waited for, in both directions, and their memory is free."""
+    block, storage, back = block_of(pool, 3 * SMALL), storage_of(1, 3 * SMALL), empty(3 * SMALL)
+    alive = [weakref.ref(storage), weakref.ref(back)]
+    late_lanes.swap_out(storage, block)
+    late_lanes.swap_in(block, back)
+    del storage, back
+    late_lanes.settle()
+    assert [ref() for ref in alive] == [None, None]
+
+
 def test_closed_lanes_are_drained_too(pool: DiskPool, late_lanes: DiskLanes, mover: LateMover) -> None:
     """What the device still has to do for a copy that the calling thread made is over after a drain."""
     block, back = block_of(pool, 2 * SMALL), empty(2 * SMALL)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -517,6 +518,27 @@ def test_replay_runs_before_an_update_of_what_it_reads() -> None:
         bias.mul_(2.0)
     loss.backward()
     assert gradients((x, bias)) == expected
+
+
+def test_replay_runs_before_an_update_of_what_a_wrapper_holds() -> None:
+    """An optimizer is given a DTensor, say, whose shard the step has read."""
+    x, shard = leaf(), torch.ones(1000)
+    parameter = nn.Parameter(TwoTensor(shard, torch.ones(1000)))
+
+    def step() -> Tensor:
+        return (x + shard).sin().cos().sum()
+
+    program = compiled(step, "recompute")
+    x.grad = None
+    step().backward()
+    expected = gradients((x,))
+    with under(program) as ran:
+        loss = step()
+    ran.executor.settle_readers_of([parameter])
+    with torch.no_grad():
+        shard.mul_(2.0)
+    loss.backward()
+    assert gradients((x,)) == expected
 
 
 def short_vector() -> Tensor:

@@ -70,6 +70,26 @@ def test_memory_of_a_copy_that_nobody_waits_for_is_held_until_it_is_done(mover: 
     assert not any(reference() for reference in alive)
 
 
+def test_settling_waits_for_the_copies_that_nobody_waits_for_alone(
+    mover: FakeStreamMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host does not stand still for those that compute has been told to wait for."""
+    lanes, pool = StreamLanes(mover), HostPool()
+    waited, dropped = (lanes.swap_out(storage_of(mark), block_of(pool)) for mark in (1, 2))
+    assert isinstance(dropped, StreamCopy)
+    waited.wait()
+    synchronized, synchronize = [], StreamCopy.synchronize
+
+    def noting(copy: StreamCopy) -> None:
+        synchronized.append(copy)
+        synchronize(copy)
+
+    monkeypatch.setattr(StreamCopy, "synchronize", noting)
+    lanes.settle()
+    assert synchronized == [dropped]
+    assert dropped.storage is None
+
+
 def test_who_waits_is_the_last_to_hold_the_storage(mover: FakeStreamMover) -> None:
     """After a wait the lane holds no device memory, so dropping it frees it at that very place in the program."""
     lanes, pool = StreamLanes(mover), HostPool()

@@ -588,7 +588,10 @@ class LightningHost:
         """A size is refused where it may not fit and a rank that runs out of memory would leave others waiting."""
         ran = [trial.batch_size for trial in trials if trial.is_ok]
         if self.is_to_be_watched and ran:
-            planned = self.recorder.memory.report().planned if self.recorder.memory is not None else None
+            memory = self.recorder.memory
+            if memory is not None:
+                memory.plan()
+            planned = memory.report(of_last=True).planned if memory is not None else None
             self._has_talked |= planned is not None and planned.graph.has_collectives
             self._may_talk = False
             if not self._agreement.is_true_on_all(not self._has_talked):

@@ -576,7 +576,7 @@ bool Step::before_write(const at::Tensor& tensor, bool may_ask_others) {
 // ---- one op
 
 bool Step::captures() {
-  return !is_cpu_ && python.is_capturing();
+  return python.capturing && python.is_capturing();
 }
 
 void Step::op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

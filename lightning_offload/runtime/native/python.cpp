@@ -385,6 +385,7 @@ GETTER(handle_kept, {
   return THPVariable_Wrap(kept);
 })
 GETTER(handle_index, return PyLong_FromLongLong(HANDLE(self).index))
+GETTER(handle_was_written, return PyBool_FromLong(HANDLE(self).saved.is_stale()))
 GETTER(handle_is_out, return PyBool_FromLong(HANDLE(self).is_out))
 GETTER(handle_value, return wrap(HANDLE(self).value))
 
@@ -392,6 +393,7 @@ PyGetSetDef handle_attributes[] = {
     {"kept", handle_kept, nullptr, nullptr, nullptr},
     {"index", handle_index, nullptr, nullptr, nullptr},
     {"is_out", handle_is_out, nullptr, nullptr, nullptr},
+    {"was_written", handle_was_written, nullptr, nullptr, nullptr},
     {"value", handle_value, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
@@ -464,6 +466,28 @@ PyObject* program_new(PyTypeObject* type, PyObject*, PyObject* columns) {
       program->pack_storages.size() == num_packs && program->first_packs.size() == num_packs &&
           program->pack_flags.size() == num_packs,
       "the columns of packs differ in length");
+  program->is_routed = PyObject_IsTrue(column("is_routed"));
+  PyRef forms = PyRef::stolen(checked(PySequence_Fast(column("forms"), "forms is a sequence")));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(forms.get()); ++i) {
+    PyObject *dtype = nullptr, *shape = nullptr, *form = PySequence_Fast_GET_ITEM(forms.get(), i);
+    if (!PyArg_ParseTuple(form, "OO", &dtype, &shape)) {
+      return nullptr;
+    }
+    program->forms.push_back(
+        {THPDtype_Check(dtype) ? static_cast<int>(reinterpret_cast<THPDtype*>(dtype)->scalar_type) : Program::Form::STRANGE,
+         integers(shape)});
+  }
+  program->kept_bytes = integers(column("kept_bytes"));
+  PyRef unpacks = PyRef::stolen(checked(PySequence_Fast(column("unpacks"), "unpacks is a sequence")));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(unpacks.get()); ++i) {
+    program->unpacks.push_back(integers(PySequence_Fast_GET_ITEM(unpacks.get(), i)));
+  }
+  TORCH_CHECK_VALUE(
+      !program->is_routed ||
+          (program->forms.size() == num_packs && program->kept_bytes.size() == num_packs &&
+           program->unpacks.size() == num_packs),
+      "the columns of packs differ in length");
+  program->first_border = PyLong_AsLongLong(column("first_border"));
   program->busy_unpacks = bytes(column("busy_unpacks"));
   program->actions = bytes(column("actions"));
   program->is_bound = PyObject_IsTrue(column("is_bound"));
@@ -530,13 +554,13 @@ Step& step_of(PyObject* self) {
 
 PyObject* step_make(PyTypeObject* type, PyObject* given, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *program = nullptr, *executor = nullptr, *lease = nullptr;
+  PyObject *program = nullptr, *executor = nullptr, *lease = nullptr, *capturing = nullptr;
   const char* device = nullptr;
-  if (!PyArg_ParseTuple(given, "O!sOO", program_type, &program, &device, &executor, &lease)) {
+  if (!PyArg_ParseTuple(given, "O!sOOO", program_type, &program, &device, &executor, &lease, &capturing)) {
     return nullptr;
   }
   auto step = std::make_unique<Step>(
-      reinterpret_cast<PyProgram*>(program)->program, c10::Device(device), executor, lease);
+      reinterpret_cast<PyProgram*>(program)->program, c10::Device(device), executor, lease, capturing);
   auto* object = reinterpret_cast<PyStep*>(checked(type->tp_alloc(type, 0)));
   new (&object->step) std::unique_ptr<Step>(std::move(step));
   new (&object->scope) Scope();
@@ -578,6 +602,8 @@ PyObject* step_pack(PyObject* self, PyObject* given) {
     handle->saved = Guard{impl->version_counter(), impl->version_counter().current_version()};
   }
   const auto becomes = step.pack(tensor, is_parameter, is_ordinary, handle);
+  // Where a step goes on along the plan for another structure no more, Python finds its place, and decides.
+  const bool asks = handle->place == Handle::ASKS;
   switch (becomes) {
     case Kept::NOT:
       break;
@@ -601,9 +627,21 @@ PyObject* step_pack(PyObject* self, PyObject* given) {
       }
       break;
   }
-  if (!step.program->sees_ops && !step.has_deviated && handle->index < static_cast<int64_t>(step.program->pack_flags.size()) &&
-      (step.program->pack_flags[handle->index] & Program::RELEASES)) {
-    step.python.call("_release_at_pack", checked(Py_BuildValue("(L)", static_cast<long long>(handle->index))));
+  if (asks) {
+    const bool is_there = becomes != Kept::STRANGE;
+    PyRef found = step.python.call("_save_by_rule", checked(Py_BuildValue("(OO)", whole.get(), is_there ? Py_True : Py_False)));
+    const auto numbers = integers(found.get());
+    TORCH_CHECK(numbers.size() == 4, "a rule tells four numbers");
+    handle->place = numbers[0];
+    step.route.place = numbers[1];
+    step.route.end = numbers[2];
+    step.route.is_astray = numbers[3] != 0;
+    step.route.num_behind = step.num_unpacks;
+    step.ledger.note(handle->place, tensor, is_there);
+  } else if (!step.program->sees_ops && !step.has_deviated && handle->place >= 0 &&
+      handle->place < static_cast<int64_t>(step.program->pack_flags.size()) &&
+      (step.program->pack_flags[handle->place] & Program::RELEASES)) {
+    step.python.call("_release_at_pack", checked(Py_BuildValue("(L)", static_cast<long long>(handle->place))));
   }
   PyObject* result = whole.get();
   Py_INCREF(result);
@@ -683,6 +721,59 @@ METHOD(step_take_kept, {
   Py_INCREF(found.get());
   return found.get();
 })
+METHOD(step_name, {
+  PyObject* value = nullptr;
+  long long index = 0;
+  if (!PyArg_ParseTuple(given, "OL", &value, &index)) {
+    return nullptr;
+  }
+  step_of(self).table.name(value_of(value), index);
+  Py_RETURN_NONE;
+})
+
+// ---- its ledger
+
+METHOD(step_add_late, {
+  PyObject* handle = nullptr;
+  long long index = -1;
+  if (!PyArg_ParseTuple(given, "O|L", &handle, &index)) {
+    return nullptr;
+  }
+  step_of(self).ledger.add_late(handle_of(handle), index);
+  Py_RETURN_NONE;
+})
+METHOD(step_is_late, return PyBool_FromLong(step_of(self).ledger.is_late(storage_of(given).get())))
+METHOD(step_take_late, {
+  PyRef found = PyRef::stolen(checked(PyList_New(0)));
+  for (const auto& [handle, index] : step_of(self).ledger.take_late()) {
+    PyRef item = PyRef::stolen(checked(Py_BuildValue("(OL)", handle->object, static_cast<long long>(index))));
+    PyList_Append(found.get(), item.get());
+  }
+  Py_INCREF(found.get());
+  return found.get();
+})
+METHOD(step_stays, {
+  PyObject *handle = nullptr, *storage = nullptr;
+  if (!PyArg_ParseTuple(given, "OO", &handle, &storage)) {
+    return nullptr;
+  }
+  step_of(self).ledger.stays(handle_of(handle), *storage_of(storage));
+  Py_RETURN_NONE;
+})
+METHOD(step_is_staying, return PyBool_FromLong(step_of(self).ledger.is_staying(storage_of(given).get())))
+METHOD(step_stays_too, step_of(self).ledger.stays_too(handle_of(given)); Py_RETURN_NONE)
+METHOD(step_let_all_go, step_of(self).ledger.let_all_go(); Py_RETURN_NONE)
+GETTER(step_is_due, return PyBool_FromLong(step_of(self).ledger.is_due()))
+GETTER(step_alive_bytes, return PyLong_FromLongLong(step_of(self).ledger.alive_bytes()))
+GETTER(step_kept_bytes, return PyLong_FromLongLong(step_of(self).ledger.kept_bytes))
+GETTER(step_astray_bytes, return PyLong_FromLongLong(step_of(self).ledger.astray_bytes))
+SETTER(set_step_astray_bytes, step_of(self).ledger.astray_bytes = PyLong_AsLongLong(given))
+GETTER(step_fingerprint, return PyLong_FromUnsignedLongLong(step_of(self).ledger.fingerprint))
+GETTER(step_places_fingerprint, return PyLong_FromUnsignedLongLong(step_of(self).ledger.places_fingerprint))
+GETTER(step_route_place, return PyLong_FromLongLong(step_of(self).route.place))
+
+// ---- what it tells
+
 GETTER(step_place, return PyLong_FromLongLong(step_of(self).follower.place()))
 GETTER(step_num_stray_ops, return PyLong_FromLongLong(step_of(self).follower.num_stray()))
 GETTER(step_num_packs, return PyLong_FromLongLong(step_of(self).num_packs))
@@ -693,9 +784,17 @@ GETTER(step_has_deviated, return PyBool_FromLong(step_of(self).has_deviated))
 SETTER(set_step_has_deviated, step_of(self).has_deviated = PyObject_IsTrue(given))
 GETTER(step_replay_seconds, return PyFloat_FromDouble(step_of(self).replay_seconds))
 METHOD(step_end, step_of(self).lease.reset(); Py_RETURN_NONE)
+METHOD(step_go_on, step_of(self).lease = PyRef::borrowed(given); Py_RETURN_NONE)
 
 PyGetSetDef step_attributes[] = {
     {"place", step_place, nullptr, nullptr, nullptr},
+    {"route_place", step_route_place, nullptr, nullptr, nullptr},
+    {"is_due", step_is_due, nullptr, nullptr, nullptr},
+    {"alive_bytes", step_alive_bytes, nullptr, nullptr, nullptr},
+    {"kept_bytes", step_kept_bytes, nullptr, nullptr, nullptr},
+    {"astray_bytes", step_astray_bytes, set_step_astray_bytes, nullptr, nullptr},
+    {"fingerprint", step_fingerprint, nullptr, nullptr, nullptr},
+    {"places_fingerprint", step_places_fingerprint, nullptr, nullptr, nullptr},
     {"num_stray_ops", step_num_stray_ops, nullptr, nullptr, nullptr},
     {"num_packs", step_num_packs, nullptr, nullptr, nullptr},
     {"num_unpacks", step_num_unpacks, nullptr, nullptr, nullptr},
@@ -710,6 +809,7 @@ PyMethodDef step_methods[] = {
     {"enter", step_enter, METH_NOARGS, nullptr},
     {"leave", step_leave, METH_NOARGS, nullptr},
     {"end", step_end, METH_NOARGS, nullptr},
+    {"go_on", step_go_on, METH_O, nullptr},
     {"find", step_find, METH_O, nullptr},
     {"may_hold", step_may_hold, METH_O, nullptr},
     {"indexed", step_indexed, METH_O, nullptr},
@@ -723,6 +823,14 @@ PyMethodDef step_methods[] = {
     {"track", step_track, METH_O, nullptr},
     {"know", step_know, METH_O, nullptr},
     {"take_kept", step_take_kept, METH_NOARGS, nullptr},
+    {"name", step_name, METH_VARARGS, nullptr},
+    {"add_late", step_add_late, METH_VARARGS, nullptr},
+    {"is_late", step_is_late, METH_O, nullptr},
+    {"take_late", step_take_late, METH_NOARGS, nullptr},
+    {"stays", step_stays, METH_VARARGS, nullptr},
+    {"is_staying", step_is_staying, METH_O, nullptr},
+    {"stays_too", step_stays_too, METH_O, nullptr},
+    {"let_all_go", step_let_all_go, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 // ---- Watch
@@ -900,9 +1008,27 @@ void Upward::release_at_op(int64_t place) const {
   call("_release_at_op", checked(Py_BuildValue("(L)", static_cast<long long>(place))));
 }
 
-void Upward::bring_back(int64_t ordinal, const ValuePtr& value) const {
+void Upward::bring_back(int64_t first, int64_t last, const ValuePtr& value) const {
   WithGil gil;
-  call("_bring_back_at", checked(Py_BuildValue("(LN)", static_cast<long long>(ordinal), wrap(value))));
+  call("_bring_back_at", checked(Py_BuildValue(
+      "(LLN)", static_cast<long long>(first), static_cast<long long>(last), wrap(value))));
+}
+
+void Upward::late_ones_leave() const {
+  WithGil gil;
+  call("_late_ones_leave", nullptr);
+}
+
+void Upward::outliving(std::unordered_set<const void*>& storages) const {
+  WithGil gil;
+  PyRef found = call("_outliving", nullptr);
+  PyRef each = PyRef::stolen(checked(PyObject_GetIter(found.get())));
+  while (PyRef key = PyRef::stolen(PyIter_Next(each.get()))) {
+    storages.insert(PyLong_AsVoidPtr(key.get()));
+  }
+  if (PyErr_Occurred()) {
+    throw_python_error();
+  }
 }
 
 void Upward::first_unpack() const {
@@ -971,7 +1097,8 @@ void Upward::put_environment(PyObject* wanted, PyObject* there) const {
 
 bool Upward::is_capturing() const {
   WithGil gil;
-  return PyObject_IsTrue(call("_is_captured", nullptr).get()) == 1;
+  PyRef told = PyRef::stolen(checked(PyObject_CallNoArgs(capturing.get())));  // at each pack: a function of torch's in C
+  return PyObject_IsTrue(told.get()) == 1;
 }
 
 void Upward::replay_failed(const std::string& op, const std::string& why, bool did_run) const {

@@ -1,4 +1,4 @@
-// Saved tensors, and replays: the exact way to have a value again that was dropped. See replay.py and materialize.py.
+// Values brought back, and replays: the exact way to have one again that was dropped. See replay.py and materialize.py.
 
 #include "step.h"
 
@@ -13,12 +13,17 @@
 
 namespace offload {
 
-Step::Step(std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease)
+Step::Step(
+    std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease, PyObject* capturing)
     : program(std::move(program)),
       device(device),
       lease(PyRef::borrowed(lease)),
       follower(*this->program),
       is_cpu_(device.is_cpu()) {
+  route.end = this->program->first_border;
+  if (capturing != Py_None) {
+    python.capturing = PyRef::borrowed(capturing);
+  }
   python.executor = PyRef::stolen(PyWeakref_NewRef(executor, nullptr));
 }
 
@@ -51,171 +56,7 @@ Lock::~Lock() {
   give_back();
 }
 
-// ---- packs
-
-std::string Step::mismatch(int64_t index, const StoragePtr& storage) {
-  const auto& planned = program->pack_bytes;
-  const auto num_bytes = static_cast<int64_t>(storage->nbytes());
-  const bool is_there = index < static_cast<int64_t>(planned.size());
-  if (is_there && (planned[index] == num_bytes || planned[index] == 0 || (program->is_bound && num_bytes < planned[index]))) {
-    if (!program->is_bound) {
-      return "";
-    }
-    // At some lengths an op copies what it takes as it is at others.
-    const auto first = program->first_packs[index];
-    pack_keys_[index] = storage.get();
-    const auto found = pack_keys_.find(first);
-    if (first == index || found == pack_keys_.end() || found->second == storage.get()) {
-      return "";
-    }
-    return "a copy was saved where a tensor was to be saved again";
-  }
-  const auto was = is_there ? std::to_string(planned[index]) + " were" : std::string("nothing was");
-  return "one of " + std::to_string(num_bytes) + " bytes was saved where " + was + " expected";
-}
-
-// Let a saved value leave the device as the plan says; whether it need not be kept as it is.
-bool Step::leave(const ValuePtr& value, const StoragePtr& storage) {
-  if (value->is_given || storage->nbytes() == 0) {
-    return false;
-  }
-  if (value->block) {
-    return true;
-  }
-  if (has_deviated) {
-    return python.swap_out(value, storage);
-  }
-  const bool is_planned = value->index >= 0 && value->index < static_cast<int64_t>(program->actions.size());
-  switch (is_planned ? program->actions[value->index] & 3 : Program::KEEP) {
-    case Program::RECOMPUTE:
-      return static_cast<bool>(value->call);
-    case Program::SWAP:
-      return python.swap_out(value, storage);
-    default:
-      table.own(value, storage);
-      return false;
-  }
-}
-
-// The value that a pack is about where ops are not seen, by what the program says of it; none where it stays.
-ValuePtr Step::by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle) {
-  auto value = table.find(storage.get());
-  if (value && value->is_given) {  // what exposed it may have come before
-    took_data = took_data || index >= 0;
-    return {};
-  }
-  if (value) {
-    return value->is_as_saved(handle) ? value : ValuePtr();
-  }
-  if (index < 0) {
-    return {};
-  }
-  value = c10::make_intrusive<Value>(index, static_cast<int64_t>(storage->nbytes()));
-  table.follow(value, storage);
-  if (!leave(value, storage)) {
-    table.drop(storage.get());
-    return {};
-  }
-  value->guards.clear();
-  value->guards.push_back(handle.saved);
-  return value;
-}
-
-Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, const c10::intrusive_ptr<Handle>& handle) {
-  const int64_t index = num_packs++;
-  handle->index = index;
-  if (!is_ordinary || !is_plain(tensor) || captures()) {
-    return is_ordinary && is_plain(tensor) ? Kept::AS_IT_IS : Kept::STRANGE;
-  }
-  const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
-  if (!has_deviated) {
-    const auto why = mismatch(index, storage);
-    if (!why.empty()) {
-      python.deviate(why);
-    }
-  }
-  const int64_t place = has_deviated ? -1 : index;
-  ValuePtr value;
-  if (is_parameter) {
-    // The program's memory, which may lie elsewhere any time.
-  } else if (has_deviated && !program->sees_ops) {
-    return Kept::LEAVES_LATE;
-  } else if (program->sees_ops) {
-    value = table.find(storage.get());
-  } else {
-    value = by_ordinal(place >= 0 ? program->pack_storages[place] : -1, tensor, storage, *handle);
-  }
-  if (value && leave(value, storage)) {
-    handle->value = value;
-    handle->geometry = Geometry::of(tensor);
-    value->handles.push_back(WeakHandle(handle));
-    return Kept::NOT;
-  }
-  handle->value = value;  // held for calls that read it
-  if (!is_parameter && place >= 0 && (program->pack_flags[place] & Program::MADE)) {
-    kept.push_back(WeakHandle(handle));
-    return Kept::APART;
-  }
-  return Kept::AS_IT_IS;
-}
-
-// ---- unpacks
-
-at::Tensor Step::unpack(Handle& handle) {
-  const bool is_sound = !handle.saved.is_stale();
-  const bool is_backward = in_backward();  // else somebody reads grad_fn._saved_...
-  const int64_t ordinal = num_unpacks;
-  const bool is_busy = ordinal < static_cast<int64_t>(program->busy_unpacks.size()) && program->busy_unpacks[ordinal];
-  if (handle.kept.defined() && !handle.geometry && is_sound && ordinal != 0 && is_backward && !is_busy) {
-    num_unpacks = ordinal + 1;
-    handle.is_out = true;
-    return handle.kept;
-  }
-  if (is_backward) {
-    if (ordinal == 0) {
-      python.first_unpack();
-    }
-    if (const int task = backward_id(); task != last_backward_) {
-      last_backward_ = task;
-      table.close();  // from here on values live by who needs them: forward has read and saved what it wanted
-    }
-    num_unpacks = ordinal + 1;
-  }
-  if (!is_sound) {
-    python.modified(handle);
-  }
-  if (captures()) {
-    if (handle.value && handle.geometry) {
-      const auto live = handle.value->live();
-      if (!live || (handle.value->is_ours && handle.value->copy)) {
-        python.not_there_for_graph();
-      }
-    }
-  } else if (is_backward && !has_deviated && is_busy) {
-    python.bring_back(ordinal, handle.value);
-  }
-  if (!handle.value || !handle.geometry) {
-    handle.is_out = true;
-    return handle.kept;
-  }
-  const ValuePtr value = handle.value;
-  StoragePtr storage = value->is_handed_out ? value->live() : StoragePtr();
-  if (storage) {  // as it is now, whoever wrote it: plain autograd reads the same memory
-    if (value->is_ours) {
-      await(value, storage);
-    }
-  } else {
-    storage = materialize(value);
-  }
-  if (program->is_recomputing) {
-    table.hand_out(value, storage, handle);
-  }
-  auto tensor = handle.geometry->on(storage);
-  if (handle.saved.counter.enabled()) {
-    tensor.unsafeGetTensorImpl()->set_version_counter(handle.saved.counter);
-  }
-  return tensor;
-}
+// ---- where a value is
 
 // Device memory that holds a value; it stays for as long as anybody needs the value.
 StoragePtr Step::materialize(const ValuePtr& value) {

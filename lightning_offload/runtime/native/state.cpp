@@ -141,6 +141,9 @@ void Handle::release_resources() {
   value.reset();
   geometry.reset();
   loan.reset();
+  if (const auto count = std::exchange(counted, nullptr)) {
+    *count -= counted_bytes;
+  }
   object = nullptr;
 }
 

@@ -24,6 +24,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -139,15 +140,19 @@ bool are_one(const c10::VariableVersion& a, const c10::VariableVersion& b);
 struct Handle final : c10::intrusive_ptr_target {
   void release_resources() override;
 
-  int64_t index = 0;  // ordinal of its pack
+  static constexpr int64_t NOWHERE = -1, ASKS = -2;
+
+  int64_t index = 0;        // ordinal of its pack
+  int64_t place = NOWHERE;  // of its pack in the program; ASKS where Python finds it
   at::Tensor kept;    // the tensor itself, or one beside it without a graph, where it is kept
   PyRef loan;         // a weak reference to the program's own tensor, for `torch.utils.swap_tensors` to see a user
   ValuePtr value;
   std::optional<Geometry> geometry;
   Guard saved;  // the saved tensor's counter and version
   bool is_out = false;
+  std::shared_ptr<std::atomic<int64_t>> counted;  // what stays, as long as it does; see Ledger
+  int64_t counted_bytes = 0;
   PyObject* object = nullptr;  // borrowed: the Python object that autograd holds
-
 };
 
 // What is known of an op, as op_facts.py tells it.

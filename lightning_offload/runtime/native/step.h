@@ -14,19 +14,23 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_set>
 
 namespace offload {
 
 // What the planned path asks Python for. All but `facts_of` are called with the step's mutex held, without or with the
 // GIL, and throw what Python raises.
 struct Upward {
-  PyRef executor;  // a weak reference
+  PyRef executor;   // a weak reference
+  PyRef capturing;  // tells whether a graph is captured; empty where none can be
 
   static const OpFacts* facts_of(const c10::OperatorHandle& op);
   void deviate(const std::string& how) const;
   void deviate_at_op(const std::string& name, int64_t place) const;
   void release_at_op(int64_t place) const;
-  void bring_back(int64_t ordinal, const ValuePtr& value) const;
+  void bring_back(int64_t first, int64_t last, const ValuePtr& value) const;
+  void late_ones_leave() const;
+  void outliving(std::unordered_set<const void*>& storages) const;
   void first_unpack() const;
   bool swap_out(const ValuePtr& value, const StoragePtr& storage) const;
   bool before_write(const at::Tensor& tensor) const;
@@ -54,17 +58,33 @@ struct Program {
     bool releases = false;                                // device copies, before it
   };
 
+  // What a saved tensor looks like, where steps of other structures follow; see SavedForm and FormRoute.
+  struct Form {
+    static constexpr int64_t OPEN = -1;
+    static constexpr int STRANGE = -1;  // the type of one that is not plain
+    int dtype;
+    std::vector<int64_t> shape;
+    bool admits(const at::Tensor& tensor) const;
+  };
+
   std::vector<int> op_names;
   std::vector<uint8_t> op_flags;
   std::vector<Busy> busy;         // those that are
   std::vector<int32_t> busy_ops;  // by op: its place among them
   std::vector<int64_t> pack_bytes, pack_storages, first_packs;
-  std::vector<uint8_t> pack_flags;  // MADE, HAS_RELEASE
+  std::vector<uint8_t> pack_flags;  // MADE, RELEASES, GIVEN
   std::vector<uint8_t> busy_unpacks;
   std::vector<uint8_t> actions;  // by storage
   bool is_bound = false, is_recomputing = false, sees_ops = false;
   bool minds_writes = false;  // that are made in other steps
-  enum PackFlag : uint8_t { MADE = 1, RELEASES = 2 };
+  enum PackFlag : uint8_t { MADE = 1, RELEASES = 2, GIVEN = 4 };
+
+  // Whether steps of other structures follow; and by pack, what they are followed by.
+  bool is_routed = false;
+  std::vector<Form> forms;
+  std::vector<int64_t> kept_bytes;
+  std::vector<std::vector<int64_t>> unpacks;
+  int64_t first_border = 0;
 };
 
 // Where a step is in its program, by the names of its ops; see ProgramCursor in program.py, which this mirrors.
@@ -97,6 +117,45 @@ class Follower {
   int num_in_row_ = 0;
 };
 
+// Where a step is among the packs of a plan for another structure, for as long as it goes on along it: where it does not,
+// Python finds the place. See ByForm in follow.py.
+struct Route {
+  int64_t place = 0, end = 0;  // packs that are behind, and the next border
+  bool is_astray = false;
+  int64_t num_behind = 0;   // unpacks before the last pack
+  int64_t next_unpack = 0;  // planned unpacks that are behind
+};
+
+// What a step keeps of what it saved under such a plan, and what of it leaves once the op that saves it is done. See
+// Ledger in ledger.py.
+class Ledger {
+ public:
+  using HandlePtr = c10::intrusive_ptr<Handle>;
+
+  bool is_due() const;
+  void add_late(const HandlePtr& handle, int64_t index);
+  bool is_late(const c10::StorageImpl* storage) const;
+  std::vector<std::pair<HandlePtr, int64_t>> take_late();
+  void stays(const HandlePtr& handle, const c10::StorageImpl& storage);
+  bool is_staying(const c10::StorageImpl* storage) const;
+  void stays_too(const HandlePtr& handle);
+  void let_all_go();
+  void note(int64_t place, const at::Tensor& tensor, bool is_plain);
+  int64_t alive_bytes() const {
+    return *alive_;
+  }
+
+  int64_t kept_bytes = 0, astray_bytes = 0;
+  uint64_t fingerprint = 0, places_fingerprint = 0;
+
+ private:
+  std::vector<std::pair<WeakHandle, int64_t>> late_;
+  uint64_t late_node_ = 0;
+  std::shared_ptr<std::atomic<int64_t>> alive_ = std::make_shared<std::atomic<int64_t>>(0);
+  std::unordered_map<const c10::StorageImpl*, WeakHandle> stays_;
+  std::vector<WeakHandle> stays_too_;
+};
+
 // The settings of torch that kernels read, as numbers: whether any has changed. What they are, environment.py tells.
 struct Settings {
   static constexpr int MOST = 32;
@@ -127,7 +186,8 @@ class Lock {
 
 class Step {
  public:
-  Step(std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease);
+  Step(
+      std::shared_ptr<const Program> program, c10::Device device, PyObject* executor, PyObject* lease, PyObject* capturing);
 
   // ---- ops, in the thread that has entered
   void op(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
@@ -154,6 +214,8 @@ class Step {
   c10::Device device;
   PyRef lease;
   Follower follower;
+  Route route;
+  Ledger ledger;
   bool has_deviated = false;
   int64_t num_packs = 0, num_unpacks = 0;
   bool took_data = false;
@@ -168,6 +230,10 @@ class Step {
   PyObject* environment_now(bool for_product);
   std::string follow_results(
       const Program::Busy& planned, const OpFacts& facts, const std::vector<at::Tensor>& made, size_t num_fresh, const CallPtr& call);
+  Kept pack_by_form(
+      const at::Tensor& tensor, bool is_parameter, const StoragePtr& storage, const c10::intrusive_ptr<Handle>& handle);
+  bool outlives(const c10::StorageImpl* storage);
+  std::pair<int64_t, int64_t> passed_unpacks(const Handle& handle);
   ValuePtr by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle);
   bool leave(const ValuePtr& value, const StoragePtr& storage);
   std::string mismatch(int64_t index, const StoragePtr& storage);
@@ -182,6 +248,7 @@ class Step {
   bool has_few_ = false, has_products_ = false;
   std::vector<PyRef> environments_;  // the last one is in force
   std::unordered_map<int64_t, const c10::StorageImpl*> pack_keys_;
+  std::optional<std::unordered_set<const void*>> outliving_;
   bool has_visitors_ = false;
   int last_backward_ = -1;
 };
