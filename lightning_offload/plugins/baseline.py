@@ -4,9 +4,9 @@ A *scan* lists the storages of all tensors that Python knows of, which takes a t
 heap. So there are two of them among the first steps, before the first one and before the first that is planned, and
 later ones where they take a hundredth of the time, or, after 256 steps, a tenth. In between it is told what is
 there: the state of the training (parameters, gradients, optimizers), the inputs of the coming step, and of what else
-the last scan found what still lives. What has died since was replaced, it is taken, by something as large (as a batch
-is by the next one), unless a watched step has shown how it went, or it was there before the first step alone; what
-such a step left behind is known, too.
+the last scan found, or an earlier step was given, what still lives. What a scan found and has died since was replaced,
+it is taken, by something as large (as a batch is by the next one), unless a watched step has shown how it went, or it
+was there before the first step alone; what such a step left behind is known, too.
 
 An accelerator's allocator counts; there scans tell what a recorded step touches.
 """
@@ -32,8 +32,8 @@ from lightning_offload.tensors.op_facts import is_plain
 
 _SHARE, _SHARE_WHERE_LATE = 0.01, 0.1  # of the time may go into scans; into one that is long due
 _COLLECTING_SHARE = 0.1  # and into what the garbage collector does before one, where a step is recorded
-_NUM_SCANS = 2  # among the first steps
 _MOST_STEPS = 256  # without one
+_FEW = 64  # storages, which may be followed after their death
 
 
 class There(NamedTuple):
@@ -86,10 +86,29 @@ class Baseline:
         self._others: dict[int, _Found] = {}
         self._is_doubtful = False
         self._num_steps = 0
+        self._most_others = _FEW
+        self._num_planned_scans = 0
 
     def begin_step(self) -> None:
         """A step begins."""
         self._num_steps += 1
+
+    def note_given(self, device: torch.device, inputs: Any) -> None:
+        """Follow what a forward is given: a later step that is not given it may find it there.
+
+        Args:
+            device: The device.
+            inputs: Any pytree of tensors and other objects.
+        """
+        for key, storage in _storages_of(inputs, device).items():
+            found = self._others.get(key)
+            if found is None or found.reference() is not storage:
+                self._follow(storage)
+        if len(self._others) > self._most_others:
+            self._others = {
+                key: found for key, found in self._others.items() if found.is_replaced or found.reference() is not None
+            }
+            self._most_others = 2 * len(self._others) + _FEW
 
     @property
     def is_due(self) -> bool:
@@ -109,7 +128,7 @@ class Baseline:
             inputs: What the coming step is given.
             is_recorded: Whether the coming step is recorded.
         """
-        must_scan = not self.num_scans or (self.num_scans < _NUM_SCANS and not is_recorded)
+        must_scan = not (self.num_scans if is_recorded else self._num_planned_scans)
         given = _storages_of(inputs, device)
         if not (must_scan or self.is_due):
             return self._followed(device, given)
@@ -120,11 +139,12 @@ class Baseline:
             storages = self._state.storages(device)
         self.scan_seconds += time.perf_counter() - began
         self.num_scans += 1
+        self._num_planned_scans += not is_recorded
         self._is_doubtful, self._num_steps = False, 0
-        known = self._state.known_storages(device).keys() | given.keys()
+        known = self._state.known_storages(device).keys()
         left = {key for key, found in self._others.items() if not found.is_replaced and found.reference() is not None}
         self._others = {
-            key: _Found(weakref.ref(storage), storage.nbytes(), self.num_scans > 1 and key not in left)
+            key: _Found(weakref.ref(storage), storage.nbytes(), self.num_scans > 1 and key not in left | given.keys())
             for key, storage in storages.items()
             if key not in known
         }
@@ -143,13 +163,13 @@ class Baseline:
                 del self._others[key]
         return There(storages, given.keys(), replaced, is_whole=False)
 
-    def end_step(self, dropped: Iterable[Dropped], left: Iterable[torch.UntypedStorage]) -> None:
-        """A watched step has ended.
+    def note_left(self, left: Iterable[torch.UntypedStorage], dropped: Iterable[Dropped] = ()) -> None:
+        """A watched step, or an optimizer's, has left what it made behind.
 
         Args:
+            left: What it made, no gradients. As much of that as it dropped is taken to be dropped by the next one in
+                turn.
             dropped: What it dropped of what was there.
-            left: What it made, no gradients, and left behind. As much of that as it dropped is taken to be dropped by
-                the next step in turn.
         """
         dropped_bytes = 0
         for gone in dropped:
@@ -159,8 +179,18 @@ class Baseline:
             dropped_bytes += gone.num_bytes
         for storage in left:
             num_bytes = storage.nbytes()
-            self._others[storage._cdata] = _Found(weakref.ref(storage), num_bytes, num_bytes <= dropped_bytes)
+            self._follow(storage, is_replaced=num_bytes <= dropped_bytes)
             dropped_bytes -= min(dropped_bytes, num_bytes)
+
+    def _follow(self, storage: torch.UntypedStorage, *, is_replaced: bool = False) -> None:
+        """Know a storage from now on, and the one in whose place it lies no more."""
+        num_bytes = storage.nbytes()
+        for key, found in self._others.items():
+            if found.is_replaced and found.num_bytes == num_bytes and found.reference() is None:
+                del self._others[key]
+                is_replaced = True
+                break
+        self._others[storage._cdata] = _Found(weakref.ref(storage), num_bytes, is_replaced)
 
 
 def _storages_of(inputs: Any, device: torch.device) -> Census:

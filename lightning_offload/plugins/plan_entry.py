@@ -412,6 +412,11 @@ class PlanEntry:
             given=self.given,
         )  # fmt: skip
 
+    @property
+    def beside_bytes(self) -> int:
+        """What was counted beside its steps so far, since the last recording."""
+        return self.graph.extra_bytes if self.beside.is_known and self.graph is not None else 0
+
     def bytes_beside(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
         """What is on the device beside the coming step; cf. :meth:`Touched.bytes_beside`."""
         found_bytes = self.source.found_bytes(self.graph) if has_inputs and self.graph is not None else None

@@ -245,7 +245,7 @@ class StepRun:
         gradients = state.gradients()
         counter = self.recorder if self.recorder is not None else self.live
         left = [s for s in counter.left_behind() if s._cdata not in gradients] if counter is not None else []
-        baseline.end_step(self.drops.dropped, left)
+        baseline.note_left(left, self.drops.dropped)
         made_at = self.recorder.left_at() if self.recorder is not None else {}
         return [(storage, made_at[storage._cdata]) for storage in left if storage._cdata in made_at]
 

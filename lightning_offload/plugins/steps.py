@@ -169,6 +169,7 @@ class Steps:
             )
         if self._goes_on:
             self._forwards.go_on(shape_of(inputs))
+            self._note_given(inputs)
             del inputs
             with self._plainly() if self._run is None else self._opened(self._run, hooks=True):
                 yield
@@ -313,9 +314,10 @@ class Steps:
         self.given.offer(kind)
         hardware.forget(self.cache.take_dropped())
         self._note_nested()
-        self.baseline.end_step((), peaks.end_optimizer(is_whole=False))
+        self.baseline.note_left(peaks.end_optimizer(is_whole=False))
         self._num_optimizers = 0
         self.baseline.begin_step()
+        self._note_given(inputs)
         hardware.refresh()
         is_planned_here = kind.phase != "unplanned" and not kind.has_ample_room
         is_up_to_date = not is_planned_here or kind.made.hardware_version == hardware.version
@@ -352,6 +354,11 @@ class Steps:
         self.executors.add(run.executor)
         self._run = run
         return run
+
+    def _note_given(self, inputs: Any) -> None:
+        """Follow what a forward is given, where no allocator counts."""
+        if self.device is not None and memory_of(self.device) is None:
+            self.baseline.note_given(self.device, inputs)
 
     def _note_nested(self) -> None:
         """Notice a step in the closure of an optimizer, which keeps what it makes from one call of that to the next."""
@@ -516,6 +523,8 @@ class Steps:
             beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
         if beside is not None:
             beside += self.state.buckets.expected_bytes(device)
+            if memory is None and there is not None and not there.is_whole:
+                beside = max(beside, kind.beside_bytes)  # what nobody saw come may have come in place of what went
             if kind.family is None:
                 kind.note_beside(beside, hardware.budget_bytes)
             self.cache.note_beside(beside)
@@ -612,7 +621,7 @@ class Steps:
             return
         if not self._num_optimizers:  # a training step began within it
             self._is_in_optimizer = False
-            self.baseline.end_step((), self.peaks.end_optimizer(is_whole=False))
+            self.baseline.note_left(self.peaks.end_optimizer(is_whole=False))
             return
         self._num_optimizers -= 1
         if self._num_optimizers:  # that of an optimizer which has another one inside

@@ -65,14 +65,20 @@ class Touched:
         return max(0, beside - gone_bytes) if has_inputs else beside
 
     def _followed(self, there: There, gradients: Collection[int]) -> int:
-        """The same where nobody listed all: the inputs, and what was replaced, lie in place of what is gone."""
-        known, living = self.known or [], self.now()
-        reused = {key for key in self.references.keys() - living if key in there.storages}
-        not_beside = {*self.references.keys() - reused, *gradients, *there.given}
-        given = Counter(there.storages[key].nbytes() for key in there.given if key not in living)
-        gone = Counter(num_bytes for reference, num_bytes in known if reference() is None) - given
-        replaced = Counter(there.replaced.values()) - gone
-        return there.known_bytes_but(not_beside) + sum(size * number for size, number in replaced.items())
+        """The same where nobody listed all: in place of what is gone lies what is as large; an input may be larger."""
+        not_beside = {*self.now(), *gradients}
+        unmatched = Counter(num_bytes for reference, num_bytes in self.known or [] if reference() is None)
+        beside_bytes = spare_bytes = 0
+        found = (
+            (key in there.given, storage.nbytes()) for key, storage in there.storages.items() if key not in not_beside
+        )
+        for is_given, num_bytes in (*found, *((False, num_bytes) for num_bytes in there.replaced.values())):
+            if unmatched[num_bytes]:
+                unmatched[num_bytes] -= 1
+                continue
+            beside_bytes += num_bytes
+            spare_bytes += num_bytes if is_given else 0
+        return beside_bytes - min(spare_bytes, sum(size * number for size, number in unmatched.items()))
 
     def bytes_beside_of(
         self, allocated_bytes: int, gradient_bytes: int, taken: Callable[[int], int], *, has_inputs: bool

@@ -46,24 +46,38 @@ def test_what_is_neither_touched_nor_a_gradient_is_beside_the_step() -> None:
     assert touched.bytes_beside(there, {gradient._cdata}, has_inputs=False) == OTHER_BYTES + BATCH_BYTES
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_what_is_followed_says_what_a_listing_says(seed: int) -> None:
-    """Where each storage that is gone was replaced by one as large, both count the same beside the coming step."""
+    """Where each storage that is gone was replaced by one as large, both count the same beside the coming step.
+
+    A step may be given what it does not read, and read what it is not given: what the program made anew since, too.
+    """
     draw = random.Random(seed)
-    weights, inputs, read, beside = [[_storage(draw.randint(1, 9)) for _ in range(draw.randint(0, 4))] for _ in "1234"]
-    touched = _touched(*weights, *inputs, *read)
-    beside_bytes = sum(storage.nbytes() for storage in beside)
-    given = [_storage(storage.nbytes()) for storage in inputs]
+    kinds = [[_storage(draw.randint(1, 9)) for _ in range(draw.randint(0, 4))] for _ in range(6)]
+    weights, inputs, unread, read, carried, beside = kinds
+    touched = _touched(*weights, *inputs, *read, *carried)
+    beside_bytes = sum(storage.nbytes() for storage in (*beside, *unread))
+    given = [_storage(storage.nbytes()) for storage in (*inputs, *unread)]
+    made_anew = [_storage(storage.nbytes()) for storage in carried]
     stay = [storage for storage in (*read, *beside) if draw.random() < 0.3]
     gone = [storage.nbytes() for storage in (*read, *beside) if storage not in stay]
-    inputs = read = beside = []
-    known = {storage._cdata: storage for storage in (*weights, *stay, *given)}
+    kinds.clear()
+    inputs = unread = read = carried = beside = []
+    known = {storage._cdata: storage for storage in (*weights, *stay, *made_anew, *given)}
     given_keys = [storage._cdata for storage in given]
     followed = There(known, given_keys, dict(enumerate(gone)), is_whole=False)
     assert touched.bytes_beside(followed, (), has_inputs=True) == beside_bytes
     new = [_storage(num_bytes) for num_bytes in gone]
     listed = There(known | {storage._cdata: storage for storage in new}, given_keys)
     assert touched.bytes_beside(listed, (), has_inputs=True) == beside_bytes
+
+
+def test_an_input_may_be_larger_than_the_recorded_one() -> None:
+    """A view of a larger storage, say: what is more of it lies beside the step."""
+    touched = _touched(_storage(BATCH_BYTES))
+    given = _storage(BATCH_BYTES + 3)
+    followed = There({given._cdata: given}, [given._cdata], is_whole=False)
+    assert touched.bytes_beside(followed, (), has_inputs=True) == 3
 
 
 def test_the_allocators_figure_says_the_same() -> None:
