@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action
+from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem, anchors
 from lightning_offload.planning.simulator import Timeline, simulate
 from lightning_offload.planning.tiers import HostRoom
@@ -55,6 +56,19 @@ def find_floor(problem: Problem, device: DeviceSpec, plain: Timeline) -> Floor:
     found.append(Floor({}, plain))
     best = min(found, key=lambda floor: floor.timeline.peak_bytes)
     return dataclasses.replace(best, is_host_short=is_host_short)
+
+
+def peaks_without_plan(graph: StepGraph, device: DeviceSpec) -> tuple[int, int]:
+    """The smallest peak of a step, and the one with everything kept, in bytes.
+
+    Args:
+        graph: The step.
+        device: The device; its host is taken to be large enough.
+    """
+    problem = Problem(graph)
+    plain = simulate(problem, {}, device)
+    large = dataclasses.replace(device, host_memory_bytes=None)
+    return find_floor(problem, large, plain).timeline.peak_bytes, plain.peak_bytes
 
 
 def swap_everything(problem: Problem) -> dict[int, Action]:

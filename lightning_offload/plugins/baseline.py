@@ -14,7 +14,6 @@ An accelerator's allocator counts; there scans tell what a recorded step touches
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 import types
 import weakref
@@ -23,14 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_offload.capture.departures import Dropped
 from lightning_offload.capture.live import Census, CensusClock
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.tensors.op_facts import is_plain
 
-_SHARE, _SHARE_WHERE_LATE = 0.01, 0.1  # of the time may go into scans; into one that is long due
+_SHARE, _SHARE_WHERE_LATE = 0.01, 0.03  # of the time may go into scans; into one that is long due
 _COLLECTING_SHARE = 0.1  # and into what the garbage collector does before one, where a step is recorded
 _MOST_STEPS = 256  # without one
 _FEW = 64  # storages, which may be followed after their death
@@ -93,14 +91,14 @@ class Baseline:
         """A step begins."""
         self._num_steps += 1
 
-    def note_given(self, device: torch.device, inputs: Any) -> None:
+    def note_given(self, device: torch.device, leaves: Iterable[Any]) -> None:
         """Follow what a forward is given: a later step that is not given it may find it there.
 
         Args:
             device: The device.
-            inputs: Any pytree of tensors and other objects.
+            leaves: What it is given.
         """
-        for key, storage in _storages_of(inputs, device).items():
+        for key, storage in _storages_of(leaves, device).items():
             found = self._others.get(key)
             if found is None or found.reference() is not storage:
                 self._follow(storage)
@@ -120,16 +118,16 @@ class Baseline:
         """A step needed other memory than it should: the next look is a scan."""
         self._is_doubtful = True
 
-    def look(self, device: torch.device, inputs: Any, *, is_recorded: bool) -> There:
+    def look(self, device: torch.device, leaves: Iterable[Any], *, is_recorded: bool) -> There:
         """List what is there.
 
         Args:
             device: The device.
-            inputs: What the coming step is given.
+            leaves: What the coming step is given.
             is_recorded: Whether the coming step is recorded.
         """
         must_scan = not (self.num_scans if is_recorded else self._num_planned_scans)
-        given = _storages_of(inputs, device)
+        given = _storages_of(leaves, device)
         if not (must_scan or self.is_due):
             return self._followed(device, given)
         began = time.perf_counter()
@@ -193,9 +191,8 @@ class Baseline:
         self._others[storage._cdata] = _Found(weakref.ref(storage), num_bytes, is_replaced)
 
 
-def _storages_of(inputs: Any, device: torch.device) -> Census:
-    """The storages of the tensors among some inputs."""
-    tensors: Iterable[Any] = itertools.chain(tree_leaves(inputs))
-    plain = (leaf for leaf in tensors if isinstance(leaf, Tensor) and leaf.device == device and is_plain(leaf))
+def _storages_of(leaves: Iterable[Any], device: torch.device) -> Census:
+    """The storages of the tensors among some objects."""
+    plain = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == device and is_plain(leaf))
     storages = (tensor.untyped_storage() for tensor in plain)
     return {storage._cdata: storage for storage in storages if storage.resizable()}

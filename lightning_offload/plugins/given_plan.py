@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 
+from lightning_offload.planning.resizing import Shapes
 from lightning_offload.plugins.lifecycle import leave_given, take_given
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
-from lightning_offload.plugins.resizing import Shapes
 from lightning_offload.plugins.settings import Settings
 
 _log = logging.getLogger(__name__)

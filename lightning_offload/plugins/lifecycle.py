@@ -494,20 +494,24 @@ def weigh_search(kind: PlanEntry) -> None:
     if plan is None or made.is_searched or plan.policy != "auto" or kind.source.is_own:
         return
     note_loss(kind, plan)
-    if pays(kind, kind.search_seconds):
+    if pays(kind.made.lost_seconds, kind.search_seconds):
         made.is_searched = made.must_search = True
         kind.program = None
 
 
 def note_loss(kind: PlanEntry, plan: MemoryPlan | None) -> None:
     """Note what the coming step takes beyond a plain one, under a plan that was made in haste, or is for others."""
-    if plan is not None:
-        kind.made.lost_seconds += max(0.0, plan.predicted_step_seconds - plan.plain_step_seconds)
+    kind.made.lost_seconds += lost_seconds(plan)
 
 
-def pays(kind: PlanEntry, search_seconds: float) -> bool:
-    """Whether steps have lost so much that a better plan, which takes so long to search for, pays."""
-    return _WORTH * kind.made.lost_seconds > search_seconds
+def lost_seconds(plan: MemoryPlan | None) -> float:
+    """What a step under a plan takes beyond a plain one."""
+    return max(0.0, plan.predicted_step_seconds - plan.plain_step_seconds) if plan is not None else 0.0
+
+
+def pays(lost_seconds: float, planning_seconds: float) -> bool:
+    """Whether steps have lost so much that a better plan, which takes so long to make, pays."""
+    return _WORTH * lost_seconds > planning_seconds
 
 
 # ---- measured steps

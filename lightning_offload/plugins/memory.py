@@ -218,6 +218,7 @@ class MemoryPlugin:
             kind,
             others=cache.others_than(kind),
             is_last=kind is cache.kind,
+            device=steps.device,
             budget=self.budget,
             budget_bytes=self.budget_bytes,
             tier_use=hardware.use() if hardware is not None else steps.tier_use,

@@ -20,11 +20,18 @@ from typing import Any
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.plugins.lifecycle import begin_step, follow_other_sizes, note_loss, pays, record_again
+from lightning_offload.plugins.lifecycle import (
+    begin_step,
+    follow_other_sizes,
+    lost_seconds,
+    note_loss,
+    pays,
+    record_again,
+)
 from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import ShapeBucket
-from lightning_offload.plugins.shape_families import Room, ShapeFamily, StepShape
+from lightning_offload.plugins.shape_families import Derived, Room, ShapeFamily, StepShape
 from lightning_offload.plugins.structure_changes import StructureChanges
 
 _SCHEMA = 1
@@ -132,6 +139,10 @@ def _plain_peak_bytes(kind: PlanEntry) -> int:
     return plan.plain_peak_bytes if plan is not None else 0
 
 
+def _saved_bytes(kind: PlanEntry) -> int:
+    return kind.saved_bytes
+
+
 HasRoom = Callable[[ShapeFamily, StepShape], bool]
 
 
@@ -182,7 +193,9 @@ class PlanCache:
         is_new = (kind is None or not kind.is_known) and not _num_recording
         if family is not None and has_room is not None and is_new and has_room(family, shape):
             self.key = f"{shape.family} with ample room"
-            kind = self.kinds.setdefault(self.key, PlanEntry.with_ample_room())
+            kind = self.kinds.get(self.key)
+            if kind is None:
+                kind = self.kinds[self.key] = PlanEntry.with_ample_room()
             return self._chosen(kind, shape, num_before, is_exact=is_exact)
         if not _num_recording and (aligned := self._aligned(shape, is_exact=is_exact)) is not None:
             kind = aligned
@@ -216,7 +229,7 @@ class PlanCache:
     def _may_wait(self, kind: PlanEntry, shape: StepShape) -> bool:
         """Whether a recorded shape is planned as others of its family are: one of its own does not pay yet."""
         family = self.families.get(shape.family)
-        if family is None or kind.phase != "verifying" or pays(kind, family.changes.search_seconds):
+        if family is None or kind.phase != "verifying" or pays(kind.made.lost_seconds, family.changes.search_seconds):
             return False
         return family.predicts(shape.signature)
 
@@ -228,6 +241,8 @@ class PlanCache:
         derived = family.find(shape.sizes, signature=shape.signature, is_exact=is_exact)
         if derived is None:
             return None
+        if not is_exact:
+            derived = self._of_larger(family, shape, derived)
         kind = self.kinds.get(derived.key)
         bucket = kind.source if kind is not None else None
         if kind is None or not isinstance(bucket, ShapeBucket) or bucket.version != family.version:
@@ -239,6 +254,22 @@ class PlanCache:
         assert isinstance(bucket, ShapeBucket)
         bucket.derived, self.key = derived, derived.key
         return kind
+
+    def _of_larger(self, family: ShapeFamily, shape: StepShape, derived: Derived) -> Derived:
+        """How a shape is planned for: as larger ones are, as long as a plan of its own bucket does not pay."""
+        kind = self.kinds.get(derived.key)
+        if family.hasty_seconds is None or (kind is not None and kind.shown_plan is not None):
+            return derived
+        larger = family.find(shape.sizes, signature=shape.signature, is_coarse=True)
+        if larger is None or larger.key == derived.key or larger.key in family.too_large:
+            return derived
+        known = self.kinds.get(larger.key)
+        plan = known.shown_plan if known is not None else None
+        step_seconds = plan.predicted_step_seconds if plan is not None else 0.0
+        if pays(max(step_seconds, family.lost_seconds.get(derived.key, 0.0)), family.hasty_seconds):
+            return derived
+        family.note_loss(derived.key, lost_seconds(plan))
+        return larger
 
     def _aligned(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
         """The kind that serves a shape where structures change along with sizes; None where they do not.
@@ -480,13 +511,15 @@ class PlanCache:
 
     @property
     def neediest(self) -> PlanEntry:
-        """The kind of step that needs most with everything kept, of those that ran; the last one before any has a plan.
+        """The kind of step that needs most with everything kept, of those that ran.
 
-        The last one, too, where it needs as much.
+        The last one, too, where it needs as much. Where none has a plan, the last one, or that of the recorded ones
+        which saves most, where the last one was not to be recorded.
         """
-        kinds = (self.kind, *self.kinds.values())
-        ran = [kind for kind in kinds if kind.seen.num_steps and kind.shown_plan is not None]
-        return max(ran, key=_plain_peak_bytes, default=self.kind)
+        ran = [kind for kind in (self.kind, *self.kinds.values()) if kind.seen.num_steps]
+        planned = [kind for kind in ran if kind.shown_plan is not None]
+        recorded = [kind for kind in ran if kind.graph is not None] if self.kind.has_ample_room else []
+        return max(planned, key=_plain_peak_bytes, default=max(recorded, key=_saved_bytes, default=self.kind))
 
     def others_than(self, kind: PlanEntry) -> list[PlanEntry]:
         """The other kinds of step that ran under a plan, by how many steps they had."""

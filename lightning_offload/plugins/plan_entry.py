@@ -20,6 +20,7 @@ from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import beside as with_margin
+from lightning_offload.planning.resizing import Shapes
 from lightning_offload.plugins.baseline import There
 from lightning_offload.plugins.beside import Beside
 from lightning_offload.plugins.cadence import HookShedding
@@ -28,7 +29,6 @@ from lightning_offload.plugins.phases import Phase, Stage
 from lightning_offload.plugins.plain_steps import AMPLE, PlainNeed
 from lightning_offload.plugins.plan_source import Measured, PlanSource, Recorded, ShapeBucket, Superset
 from lightning_offload.plugins.replanning import Corrections
-from lightning_offload.plugins.resizing import Shapes
 from lightning_offload.plugins.shape_families import Derived, ShapeFamily
 from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.plugins.touched import Touched

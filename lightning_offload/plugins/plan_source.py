@@ -28,9 +28,9 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import Op, StepGraph
 from lightning_offload.planning.planner import Make, beside, plan_with_margin, plan_without_ops
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.resizing import Shapes
 from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.plugins.cadence import Cadence
-from lightning_offload.plugins.resizing import Shapes
 from lightning_offload.plugins.shape_families import Derived, ShapeFamily
 from lightning_offload.plugins.structure_changes import Next, StructureChanges
 from lightning_offload.plugins.touched import Touched

@@ -13,6 +13,8 @@ from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.floor import peaks_without_plan
+from lightning_offload.plugins.devices import nominal_spec
 from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_cache import ShapeFigures
 from lightning_offload.plugins.plan_entry import PlanEntry
@@ -243,6 +245,7 @@ def make_report(
     *,
     others: Sequence[PlanEntry],
     is_last: bool,
+    device: torch.device | None,
     budget: Budget,
     budget_bytes: int | None,
     tier_use: TierUse,
@@ -265,13 +268,16 @@ def make_report(
         num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
     if graph is not None:  # as it was planned: with the margin
         graph = dataclasses.replace(kind.shown_graph, extra_bytes=graph.extra_bytes + kind.margin_bytes)
+    floors = [p.floor_bytes for p in (plan, *(k.shown_plan for k in others)) if p is not None]
+    plain_peak_bytes = plan.plain_peak_bytes if plan else None
+    if graph is not None and not floors and kind.phase != "recording" and device is not None:  # nothing was to plan
+        floor_bytes, plain_peak_bytes = peaks_without_plan(graph, nominal_spec(device))
+        floors = [floor_bytes]
     return Report(
         budget=budget,
         budget_bytes=budget_bytes,
-        floor_bytes=max(
-            (p.floor_bytes for p in (plan, *(k.shown_plan for k in others)) if p is not None), default=None
-        ),
-        plain_peak_bytes=plan.plain_peak_bytes if plan else None,
+        floor_bytes=max(floors, default=None),
+        plain_peak_bytes=plain_peak_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
         measured_peak_bytes=kind.seen.measured_peak_bytes,
         predicted_step_seconds=expected.step if expected else None,

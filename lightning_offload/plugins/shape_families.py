@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lightning_offload.accelerators import KINDS
 from lightning_offload.errors import OffloadError
@@ -60,6 +60,7 @@ _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did
 _MANY_STEPS = 32  # for each that left its plan: others may do so within these
 _GRAIN = 8  # corners between one power of two and the next
+_COARSE_GRAIN = 2  # where a plan of their own does not pay yet
 _BEYOND = 1.25  # times the largest recorded size, where laws held so far
 _SPARED = 0.9  # of what a larger recorded step left of the budget: allocators round
 
@@ -88,17 +89,40 @@ def shape_of(inputs: Any) -> StepShape:
     Args:
         inputs: Any pytree of tensors and other objects.
     """
-    leaves, spec = tree_flatten(inputs)
-    modes = [
-        f"{device_type} autocast {torch.get_autocast_dtype(device_type)}"
-        for device_type in KINDS
-        if torch.is_autocast_enabled(device_type)
-    ]
+    return shape_of_leaves(*tree_flatten(inputs))
+
+
+def shape_of_leaves(leaves: Sequence[Any], spec: TreeSpec) -> StepShape:
+    """The same of inputs that are flattened already.
+
+    Args:
+        leaves: Their leaves.
+        spec: How these are nested.
+    """
     rows = [_describe(leaf) for leaf in leaves]
-    exact = "\n".join([str(spec), *(row[0] for row in rows), *modes])
-    alike = "\n".join([str(spec), *(row[1] for row in rows), *modes])
-    shapes = tuple(tuple(leaf.shape) for leaf, row in zip(leaves, rows, strict=True) if row[2])
-    return StepShape(short(exact), short(alike), shapes, tuple(itertools.chain.from_iterable(row[2] for row in rows)))
+    modes = [(kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)]
+    family = _family(spec, (*modes, *[row.alike for row in rows]))
+    signature = short(repr((family, *[(row.shape, row.strides) for row in rows])))
+    sizes = tuple(itertools.chain.from_iterable(row.sizes for row in rows))
+    return StepShape(signature, family, tuple([row.shape for row in rows if row.sizes]), sizes)
+
+
+_known_families: dict[tuple[object, ...], str] = {}
+_MOST_FAMILIES = 1024
+
+
+def _family(spec: TreeSpec, alike: tuple[object, ...]) -> str:
+    """A key for what shapes have in common; a text takes long to make."""
+    key = (spec, *alike)
+    try:
+        known = _known_families.get(key)
+    except TypeError:  # what they are nested in cannot be hashed
+        return short(f"{spec} {alike}")
+    if known is None:
+        if len(_known_families) >= _MOST_FAMILIES:
+            _known_families.clear()
+        known = _known_families[key] = short(f"{spec} {alike}")
+    return known
 
 
 def step_signature(inputs: Any) -> str:
@@ -111,19 +135,24 @@ def short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _describe(leaf: Any) -> tuple[str, str, Sizes]:
-    """A leaf with its sizes, without them, and the sizes."""
+class _Described(NamedTuple):
+    """A leaf: what it has in common with others of other sizes, its shape and strides, and what of these are sizes."""
+
+    alike: object
+    shape: Sizes = ()
+    strides: Sizes = ()
+    sizes: Sizes = ()
+
+
+def _describe(leaf: Any) -> _Described:
     if not isinstance(leaf, Tensor):
-        name = type(leaf).__name__
-        return name, name, ()
+        return _Described(type(leaf).__name__)
+    device = leaf.device.type
     if leaf.is_nested:
-        text = f"{leaf.dtype} nested {leaf.device.type}"
-        return text, text, ()
+        return _Described((leaf.dtype, "nested", device))
     if leaf.layout is not torch.strided:
-        text = f"{leaf.dtype} {tuple(leaf.shape)} {leaf.layout} {leaf.device.type}"
-        return text, text, ()
+        return _Described((leaf.dtype, leaf.layout, device), tuple(leaf.shape))
     shape, strides = tuple(leaf.shape), leaf.stride()
-    text = f"{leaf.dtype} {shape} {strides} {leaf.device.type} {leaf.requires_grad}"
     layout, sizes = "contiguous", shape
     if not leaf.is_contiguous():
         last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
@@ -132,7 +161,7 @@ def _describe(leaf: Any) -> tuple[str, str, Sizes]:
         else:  # a slice: how far apart its rows lie is one more size
             layout = f"{sorted(range(len(shape)), key=lambda i: (strides[i], i))} apart"
             sizes = (*shape, *strides)
-    return text, f"{leaf.dtype} {len(shape)} {layout} {leaf.device.type} {leaf.requires_grad}", sizes
+    return _Described((leaf.dtype, len(shape), layout, device, leaf.requires_grad), shape, strides, sizes)
 
 
 class Derived(NamedTuple):
@@ -207,6 +236,9 @@ class ShapeFamily:
         hooks: Which of them that keep everything go without hooks: they make as many autograd nodes each.
         samples: The recorded steps that it is known by, by the signatures of their kinds.
         alike: Signatures of those whose structure the model has: storages are known by their indices in that.
+        hasty_seconds: What a plan made in haste takes, the shortest time of any; None before there was one.
+        lost_seconds: By bucket without a plan: what steps have lost under the plan for a larger one.
+        too_large: Buckets that no plan is for, as long as the model is the same.
     """
 
     def __init__(self, name: str) -> None:
@@ -226,6 +258,9 @@ class ShapeFamily:
         self._most_elements: tuple[int, ...] = ()
         self.samples: dict[str, Sample] = {}
         self.alike: frozenset[str] = frozenset()
+        self.hasty_seconds: float | None = None
+        self.lost_seconds: dict[str, float] = {}
+        self.too_large: set[str] = set()
         self._structure = ""
         self._largest: Point = ()
         self._planner: FamilyPlanner | None = None
@@ -358,7 +393,9 @@ class ShapeFamily:
         spare_bytes = int(_SPARED * (budget_bytes - held_bytes - bare_bytes))
         return Room(spare_bytes, graph) if spare_bytes > 0 else None
 
-    def find(self, sizes: Sizes, *, signature: str = "", is_exact: bool = False) -> Derived | None:
+    def find(
+        self, sizes: Sizes, *, signature: str = "", is_exact: bool = False, is_coarse: bool = False
+    ) -> Derived | None:
         """How a step at sizes that were not recorded is planned; None where nothing predicts it.
 
         Nothing does far beyond the largest that were recorded, nor where steps of that shape were not as predicted.
@@ -367,6 +404,7 @@ class ShapeFamily:
             sizes: Its sizes.
             signature: What it would be known by, were it recorded.
             is_exact: Whether for these sizes alone.
+            is_coarse: Whether for many others, too.
         """
         if len(self.samples) < MIN_SAMPLES or self._deviations.get(signature, 0) >= _MAX_DEVIATIONS:
             return None
@@ -374,7 +412,8 @@ class ShapeFamily:
         point = self._varying.point(sizes) if self._varying is not None else None
         if point is None or any(n > self._farthest(most) for n, most in zip(point, self._largest, strict=True)):
             return None  # there the model would guess
-        corner = point if is_exact else tuple(map(_rounded_up, point))
+        grain = _COARSE_GRAIN if is_coarse else _GRAIN
+        corner = point if is_exact else tuple([_rounded_up(n, grain) for n in point])
         model = self.planner.model
         if model.num_inexact:  # between what was recorded, too: what was larger is all that is sure
             larger = [p for p in model.sizes if isinstance(p, tuple) and all(map(operator.ge, p, point))]
@@ -393,6 +432,16 @@ class ShapeFamily:
         """What plans its steps, once :meth:`find` has found how."""
         assert self._planner is not None
         return self._planner
+
+    def note_hasty(self, seconds: float) -> None:
+        """Note what a plan made in haste took."""
+        self.hasty_seconds = min(seconds, self.hasty_seconds or seconds)
+
+    def note_loss(self, key: str, seconds: float) -> None:
+        """Note what a step lost under the plan for a larger bucket than its own."""
+        if len(self.lost_seconds) >= _MAX_REMEMBERED:
+            self.lost_seconds.clear()
+        self.lost_seconds[key] = self.lost_seconds.get(key, 0.0) + seconds
 
     def step_left_its_plan(self, signature: str) -> None:
         """Note that a step of this shape did: where they do again, they are recorded."""
@@ -424,6 +473,8 @@ class ShapeFamily:
             return
         self._is_fitted, self._planner, self._varying, self.alike = True, None, None, frozenset()
         self.version += 1
+        self.lost_seconds.clear()
+        self.too_large.clear()
         by_sizes = {sample.sizes: sample.graph for sample in self.samples.values()}
         varying = _Varying.of(list(by_sizes))
         if varying is None or len(by_sizes) < MIN_SAMPLES:
@@ -500,7 +551,7 @@ class _Varying:
         return point if min(point) > 1 else None  # at 1 libraries leave copies out
 
 
-def _rounded_up(size: int) -> int:
-    """A size, rounded up so that few plans serve all: to an eighth of the power of two below it."""
-    grain = max(1, (1 << (size.bit_length() - 1)) // _GRAIN)
+def _rounded_up(size: int, num_corners: int = _GRAIN) -> int:
+    """A size, rounded up so that few plans serve all: to an eighth of the power of two below it, by default."""
+    grain = max(1, (1 << (size.bit_length() - 1)) // num_corners)
     return -(-size // grain) * grain

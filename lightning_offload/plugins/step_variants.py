@@ -5,7 +5,7 @@ recorded one: that which has most saved at once. The others lack parts of it, or
 not have. Where several were recorded with the same ops but other sizes, each tensor counts with the most that it had.
 
 Kinds that differ in sizes, and whose structure changes as well, share theirs: what was recorded at one size is resized
-to others (:mod:`~lightning_offload.plugins.resizing`).
+to others (:mod:`~lightning_offload.planning.resizing`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.resizing import GivenShapes, Shapes, resized, varying_share
 from lightning_offload.planning.step_model import structure_of
-from lightning_offload.plugins.resizing import GivenShapes, Shapes, resized, varying_share
 from lightning_offload.plugins.touched import Touched
 from lightning_offload.tensors.saved_forms import SavedForm, opened, sizes_that_vary
 
@@ -48,6 +48,11 @@ class Variant(NamedTuple):
     varying: frozenset[int] = frozenset()
 
     @property
+    def saved_shapes(self) -> Shapes:
+        """The shapes of what was saved, by pack."""
+        return tuple([form.shape for form in self.forms])
+
+    @property
     def route(self) -> tuple[SavedForm, ...]:
         """What was saved, with the sizes open that may be any."""
         return opened(self.forms, self.open_sizes | self.varying)
@@ -62,7 +67,7 @@ class Variant(NamedTuple):
     @property
     def varying_share(self) -> float:
         """Which part of what it saves, of what it made, varies with what it is given."""
-        return varying_share(self.graph, self.forms, self.varying)
+        return varying_share(self.graph, self.saved_shapes, self.varying)
 
     @property
     def saved_bytes(self) -> int:
@@ -126,7 +131,7 @@ class StepVariants:
 
     def learn(self, variant: Variant) -> None:
         """Take a recorded step over."""
-        self._given.learn(variant.given, variant.forms)
+        self._given.learn(variant.given, variant.saved_shapes)
         self._new.append(variant)
         self.latest = variant
         self._changed()
@@ -142,7 +147,7 @@ class StepVariants:
         """What :meth:`widest` depends on, but for the size: as long as it is the same, so is that."""
         if self._basis is None:
             widest, given = self._variants[self._widest()], self._given
-            varying = given.varying_in(widest.given, widest.forms)
+            varying = given.varying_in(widest.given, widest.saved_shapes)
             self._basis = Basis(widest.graph, widest.open_sizes | varying, given.most)
         return self._basis
 
@@ -155,12 +160,12 @@ class StepVariants:
         widest, given = self._variants[self._widest()], self._given
         if not given.vary:
             return widest
-        found = widest._replace(varying=given.varying_in(widest.given, widest.forms))
+        found = widest._replace(varying=given.varying_in(widest.given, widest.saved_shapes))
         factor = size / given.size_of(widest.given)
         if factor == 1:
             return found
         may_vary = found.varying | found.open_sizes
-        return found._replace(graph=resized(found.graph, found.forms, may_vary, factor, given.num_together))
+        return found._replace(graph=resized(found.graph, found.saved_shapes, may_vary, factor, given.num_together))
 
     def give_up_widest(self) -> bool:
         """Leave the widest one out from now on: no plan for it is within the budget; whether there is another.

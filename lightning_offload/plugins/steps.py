@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten
 
 from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.errors import BudgetInfeasibleError, PlanError, SpillError, UnsupportedError
@@ -35,7 +36,7 @@ from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported, ShapeBucket
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.shadowed import Shadows
-from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of
+from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of_leaves
 from lightning_offload.plugins.step import DevicePeaks, StepRun, learn_from, start_run
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, listen, seeing_user_code, watch_backward
@@ -168,9 +169,10 @@ class Steps:
                 "the capture within memory.step(), or capture the whole step with LIGHTNING_OFFLOAD=0 or enabled=False"
             )
         if self._goes_on:
-            self._forwards.go_on(shape_of(inputs))
-            self._note_given(inputs)
-            del inputs
+            leaves, spec = tree_flatten(inputs)
+            self._forwards.go_on(shape_of_leaves(leaves, spec))
+            self._note_given(leaves)
+            del inputs, leaves
             with self._plainly() if self._run is None else self._opened(self._run, hooks=True):
                 yield
             return
@@ -308,7 +310,8 @@ class Steps:
         hardware.tiers.settle()  # what is still on its way would be memory of this step, and is in no census
         if kind_of(hardware.device).has_cudnn and torch.backends.cudnn.benchmark:
             inputs = (*inputs, _TryingAlgorithms())
-        shape, peaks = self._forwards.begin(shape_of(inputs)), self.peaks
+        leaves, spec = tree_flatten(inputs)
+        shape, peaks = self._forwards.begin(shape_of_leaves(leaves, spec)), self.peaks
         self._has_begun_backward = False
         kind = self.cache.choose(shape, self._has_room, may_wait=not self.given.waits)
         self.given.offer(kind)
@@ -317,7 +320,7 @@ class Steps:
         self.baseline.note_left(peaks.end_optimizer(is_whole=False))
         self._num_optimizers = 0
         self.baseline.begin_step()
-        self._note_given(inputs)
+        self._note_given(leaves)
         hardware.refresh()
         is_planned_here = kind.phase != "unplanned" and not kind.has_ample_room
         is_up_to_date = not is_planned_here or kind.made.hardware_version == hardware.version
@@ -326,11 +329,11 @@ class Steps:
             return None
         gradients = self.state.gradients()
         kind.note_gradients(sum(gradients.values()), 0)
-        there = self._look_beside(kind, hardware, inputs, gradients, has_inputs=True)
+        there = self._look_beside(kind, hardware, leaves, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
-            chosen, kind = kind, self._plan(kind, shape, inputs, hardware)
+            chosen, kind = kind, self._plan(kind, shape, leaves, hardware)
         if kind.phase == "recording" and (kind is not chosen or there is None):
-            there = self._look_beside(kind, hardware, inputs, gradients, has_inputs=True)
+            there = self._look_beside(kind, hardware, leaves, gradients, has_inputs=True)
         device, verify = hardware.device, self.settings.verify
         if kind.runs_plainly(hardware.budget_bytes, device, self.settings.policy):
             self._begin_plainly(kind, hardware)
@@ -355,10 +358,10 @@ class Steps:
         self._run = run
         return run
 
-    def _note_given(self, inputs: Any) -> None:
+    def _note_given(self, leaves: Sequence[Any]) -> None:
         """Follow what a forward is given, where no allocator counts."""
         if self.device is not None and memory_of(self.device) is None:
-            self.baseline.note_given(self.device, inputs)
+            self.baseline.note_given(self.device, leaves)
 
     def _note_nested(self) -> None:
         """Notice a step in the closure of an optimizer, which keeps what it makes from one call of that to the next."""
@@ -381,14 +384,14 @@ class Steps:
             return False
         return family.has_ample_room_for(shape.shapes, hardware.device, hardware.budget_bytes)
 
-    def _plan(self, kind: PlanEntry, shape: StepShape, inputs: Any, hardware: Hardware) -> PlanEntry:
+    def _plan(self, kind: PlanEntry, shape: StepShape, leaves: Sequence[Any], hardware: Hardware) -> PlanEntry:
         """Have a plan for the coming step; the kind that it is for.
 
         Raises:
             BudgetInfeasibleError: No plan can meet the budget.
         """
         lifecycle.weigh_search(kind)
-        is_searched, is_exact = kind.made.must_search, False
+        is_searched, is_exact, before = kind.made.must_search, False, kind.program
         with self.cache.figures.planning() as took:
             while True:
                 try:
@@ -401,13 +404,15 @@ class Steps:
                     elif not isinstance(error, BudgetInfeasibleError):
                         raise
                     elif not kind.guesses_drops():
-                        kind, is_exact = self._instead(kind, error, shape, inputs, hardware, is_exact=is_exact), True
+                        kind, is_exact = self._instead(kind, error, shape, leaves, hardware, is_exact=is_exact), True
                         if kind.phase == "unplanned":
                             return kind
         if kind.graph is not None and not isinstance(kind.source, Imported):
             self.misuse.check_keep(self.settings.keep, kind.graph)
         if is_searched:
             kind.search_seconds = took()
+        elif kind.family is not None and not is_exact and kind.program is not before:
+            kind.family.note_hasty(took())
         return kind
 
     def _instead(
@@ -415,7 +420,7 @@ class Steps:
         kind: PlanEntry,
         error: BudgetInfeasibleError,
         shape: StepShape,
-        inputs: Any,
+        leaves: Sequence[Any],
         hardware: Hardware,
         *,
         is_exact: bool,
@@ -428,7 +433,7 @@ class Steps:
             kind: What it was taken for.
             error: Why there is no plan for that.
             shape: The step's.
-            inputs: What it is given.
+            leaves: What it is given.
             hardware: Where it runs.
             is_exact: Whether that was for these very sizes.
 
@@ -437,6 +442,8 @@ class Steps:
         """
         if kind.superset is not None and kind.spans_sizes:
             kind.superset.note_too_large()
+        if isinstance(kind.source, ShapeBucket):
+            kind.source.family.too_large.add(kind.source.derived.key)
         is_for_others = kind.family is not None or kind.spans_sizes
         exact = self.cache.choose(shape, is_exact=True) if is_for_others and not is_exact else kind
         gradients = self.state.gradients()
@@ -451,11 +458,11 @@ class Steps:
             exact.note_gradients(kind.beside.old_gradient_bytes, kind.beside.accumulated_bytes)
             exact.follow_family(hardware.budget_bytes)
             if exact.family is None:
-                self._look_beside(exact, hardware, inputs, gradients, has_inputs=True)
+                self._look_beside(exact, hardware, leaves, gradients, has_inputs=True)
         elif not lifecycle.gives_up(kind, error):
             raise self._told(error, kind, shape, hardware) from None
         elif kind.phase != "unplanned":
-            self._look_beside(kind, hardware, inputs, gradients, has_inputs=True)
+            self._look_beside(kind, hardware, leaves, gradients, has_inputs=True)
         return exact
 
     def _told(
@@ -487,14 +494,14 @@ class Steps:
         self._plain = kind, PlainStep(kind.plain, memory, hardware.budget_bytes)
 
     def _look_beside(
-        self, kind: PlanEntry, hardware: Hardware, inputs: Any, gradients: dict[int, int], *, has_inputs: bool
+        self, kind: PlanEntry, hardware: Hardware, leaves: Sequence[Any], gradients: dict[int, int], *, has_inputs: bool
     ) -> There | None:
         """Count what is on the device beside a kind of step, where its plan is about to be made or time allows.
 
         Args:
             kind: The kind of step.
             hardware: Where it runs.
-            inputs: What the coming step is given.
+            leaves: What the coming step is given.
             gradients: The sizes of gradients that are there.
             has_inputs: Whether the inputs of the coming step are there.
 
@@ -514,7 +521,7 @@ class Steps:
             return None
         there: There | None = None
         if memory is None or kind.phase in ("recording", "verifying"):
-            there = self.baseline.look(device, inputs, is_recorded=kind.phase == "recording")
+            there = self.baseline.look(device, leaves, is_recorded=kind.phase == "recording")
         beside: int | None = None
         if memory is not None:
             allocated_bytes = memory.allocated_bytes()

@@ -142,8 +142,9 @@ class Worker(abc.ABC, Generic[_B]):
 
     def settle(self) -> None:
         """Wait until no job holds device memory."""
-        self._leave_parent()
-        self._last.ended()
+        if not self._last.is_done:
+            self._leave_parent()
+            self._last.ended()
 
     def drain(self) -> None:
         """Wait until nothing is under way."""

@@ -27,6 +27,26 @@ class Record:
     name: str = "n"
 
 
+@dataclasses.dataclass
+class MadeOfRows:
+    rows: dataclasses.InitVar[list[Any]]
+    x: Any = dataclasses.field(init=False)
+    unset: Any = dataclasses.field(init=False)
+
+    def __post_init__(self, rows: list[Any]) -> None:
+        self.x = torch.stack(rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    rows: dataclasses.InitVar[list[Any] | None] = None
+    x: Any = None
+
+    def __post_init__(self, rows: list[Any] | None) -> None:
+        assert rows is not None, "it is gone"
+        object.__setattr__(self, "x", torch.stack(rows))
+
+
 def test_samples_are_repeated_in_order_along_the_first_dimension() -> None:
     """Larger and smaller batches; leaves without samples, such as a shared mask, stay as they are."""
     x, shared = torch.arange(6).reshape(3, 2), torch.ones(5)
@@ -50,6 +70,17 @@ def test_every_kind_of_nesting() -> None:
     assert texts == ["p", "q", "p", "q", "p"]
     assert array.shape == (5, 4)
     assert single[0].shape == (5, 3)
+
+
+@pytest.mark.parametrize("kind", [MadeOfRows, Frozen])
+def test_records_that_are_made_of_more_than_their_fields(kind: Any) -> None:
+    """Their fields follow the size; what they were made of is gone, and nobody asks for it."""
+    batch = kind([torch.ones(3), torch.zeros(3)])
+    made = Example(batch=batch, size=2, other=kind([torch.ones(3)]), other_size=1).sized(5)
+    assert type(made) is kind
+    assert made.x.tolist() == [[1.0] * 3, [0.0] * 3, [1.0] * 3, [0.0] * 3, [1.0] * 3]
+    assert batch.x.shape == (2, 3)
+    assert batch_size_of(batch, None) == 2
 
 
 def test_a_batch_that_cannot_be_repeated_is_an_error() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import DeviceSpec, StepGraph
 from lightning_offload.graph.host_layout import plan_layout
-from lightning_offload.planning.floor import swap_everything, swap_what_fits
+from lightning_offload.planning.floor import peaks_without_plan, swap_everything, swap_what_fits
 from lightning_offload.planning.planner import POLICIES, plan
 from lightning_offload.planning.problem import Problem, anchors, replay_cost
 from lightning_offload.planning.request import PlanRequest
@@ -190,3 +190,12 @@ def test_more_host_memory_never_needs_more_than_everything_kept(graph: StepGraph
     """The floor lies between that of a host without limit and the plain peak."""
     request = PlanRequest(Problem(graph), on_host(limit), None)
     assert floor_bytes(graph, DEVICE) <= request.floor.peak_bytes <= request.plain.peak_bytes
+
+
+def test_peaks_without_a_plan() -> None:
+    """Those of everything off the device and of everything on it, whatever the host."""
+    request = PlanRequest(Problem(NET), DEVICE, None)
+    expected = (floor_bytes(NET, DEVICE), request.plain.peak_bytes)
+    assert expected[0] < expected[1]
+    assert peaks_without_plan(NET, DEVICE) == expected
+    assert peaks_without_plan(NET, dataclasses.replace(DEVICE, host_memory_bytes=1)) == expected

@@ -58,6 +58,9 @@ def test_few_steps_have_hooks(lengths: bool) -> None:
     assert trained == expected
     assert 1 <= num_hooked <= 14
     assert report.num_steps == 40
+    assert report.floor_bytes is not None
+    assert report.plain_peak_bytes is not None
+    assert 0 < report.floor_bytes < report.plain_peak_bytes
 
 
 @pytest.mark.parametrize("lengths", [False, True])

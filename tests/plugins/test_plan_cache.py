@@ -19,6 +19,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins import lifecycle, step
 from lightning_offload.plugins.devices import first_device
+from lightning_offload.plugins.plan_source import ShapeBucket
 from lightning_offload.plugins.shape_families import step_signature
 from lightning_offload.plugins.step import DevicePeaks
 from tests.plugins.training import attached, middle_budget, net, phases_of, report_of, rows, train_step
@@ -516,3 +517,56 @@ def test_a_recorded_shape_that_others_predict_is_planned_by_itself_once_that_pay
             train_step(model, rows(size), memory)
             phases.append(memory.report().phase)
     assert phases == [*["recording"] * 3, *["planned"] * 3, "verifying", "measuring", "planned", "planned"]
+
+
+def test_a_shape_is_planned_for_as_larger_ones_are_until_a_plan_of_its_own_pays() -> None:
+    """With the same bits under each; a step that takes long beside planning has its own at once."""
+    model = net()
+    expected = {size: train_step(model, rows(size)) for size in (8, 33, 64, 35, 32)}
+    with attached(model, budget="1GiB", policy="all-swap") as memory:
+
+        def point(size: int) -> tuple[int, ...]:
+            assert train_step(model, rows(size), memory) == expected[size]
+            source = memory._steps.cache.kind.source
+            assert isinstance(source, ShapeBucket)
+            assert source.derived.actual == (size,)
+            return source.derived.point
+
+        for size in (8, 64, 32):
+            train_step(model, rows(size), memory)
+        (family,) = memory._steps.cache.families.values()
+        assert family.hasty_seconds is None
+        assert point(35) == (36,)
+        assert family.hasty_seconds is not None
+        family.hasty_seconds = 1000.0
+        assert point(33) == point(33) == (36,)  # there is a plan for up to 36
+        memory.forget(keep=[key for key in memory.step_kinds if memory._steps.cache.kinds[key].source.is_own])
+        assert point(33) == point(33) == point(35) == (48,)
+        (lost,) = family.lost_seconds.values()
+        assert lost > 0
+        family.hasty_seconds = 0.05 * lost
+        assert point(33) == (36,)
+
+
+def test_larger_ones_that_have_no_plan_stand_for_none() -> None:
+    """A budget that only the shape itself fits is kept, and the larger ones are not tried again."""
+    model = net()
+    with attached(model, budget="1GiB", policy="all-swap") as memory:
+        for size in (8, 64, 32):
+            train_step(model, rows(size), memory)
+        train_step(model, rows(40), memory)
+        floor = memory.report(of_last=True).floor_bytes
+    assert floor is not None
+    with attached(model, budget=f"{floor}B") as memory:
+        for size in (8, 32, 24):
+            train_step(model, rows(size), memory)
+        (family,) = memory._steps.cache.families.values()
+        family.hasty_seconds = 1000.0
+        found = []
+        for size in (40, 40, 39):
+            train_step(model, rows(size), memory)
+            source = memory._steps.cache.kind.source
+            assert isinstance(source, ShapeBucket)
+            found.append(source.derived.point)
+        assert len(family.too_large) == 1
+    assert found == [(40,)] * 3

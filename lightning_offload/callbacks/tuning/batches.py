@@ -43,7 +43,7 @@ def shapes_in(found: Any) -> Iterator[tuple[int, ...]]:
             yield from shapes_in(value)
     elif dataclasses.is_dataclass(found) and not isinstance(found, type):
         for field in dataclasses.fields(found):
-            yield from shapes_in(getattr(found, field.name))
+            yield from shapes_in(getattr(found, field.name, None))
 
 
 def batch_size_of(batch: Any, expected: int | None) -> int:

@@ -11,6 +11,7 @@ are read, and many where their lengths differ, and the longest is the example.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 from collections.abc import Iterable, Mapping
@@ -131,6 +132,11 @@ class Example:
         return made
 
 
+def _is_init_only(annotation: Any) -> bool:
+    """Whether what a dataclass annotates so is given to its ``__post_init__`` and no field."""
+    return isinstance(annotation, dataclasses.InitVar) or (isinstance(annotation, str) and "InitVar" in annotation)
+
+
 class _Maker:
     """Walks a batch, and beside it the other one as far as that is built alike."""
 
@@ -146,11 +152,20 @@ class _Maker:
         if isinstance(found, (list, tuple)):
             return self._sequence(found, other)
         if dataclasses.is_dataclass(found) and not isinstance(found, type):
-            names = [field.name for field in dataclasses.fields(found) if field.init]
-            return dataclasses.replace(
-                found, **{name: self.made(getattr(found, name), getattr(other, name, None)) for name in names}
-            )
+            return self._record(found, other)
         return found
+
+    def _record(self, found: Any, other: Any) -> Any:
+        """A dataclass; where it was made of more than its fields, a copy with these: what it was made of is gone."""
+        is_copied = any(_is_init_only(field.type) for field in type(found).__dataclass_fields__.values())
+        names = [field.name for field in dataclasses.fields(found) if is_copied or field.init]
+        parts = {n: self.made(getattr(found, n), getattr(other, n, None)) for n in names if hasattr(found, n)}
+        if not is_copied:
+            return dataclasses.replace(found, **parts)
+        made = copy.copy(found)
+        for name, part in parts.items():
+            object.__setattr__(made, name, part)  # a frozen one, too
+        return made
 
     def _array(self, found: Any, other: Any) -> Any:
         length = int(found.shape[0]) if len(found.shape) else None
@@ -206,7 +221,7 @@ def _outline(found: Any) -> Any:
         return [_outline(value) for value in found]
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
         return types.SimpleNamespace(
-            **{field.name: _outline(getattr(found, field.name)) for field in dataclasses.fields(found)}
+            **{field.name: _outline(getattr(found, field.name, None)) for field in dataclasses.fields(found)}
         )
     return None
 

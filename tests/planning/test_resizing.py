@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.plugins.resizing import GivenShapes, resized, varying_share
-from lightning_offload.tensors.saved_forms import SavedForm
+from lightning_offload.planning.resizing import GivenShapes, Shapes, resized, varying_share
 from tests.graph.building import GraphBuilder
 
 WIDTH, WEIGHT_BYTES = 7, 196
 
 
-def _form(*shape: int) -> SavedForm:
-    return SavedForm(torch.uint8, shape)
-
-
-def _step(length: int) -> tuple[StepGraph, tuple[SavedForm, ...]]:
+def _step(length: int) -> tuple[StepGraph, Shapes]:
     """Saves a row for each position, a matrix of all pairs of them, and what has nothing to do with them."""
     b = GraphBuilder()
     weight, batch = b.given(WEIGHT_BYTES), b.given(8 * length)
@@ -31,7 +25,7 @@ def _step(length: int) -> tuple[StepGraph, tuple[SavedForm, ...]]:
         b.unpack(save)
         b.make(WEIGHT_BYTES, rows, pairs)  # a gradient
         b.release(save)
-    return b.build(), (_form(length, WIDTH), _form(length, length), _form(55))
+    return b.build(), ((length, WIDTH), (length, length), (55,))
 
 
 def _given(*lengths: int) -> GivenShapes:
@@ -68,8 +62,8 @@ def test_what_varies_is_what_not_all_steps_save() -> None:
 @pytest.mark.parametrize("length", [10, 20, 39, 41, 80])
 def test_no_tensor_is_smaller_than_it_would_be(length: int) -> None:
     """Rows grow with the length, pairs with its square, gradients and the rest not at all."""
-    graph, forms = _step(40)
-    made, actual = resized(graph, forms, {40}, length / 40), _step(length)[0]
+    graph, saved = _step(40)
+    made, actual = resized(graph, saved, {40}, length / 40), _step(length)[0]
     for storage, (mine, true) in enumerate(zip(made.storages, actual.storages, strict=True)):
         if storage > 1:  # what was there before is what was there
             assert mine.num_bytes >= true.num_bytes
@@ -83,21 +77,21 @@ def test_no_tensor_is_smaller_than_it_would_be(length: int) -> None:
 def test_what_varies_together_counts_once() -> None:
     """Twice the batch and twice the length are four times the elements: rows of both grow as these do."""
     graph, _ = _step(40)
-    forms = (_form(40, 40), _form(40, 40), _form(55))
-    made = resized(graph, forms, {40}, 4.0, num_together=2)
+    saved = ((40, 40), (40, 40), (55,))
+    made = resized(graph, saved, {40}, 4.0, num_together=2)
     assert made.storages[2].num_bytes == 4 * graph.storages[2].num_bytes
 
 
 def test_time_goes_with_size() -> None:
     """Of ops that have to do with what varies."""
-    graph, forms = _step(40)
-    made = resized(graph, forms, {40}, 0.5)
+    graph, saved = _step(40)
+    made = resized(graph, saved, {40}, 0.5)
     seconds = [op.seconds / before.seconds for op, before in zip(made.ops, graph.ops, strict=True)]
     assert seconds == [0.5, 0.5, 1, 0.5, 0.5, 0.5, 0.5]
 
 
 def test_the_share_that_varies() -> None:
     """By what is saved of what the step made."""
-    graph, forms = _step(40)
+    graph, saved = _step(40)
     varying = WIDTH * 40 + 1600
-    assert varying_share(graph, forms, {40}) == varying / (varying + 55)
+    assert varying_share(graph, saved, {40}) == varying / (varying + 55)

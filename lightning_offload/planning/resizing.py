@@ -6,20 +6,19 @@ tensors whose number of elements varies.
 What is saved in shapes that vary grows with the size, with its square where two lengths of the shape vary. What is
 made of that does so, too, unless it is as large as something that does not vary, as gradients of parameters are. All
 this is rough; what it lacks shows in steps that are measured. Where a structure stays the same,
-:mod:`~lightning_offload.plugins.shape_families` has laws that hold to the byte.
+:mod:`~.step_model` has laws that hold to the byte; they need three recordings of one structure, and this needs one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from lightning_offload.graph.step_graph import Op, StepGraph
-from lightning_offload.tensors.saved_forms import SavedForm
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of the tensors that a step is given."""
+"""Of tensors: those that a step is given, or those that it saves, by pack."""
 
 
 class GivenShapes:
@@ -31,23 +30,23 @@ class GivenShapes:
         self._varies: tuple[list[bool], ...] = ()  # by tensor and dimension
         self._shared: frozenset[int] = frozenset()  # sizes that all of them save
 
-    def learn(self, given: Shapes, forms: Sequence[SavedForm]) -> None:
+    def learn(self, given: Shapes, saved: Shapes) -> None:
         """A step was recorded.
 
         Args:
             given: The shapes of what it was given.
-            forms: What it saved.
+            saved: The shapes of what it saved.
         """
         if tuple(map(len, given)) != tuple(map(len, self._first)):
             self._first, self._most = given, tuple(map(math.prod, given))
             self._varies = tuple([False] * len(shape) for shape in given)
-            self._shared = _sizes_in(forms)
+            self._shared = _sizes_in(saved)
             return
         for varies, first, shape in zip(self._varies, self._first, given, strict=True):
             varies[:] = (known or n != m for known, n, m in zip(varies, first, shape, strict=True))
         self._most = tuple(map(max, zip(self._most, map(math.prod, given), strict=True)))
         if given != self._first:
-            self._shared &= _sizes_in(forms)
+            self._shared &= _sizes_in(saved)
 
     @property
     def most(self) -> tuple[int, ...]:
@@ -71,32 +70,32 @@ class GivenShapes:
         rows = zip(given, self._most, self._varies, strict=True)
         return max((math.prod(shape) / most for shape, most, varies in rows if any(varies) and most), default=1.0)
 
-    def varying_in(self, given: Shapes, forms: Sequence[SavedForm]) -> frozenset[int]:
+    def varying_in(self, given: Shapes, saved: Shapes) -> frozenset[int]:
         """Sizes in a recorded step that are other ones in others: those that it was given, and what not all save."""
         if not self.vary:
             return frozenset()
         rows = zip(given, self._varies, strict=True)
         lengths = {n for shape, varies in rows for n, is_varying in zip(shape, varies, strict=True) if is_varying}
-        return frozenset(lengths) | (_sizes_in(forms) - self._shared)
+        return frozenset(lengths) | (_sizes_in(saved) - self._shared)
 
 
-def _sizes_in(forms: Sequence[SavedForm]) -> frozenset[int]:
-    return frozenset(size for form in forms for size in form.shape)
+def _sizes_in(shapes: Shapes) -> frozenset[int]:
+    return frozenset(size for shape in shapes for size in shape)
 
 
 def resized(
-    graph: StepGraph, forms: Sequence[SavedForm], varying: Collection[int], factor: float, num_together: int = 1
+    graph: StepGraph, saved: Shapes, varying: Collection[int], factor: float, num_together: int = 1
 ) -> StepGraph:
     """A step at another size.
 
     Args:
         graph: The step as it was recorded.
-        forms: By pack: what is saved.
+        saved: The shapes of what is saved, by pack.
         varying: Sizes that vary.
         factor: How many times as large it is.
         num_together: How many dimensions of what it is given vary at once: so many count once in what is saved.
     """
-    powers = _powers(graph, forms, varying)
+    powers = _powers(graph, saved, varying)
     factors = {
         storage: factor ** (max(1, power + 1 - num_together) if factor > 1 else 1)  # at most so much smaller
         for storage, power in powers.items()
@@ -117,13 +116,13 @@ def resized(
     return dataclasses.replace(graph, storages=storages, ops=tuple(map(op_resized, graph.ops)))
 
 
-def _powers(graph: StepGraph, forms: Sequence[SavedForm], varying: Collection[int]) -> dict[int, int]:
+def _powers(graph: StepGraph, saved: Shapes, varying: Collection[int]) -> dict[int, int]:
     """By storage that a step made: how many of its dimensions vary, as far as that can be told."""
     powers: dict[int, int] = {}
-    for save, form in zip(graph.saves, forms, strict=True):
+    for save, shape in zip(graph.saves, saved, strict=True):
         storage = graph.values[save.value].storage
         if not graph.storages[storage].is_persistent:
-            powers[storage] = max(powers.get(storage, 0), sum(size in varying for size in form.shape))
+            powers[storage] = max(powers.get(storage, 0), sum(size in varying for size in shape))
     by_bytes: dict[int, set[int]] = {}
     for there in graph.storages:
         if there.is_persistent:
@@ -141,9 +140,9 @@ def _powers(graph: StepGraph, forms: Sequence[SavedForm], varying: Collection[in
     return powers
 
 
-def varying_share(graph: StepGraph, forms: Sequence[SavedForm], varying: Collection[int]) -> float:
+def varying_share(graph: StepGraph, saved: Shapes, varying: Collection[int]) -> float:
     """Which part of what a step makes and saves grows with its size."""
-    saved = {graph.values[save.value].storage: form for save, form in zip(graph.saves, forms, strict=True)}
-    made = [(storage, form) for index, form in saved.items() if not (storage := graph.storages[index]).is_persistent]
-    num_varying = sum(storage.num_bytes for storage, form in made if not set(form.shape).isdisjoint(varying))
+    shapes = {graph.values[save.value].storage: shape for save, shape in zip(graph.saves, saved, strict=True)}
+    made = [(storage, shape) for index, shape in shapes.items() if not (storage := graph.storages[index]).is_persistent]
+    num_varying = sum(storage.num_bytes for storage, shape in made if not set(shape).isdisjoint(varying))
     return num_varying / max(1, sum(storage.num_bytes for storage, _ in made))
