@@ -2,11 +2,12 @@
 
 A *scan* lists the storages of all tensors that Python knows of, which takes a tenth of a second or more on a large
 heap. So there are two of them among the first steps, before the first one and before the first that is planned, and
-later ones where they take a hundredth of the time, or, after 256 steps, a tenth. In between it is told what is
-there: the state of the training (parameters, gradients, optimizers), the inputs of the coming step, and of what else
-the last scan found, or an earlier step was given, what still lives. What a scan found and has died since was replaced,
-it is taken, by something as large (as a batch is by the next one), unless a watched step has shown how it went, or it
-was there before the first step alone; what such a step left behind is known, too.
+later ones where they take 1% of the time, or, after 256 steps, 3%. In between it is told what is there: the state of
+the training (parameters, gradients, optimizers), what this forward and earlier ones were given, and what else the last
+scan found and still lives. What a scan found and has died since was replaced, it is taken, by something as large (as a
+batch is by the next one), unless a watched step has shown how it went, or it was there before the first step alone; what
+such a step left behind is known, too. As unwatched steps leave things as well, a count without a scan lowers none that
+was made before.
 
 An accelerator's allocator counts; there scans tell what a recorded step touches.
 """
