@@ -5,20 +5,21 @@ heap. So there are two of them among the first steps, before the first one and b
 later ones where they take 1% of the time, or, after 256 steps, 3%. In between it is told what is there: the state of
 the training (parameters, gradients, optimizers), what this forward and earlier ones were given, and what else the last
 scan found and still lives. What a scan found and has died since was replaced, it is taken, by something as large (as a
-batch is by the next one), unless a watched step has shown how it went, or it was there before the first step alone; what
-such a step left behind is known, too. As unwatched steps leave things as well, a count without a scan lowers none that
-was made before.
+batch is by the next one), unless a watched step has shown how it went, or it was there before the first step alone;
+what such a step left behind is known, too. As unwatched steps leave things as well, a count without a scan lowers none
+that was made before. No budget is refused on such a guess: a scan comes first.
 
 An accelerator's allocator counts; there scans tell what a recorded step touches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-import types
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ from lightning_offload.tensors.op_facts import is_plain
 _SHARE, _SHARE_WHERE_LATE = 0.01, 0.03  # of the time may go into scans; into one that is long due
 _COLLECTING_SHARE = 0.1  # and into what the garbage collector does before one, where a step is recorded
 _MOST_STEPS = 256  # without one
-_FEW = 64  # storages, which may be followed after their death
 
 
 class There(NamedTuple):
@@ -41,29 +41,37 @@ class There(NamedTuple):
     Attributes:
         storages: Those that are known.
         given: Identities of those that the step is given.
-        replaced: Those that the last scan found, and that have died: others lie in their place; bytes by identity.
+        replaced: Bytes of those that the last scan found, and that have died: others lie in their place.
         is_whole: Whether there are no others: a scan listed them.
     """
 
     storages: Census
     given: Collection[int] = ()
-    replaced: Mapping[int, int] = types.MappingProxyType({})
+    replaced: Sequence[int] = ()
     is_whole: bool = True
 
     def bytes_but(self, others: Collection[int]) -> int:
         """What lies on the device, but for some storages."""
-        replaced = sum(num_bytes for key, num_bytes in self.replaced.items() if key not in others)
-        return self.known_bytes_but(others) + replaced
-
-    def known_bytes_but(self, others: Collection[int]) -> int:
-        """What of the known lies on the device, but for some storages."""
-        return sum(storage.nbytes() for key, storage in self.storages.items() if key not in others)
+        known = (storage.nbytes() for key, storage in self.storages.items() if key not in others)
+        return sum(known) + sum(self.replaced)
 
 
-class _Found(NamedTuple):
-    reference: weakref.ref[torch.UntypedStorage]
-    num_bytes: int
-    is_replaced: bool
+class _Followed(weakref.ref[torch.UntypedStorage]):
+    """A storage that is followed; what it was is known after its death, too.
+
+    Args:
+        storage: It.
+        is_replaced: Whether another one lies in its place after its death.
+        dead: Where it goes then.
+    """
+
+    __slots__ = ("is_replaced", "key", "num_bytes")
+
+    def __new__(cls, storage: torch.UntypedStorage, is_replaced: bool, dead: deque[Any]) -> _Followed:
+        return super().__new__(cls, storage, dead.append)
+
+    def __init__(self, storage: torch.UntypedStorage, is_replaced: bool, dead: deque[Any]) -> None:
+        self.key, self.num_bytes, self.is_replaced = storage._cdata, storage.nbytes(), is_replaced
 
 
 class Baseline:
@@ -82,10 +90,11 @@ class Baseline:
         self.scan_seconds = 0.0
         self._state = state
         self._clock = CensusClock()
-        self._others: dict[int, _Found] = {}
+        self._others: dict[int, _Followed] = {}
+        self._dead: deque[_Followed] = deque()
+        self._replaced: dict[int, set[int]] = {}  # by size: identities that dead ones had
         self._is_doubtful = False
         self._num_steps = 0
-        self._most_others = _FEW
         self._num_planned_scans = 0
 
     def begin_step(self) -> None:
@@ -99,15 +108,11 @@ class Baseline:
             device: The device.
             leaves: What it is given.
         """
+        self._bury()
         for key, storage in _storages_of(leaves, device).items():
             found = self._others.get(key)
-            if found is None or found.reference() is not storage:
+            if found is None or found() is not storage:
                 self._follow(storage)
-        if len(self._others) > self._most_others:
-            self._others = {
-                key: found for key, found in self._others.items() if found.is_replaced or found.reference() is not None
-            }
-            self._most_others = 2 * len(self._others) + _FEW
 
     @property
     def is_due(self) -> bool:
@@ -129,38 +134,45 @@ class Baseline:
         """
         must_scan = not (self.num_scans if is_recorded else self._num_planned_scans)
         given = _storages_of(leaves, device)
+        self._bury()
         if not (must_scan or self.is_due):
-            return self._followed(device, given)
+            return self._listed(device, given)
         began = time.perf_counter()
         with self._clock:
             if is_recorded and self._clock.is_due(_COLLECTING_SHARE):
                 gc.collect()  # what waits for it is no part of the steps to come
             storages = self._state.storages(device)
+            known = self._state.known_storages(device).keys()
+            staying = given.keys() | {key for key, found in self._others.items() if not found.is_replaced}
+            others = {key: storage for key, storage in storages.items() if key not in known}
+            self._others = {
+                key: _Followed(storage, self.num_scans > 0 and key not in staying, self._dead)
+                for key, storage in others.items()
+            }
+            self._replaced.clear()
         self.scan_seconds += time.perf_counter() - began
         self.num_scans += 1
         self._num_planned_scans += not is_recorded
         self._is_doubtful, self._num_steps = False, 0
-        known = self._state.known_storages(device).keys()
-        left = {key for key, found in self._others.items() if not found.is_replaced and found.reference() is not None}
-        self._others = {
-            key: _Found(weakref.ref(storage), storage.nbytes(), self.num_scans > 1 and key not in left | given.keys())
-            for key, storage in storages.items()
-            if key not in known
-        }
         return There(storages, given.keys())
 
-    def _followed(self, device: torch.device, given: Census) -> There:
+    def _listed(self, device: torch.device, given: Census) -> There:
+        """What is there as it was followed."""
         storages = {**self._state.known_storages(device), **given}
-        replaced = {}
-        for key, found in list(self._others.items()):
-            storage = found.reference()
-            if storage is not None:
+        for key, found in self._others.items():
+            if (storage := found()) is not None:
                 storages[key] = storage
-            elif found.is_replaced:
-                replaced[key] = found.num_bytes
-            else:
-                del self._others[key]
+        replaced = [num_bytes for num_bytes, keys in self._replaced.items() for _ in keys]
         return There(storages, given.keys(), replaced, is_whole=False)
+
+    def _bury(self) -> None:
+        """Follow those no more that have died: in place of some lie others, which nobody saw come."""
+        while self._dead:
+            found = self._dead.popleft()
+            if self._others.get(found.key) is found:
+                del self._others[found.key]
+                if found.is_replaced:
+                    self._replaced.setdefault(found.num_bytes, set()).add(found.key)
 
     def note_left(self, left: Iterable[torch.UntypedStorage], dropped: Iterable[Dropped] = ()) -> None:
         """A watched step, or an optimizer's, has left what it made behind.
@@ -170,11 +182,11 @@ class Baseline:
                 turn.
             dropped: What it dropped of what was there.
         """
+        self._bury()
         dropped_bytes = 0
         for gone in dropped:
-            found = self._others.get(gone.key)
-            if found is not None and found.reference() is None:
-                del self._others[gone.key]
+            for keys in self._replaced.values():
+                keys.discard(gone.key)
             dropped_bytes += gone.num_bytes
         for storage in left:
             num_bytes = storage.nbytes()
@@ -182,18 +194,21 @@ class Baseline:
             dropped_bytes -= min(dropped_bytes, num_bytes)
 
     def _follow(self, storage: torch.UntypedStorage, *, is_replaced: bool = False) -> None:
-        """Know a storage from now on, and the one in whose place it lies no more."""
-        num_bytes = storage.nbytes()
-        for key, found in self._others.items():
-            if found.is_replaced and found.num_bytes == num_bytes and found.reference() is None:
-                del self._others[key]
-                is_replaced = True
-                break
-        self._others[storage._cdata] = _Found(weakref.ref(storage), num_bytes, is_replaced)
+        """Know a storage from now on, and one as large in whose place it lies no more."""
+        if dead := self._replaced.get(storage.nbytes()):
+            dead.pop()
+            is_replaced = True
+        self._others[storage._cdata] = _Followed(storage, is_replaced, self._dead)
 
 
 def _storages_of(leaves: Iterable[Any], device: torch.device) -> Census:
     """The storages of the tensors among some objects."""
-    plain = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == device and is_plain(leaf))
-    storages = (tensor.untyped_storage() for tensor in plain)
-    return {storage._cdata: storage for storage in storages if storage.resizable()}
+    found = {}
+    with torch._C.DisableTorchFunction():  # nobody's subclass is to hear of it
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                # A wrapper of a transform, or a subclass, may refuse to tell: it ends no training.
+                with contextlib.suppress(Exception):
+                    if leaf.device == device and is_plain(leaf) and (storage := leaf.untyped_storage()).resizable():
+                        found[storage._cdata] = storage
+    return found

@@ -214,6 +214,8 @@ class MemoryPlugin:
         steps.finish_if_read()
         cache, hardware = steps.cache, steps.hardware
         kind = cache.kind if of_last else cache.neediest
+        if kind is not cache.kind and kind.shown_plan is None:  # steps run plainly, and nobody counted
+            steps.look_ahead(kind)
         return make_report(
             kind,
             others=cache.others_than(kind),

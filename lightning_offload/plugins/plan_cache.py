@@ -265,8 +265,7 @@ class PlanCache:
             return derived
         known = self.kinds.get(larger.key)
         plan = known.shown_plan if known is not None else None
-        step_seconds = plan.predicted_step_seconds if plan is not None else 0.0
-        if pays(max(step_seconds, family.lost_seconds.get(derived.key, 0.0)), family.hasty_seconds):
+        if pays(max(family.step_seconds, family.lost_seconds.get(derived.key, 0.0)), family.hasty_seconds):
             return derived
         family.note_loss(derived.key, lost_seconds(plan))
         return larger
@@ -518,6 +517,7 @@ class PlanCache:
         """
         ran = [kind for kind in (self.kind, *self.kinds.values()) if kind.seen.num_steps]
         planned = [kind for kind in ran if kind.shown_plan is not None]
+        planned = [kind for kind in planned if not kind.source.is_coarse] or planned
         recorded = [kind for kind in ran if kind.graph is not None] if self.kind.has_ample_room else []
         return max(planned, key=_plain_peak_bytes, default=max(recorded, key=_saved_bytes, default=self.kind))
 

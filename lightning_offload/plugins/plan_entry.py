@@ -19,6 +19,7 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.planning.floor import peaks_without_plan
 from lightning_offload.planning.planner import beside as with_margin
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.plugins.baseline import There
@@ -86,6 +87,7 @@ class PlanState:
         lost_seconds: What the steps under plans that were made in haste took beyond plain ones, by prediction.
         is_searched: Whether such a plan was searched for thoroughly, once.
         must_search: Whether the next one is.
+        peaks: A step without a plan, with its smallest peak and that with everything kept; None before anybody asked.
     """
 
     spec: DeviceSpec | None = None
@@ -100,6 +102,7 @@ class PlanState:
     lost_seconds: float = 0.0
     is_searched: bool = False
     must_search: bool = False
+    peaks: tuple[StepGraph, tuple[int, int]] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -412,6 +415,18 @@ class PlanEntry:
             given=self.given,
         )  # fmt: skip
 
+    def peaks_without_plan(self, device: DeviceSpec) -> tuple[int, int]:
+        """The smallest peak of a recorded step, and the one with everything kept.
+
+        Args:
+            device: Where it runs.
+        """
+        assert self.graph is not None
+        known = self.made.peaks
+        if known is None or known[0] is not self.graph:
+            known = self.made.peaks = self.graph, peaks_without_plan(self.graph, device)
+        return known[1]
+
     @property
     def beside_bytes(self) -> int:
         """What was counted beside its steps so far, since the last recording."""
@@ -535,7 +550,7 @@ class PlanEntry:
             floor_bytes: The lowest peak of any plan now.
             budget_bytes: The budget.
         """
-        if budget_bytes is None or self.phase not in ("measuring", "planned"):
+        if budget_bytes is None or self.phase not in ("measuring", "planned") or self.source.is_coarse:
             return False
         if not budget_bytes < floor_bytes <= (1 + _SLIGHTLY_OVER) * budget_bytes:
             return False

@@ -130,6 +130,11 @@ class PlanSource:
         """Whether the planned step was captured elsewhere, and not recorded here or in an earlier run."""
         return False
 
+    @property
+    def is_coarse(self) -> bool:
+        """Whether the coming step is planned as much larger ones are: its plan tells little of what it needs."""
+        return False
+
     # ---- plans
 
     def make(self, task: PlanTask) -> MemoryPlan:
@@ -247,6 +252,11 @@ class ShapeBucket(PlanSource):
     def step(self) -> StepGraph:
         """The planned step, but for the durations of its ops."""
         return self._planner.model.sized(self._figures)
+
+    @property
+    @override
+    def is_coarse(self) -> bool:
+        return self.derived.is_coarse
 
     @property
     def has_own_ops(self) -> bool:

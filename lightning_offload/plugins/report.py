@@ -13,7 +13,6 @@ from lightning_offload.errors import PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.floor import peaks_without_plan
 from lightning_offload.plugins.devices import nominal_spec
 from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_cache import ShapeFigures
@@ -268,11 +267,12 @@ def make_report(
         num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
     if graph is not None:  # as it was planned: with the margin
         graph = dataclasses.replace(kind.shown_graph, extra_bytes=graph.extra_bytes + kind.margin_bytes)
-    floors = [p.floor_bytes for p in (plan, *(k.shown_plan for k in others)) if p is not None]
+    made = [(k.shown_plan.floor_bytes, k.source.is_coarse) for k in (kind, *others) if k.shown_plan is not None]
+    floors = [floor for floor, is_coarse in made if not is_coarse] or [floor for floor, _ in made]
     plain_peak_bytes = plan.plain_peak_bytes if plan else None
-    if graph is not None and not floors and kind.phase != "recording" and device is not None:  # nothing was to plan
-        floor_bytes, plain_peak_bytes = peaks_without_plan(graph, nominal_spec(device))
-        floors = [floor_bytes]
+    if plan is None and not is_last and kind.beside.is_known and device is not None:  # nothing was to plan
+        floor_bytes, plain_peak_bytes = kind.peaks_without_plan(nominal_spec(device))
+        floors.append(floor_bytes)
     return Report(
         budget=budget,
         budget_bytes=budget_bytes,

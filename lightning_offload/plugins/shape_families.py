@@ -38,6 +38,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lightning_offload.accelerators import KINDS
 from lightning_offload.errors import OffloadError
+from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
@@ -101,28 +102,10 @@ def shape_of_leaves(leaves: Sequence[Any], spec: TreeSpec) -> StepShape:
     """
     rows = [_describe(leaf) for leaf in leaves]
     modes = [(kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)]
-    family = _family(spec, (*modes, *[row.alike for row in rows]))
+    family = short(f"{spec} {[row.alike for row in rows]} {modes}")
     signature = short(repr((family, *[(row.shape, row.strides) for row in rows])))
     sizes = tuple(itertools.chain.from_iterable(row.sizes for row in rows))
     return StepShape(signature, family, tuple([row.shape for row in rows if row.sizes]), sizes)
-
-
-_known_families: dict[tuple[object, ...], str] = {}
-_MOST_FAMILIES = 1024
-
-
-def _family(spec: TreeSpec, alike: tuple[object, ...]) -> str:
-    """A key for what shapes have in common; a text takes long to make."""
-    key = (spec, *alike)
-    try:
-        known = _known_families.get(key)
-    except TypeError:  # what they are nested in cannot be hashed
-        return short(f"{spec} {alike}")
-    if known is None:
-        if len(_known_families) >= _MOST_FAMILIES:
-            _known_families.clear()
-        known = _known_families[key] = short(f"{spec} {alike}")
-    return known
 
 
 def step_signature(inputs: Any) -> str:
@@ -151,7 +134,7 @@ def _describe(leaf: Any) -> _Described:
     if leaf.is_nested:
         return _Described((leaf.dtype, "nested", device))
     if leaf.layout is not torch.strided:
-        return _Described((leaf.dtype, leaf.layout, device), tuple(leaf.shape))
+        return _Described((leaf.dtype, leaf.layout, tuple(leaf.shape), device))
     shape, strides = tuple(leaf.shape), leaf.stride()
     layout, sizes = "contiguous", shape
     if not leaf.is_contiguous():
@@ -171,11 +154,13 @@ class Derived(NamedTuple):
         key: Of the kind of step.
         point: What varies, at the sizes that it is planned for.
         actual: The same at the sizes that were asked for.
+        is_coarse: Whether it is planned for many sizes, since a plan of its own does not pay yet.
     """
 
     key: str
     point: Point
     actual: Point
+    is_coarse: bool = False
 
 
 class Sample(NamedTuple):
@@ -237,6 +222,7 @@ class ShapeFamily:
         samples: The recorded steps that it is known by, by the signatures of their kinds.
         alike: Signatures of those whose structure the model has: storages are known by their indices in that.
         hasty_seconds: What a plan made in haste takes, the shortest time of any; None before there was one.
+        step_seconds: What the last one so planned was to take.
         lost_seconds: By bucket without a plan: what steps have lost under the plan for a larger one.
         too_large: Buckets that no plan is for, as long as the model is the same.
     """
@@ -259,6 +245,7 @@ class ShapeFamily:
         self.samples: dict[str, Sample] = {}
         self.alike: frozenset[str] = frozenset()
         self.hasty_seconds: float | None = None
+        self.step_seconds = 0.0
         self.lost_seconds: dict[str, float] = {}
         self.too_large: set[str] = set()
         self._structure = ""
@@ -414,13 +401,15 @@ class ShapeFamily:
             return None  # there the model would guess
         grain = _COARSE_GRAIN if is_coarse else _GRAIN
         corner = point if is_exact else tuple([_rounded_up(n, grain) for n in point])
+        if is_coarse and any(n > self._farthest(most) for n, most in zip(corner, self._largest, strict=True)):
+            return None
         model = self.planner.model
         if model.num_inexact:  # between what was recorded, too: what was larger is all that is sure
             larger = [p for p in model.sizes if isinstance(p, tuple) and all(map(operator.ge, p, point))]
             if not larger:
                 return None
             corner = min(larger, key=math.prod)
-        return Derived(short(f"{self.name} {self._varying} {corner}"), corner, point)
+        return Derived(short(f"{self.name} {self._varying} {corner}"), corner, point, is_coarse)
 
     def _farthest(self, most: int) -> int:
         """Up to what a size is predicted of which this is the largest that was recorded."""
@@ -433,9 +422,11 @@ class ShapeFamily:
         assert self._planner is not None
         return self._planner
 
-    def note_hasty(self, seconds: float) -> None:
-        """Note what a plan made in haste took."""
-        self.hasty_seconds = min(seconds, self.hasty_seconds or seconds)
+    def note_hasty(self, seconds: float, plan: MemoryPlan | None) -> None:
+        """Note what a plan made in haste took, where something was to search, and what its step is to take."""
+        if plan is not None and plan.decisions:
+            self.hasty_seconds = min(seconds, self.hasty_seconds or seconds)
+            self.step_seconds = plan.predicted_step_seconds
 
     def note_loss(self, key: str, seconds: float) -> None:
         """Note what a step lost under the plan for a larger bucket than its own."""

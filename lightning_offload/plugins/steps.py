@@ -92,6 +92,7 @@ class Steps:
         self._num_nested = 0  # steps in its closure
         self._is_repeating = False  # whether an optimizer called that more than once
         self._forwards = Forwards()
+        self._guessed_bytes = 0  # of what the last look found beside a step
         self._has_begun_backward = False  # of a step that runs as without the plugin
 
     @property
@@ -172,7 +173,7 @@ class Steps:
             leaves, spec = tree_flatten(inputs)
             self._forwards.go_on(shape_of_leaves(leaves, spec))
             self._note_given(leaves)
-            del inputs, leaves
+            del inputs, leaves, spec
             with self._plainly() if self._run is None else self._opened(self._run, hooks=True):
                 yield
             return
@@ -403,7 +404,7 @@ class Steps:
                         self.given.refuse(kind, str(error))
                     elif not isinstance(error, BudgetInfeasibleError):
                         raise
-                    elif not kind.guesses_drops():
+                    elif not (kind.guesses_drops() or self._finds_less(kind, error, hardware, leaves)):
                         kind, is_exact = self._instead(kind, error, shape, leaves, hardware, is_exact=is_exact), True
                         if kind.phase == "unplanned":
                             return kind
@@ -412,8 +413,19 @@ class Steps:
         if is_searched:
             kind.search_seconds = took()
         elif kind.family is not None and not is_exact and kind.program is not before:
-            kind.family.note_hasty(took())
+            kind.family.note_hasty(took(), kind.plan)
         return kind
+
+    def _finds_less(
+        self, kind: PlanEntry, error: BudgetInfeasibleError, hardware: Hardware, leaves: Sequence[Any]
+    ) -> bool:
+        """Whether a scan finds less beside a step than was guessed, where that may be why there is no plan for it."""
+        if kind.graph is None or error.floor_bytes - self._guessed_bytes > error.budget_bytes:
+            return False
+        before = kind.graph.extra_bytes
+        self.baseline.doubt()
+        self._look_beside(kind, hardware, leaves, self.state.gradients(), has_inputs=True)
+        return kind.graph.extra_bytes < before
 
     def _instead(
         self,
@@ -442,7 +454,7 @@ class Steps:
         """
         if kind.superset is not None and kind.spans_sizes:
             kind.superset.note_too_large()
-        if isinstance(kind.source, ShapeBucket):
+        if isinstance(kind.source, ShapeBucket) and kind.source.derived.is_coarse:
             kind.source.family.too_large.add(kind.source.derived.key)
         is_for_others = kind.family is not None or kind.spans_sizes
         exact = self.cache.choose(shape, is_exact=True) if is_for_others and not is_exact else kind
@@ -528,10 +540,13 @@ class Steps:
             beside = kind.bytes_beside_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
         elif there is not None:
             beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
+        self._guessed_bytes = 0
         if beside is not None:
             beside += self.state.buckets.expected_bytes(device)
             if memory is None and there is not None and not there.is_whole:
+                seen = beside - sum(there.replaced)
                 beside = max(beside, kind.beside_bytes)  # what nobody saw come may have come in place of what went
+                self._guessed_bytes = beside - seen
             if kind.family is None:
                 kind.note_beside(beside, hardware.budget_bytes)
             self.cache.note_beside(beside)
@@ -579,12 +594,16 @@ class Steps:
         if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
             self.finish()
 
+    def look_ahead(self, kind: PlanEntry) -> None:
+        """Have what is on the device beside a recorded kind of step counted, if it was not."""
+        if self.hardware is not None and kind.phase != "recording" and not kind.beside.is_known:
+            self._look_beside(kind, self.hardware, (), self.state.gradients(), has_inputs=self._is_open)
+
     def plan_ahead(self) -> None:
         """Have a plan for the kind of step that ran last, if there can be one; its next step raises if not."""
         kind, hardware = self.cache.kind, self.hardware
         if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
-            if not kind.beside.is_known:
-                self._look_beside(kind, hardware, (), self.state.gradients(), has_inputs=self._is_open)
+            self.look_ahead(kind)
             with contextlib.suppress(BudgetInfeasibleError, PlanError, SpillError), self.peaks.paused(hardware.device):
                 lifecycle.ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
 

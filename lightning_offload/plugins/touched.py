@@ -72,7 +72,7 @@ class Touched:
         found = (
             (key in there.given, storage.nbytes()) for key, storage in there.storages.items() if key not in not_beside
         )
-        for is_given, num_bytes in (*found, *((False, num_bytes) for num_bytes in there.replaced.values())):
+        for is_given, num_bytes in (*found, *((False, num_bytes) for num_bytes in there.replaced)):
             if unmatched[num_bytes]:
                 unmatched[num_bytes] -= 1
                 continue

@@ -39,12 +39,21 @@ class MadeOfRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frozen:
-    rows: dataclasses.InitVar[list[Any] | None] = None
+    rows: dataclasses.InitVar[list[Any]]
     x: Any = None
 
-    def __post_init__(self, rows: list[Any] | None) -> None:
-        assert rows is not None, "it is gone"
+    def __post_init__(self, rows: list[Any]) -> None:
         object.__setattr__(self, "x", torch.stack(rows))
+
+
+@dataclasses.dataclass
+class Counted:
+    x: Any
+    scale: dataclasses.InitVar[int] = 1
+    num: int = dataclasses.field(init=False)
+
+    def __post_init__(self, scale: int) -> None:
+        self.num = scale * len(self.x)
 
 
 def test_samples_are_repeated_in_order_along_the_first_dimension() -> None:
@@ -81,6 +90,11 @@ def test_records_that_are_made_of_more_than_their_fields(kind: Any) -> None:
     assert made.x.tolist() == [[1.0] * 3, [0.0] * 3, [1.0] * 3, [0.0] * 3, [1.0] * 3]
     assert batch.x.shape == (2, 3)
     assert batch_size_of(batch, None) == 2
+
+
+def test_records_that_count_their_samples() -> None:
+    """What a record works out of its fields follows these."""
+    assert Example(batch=Counted(torch.ones(2, 3)), size=2).sized(5).num == 5
 
 
 def test_a_batch_that_cannot_be_repeated_is_an_error() -> None:

@@ -63,6 +63,28 @@ def test_few_steps_have_hooks(lengths: bool) -> None:
     assert 0 < report.floor_bytes < report.plain_peak_bytes
 
 
+def test_reports_of_plain_steps_count_what_lies_beside_them() -> None:
+    """A data set and the optimizer's state: the reported floor is a budget that is kept."""
+    torch.manual_seed(0)
+    model = Dropping()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(memory: MemoryPlugin, length: int) -> None:
+        x = torch.randn(length, 32)
+        with memory.step(x):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with MemoryPlugin("1GiB") as memory:
+        data = torch.zeros(1 << 18)
+        for length in (64, 50, 40, 30, 20, 60):
+            step(memory, length)
+        report = memory.report()
+    assert report.floor_bytes is not None
+    assert report.floor_bytes > data.nbytes + 3 * sum(p.nbytes for p in model.parameters())
+
+
 @pytest.mark.parametrize("lengths", [False, True])
 def test_a_tight_budget_has_them_all_hooked(lengths: bool) -> None:
     """Where there is no room for it no step goes plainly."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import register_pytree_node
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.step_graph import StepGraph
@@ -55,6 +57,38 @@ def test_sizes_alone_make_no_other_family(one: Any, other: Any) -> None:
 def test_all_else_makes_another_family(other: Any) -> None:
     """Ranks, types, layouts and structure."""
     assert shape_of(_x(4, 6)).family != shape_of(other).family
+
+
+@pytest.mark.parametrize("other", [torch.eye(3).to_sparse(), torch.eye(4).half().to_sparse()])
+def test_tensors_without_strides_are_of_one_size(other: torch.Tensor) -> None:
+    """What a sparse one takes its shape does not tell: another is of another family."""
+    one = torch.eye(4).to_sparse()
+    assert shape_of(one) == shape_of(2 * one)
+    assert shape_of(one).family != shape_of(other).family
+
+
+class _Batch:
+    """A node of a user's, with something beside its tensor."""
+
+    def __init__(self, x: torch.Tensor, beside: Any) -> None:
+        self.x, self.beside = x, beside
+
+
+register_pytree_node(_Batch, lambda batch: ([batch.x], batch.beside), lambda parts, beside: _Batch(*parts, beside))
+
+
+def test_nodes_of_the_users() -> None:
+    """They tell steps apart by how what is beside their tensors is written, and nobody compares or keeps it."""
+    held = _x(3)
+    reference, x = weakref.ref(held), _x(4, 6)
+    assert shape_of(_Batch(x, [held])) == shape_of(_Batch(x, [_x(3)]))
+    assert shape_of(_Batch(x, {"mode": "a"})).family != shape_of(_Batch(x, {"mode": "b"})).family
+    beside = {"mode": "a"}
+    first = shape_of(_Batch(x, beside))
+    beside["mode"] = "b"
+    assert shape_of(_Batch(x, beside)) != first
+    del held
+    assert reference() is None
 
 
 def _step(batch: int, length: int) -> StepGraph:

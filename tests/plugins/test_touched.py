@@ -65,7 +65,7 @@ def test_what_is_followed_says_what_a_listing_says(seed: int) -> None:
     inputs = unread = read = carried = beside = []
     known = {storage._cdata: storage for storage in (*weights, *stay, *made_anew, *given)}
     given_keys = [storage._cdata for storage in given]
-    followed = There(known, given_keys, dict(enumerate(gone)), is_whole=False)
+    followed = There(known, given_keys, gone, is_whole=False)
     assert touched.bytes_beside(followed, (), has_inputs=True) == beside_bytes
     new = [_storage(num_bytes) for num_bytes in gone]
     listed = There(known | {storage._cdata: storage for storage in new}, given_keys)

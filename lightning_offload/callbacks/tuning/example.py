@@ -132,11 +132,6 @@ class Example:
         return made
 
 
-def _is_init_only(annotation: Any) -> bool:
-    """Whether what a dataclass annotates so is given to its ``__post_init__`` and no field."""
-    return isinstance(annotation, dataclasses.InitVar) or (isinstance(annotation, str) and "InitVar" in annotation)
-
-
 class _Maker:
     """Walks a batch, and beside it the other one as far as that is built alike."""
 
@@ -157,13 +152,18 @@ class _Maker:
 
     def _record(self, found: Any, other: Any) -> Any:
         """A dataclass; where it was made of more than its fields, a copy with these: what it was made of is gone."""
-        is_copied = any(_is_init_only(field.type) for field in type(found).__dataclass_fields__.values())
-        names = [field.name for field in dataclasses.fields(found) if is_copied or field.init]
-        parts = {n: self.made(getattr(found, n), getattr(other, n, None)) for n in names if hasattr(found, n)}
-        if not is_copied:
-            return dataclasses.replace(found, **parts)
+
+        def parts(names: Iterable[str]) -> dict[str, Any]:
+            return {n: self.made(getattr(found, n), getattr(other, n, None)) for n in names if hasattr(found, n)}
+
+        fields = dataclasses.fields(found)
+        try:
+            return dataclasses.replace(found, **parts(field.name for field in fields if field.init))
+        except (TypeError, ValueError) as error:
+            if "InitVar" not in str(error):
+                raise
         made = copy.copy(found)
-        for name, part in parts.items():
+        for name, part in parts(field.name for field in fields).items():
             object.__setattr__(made, name, part)  # a frozen one, too
         return made
 
