@@ -1,13 +1,13 @@
 """What is on the device beside the steps: listed seldom, and followed in between.
 
 A *scan* lists the storages of all tensors that Python knows of, which takes a tenth of a second or more on a large
-heap. So there are two of them among the first steps, before the first one and before the first that is planned, and
-later ones where they take 1% of the time, or, after 256 steps, 3%. In between it is told what is there: the state of
-the training (parameters, gradients, optimizers), what this forward and earlier ones were given, and what else the last
-scan found and still lives. What a scan found and has died since was replaced, it is taken, by something as large (as a
-batch is by the next one), unless a watched step has shown how it went, or it was there before the first step alone;
-what such a step left behind is known, too. As unwatched steps leave things as well, a count without a scan lowers none
-that was made before. No budget is refused on such a guess: a scan comes first.
+heap. So there are two of them among the first steps, before the first one and before the first that is planned (unless
+there is ample room), and later ones where they take 1% of the time, or, after 256 steps, 3%. In between it is told what
+is there: the state of the training (parameters, gradients, optimizers), what this forward and earlier ones were given,
+and what else the last scan found and still lives. What a scan found and has died since was replaced, it is taken, by
+something as large (as a batch is by the next one), unless a watched step has shown how it went, or it was there before
+the first step alone; what such a step left behind is known, too. As unwatched steps leave things as well, a count
+without a scan lowers none that was made before. No budget is refused on such a guess: a scan comes first.
 
 An accelerator's allocator counts; there scans tell what a recorded step touches.
 """
@@ -124,15 +124,18 @@ class Baseline:
         """A step needed other memory than it should: the next look is a scan."""
         self._is_doubtful = True
 
-    def look(self, device: torch.device, leaves: Iterable[Any], *, is_recorded: bool) -> There:
+    def look(
+        self, device: torch.device, leaves: Iterable[Any], *, is_recorded: bool, has_ample_room: bool = False
+    ) -> There:
         """List what is there.
 
         Args:
             device: The device.
             leaves: What the coming step is given.
             is_recorded: Whether the coming step is recorded.
+            has_ample_room: Whether there is room for much more than was seen so far.
         """
-        must_scan = not (self.num_scans if is_recorded else self._num_planned_scans)
+        must_scan = not (self.num_scans if is_recorded or has_ample_room else self._num_planned_scans)
         given = _storages_of(leaves, device)
         self._bury()
         if not (must_scan or self.is_due):

@@ -301,6 +301,12 @@ class PlanCache:
                 break
         return kind
 
+    @property
+    def has_ample_room(self) -> bool:
+        """Whether the budget is several times what steps like the coming one have needed so far."""
+        family = self.families.get(self._shape.family) if self._shape is not None else None
+        return self.kind.plain.is_ample or (family is not None and family.plain.is_ample)
+
     def room_to_record(self, budget_bytes: int | None, held_bytes: int) -> Room | None:
         """What the coming step, which is recorded, need not swap out; cf. :meth:`ShapeFamily.room_for`."""
         family = self.families.get(self._shape.family) if self._shape is not None else None

@@ -533,7 +533,8 @@ class Steps:
             return None
         there: There | None = None
         if memory is None or kind.phase in ("recording", "verifying"):
-            there = self.baseline.look(device, leaves, is_recorded=kind.phase == "recording")
+            is_recorded, has_ample_room = kind.phase == "recording", self.cache.has_ample_room
+            there = self.baseline.look(device, leaves, is_recorded=is_recorded, has_ample_room=has_ample_room)
         beside: int | None = None
         if memory is not None:
             allocated_bytes = memory.allocated_bytes()

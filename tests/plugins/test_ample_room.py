@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
+from lightning_offload.capture.live import CensusClock
 from lightning_offload.plugins.plain_steps import PlainNeed
 
 CPU = torch.device("cpu")
@@ -61,6 +62,14 @@ def test_few_steps_have_hooks(lengths: bool) -> None:
     assert report.floor_bytes is not None
     assert report.plain_peak_bytes is not None
     assert 0 < report.floor_bytes < report.plain_peak_bytes
+
+
+def test_ample_room_needs_no_second_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tensors, which may take as long as many such steps."""
+    monkeypatch.setattr(CensusClock, "is_due", lambda clock, share: False)
+    with MemoryPlugin("1GiB") as memory:
+        _train(memory, lengths=True)
+        assert memory._steps.baseline.num_scans == 1
 
 
 def test_reports_of_plain_steps_count_what_lies_beside_them() -> None:
