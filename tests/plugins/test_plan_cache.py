@@ -558,7 +558,7 @@ def test_larger_ones_that_have_no_plan_stand_for_none() -> None:
         floor = memory.report(of_last=True).floor_bytes
     assert floor is not None
     with attached(model, budget=f"{floor}B") as memory:
-        for size in (8, 32, 24):
+        for size in (8, 44, 24):
             train_step(model, rows(size), memory)
         (family,) = memory._steps.cache.families.values()
         family.hasty_seconds = 1000.0
