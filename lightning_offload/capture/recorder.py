@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_offload.accelerators import DeviceKind, kind_of
@@ -39,8 +40,17 @@ from lightning_offload.capture.live import Counted, LiveBytes
 from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.workspace import OpMemory, Workspaces, tries_algorithms, workspaces_on
-from lightning_offload.graph.step_graph import Op, Save, StepGraph, Storage, Value
-from lightning_offload.tensors.op_facts import ALL_REDUCE, Effects, OpFacts, effects, is_at_hand, is_leaf, is_plain
+from lightning_offload.graph.step_graph import MadeGradient, Op, Save, StepGraph, Storage, Value
+from lightning_offload.tensors.op_facts import (
+    ALL_REDUCE,
+    Effects,
+    OpFacts,
+    effects,
+    is_at_hand,
+    is_leaf,
+    is_plain,
+    parts_of,
+)
 from lightning_offload.tensors.saved_forms import SavedForm, form_of
 
 Price = Callable[[OpFacts, Any, Any, Any], float]
@@ -175,6 +185,9 @@ class Recorder(LiveBytes):
         self._backward_module = ""
         self._given: dict[int, weakref.ref[Tensor]] = {}  # by storage from before the step: a tensor on it
         self._left: dict[int, int] = {}  # its version, as the last scope left it
+        self._made_gradients: dict[int, int] = {}  # by storage: the tick from which on it is a gradient
+        self._hooks: list[RemovableHandle] = []
+        self._forget_hooks = weakref.finalize(self, _remove_all, self._hooks)
         self._closed = False
         self._saw_backward_op = False
 
@@ -313,6 +326,28 @@ class Recorder(LiveBytes):
         if not self._closed:
             counted = self._follow(storage, is_older=False)
             counted.row, counted.deaths = self._by_runtime.add(counted.num_bytes, self._tick), self._by_runtime.death
+
+    def watch_gradients(self, trainable: Iterable[Tensor]) -> None:
+        """Backward begins: note when it has made the gradient of each leaf that was read, and of some others."""
+        on_made = weakref.WeakMethod(self._on_gradient)
+
+        def hook(leaf: Tensor) -> None:
+            if (note := on_made()) is not None:
+                note(leaf)
+
+        read = (leaf for leaf in (reference() for reference in self.leaves.values()) if leaf is not None)
+        for leaf in {id(leaf): leaf for leaf in (*trainable, *read)}.values():
+            if leaf.requires_grad and is_leaf(leaf):
+                self._on_gradient(leaf)  # what reads nothing back comes before anything that does
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
+
+    def _on_gradient(self, leaf: Tensor) -> None:
+        if self._closed or leaf.grad is None:
+            return
+        for part in filter(self._counts, parts_of(leaf.grad)):
+            found = self._find(part.untyped_storage())
+            if found is not None and found.index >= 0 and self._storages.birth[found.index] >= 0:
+                self._made_gradients[found.index] = self._tick
 
     def begin_scope(self) -> None:
         """A scope of the step begins."""
@@ -486,6 +521,7 @@ class Recorder(LiveBytes):
     def _finished(self) -> StepGraph:
         self._forget_dead()
         self._closed = True
+        self._forget_hooks()
         end, lifetimes = self._tick, self._storages
         for storage in self._unseen:
             if lifetimes.death[storage] == _ALIVE:
@@ -516,7 +552,16 @@ class Recorder(LiveBytes):
             saves=saves,
             gradient_bytes=unseen,
             block_bytes=self._kind.block_bytes,
+            made_gradients=tuple(
+                MadeGradient(storage=storage, tick=tick)
+                for storage, tick in sorted(self._made_gradients.items(), key=lambda item: item[1])
+            ),
         )
+
+
+def _remove_all(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from lightning_offload.cli.loop import Loop
 from lightning_offload.cli.steps import Target, default_input_dtype, is_lightning, step_of
 from lightning_offload.errors import OffloadError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.graph.step_graph import Accumulation, StepGraph
 from lightning_offload.plugins.fake import record_fake_step
 
 LOOP_BYTES = 64 << 10
@@ -97,6 +97,7 @@ class Workload:
             extra_bytes=graph.extra_bytes + untouched + sizes["optimizer"] + sizes["loop"],
             old_gradient_bytes=sizes["old"],
             accumulated_bytes=sizes["accumulated"],
+            accumulations=(Accumulation(added_to_bytes=sizes["accumulated"]),) if sizes["accumulated"] else (),
         )
         return Captured(graph=graph, parameter_bytes=sizes["parameters"], optimizer_bytes=sizes["optimizer"])
 

@@ -123,6 +123,43 @@ class Departure:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MadeGradient:
+    """A gradient that backward made, of a parameter that had none.
+
+    Attributes:
+        storage: Where it lies.
+        tick: From which on it would be gone, had it been added to an earlier step's.
+    """
+
+    storage: int
+    tick: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """Gradients of earlier steps that may be there together in backward.
+
+    Attributes:
+        idle_bytes: Those that backward leaves alone: another model's.
+        added_to_bytes: Those that it adds its own to, which are gone then.
+    """
+
+    idle_bytes: int = 0
+    added_to_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Both."""
+        return self.idle_bytes + self.added_to_bytes
+
+    def without(self, num_bytes: int) -> Accumulation:
+        """What is left without so many bytes, those that are added to above all."""
+        added_to = max(0, self.added_to_bytes - num_bytes)
+        idle = max(0, self.idle_bytes - max(0, num_bytes - self.added_to_bytes))
+        return Accumulation(idle_bytes=idle, added_to_bytes=added_to)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
     """A recorded step: its ops, the storages they worked on, and what autograd saved; the module defines ticks.
 
@@ -132,8 +169,10 @@ class StepGraph:
         gradient_bytes: Gradients that backward will leave behind, where it was not observed; else 0.
         old_gradient_bytes: Gradients of earlier steps that may be there before backward, beyond those recorded.
         accumulated_bytes: The part of them that may still be there in backward.
+        accumulations: What these are, for each of those steps that may need most; none where they all stay.
         block_bytes: What the device's allocator rounds sizes up to a multiple of; sizes here are tensors' own.
         departures: When parts of ``extra_bytes`` are dropped, in order.
+        made_gradients: Those that were recorded, in the order of their ticks.
     """
 
     num_ticks: int
@@ -147,6 +186,8 @@ class StepGraph:
     accumulated_bytes: int = 0
     block_bytes: int = dataclasses.field(default=1, metadata=codec.ADDED)
     departures: tuple[Departure, ...] = dataclasses.field(default=(), metadata=codec.ADDED)
+    accumulations: tuple[Accumulation, ...] = dataclasses.field(default=(), metadata=codec.ADDED)
+    made_gradients: tuple[MadeGradient, ...] = dataclasses.field(default=(), metadata=codec.ADDED)
 
     @property
     def persistent_bytes(self) -> int:
@@ -216,8 +257,11 @@ class StepGraph:
             "accumulated_bytes": self.accumulated_bytes,
             "block_bytes": self.block_bytes,
         }
-        for name in ("ops", "storages", "values", "saves", *(("departures",) if self.departures else ())):
+        for name in ("ops", "storages", "values", "saves"):
             payload[name] = codec.encode_rows(getattr(self, name))
+        for name in _ROWS_ADDED:
+            if rows := getattr(self, name):
+                payload[name] = codec.encode_rows(rows)
         return codec.dumps("step_graph", payload)
 
     @classmethod
@@ -230,11 +274,18 @@ class StepGraph:
         data = codec.loads("step_graph", text)
         for name, row in (("ops", Op), ("storages", Storage), ("values", Value), ("saves", Save)):
             data[name] = codec.decode_rows(row, data.get(name), where=name)
-        data["departures"] = codec.decode_rows(Departure, data.get("departures", []), where="departures")
+        for name, row in _ROWS_ADDED.items():
+            data[name] = codec.decode_rows(row, data.get(name, []), where=name)
         graph = codec.decode(cls, data, where="step_graph")
         check(graph)
         return graph
 
+
+_ROWS_ADDED: dict[str, type[Any]] = {
+    "departures": Departure,
+    "accumulations": Accumulation,
+    "made_gradients": MadeGradient,
+}
 
 _T = TypeVar("_T")
 _NUM_REMEMBERED = 4
@@ -278,12 +329,20 @@ def check(graph: StepGraph) -> None:
     """
     sizes = (graph.num_ticks, graph.extra_bytes, graph.gradient_bytes, graph.accumulated_bytes)
     _expect(min(sizes) >= 0 and graph.old_gradient_bytes >= graph.accumulated_bytes, "negative size")
+    for i, found in enumerate(graph.accumulations):
+        ok = min(found.idle_bytes, found.added_to_bytes) >= 0 and found.num_bytes <= graph.accumulated_bytes
+        _expect(ok, f"accumulations[{i}] has a negative size or more than is accumulated: {found}")
     _expect(graph.block_bytes >= 1, f"blocks of {graph.block_bytes} bytes")
     departures = graph.departures
     for i, departure in enumerate(departures):
         ok = 0 <= departure.tick <= graph.num_ticks and departure.num_bytes >= 0
         _expect(ok, f"departures[{i}] has a negative size or is outside the graph: {departure}")
     _expect(sum(d.num_bytes for d in departures) <= graph.extra_bytes, "more departs than was there")
+    last_tick = -1
+    for i, gradient in enumerate(graph.made_gradients):
+        ok = 0 <= gradient.storage < len(graph.storages) and last_tick <= gradient.tick <= graph.num_ticks
+        _expect(ok, f"made_gradients[{i}] is out of order or points outside the graph: {gradient}")
+        last_tick = gradient.tick
     for i, storage in enumerate(graph.storages):
         ok = storage.num_bytes >= 0 and -1 <= storage.birth <= storage.death <= graph.num_ticks
         _expect(ok, f"storages[{i}] has a negative size or a death before its birth: {storage}")

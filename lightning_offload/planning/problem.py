@@ -325,6 +325,13 @@ class Problem:
         if self.unpacks:
             freed = graph.old_gradient_bytes - graph.accumulated_bytes
             delta[self.unpacks[0].tick] += graph.gradient_bytes - freed
+            if graph.accumulations:
+                made = sizes[[gradient.storage for gradient in graph.made_gradients]]
+                to_come = np.cumsum(made[::-1])[::-1] - made
+                there = [found.idle_bytes + np.minimum(found.added_to_bytes, to_come) for found in graph.accumulations]
+                most = np.max(there, axis=0)
+                ticks = [gradient.tick for gradient in graph.made_gradients]
+                np.add.at(delta, ticks, np.diff(most, prepend=graph.accumulated_bytes))
         base: Bytes = np.cumsum(delta)[: graph.num_ticks + 1]
         base[self.op_ticks] += workspace_bytes
         return base

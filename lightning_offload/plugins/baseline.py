@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from lightning_offload.tensors.op_facts import is_plain
 
 _SHARE, _SHARE_WHERE_LATE = 0.01, 0.03  # of the time may go into scans; into one that is long due
 _COLLECTING_SHARE = 0.1  # and into what the garbage collector does before one, where a step is recorded
+_MOST_ALIKE = 256  # forwards, or kinds of step, that are told apart
 _MOST_STEPS = 256  # without one
 
 
@@ -40,15 +42,21 @@ class There(NamedTuple):
 
     Attributes:
         storages: Those that are known.
+        state: Identities of those that belong to the training.
         given: Identities of those that the step is given.
         replaced: Bytes of those that the last scan found, and that have died: others lie in their place.
         is_whole: Whether there are no others: a scan listed them.
     """
 
     storages: Census
+    state: Collection[int] = ()
     given: Collection[int] = ()
     replaced: Sequence[int] = ()
     is_whole: bool = True
+
+    def state_bytes_but(self, gradients: Collection[int]) -> int:
+        """What of that belongs to the training, but for gradients."""
+        return sum(self.storages[key].nbytes() for key in self.state if key not in gradients)
 
     def bytes_but(self, others: Collection[int]) -> int:
         """What lies on the device, but for some storages."""
@@ -92,7 +100,9 @@ class Baseline:
         self._clock = CensusClock()
         self._others: dict[int, _Followed] = {}
         self._dead: deque[_Followed] = deque()
-        self._replaced: dict[int, set[int]] = {}  # by size: identities that dead ones had
+        self._replaced: dict[int, _Followed] = {}  # dead, by their own identities
+        self._given: dict[Hashable, list[_Followed]] = {}  # by what is alike: what the last one was given
+        self._left: dict[Hashable, list[_Followed]] = {}  # by kind of step: what the last watched one left behind
         self._is_doubtful = False
         self._num_steps = 0
         self._num_planned_scans = 0
@@ -101,18 +111,25 @@ class Baseline:
         """A step begins."""
         self._num_steps += 1
 
-    def note_given(self, device: torch.device, leaves: Iterable[Any]) -> None:
+    def note_given(self, device: torch.device, leaves: Iterable[Any], like: str) -> None:
         """Follow what a forward is given: a later step that is not given it may find it there.
 
         Args:
             device: The device.
             leaves: What it is given.
+            like: Forwards of the same are given the next one of each.
         """
         self._bury()
-        for key, storage in _storages_of(leaves, device).items():
+        given, before = _storages_of(leaves, device), self._given.get(like, [])
+        now: list[_Followed] = []
+        for (key, storage), last in itertools.zip_longest(given.items(), before[: len(given)]):
             found = self._others.get(key)
             if found is None or found() is not storage:
-                self._follow(storage)
+                found = self._follow(storage, is_replaced=last is not None and last.is_replaced)
+                if last is not None:
+                    self._replaced.pop(id(last), None)
+            now.append(found)
+        _remember(self._given, like, now)
 
     @property
     def is_due(self) -> bool:
@@ -146,27 +163,37 @@ class Baseline:
                 gc.collect()  # what waits for it is no part of the steps to come
             storages = self._state.storages(device)
             known = self._state.known_storages(device).keys()
-            staying = given.keys() | {key for key, found in self._others.items() if not found.is_replaced}
             others = {key: storage for key, storage in storages.items() if key not in known}
-            self._others = {
-                key: _Followed(storage, self.num_scans > 0 and key not in staying, self._dead)
-                for key, storage in others.items()
-            }
+            before, are_replaced = self._others, self.num_scans > 0
+            self._others, new = {}, dict[int, list[_Followed]]()
+            for key, storage in others.items():
+                found = before.get(key)
+                if found is None or found() is not storage:
+                    found = _Followed(storage, are_replaced and key not in given, self._dead)
+                    if found.is_replaced:
+                        new.setdefault(found.num_bytes, []).append(found)
+                self._others[key] = found
+            for left in self._left.values():  # what stood for what unwatched ones left is this
+                left[:] = [
+                    new[last.num_bytes].pop() if id(last) in self._replaced and new.get(last.num_bytes) else last
+                    for last in left
+                ]
             self._replaced.clear()
         self.scan_seconds += time.perf_counter() - began
         self.num_scans += 1
         self._num_planned_scans += not is_recorded
         self._is_doubtful, self._num_steps = False, 0
-        return There(storages, given.keys())
+        return There(storages, known & storages.keys(), given.keys())
 
     def _listed(self, device: torch.device, given: Census) -> There:
         """What is there as it was followed."""
-        storages = {**self._state.known_storages(device), **given}
+        state = self._state.known_storages(device)
+        storages = {**state, **given}
         for key, found in self._others.items():
             if (storage := found()) is not None:
                 storages[key] = storage
-        replaced = [num_bytes for num_bytes, keys in self._replaced.items() for _ in keys]
-        return There(storages, given.keys(), replaced, is_whole=False)
+        replaced = [found.num_bytes for found in self._replaced.values()]
+        return There(storages, state.keys(), given.keys(), replaced, is_whole=False)
 
     def _bury(self) -> None:
         """Follow those no more that have died: in place of some lie others, which nobody saw come."""
@@ -175,33 +202,51 @@ class Baseline:
             if self._others.get(found.key) is found:
                 del self._others[found.key]
                 if found.is_replaced:
-                    self._replaced.setdefault(found.num_bytes, set()).add(found.key)
+                    self._replaced[id(found)] = found
 
-    def note_left(self, left: Iterable[torch.UntypedStorage], dropped: Iterable[Dropped] = ()) -> None:
+    def note_left(
+        self, left: Iterable[torch.UntypedStorage], dropped: Iterable[Dropped] = (), kind: Hashable = None
+    ) -> None:
         """A watched step, or an optimizer's, has left what it made behind.
 
         Args:
             left: What it made, no gradients. As much of that as it dropped is taken to be dropped by the next one in
                 turn.
             dropped: What it dropped of what was there.
+            kind: The kind of step; None for an optimizer's.
         """
         self._bury()
-        dropped_bytes = 0
-        for gone in dropped:
-            for keys in self._replaced.values():
-                keys.discard(gone.key)
-            dropped_bytes += gone.num_bytes
+        for last in self._left.pop(kind, ()):
+            last.is_replaced = False
+            self._replaced.pop(id(last), None)
+        gone = {storage.key: storage.num_bytes for storage in dropped}
+        if gone:
+            self._replaced = {key: found for key, found in self._replaced.items() if found.key not in gone}
+        dropped_bytes = sum(gone.values())
+        now: list[_Followed] = []
         for storage in left:
             num_bytes = storage.nbytes()
-            self._follow(storage, is_replaced=num_bytes <= dropped_bytes)
+            now.append(self._follow(storage, is_replaced=num_bytes <= dropped_bytes))
             dropped_bytes -= min(dropped_bytes, num_bytes)
+        if kind is not None and now:
+            _remember(self._left, kind, now)
 
-    def _follow(self, storage: torch.UntypedStorage, *, is_replaced: bool = False) -> None:
-        """Know a storage from now on, and one as large in whose place it lies no more."""
-        if dead := self._replaced.get(storage.nbytes()):
-            dead.pop()
-            is_replaced = True
-        self._others[storage._cdata] = _Followed(storage, is_replaced, self._dead)
+    def note_unwatched(self, kind: Hashable) -> None:
+        """A step of a kind has run that nobody watched: it left what takes the place of what the last one left."""
+        for last in self._left.get(kind, ()):
+            last.is_replaced |= self._others.get(last.key) is last  # it was there as that step began
+
+    def _follow(self, storage: torch.UntypedStorage, *, is_replaced: bool) -> _Followed:
+        """Know a storage from now on."""
+        self._others[storage._cdata] = found = _Followed(storage, is_replaced, self._dead)
+        return found
+
+
+def _remember(known: dict[Hashable, list[_Followed]], key: Hashable, found: list[_Followed]) -> None:
+    known.pop(key, None)
+    known[key] = found
+    while len(known) > _MOST_ALIKE:
+        del known[next(iter(known))]
 
 
 def _storages_of(leaves: Iterable[Any], device: torch.device) -> Census:

@@ -8,13 +8,80 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from lightning_offload.capture.departures import Departures, within
-from lightning_offload.graph.step_graph import Departure, StepGraph
+from lightning_offload.graph.step_graph import Accumulation, Departure, StepGraph
 from lightning_offload.plugins.touched import StorageRef
+
+_MOST_TOGETHER = 8  # of gradients that may be there, told apart
+
+
+class OldGradients(NamedTuple):
+    """Gradients of earlier steps.
+
+    Attributes:
+        before: Bytes of those that may be there before a step.
+        in_backward: Those that may be there together in its backward.
+        some_go: Whether a step was seen in which some went before its backward.
+    """
+
+    before: int = 0
+    in_backward: tuple[Accumulation, ...] = ()
+    some_go: bool = False
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of those in backward, at most."""
+        return max((found.num_bytes for found in self.in_backward), default=0)
+
+    def or_more(self, other: OldGradients) -> OldGradients:
+        """What counts for steps with these and for such with others."""
+        in_backward = self.in_backward
+        if other.in_backward != in_backward:
+            in_backward = _needing_most({*in_backward, *other.in_backward})
+        return OldGradients(max(self.before, other.before), in_backward, self.some_go or other.some_go)
+
+    def on(self, graph: StepGraph, recorded_bytes: int) -> StepGraph:
+        """A step with those of them that are no storages of its own; itself where it has them.
+
+        Args:
+            graph: The step.
+            recorded_bytes: Those that are.
+        """
+        in_backward = self.in_backward
+        if recorded_bytes:
+            in_backward = _needing_most({found.without(recorded_bytes) for found in in_backward} - {Accumulation()})
+        accumulated = max((found.num_bytes for found in in_backward), default=0)
+        before = max(self.before - recorded_bytes, accumulated)
+        known = graph.old_gradient_bytes, graph.accumulated_bytes, graph.accumulations
+        if known == (before, accumulated, in_backward):
+            return graph
+        return dataclasses.replace(
+            graph, old_gradient_bytes=before, accumulated_bytes=accumulated, accumulations=in_backward
+        )
+
+    @classmethod
+    def of(cls, graph: StepGraph) -> OldGradients:
+        """Those that a step counts."""
+        before, accumulated = graph.old_gradient_bytes, graph.accumulated_bytes
+        in_backward = graph.accumulations or ((Accumulation(idle_bytes=accumulated),) if accumulated else ())
+        return cls(before, in_backward, before > accumulated)
+
+
+def _needing_most(found: Iterable[Accumulation]) -> tuple[Accumulation, ...]:
+    """Those that no other one needs as much as, from the first gradient that is made to the last."""
+    kept: list[Accumulation] = []
+    for one in sorted(found, key=lambda it: (-it.num_bytes, -it.idle_bytes)):
+        if not kept or one.idle_bytes > kept[-1].idle_bytes:
+            kept.append(one)
+    if len(kept) <= _MOST_TOGETHER:
+        return tuple(kept)
+    most, idle_bytes = kept[0].num_bytes, kept[-1].idle_bytes
+    return (Accumulation(idle_bytes=idle_bytes, added_to_bytes=max(0, most - idle_bytes)),)
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,40 +112,52 @@ class Beside:
     """What the plans for a kind of step count beside what it makes.
 
     Attributes:
-        old_gradient_bytes: Gradients of earlier steps that may be there before a step.
-        accumulated_bytes: Those that may still be there in its backward.
+        gradients: Gradients of earlier steps.
         recorded_gradient_bytes: Those that the recorded step accumulated into: they are in its graph.
         headroom_bytes: What the plan in force leaves free because what is beside the step is growing.
         is_known: Whether that was counted, since the last recording.
+        state_bytes: The training's state as it was counted then, gradients aside; None where nobody listed it.
         dropping: What of it steps drop.
         left_behind: What the recorded step made and left on the device, until a later one shows what becomes of that.
+        made_gradients: The gradients that the recorded step made.
+        guessed: What a step's backward is taken to find of gradients that no step was seen with yet.
+        may_guess: Whether it is: no plan is refused for that.
     """
 
-    old_gradient_bytes: int = 0
-    accumulated_bytes: int = 0
+    gradients: OldGradients = dataclasses.field(default_factory=OldGradients)
     recorded_gradient_bytes: int = 0
     headroom_bytes: int = 0
     is_known: bool = False
+    state_bytes: int | None = None
     dropping: Dropping = dataclasses.field(default_factory=Dropping)
     left_behind: tuple[tuple[StorageRef, Departure], ...] = ()
+    made_gradients: Sequence[StorageRef] = ()
+    guessed: OldGradients = dataclasses.field(default_factory=OldGradients)
+    may_guess: bool = True
     _guess: tuple[Departure, ...] = ()
 
-    def note_gradients(self, old_bytes: int, accumulated_bytes: int) -> None:
-        """Count gradients of earlier steps: those there before forward, those still there in backward."""
-        self.old_gradient_bytes = max(self.old_gradient_bytes, old_bytes, accumulated_bytes)
-        self.accumulated_bytes = max(self.accumulated_bytes, accumulated_bytes)
+    def note_gradients(self, gradients: Mapping[int, int]) -> None:
+        """A step begins with gradients of earlier ones: bytes by identity."""
+        before = sum(gradients.values())
+        self.gradients = known = self.gradients.or_more(OldGradients(before=before))
+        if before > known.most_bytes:
+            made = {
+                storage._cdata for storage in (reference() for reference in self.made_gradients) if storage is not None
+            }
+            added_to = sum(num_bytes for key, num_bytes in gradients.items() if key in made)
+            found = Accumulation(idle_bytes=before - added_to, added_to_bytes=added_to)
+            self.guessed = OldGradients(in_backward=(found,))
 
-    def forget_gradients(self) -> None:
-        """Count none: nothing is known of the step any more."""
-        self.old_gradient_bytes = self.accumulated_bytes = 0
+    def learn_gradients(self, old: OldGradients) -> None:
+        """A step, or one like it, has shown what becomes of them."""
+        self.gradients, self.guessed = self.gradients.or_more(old), OldGradients()
 
     def with_gradients(self, graph: StepGraph) -> StepGraph:
         """A step with those that are none of its own; itself where it has them."""
-        old = max(0, self.old_gradient_bytes - self.recorded_gradient_bytes)
-        accumulated = max(0, self.accumulated_bytes - self.recorded_gradient_bytes)
-        if (old, accumulated) == (graph.old_gradient_bytes, graph.accumulated_bytes):
-            return graph
-        return dataclasses.replace(graph, old_gradient_bytes=old, accumulated_bytes=accumulated)
+        old = self.gradients
+        if self.may_guess and not old.some_go:
+            old = old.or_more(self.guessed)
+        return old.on(graph, self.recorded_gradient_bytes)
 
     def with_extra(self, graph: StepGraph, num_bytes: int) -> StepGraph:
         """A step with so much on the device beside it; itself where it has that."""
@@ -88,16 +167,22 @@ class Beside:
         return dataclasses.replace(graph, extra_bytes=num_bytes, departures=departures)
 
     def recorded(
-        self, graph: StepGraph, accumulated_bytes: int, left: Sequence[tuple[torch.UntypedStorage, int]]
+        self,
+        graph: StepGraph,
+        gradient_bytes: int,
+        made_gradients: Sequence[StorageRef],
+        left: Sequence[tuple[torch.UntypedStorage, int]],
     ) -> None:
         """A step was recorded.
 
         Args:
             graph: It.
-            accumulated_bytes: Gradients of earlier steps that were there in its backward.
+            gradient_bytes: Gradients of earlier steps that are among its storages.
+            made_gradients: Those that it made.
             left: What it left on the device, gradients aside, each with the tick at which it was made.
         """
-        self.recorded_gradient_bytes, self.is_known = accumulated_bytes, False
+        self.recorded_gradient_bytes, self.is_known = gradient_bytes, False
+        self.made_gradients = made_gradients
         self.left_behind = tuple(
             (weakref.ref(storage), Departure(tick=tick, num_bytes=graph.taken_bytes(storage.nbytes())))
             for storage, tick in left
@@ -122,8 +207,15 @@ class Beside:
         self.left_behind, self._guess = (), ()
         return self.with_extra(graph, graph.extra_bytes)
 
-    def guess_drops(self, graph: StepGraph | None) -> StepGraph | None:
-        """The step, dropping what the one before left behind for its own; None where that is known, or nothing."""
+    def guess_less(self, graph: StepGraph | None) -> StepGraph | None:
+        """The step with less beside it than is likely; None where all that is known.
+
+        It may drop what the one before left behind for its own, and gradients before its backward.
+        """
+        if graph is not None and self.may_guess:
+            self.may_guess = False
+            if (found := self.with_gradients(graph)) is not graph:
+                return found
         left = [departure for reference, departure in self.left_behind if reference() is not None]
         if graph is None or not left or self.dropping.is_seen:
             return None

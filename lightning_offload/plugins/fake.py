@@ -86,6 +86,7 @@ def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]], device: Devic
             observer=recorder,
             verifier=None,
         )
+        executor.on_backward = lambda: recorder.watch_gradients(())
         with executing(executor):
             step()
         return FakeStep(recorder.finish(), tuple(meter.work))

@@ -33,6 +33,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import mode_share
 from lightning_offload.planning.step_model import with_lifetimes_of
+from lightning_offload.plugins.beside import OldGradients
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.pace import Halves, LaunchTimes, StepTimes
@@ -72,7 +73,9 @@ class Recording:
         open_sizes: Sizes that depended on data.
         has_backward: Whether anything was read back.
         is_typical: Whether later steps will be like it: not the one in which an optimizer makes its state.
-        accumulated_bytes: Gradients of earlier steps that were there in its backward.
+        old_gradients: Gradients of earlier steps.
+        gradient_bytes: Those of them that are among its storages.
+        made_gradients: Those that it made.
         bare_bytes: What it needed beyond what was there before, with all that it saved swapped out; None if some
             stayed, or where that is not known.
         larger: What tells how long storages live, where some stayed that were saved; None where the recording does.
@@ -85,7 +88,9 @@ class Recording:
     open_sizes: frozenset[int]
     has_backward: bool
     is_typical: bool
-    accumulated_bytes: int
+    old_gradients: OldGradients
+    gradient_bytes: int
+    made_gradients: Sequence[StorageRef]
     bare_bytes: int | None
     larger: StepGraph | None
     left: Sequence[tuple[torch.UntypedStorage, int]]
@@ -113,7 +118,7 @@ class StepShown:
         plain: What it would have needed, had it kept everything, and what was there as it began; None if not known.
         peaks: Its peaks; None where they were not measured.
         recording: It, if it was recorded.
-        accumulated_bytes: Gradients of earlier steps that were there in its backward.
+        old_gradients: Gradients of earlier steps, those before its backward aside.
         gradients: Identities of the gradients that were there when it began.
         live: What counted its bytes; None for nothing.
         has_deviated: Whether it left its plan.
@@ -136,7 +141,7 @@ class StepShown:
     plain: tuple[int, int] | None = None
     peaks: Peaks | None = None
     recording: Recording | None = None
-    accumulated_bytes: int = 0
+    old_gradients: OldGradients = dataclasses.field(default_factory=OldGradients)
     gradients: Collection[int] = ()
     live: LiveBytes | None = None
     has_deviated: bool = False
@@ -181,7 +186,7 @@ def learn(kind: PlanEntry, shown: StepShown, budget_bytes: int | None) -> None:
 
 def _has_followed(kind: PlanEntry, shown: StepShown, budget_bytes: int | None) -> bool:
     """Take over what a step under a plan showed; whether it ran to its end under the plan that is in force."""
-    kind.note_gradients(0, shown.accumulated_bytes)
+    kind.note_gradients(shown.old_gradients)
     if shown.has_deviated:
         if kind.family is None and not (kind.source.is_captured or shown.is_other):
             kind.begin_anew()
@@ -281,7 +286,7 @@ def take_given(kind: PlanEntry, plan: MemoryPlan, step: StepGraph | None) -> Non
     kind.drop_plan()
     if step is not None:
         kind.graph = step
-        kind.beside.old_gradient_bytes, kind.beside.accumulated_bytes = step.old_gradient_bytes, step.accumulated_bytes
+        kind.beside.gradients = OldGradients.of(step)
         kind.stage.enter("planned")
 
 
@@ -294,7 +299,7 @@ def leave_given(kind: PlanEntry) -> None:
     kind.source = Recorded(None if source.is_captured else source.touched, was_restored=source.was_restored)
     if source.is_captured:
         kind.graph, kind.shortfall_bytes, kind.beside.headroom_bytes = None, 0, 0
-        kind.beside.forget_gradients()
+        kind.beside.gradients = OldGradients()
         kind.mismatched.clear()
         record_again(kind)
 
@@ -373,18 +378,19 @@ def _take_recording(kind: PlanEntry, recording: Recording, live: LiveBytes | Non
         kind.mismatched.clear()
         kind.verified.clear()
     kind.graph, kind.program = graph, None
-    kind.beside.recorded(graph, recording.accumulated_bytes, recording.left)
+    old = recording.old_gradients
+    kind.beside.recorded(graph, recording.gradient_bytes, recording.made_gradients, recording.left)
     kind.changes.num_failed = 0
     kind.hooks.restart()
     kind.stage.enter("verifying")
     kind.changes.variants.learn(
-        Variant(graph, recording.forms, recording.open_sizes, touched, recording.accumulated_bytes, kind.given)
+        Variant(graph, recording.forms, recording.open_sizes, touched, recording.gradient_bytes, kind.given)
     )
     if kind.changes.aligns:
         align(kind)
     else:
         kind.source = Recorded(touched)
-    kind.note_gradients(0, kind.beside.recorded_gradient_bytes)
+    kind.note_gradients(old)
 
 
 # ---- plans

@@ -145,6 +145,15 @@ class PersistentState:
         sizes = _sizes(self._gradients())
         return {key: size for key, size in sizes.items() if key not in buckets}
 
+    def gradient_versions(self) -> dict[int, tuple[int, int]]:
+        """All that are there now: bytes, and how often each was written, which counts on where backward adds to it."""
+        found: dict[int, tuple[int, int]] = {}
+        for gradient in _plain_parts(self._gradients()):
+            storage = gradient.untyped_storage()
+            version = 0 if gradient.is_inference() else gradient._version
+            found[storage._cdata] = storage.nbytes(), version + found.get(storage._cdata, (0, 0))[1]
+        return found
+
     def storages(self, device: torch.device) -> Census:
         """All storages on a device: those of every tensor that Python knows of, and those known here."""
         return {**live_storages(device), **self.known_storages(device)}

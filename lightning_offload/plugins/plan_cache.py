@@ -359,7 +359,7 @@ class PlanCache:
         if family is not None:
             if family.plain.must_watch and not kind.has_ample_room:
                 family.plain.watched()
-            family.note_gradients(kind.beside.old_gradient_bytes, kind.beside.accumulated_bytes)
+            family.gradients = family.gradients.or_more(kind.beside.gradients)
             family.is_one_structure &= not kind.differs
         if family is not None and not kind.spans_sizes and has_deviated:
             family.changes.deviated()
@@ -375,7 +375,7 @@ class PlanCache:
             return
         if self.phase in ("recording", "verifying", "measuring"):
             family = self.families.setdefault(shape.family, ShapeFamily(shape.family))
-            family.note_gradients(kind.beside.old_gradient_bytes, kind.beside.accumulated_bytes)
+            family.gradients = family.gradients.or_more(kind.beside.gradients)
             self._last_of[shape.family] = kind
             if self.phase == "recording":
                 self.note_beside(kind.graph.extra_bytes)

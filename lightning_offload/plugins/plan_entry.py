@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -23,7 +23,7 @@ from lightning_offload.planning.floor import peaks_without_plan
 from lightning_offload.planning.planner import beside as with_margin
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.plugins.baseline import There
-from lightning_offload.plugins.beside import Beside
+from lightning_offload.plugins.beside import Beside, OldGradients
 from lightning_offload.plugins.cadence import HookShedding
 from lightning_offload.plugins.pace import Expected, Pace
 from lightning_offload.plugins.phases import Phase, Stage
@@ -164,7 +164,9 @@ class PlanEntry:
         """A kind of step known from an earlier run; planned anew where its plan was for another setting."""
         program = compile_plan(graph, plan) if plan is not None else None
         stage = Stage("verifying" if plan is None else "planned")
-        return cls(stage=stage, source=Recorded(was_restored=True), graph=graph, program=program)
+        made = cls(stage=stage, source=Recorded(was_restored=True), graph=graph, program=program)
+        made.beside.gradients = OldGradients.of(graph)
+        return made
 
     @classmethod
     def with_ample_room(cls) -> PlanEntry:
@@ -194,7 +196,7 @@ class PlanEntry:
         if like is not None and like.graph is not None and made.graph is not None:
             made.graph = made.beside.with_extra(made.graph, family.beside_bytes or 0)
             made._be_like(like)
-            made.note_gradients(family.old_gradient_bytes, family.accumulated_bytes)
+            made.note_gradients(family.gradients)
         return made
 
     @classmethod
@@ -214,7 +216,7 @@ class PlanEntry:
         return made
 
     def _be_like(self, like: PlanEntry) -> None:
-        self.note_gradients(like.beside.old_gradient_bytes, like.beside.accumulated_bytes)
+        self.note_gradients(like.beside.gradients)
         self.made.state_version = like.made.state_version
         self.takes_data = like.takes_data
 
@@ -228,7 +230,7 @@ class PlanEntry:
             self.shortfall_bytes = max(self.shortfall_bytes, source.guess_bytes)
         self.mismatched.clear()
         self.verified.clear()
-        self.note_gradients(self.beside.old_gradient_bytes, self.beside.accumulated_bytes)
+        self.note_gradients(self.beside.gradients)
 
     def begin_anew(self) -> None:
         """Steps are under another plan from now on."""
@@ -427,10 +429,12 @@ class PlanEntry:
             known = self.made.peaks = self.graph, peaks_without_plan(self.graph, device)
         return known[1]
 
-    @property
-    def beside_bytes(self) -> int:
-        """What was counted beside its steps so far, since the last recording."""
-        return self.graph.extra_bytes if self.beside.is_known and self.graph is not None else 0
+    def beside_bytes_with(self, state_bytes: int) -> int:
+        """What was counted beside its steps, since the last recording, with as much of the training's state as now."""
+        if self.graph is None or not self.beside.is_known:
+            return 0
+        grown_bytes = state_bytes - self.beside.state_bytes if self.beside.state_bytes is not None else 0
+        return self.graph.extra_bytes + grown_bytes
 
     def bytes_beside(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
         """What is on the device beside the coming step; cf. :meth:`Touched.bytes_beside`."""
@@ -452,9 +456,17 @@ class PlanEntry:
         if self.source.touched.known is None and self.source.is_own:
             self.source.touched = Touched.seen(live, gradients)
 
-    def note_gradients(self, old_bytes: int, accumulated_bytes: int) -> None:
-        """Plan for gradients of earlier steps: those there before forward, those still there in backward."""
-        self.beside.note_gradients(old_bytes, accumulated_bytes)
+    def note_gradients(self, old: OldGradients) -> None:
+        """Plan for gradients of earlier steps, as steps have shown them."""
+        self.beside.learn_gradients(old)
+        self._count_gradients()
+
+    def begin_with_gradients(self, gradients: Mapping[int, int]) -> None:
+        """Plan for those that a step begins with: bytes by identity."""
+        self.beside.note_gradients(gradients)
+        self._count_gradients()
+
+    def _count_gradients(self) -> None:
         if self.graph is not None and (graph := self.beside.with_gradients(self.graph)) is not self.graph:
             self.graph = graph
             self.drop_plan()
@@ -507,9 +519,9 @@ class PlanEntry:
         self.graph = graph
         self.drop_plan()
 
-    def guesses_drops(self) -> bool:
-        """Whether no plan is refused for what the step before left behind: the coming one may drop it for its own."""
-        graph = self.beside.guess_drops(self.graph)
+    def guesses_less(self) -> bool:
+        """Whether no plan is refused for what the coming step may drop: what is beside it counts as less now."""
+        graph = self.beside.guess_less(self.graph)
         self.graph = graph or self.graph
         return graph is not None
 
@@ -531,7 +543,7 @@ class PlanEntry:
         family = self.family
         if family is None:
             return
-        self.note_gradients(family.old_gradient_bytes, family.accumulated_bytes)
+        self.note_gradients(family.gradients)
         if family.beside_bytes is not None:
             self.note_beside(family.beside_bytes, budget_bytes)
         more_bytes = family.shortfall_bytes - self.shortfall_bytes

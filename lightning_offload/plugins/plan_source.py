@@ -30,6 +30,7 @@ from lightning_offload.planning.planner import Make, beside, plan_with_margin, p
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.planning.trace import simulate_plan
+from lightning_offload.plugins.beside import OldGradients
 from lightning_offload.plugins.cadence import Cadence
 from lightning_offload.plugins.shape_families import Derived, ShapeFamily
 from lightning_offload.plugins.structure_changes import Next, StructureChanges
@@ -299,8 +300,8 @@ class ShapeBucket(PlanSource):
         if self.derived.actual == self.derived.point or step.device is None:
             return super().unforeseen_bytes(step)
         figures = self._planner.model.figures_at(self.derived.actual)  # it was smaller than what the plan is for
-        given = {name: getattr(step.graph, name) for name in ("extra_bytes", "old_gradient_bytes", "accumulated_bytes")}
-        graph = dataclasses.replace(self._planner.model.sized(figures), **given)
+        graph = OldGradients.of(step.graph).on(self._planner.model.sized(figures), 0)
+        graph = dataclasses.replace(graph, extra_bytes=step.graph.extra_bytes)
         return max(0, step.peak_bytes - self._planner.peak_bytes(step.plan, graph, figures, step.device))
 
 

@@ -43,7 +43,7 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import StepModel, structure_of
-from lightning_offload.plugins.beside import Dropping
+from lightning_offload.plugins.beside import Dropping, OldGradients
 from lightning_offload.plugins.cadence import Cadence, HookShedding
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.structure_changes import StructureChanges
@@ -209,8 +209,7 @@ class ShapeFamily:
         verified: Storages whose replays were verified at some size.
         mismatched: Storages that are recomputed at none.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
-        old_gradient_bytes: Gradients of earlier steps that may be there before a step.
-        accumulated_bytes: Those that may still be there in its backward.
+        gradients: Gradients of earlier steps, which one step of several has.
         beside_bytes: What is on the device beside its steps; None before that was counted.
         dropping: What steps drop of that.
         cadence: Which steps under derived plans have their memory counted.
@@ -232,7 +231,7 @@ class ShapeFamily:
         self.verified: set[int] = set()
         self.mismatched: set[int] = set()
         self.shortfall_bytes = 0
-        self.old_gradient_bytes = self.accumulated_bytes = 0
+        self.gradients = OldGradients()
         self.beside_bytes: int | None = None
         self.dropping = Dropping()
         self.cadence = Cadence()
@@ -319,11 +318,6 @@ class ShapeFamily:
             return sum(most not in column for most, column in zip(largest, columns, strict=True))
 
         return min(self.samples, key=lambda signature: num_alone(signature) > 0)
-
-    def note_gradients(self, old_bytes: int, accumulated_bytes: int) -> None:
-        """Count gradients of earlier steps, which one step of several has: those before it, those in its backward."""
-        self.old_gradient_bytes = max(self.old_gradient_bytes, old_bytes)
-        self.accumulated_bytes = max(self.accumulated_bytes, accumulated_bytes)
 
     def forget(self, signature: str) -> None:
         """Drop a recorded step."""

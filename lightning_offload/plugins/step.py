@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,8 +33,9 @@ from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
 from lightning_offload.capture.workspace import op_memory_for, workspaces_on
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
-from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.graph.step_graph import Accumulation, StepGraph
 from lightning_offload.plugins.baseline import Baseline, There
+from lightning_offload.plugins.beside import OldGradients
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, compare, demote, is_seen_by_core
 from lightning_offload.plugins.pace import Halves, LaunchTimes, StepTimes
@@ -41,6 +43,7 @@ from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
 from lightning_offload.plugins.shape_families import Room
+from lightning_offload.plugins.touched import StorageRef
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
 from lightning_offload.runtime.lanes import LaneTimes
@@ -68,7 +71,8 @@ class StepRun:
         optimizer_ran_inside: Whether an optimizer updated parameters within its scopes.
         state_version: Version of the persistent state when it began.
         old_gradients: Gradients that were there when it began: bytes by identity of the storage.
-        accumulated: Those that were there when its backward began.
+        accumulated: Those that were there when its backward began: bytes, and how often they were written; None if
+            that did not show.
         bytes_out_of_sight: What is on the device and in no census: buckets of DDP that were not met yet.
         device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
         there: What such a device's allocator held when a step without a plan began; None where it was not asked.
@@ -97,7 +101,7 @@ class StepRun:
     optimizer_ran_inside: bool = False
     state_version: int = 0
     old_gradients: dict[int, int] = dataclasses.field(default_factory=dict)
-    accumulated: dict[int, int] = dataclasses.field(default_factory=dict)
+    accumulated: dict[int, tuple[int, int]] | None = None
     bytes_out_of_sight: int = 0
     device_peak_bytes: int | None = None
     there: Allocated | None = None
@@ -147,13 +151,15 @@ class StepRun:
         if self.is_watched and self.executor.program is None and memory is not None:
             self.there = memory.now()
 
-    def watch_gradients(self, now: dict[int, int], gradients: Callable[[], dict[int, int]]) -> None:
+    def watch_gradients(self, now: dict[int, int], state: PersistentState) -> None:
         """Note the gradients of earlier steps: those there now, and those there when backward begins."""
         self.old_gradients = now
 
         def note() -> None:
             self.clock.backward_begins()
-            self.accumulated = gradients() if now else {}  # only a backward makes others
+            self.accumulated = state.gradient_versions() if now else {}  # only a backward makes others
+            if self.recorder is not None:
+                self.recorder.watch_gradients(state.trainable())
 
         if self.executor.packs:
             self.executor.on_backward = note
@@ -190,7 +196,7 @@ class StepRun:
         )
         if not has_backward and self.recorder is None:
             return shown
-        peaks, accumulated_bytes = self._peaks(), sum(self.accumulated.values())
+        peaks, old_gradients = self._peaks(), self._old_gradients(state)
         left = self._left_behind(state, baseline)
         times: StepTimes | None = None
         if self.seconds is not None:
@@ -198,8 +204,8 @@ class StepRun:
         return dataclasses.replace(
             shown,
             peaks=peaks,
-            recording=self._recording(state, peaks, accumulated_bytes, left) if self.recorder is not None else None,
-            accumulated_bytes=accumulated_bytes,
+            recording=self._recording(state, peaks, old_gradients, left) if self.recorder is not None else None,
+            old_gradients=old_gradients,
             gradients=self.old_gradients,
             live=self.live,
             has_deviated=executor.has_deviated,
@@ -218,11 +224,12 @@ class StepRun:
         self,
         state: PersistentState,
         peaks: Peaks | None,
-        accumulated_bytes: int,
+        old_gradients: OldGradients,
         left: list[tuple[torch.UntypedStorage, int]],
     ) -> Recording:
         recorder, has_stayed = self.recorder, self.executor.stayed_bytes > 0
         assert recorder is not None
+        before = self._accumulated_but_buckets(state)
         state.buckets.place(recorder.all_reduced())
         is_bare = peaks is not None and self.held_bytes is not None and not has_stayed
         return Recording(
@@ -232,22 +239,47 @@ class StepRun:
             open_sizes=frozenset(recorder.open_sizes),
             has_backward=recorder.num_unpacks > 0,
             is_typical=not (self.optimizer_ran_inside and state.version != self.state_version),
-            accumulated_bytes=accumulated_bytes,
+            old_gradients=old_gradients,
+            gradient_bytes=sum(num_bytes for key, (num_bytes, _) in before.items() if key in recorder.touched),
+            made_gradients=self._made_gradients(state),
             bare_bytes=peaks.step - self.held_bytes if is_bare and peaks and self.held_bytes is not None else None,
             larger=self.larger if has_stayed else None,
             left=left,
         )
 
+    def _accumulated_but_buckets(self, state: PersistentState) -> dict[int, tuple[int, int]]:
+        buckets = state.buckets.sizes()  # some of which may have been met meanwhile
+        return {key: known for key, known in (self.accumulated or {}).items() if key not in buckets}
+
+    def _old_gradients(self, state: PersistentState) -> OldGradients:
+        if self.accumulated is None or not self.old_gradients:
+            return OldGradients()
+        some_go = not self.old_gradients.keys() <= self.accumulated.keys()
+        if not self.accumulated:
+            return OldGradients(some_go=some_go)
+        now, before = state.gradient_versions(), self._accumulated_but_buckets(state)
+        added_to = sum(num_bytes for key, (num_bytes, version) in before.items() if now.get(key, (0, 0))[1] > version)
+        idle = sum(num_bytes for num_bytes, _ in before.values()) - added_to
+        in_backward = (Accumulation(idle_bytes=idle, added_to_bytes=added_to),) if before else ()
+        return OldGradients(in_backward=in_backward, some_go=some_go)
+
     def _left_behind(self, state: PersistentState, baseline: Baseline) -> list[tuple[torch.UntypedStorage, int]]:
         """What it made and left on the device, gradients aside, each with the tick at which a recording saw it made."""
         if self.drops is None:
+            baseline.note_unwatched(id(self.kind))
             return []
         gradients = state.gradients()
         counter = self.recorder if self.recorder is not None else self.live
         left = [s for s in counter.left_behind() if s._cdata not in gradients] if counter is not None else []
-        baseline.note_left(left, self.drops.dropped)
+        baseline.note_left(left, self.drops.dropped, id(self.kind))
         made_at = self.recorder.left_at() if self.recorder is not None else {}
         return [(storage, made_at[storage._cdata]) for storage in left if storage._cdata in made_at]
+
+    def _made_gradients(self, state: PersistentState) -> tuple[StorageRef, ...]:
+        if self.recorder is None:
+            return ()
+        gradients = state.gradients()
+        return tuple(weakref.ref(s) for s in self.recorder.left_behind() if s._cdata in gradients)
 
     def _bytes_by_op(self) -> list[int]:
         """By op: the peak since the one before it; empty where nothing counted that, or where the plan explains it.

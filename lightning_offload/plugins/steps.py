@@ -171,8 +171,9 @@ class Steps:
             )
         if self._goes_on:
             leaves, spec = tree_flatten(inputs)
-            self._forwards.go_on(shape_of_leaves(leaves, spec))
-            self._note_given(leaves)
+            shape = shape_of_leaves(leaves, spec)
+            self._forwards.go_on(shape)
+            self._note_given(leaves, shape)
             del inputs, leaves, spec
             with self._plainly() if self._run is None else self._opened(self._run, hooks=True):
                 yield
@@ -321,7 +322,7 @@ class Steps:
         self.baseline.note_left(peaks.end_optimizer(is_whole=False))
         self._num_optimizers = 0
         self.baseline.begin_step()
-        self._note_given(leaves)
+        self._note_given(leaves, shape)
         hardware.refresh()
         is_planned_here = kind.phase != "unplanned" and not kind.has_ample_room
         is_up_to_date = not is_planned_here or kind.made.hardware_version == hardware.version
@@ -329,7 +330,7 @@ class Steps:
             self._begin_plainly(kind, hardware)
             return None
         gradients = self.state.gradients()
-        kind.note_gradients(sum(gradients.values()), 0)
+        kind.begin_with_gradients(gradients)
         there = self._look_beside(kind, hardware, leaves, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
             chosen, kind = kind, self._plan(kind, shape, leaves, hardware)
@@ -354,15 +355,15 @@ class Steps:
         peaks.begin_step(device, is_watched=run.is_watched)
         run.note_there()
         run.state_version = self.state.version
-        run.watch_gradients(gradients, self.state.gradients)
+        run.watch_gradients(gradients, self.state)
         self.executors.add(run.executor)
         self._run = run
         return run
 
-    def _note_given(self, leaves: Sequence[Any]) -> None:
+    def _note_given(self, leaves: Sequence[Any], shape: StepShape) -> None:
         """Follow what a forward is given, where no allocator counts."""
         if self.device is not None and memory_of(self.device) is None:
-            self.baseline.note_given(self.device, leaves)
+            self.baseline.note_given(self.device, leaves, shape.family)
 
     def _note_nested(self) -> None:
         """Notice a step in the closure of an optimizer, which keeps what it makes from one call of that to the next."""
@@ -404,7 +405,7 @@ class Steps:
                         self.given.refuse(kind, str(error))
                     elif not isinstance(error, BudgetInfeasibleError):
                         raise
-                    elif not (kind.guesses_drops() or self._finds_less(kind, error, hardware, leaves)):
+                    elif not (kind.guesses_less() or self._finds_less(kind, error, hardware, leaves)):
                         kind, is_exact = self._instead(kind, error, shape, leaves, hardware, is_exact=is_exact), True
                         if kind.phase == "unplanned":
                             return kind
@@ -467,7 +468,7 @@ class Steps:
             else:
                 return self.cache.record(shape)
         if exact is not kind:
-            exact.note_gradients(kind.beside.old_gradient_bytes, kind.beside.accumulated_bytes)
+            exact.note_gradients(kind.beside.gradients)
             exact.follow_family(hardware.budget_bytes)
             if exact.family is None:
                 self._look_beside(exact, hardware, leaves, gradients, has_inputs=True)
@@ -546,10 +547,12 @@ class Steps:
             beside += self.state.buckets.expected_bytes(device)
             if memory is None and there is not None and not there.is_whole:
                 seen = beside - sum(there.replaced)
-                beside = max(beside, kind.beside_bytes)  # what nobody saw come may have come in place of what went
+                # What nobody saw come may have come in place of what went.
+                beside = max(beside, kind.beside_bytes_with(there.state_bytes_but(gradients)))
                 self._guessed_bytes = beside - seen
             if kind.family is None:
                 kind.note_beside(beside, hardware.budget_bytes)
+                kind.beside.state_bytes = there.state_bytes_but(gradients) if there is not None else None
             self.cache.note_beside(beside)
         kind.follow_family(hardware.budget_bytes)
         return there

@@ -1,7 +1,7 @@
 """Loops of several kinds of step at random: what one is given or leaves behind lies on the device beside the others.
 
 Which tensors are there in a step that neither is given them nor made them differs from loop to loop, and not from one
-round of a loop to the next. Plain training's own peak is a budget that is kept, and so is the least.
+round of a loop to the next, but for gradients. Plain training's own peak is a budget that is kept, and so is the least.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_offload import MemoryPlugin
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.plugins.training import attached, net, rows, train_step
 
-NUM_ROUNDS = 7
+NUM_ROUNDS = 9
 FEW_BYTES = 256
 """Losses, and what counts them."""
 
@@ -50,12 +50,14 @@ class Turn:
         given: Names of what it is given, of which it uses the first.
         held: The name under which its output is held, if it is.
         dropped: Names of what the program drops after it.
+        every: In every how many rounds the optimizer steps: gradients are accumulated until then.
     """
 
     model: int
     given: tuple[str, ...]
     held: str | None
     dropped: tuple[str, ...]
+    every: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,11 @@ class Loop:
     turns: tuple[Turn, ...]
     drops_batches: bool
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several rounds are added up."""
+        return any(turn.every > 1 for turn in self.turns)
+
 
 def loop(seed: int) -> Loop:
     """A loop of two or three models."""
@@ -85,7 +92,7 @@ def loop(seed: int) -> Loop:
         held = f"out{model}" if rng.random() < 0.6 else None
         droppable = [name for name in names if name.startswith("out")]
         dropped = tuple(name for name in droppable if rng.random() < 0.4)
-        turns.append(Turn(model=model, given=given, held=held, dropped=dropped))
+        turns.append(Turn(model=model, given=given, held=held, dropped=dropped, every=rng.choice([1, 1, 2, 3])))
     return Loop(rows=rows, turns=tuple(turns), drops_batches=rng.random() < 0.5)
 
 
@@ -102,7 +109,7 @@ def train(made: Loop, memory: MemoryPlugin | None) -> tuple[list[bytes], list[in
     held: dict[str, Tensor] = {}
     peaks = []
     with LiveStorageTracker() as tracker:
-        for _ in range(NUM_ROUNDS):
+        for i in range(NUM_ROUNDS):
             if made.drops_batches:
                 for name in made.rows:
                     held.pop(name, None)
@@ -123,13 +130,17 @@ def train(made: Loop, memory: MemoryPlugin | None) -> tuple[list[bytes], list[in
                     held.pop(name, None)
                 peaks.append(window.peak_bytes)
                 predicted = memory.report(of_last=True).predicted_peak_bytes if memory is not None else None
-                assert predicted is None or abs(predicted - window.peak_bytes) <= FEW_BYTES
-                optimizers[turn.model].step()
-                optimizers[turn.model].zero_grad()
+                if predicted is not None:
+                    assert window.peak_bytes <= predicted + FEW_BYTES
+                    # Those of two models that are never there at once are counted as if they were.
+                    assert predicted <= window.peak_bytes + FEW_BYTES or made.accumulates
+                if (i + 1) % turn.every == 0:
+                    optimizers[turn.model].step()
+                    optimizers[turn.model].zero_grad()
     return [p.detach().numpy().tobytes() for model in models for p in model.parameters()], peaks
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(20))
 def test_budgets_are_kept(seed: int) -> None:
     """Plain training's own peak, and what everything swapped out needs."""
     made = loop(seed)
@@ -137,7 +148,7 @@ def test_budgets_are_kept(seed: int) -> None:
     with MemoryPlugin("1GiB", policy="all-swap") as memory:
         trained, least = train(made, memory)
     assert trained == expected
-    for budget in (max(plain_peaks), max(least[2 * len(made.turns) :]) + FEW_BYTES):
+    for budget in (max(plain_peaks), max(least[3 * len(made.turns) :]) + FEW_BYTES):
         with MemoryPlugin(f"{budget}B") as memory:
             trained, peaks = train(made, memory)
             assert memory.report().phase == "planned"

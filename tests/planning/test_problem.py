@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from hypothesis import given
 
 from lightning_offload.graph import StepGraph
+from lightning_offload.graph.step_graph import Accumulation, MadeGradient
 from lightning_offload.planning.problem import MIN_BYTES, Problem, last_values, min_bytes
 from tests.graph.building import GraphBuilder, chain, step_graphs
 from tests.planning.reference_backward import is_live
@@ -180,6 +182,40 @@ def test_gradients_of_earlier_steps_go_at_the_first_unpack() -> None:
     more = dataclasses.replace(graph, gradient_bytes=7, old_gradient_bytes=30, accumulated_bytes=20)
     added = (Problem(more).base - Problem(graph).base).tolist()
     assert added == [30] * first_unpack + [30 + 7 - 10] * (graph.num_ticks + 1 - first_unpack)
+
+
+def test_gradients_that_are_added_up_go_one_by_one() -> None:
+    """Once one is made it is gone, or the old one; which of the old ones are there is not known."""
+    b = GraphBuilder()
+    saves, made = [b.pack(b.make(1000)) for _ in range(3)], list[int]()
+    b.backward()
+    for save, num_bytes in zip(reversed(saves), (30, 20, 50), strict=True):
+        b.unpack(save)
+        b.release(save)
+        made.append(b.make(num_bytes))  # a gradient, which stays
+    graph = b.build()
+    storages = [graph.values[value].storage for value in made]
+    ticks = [graph.storages[storage].birth + 1 for storage in storages]
+    gradients = tuple(MadeGradient(storage=s, tick=tick) for s, tick in zip(storages, ticks, strict=True))
+    graph = dataclasses.replace(graph, made_gradients=gradients)
+
+    def added(old_bytes: int, added_to: int) -> list[int]:
+        """Until each is made, and from then on."""
+        more = dataclasses.replace(
+            graph,
+            old_gradient_bytes=old_bytes,
+            accumulated_bytes=old_bytes,
+            accumulations=(Accumulation(idle_bytes=old_bytes - added_to, added_to_bytes=added_to),),
+        )
+        difference = (Problem(more).base - Problem(graph).base).tolist()
+        sections = [set(difference[begin:end]) for begin, end in itertools.pairwise((0, *ticks, graph.num_ticks + 1))]
+        assert all(len(section) == 1 for section in sections)
+        return [section.pop() for section in sections]
+
+    assert added(100, 100) == [100, 70, 50, 0]
+    assert added(107, 100) == [107, 77, 57, 7]
+    assert added(50, 50) == [50, 50, 50, 0]  # whichever they are
+    assert added(80, 0) == [80, 80, 80, 80]
 
 
 @given(step_graphs())

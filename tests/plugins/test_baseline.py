@@ -38,7 +38,7 @@ def test_what_was_given_is_followed_as_long_as_it_lives() -> None:
     """Its storage, that is: a view that was given is not what holds it."""
     baseline = _scanned()
     one, other = torch.ones(100), torch.ones(30)
-    baseline.note_given(CPU, [one[:50], other, "text", None])
+    baseline.note_given(CPU, [one[:50], other, "text", None], "like")
     baseline.look(CPU, (), is_recorded=False)
     before = baseline.look(CPU, (), is_recorded=False)
     assert {one.untyped_storage()._cdata, other.untyped_storage()._cdata} <= before.storages.keys()
@@ -51,19 +51,54 @@ def test_what_was_given_is_followed_as_long_as_it_lives() -> None:
 
 
 def test_what_comes_takes_the_place_of_what_went() -> None:
-    """Of something as large that a scan found: a batch that lay ready, and is given now, does not count twice."""
+    """A batch that lay ready, and is given now: the next one lies in its place until that is given in turn."""
     baseline = _scanned()
-    ready = torch.ones(70)
+    batches = [torch.ones(70)]
     baseline.look(CPU, (), is_recorded=False)
-    del ready
-    assert list(baseline.look(CPU, (), is_recorded=False).replaced) == [280]
-    given = torch.ones(70)
-    baseline.note_given(CPU, [torch.ones(69)])
-    assert list(baseline.look(CPU, (), is_recorded=False).replaced) == [280]
-    baseline.note_given(CPU, [given])
+    for _ in range(3):
+        baseline.note_given(CPU, batches, "like")
+        baseline.note_given(CPU, [torch.ones(70)], "other")  # of another kind of step
+        assert not baseline.look(CPU, (), is_recorded=False).replaced
+        batches.clear()
+        assert list(baseline.look(CPU, (), is_recorded=False).replaced) == [280]
+        batches.append(torch.ones(70))
+
+
+def test_what_unwatched_steps_leave_takes_the_place_of_what_watched_ones_left() -> None:
+    """Where it was there until then: what the program drops between steps of a kind leaves nothing behind."""
+    baseline = _scanned()
+    baseline.look(CPU, (), is_recorded=False)
+    output, dropped = torch.ones(60), torch.ones(50)
+    baseline.note_left([output.untyped_storage()], kind="held")
+    baseline.note_left([dropped.untyped_storage()], kind="dropped")
+    del dropped
     assert not baseline.look(CPU, (), is_recorded=False).replaced
-    del given
-    assert list(baseline.look(CPU, (), is_recorded=False).replaced) == [280]
+    del output
+    baseline.note_unwatched("held")
+    baseline.note_unwatched("dropped")
+    assert list(baseline.look(CPU, (), is_recorded=False).replaced) == [240]
+    output = torch.ones(60)
+    baseline.note_left([output.untyped_storage()], kind="held")
+    assert not baseline.look(CPU, (), is_recorded=False).replaced
+    del output
+    assert not baseline.look(CPU, (), is_recorded=False).replaced
+
+
+def test_a_scan_finds_what_unwatched_steps_left() -> None:
+    """It counts once, and no more once a watched step has left another one."""
+    baseline = _scanned()
+    baseline.look(CPU, (), is_recorded=False)
+    output = torch.ones(60)
+    baseline.note_left([output.untyped_storage()], kind="held")
+    del output
+    baseline.note_unwatched("held")
+    output = torch.ones(60)
+    baseline.doubt()
+    assert not baseline.look(CPU, (), is_recorded=False).replaced
+    new = torch.ones(60)
+    baseline.note_left([new.untyped_storage()], kind="held")
+    del output
+    assert not baseline.look(CPU, (), is_recorded=False).replaced
 
 
 def test_storages_die_in_any_thread() -> None:
@@ -73,7 +108,7 @@ def test_storages_die_in_any_thread() -> None:
     thread = threading.Thread(target=held.clear)
     thread.start()
     for _ in range(200):
-        baseline.note_given(CPU, [torch.ones(3)])
+        baseline.note_given(CPU, [torch.ones(3)], "like")
     thread.join()
     assert list(baseline.look(CPU, (), is_recorded=False).replaced) == 2000 * [200]
 

@@ -56,7 +56,7 @@ def test_one_that_was_found_wrong_does_not(what: str) -> None:
     elif what == "more beside":
         kind.note_beside(1 << 20, PLAN.predicted_peak_bytes)
     elif what == "gradients":
-        kind.note_gradients(1 << 20, 0)
+        kind.begin_with_gradients({1: 1 << 20})
     elif what == "recorded again":
         lifecycle.record_again(kind)
     elif what == "over":

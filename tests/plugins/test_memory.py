@@ -420,7 +420,7 @@ def test_gradients_made_before_the_first_saved_tensor_is_read_are_new() -> None:
                 (torch.arange(64.0).sin() * weight + bias).sum().backward()
         memory.report()
         assert memory._steps.cache.kind.phase == "planned"
-        assert memory._steps.cache.kind.beside.accumulated_bytes == 0
+        assert memory._steps.cache.kind.beside.gradients.most_bytes == 0
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])

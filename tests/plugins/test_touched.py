@@ -65,10 +65,10 @@ def test_what_is_followed_says_what_a_listing_says(seed: int) -> None:
     inputs = unread = read = carried = beside = []
     known = {storage._cdata: storage for storage in (*weights, *stay, *made_anew, *given)}
     given_keys = [storage._cdata for storage in given]
-    followed = There(known, given_keys, gone, is_whole=False)
+    followed = There(known, given=given_keys, replaced=gone, is_whole=False)
     assert touched.bytes_beside(followed, (), has_inputs=True) == beside_bytes
     new = [_storage(num_bytes) for num_bytes in gone]
-    listed = There(known | {storage._cdata: storage for storage in new}, given_keys)
+    listed = There(known | {storage._cdata: storage for storage in new}, given=given_keys)
     assert touched.bytes_beside(listed, (), has_inputs=True) == beside_bytes
 
 
@@ -76,7 +76,7 @@ def test_an_input_may_be_larger_than_the_recorded_one() -> None:
     """A view of a larger storage, say: what is more of it lies beside the step."""
     touched = _touched(_storage(BATCH_BYTES))
     given = _storage(BATCH_BYTES + 3)
-    followed = There({given._cdata: given}, [given._cdata], is_whole=False)
+    followed = There({given._cdata: given}, given=[given._cdata], is_whole=False)
     assert touched.bytes_beside(followed, (), has_inputs=True) == 3
 
 

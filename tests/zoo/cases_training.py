@@ -248,8 +248,7 @@ TRAINING: tuple[Case, ...] = (
         train_step=simple(_token_loss),
         optimizers=_sparse_sgd,
     ),
-    # What the critic's step was given lies beside the generator's, and is counted there once a listing finds it.
-    Case(name="gan", build=Adversaries, batch=_gan_batch, train_step=gan_step, optimizers=two_adams, grows=True),
+    Case(name="gan", build=Adversaries, batch=_gan_batch, train_step=gan_step, optimizers=two_adams),
     Case(
         name="gan-in-one-step",
         build=Adversaries,
