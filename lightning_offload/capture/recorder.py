@@ -328,7 +328,10 @@ class Recorder(LiveBytes):
             counted.row, counted.deaths = self._by_runtime.add(counted.num_bytes, self._tick), self._by_runtime.death
 
     def watch_gradients(self, trainable: Iterable[Tensor]) -> None:
-        """Backward begins: note when it has made the gradient of each leaf that was read, and of some others."""
+        """Backward begins: note when it has made the gradient of each leaf that was read, and of some others.
+
+        Of plain tensors, that is: sharded ones have their gradients from elsewhere, lazy ones have none.
+        """
         on_made = weakref.WeakMethod(self._on_gradient)
 
         def hook(leaf: Tensor) -> None:
@@ -337,9 +340,14 @@ class Recorder(LiveBytes):
 
         read = (leaf for leaf in (reference() for reference in self.leaves.values()) if leaf is not None)
         for leaf in {id(leaf): leaf for leaf in (*trainable, *read)}.values():
-            if leaf.requires_grad and is_leaf(leaf):
+            if is_plain(leaf) and leaf.requires_grad and is_leaf(leaf):
                 self._on_gradient(leaf)  # what reads nothing back comes before anything that does
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
+
+    def close(self) -> None:
+        """The step is given up: nothing is noted any more."""
+        self._closed = True
+        self._forget_hooks()
 
     def _on_gradient(self, leaf: Tensor) -> None:
         if self._closed or leaf.grad is None:

@@ -65,11 +65,12 @@ class OldGradients(NamedTuple):
         )
 
     @classmethod
-    def of(cls, graph: StepGraph) -> OldGradients:
-        """Those that a step counts."""
+    def of(cls, graph: StepGraph, recorded_bytes: int = 0) -> OldGradients:
+        """Those that a step counts, with those that are storages of its own."""
         before, accumulated = graph.old_gradient_bytes, graph.accumulated_bytes
-        in_backward = graph.accumulations or ((Accumulation(idle_bytes=accumulated),) if accumulated else ())
-        return cls(before, in_backward, before > accumulated)
+        found = graph.accumulations or (Accumulation(idle_bytes=accumulated),)
+        whole = {dataclasses.replace(it, added_to_bytes=it.added_to_bytes + recorded_bytes) for it in found}
+        return cls(before + recorded_bytes, _needing_most(whole - {Accumulation()}), before > accumulated)
 
 
 def _needing_most(found: Iterable[Accumulation]) -> tuple[Accumulation, ...]:

@@ -430,7 +430,9 @@ class PlanCache:
         for signature, kind in self.kinds.items():
             graph, plan = kind.graph, kind.lasting_plan
             if graph is not None and plan is not None:
-                plans.append({"signature": signature, "graph": graph.to_json(), "plan": plan.to_json()})
+                gradient_bytes = kind.beside.recorded_gradient_bytes
+                texts = {"signature": signature, "graph": graph.to_json(), "plan": plan.to_json()}
+                plans.append({**texts, "gradient_bytes": gradient_bytes})
         families = [
             {
                 "family": name,
@@ -459,6 +461,7 @@ class PlanCache:
             raise PlanError(f"not a state of this version of the memory plugin: {str(state)[:80]!r}")
         try:
             rows = [(row["signature"], row["graph"], row["plan"]) for row in state["plans"]]
+            recorded = [row.get("gradient_bytes", 0) for row in state["plans"]]
             samples = [
                 (family["family"], row["signature"], tuple(row["sizes"]), row["graph"], row["gradient_bytes"])
                 for family in state.get("families", ())
@@ -469,7 +472,7 @@ class PlanCache:
         texts = [*(text for row in rows for text in row), *(text for f, s, _, g, _ in samples for text in (f, s, g))]
         if not all(isinstance(text, str) for text in texts):
             raise PlanError("the state of the memory plugin is malformed: signatures, graphs and plans must be text")
-        numbers = [number for _, _, sizes, _, num_bytes in samples for number in (*sizes, num_bytes)]
+        numbers = [*recorded, *(number for _, _, sizes, _, num_bytes in samples for number in (*sizes, num_bytes))]
         if not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise PlanError("the state of the memory plugin is malformed: sizes must be numbers that are not negative")
         known = [(name, len(s.sizes)) for name, family in self.families.items() for s in family.samples.values()]
@@ -480,10 +483,12 @@ class PlanCache:
         if any(num_bytes > graph.persistent_bytes for graph, (*_, num_bytes) in zip(graphs, samples, strict=True)):
             raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
         kinds = {}
-        for signature, graph_text, plan_text in rows:
+        for (signature, graph_text, plan_text), gradient_bytes in zip(rows, recorded, strict=True):
             graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
+            if gradient_bytes > graph.persistent_bytes:
+                raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
             fits = plan.policy == policy and plan.budget_bytes == budget_bytes
-            kinds[signature] = PlanEntry.restored(graph, plan if fits else None)
+            kinds[signature] = PlanEntry.restored(graph, plan if fits else None, gradient_bytes)
         self.kinds.update(kinds)
         for graph, (name, signature, sizes, _, gradient_bytes) in zip(graphs, samples, strict=True):
             self.families.setdefault(name, ShapeFamily(name)).learn(signature, sizes, graph, gradient_bytes)

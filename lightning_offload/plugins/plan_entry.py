@@ -160,12 +160,19 @@ class PlanEntry:
     # ---- as it begins
 
     @classmethod
-    def restored(cls, graph: StepGraph, plan: MemoryPlan | None) -> PlanEntry:
-        """A kind of step known from an earlier run; planned anew where its plan was for another setting."""
+    def restored(cls, graph: StepGraph, plan: MemoryPlan | None, gradient_bytes: int = 0) -> PlanEntry:
+        """A kind of step known from an earlier run; planned anew where its plan was for another setting.
+
+        Args:
+            graph: The step.
+            plan: Its plan, if it is to be followed.
+            gradient_bytes: Gradients of earlier steps that are among the step's storages.
+        """
         program = compile_plan(graph, plan) if plan is not None else None
         stage = Stage("verifying" if plan is None else "planned")
         made = cls(stage=stage, source=Recorded(was_restored=True), graph=graph, program=program)
-        made.beside.gradients = OldGradients.of(graph)
+        made.beside.gradients = OldGradients.of(graph, gradient_bytes)
+        made.beside.recorded_gradient_bytes = gradient_bytes
         return made
 
     @classmethod

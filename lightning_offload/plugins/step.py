@@ -111,6 +111,8 @@ class StepRun:
     lane_times: dict[Tier, LaneTimes] | None = None
     seconds: float | None = None
     is_other: bool = False
+    _versions: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    _added_to: set[int] = dataclasses.field(default_factory=set)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -157,12 +159,26 @@ class StepRun:
 
         def note() -> None:
             self.clock.backward_begins()
-            self.accumulated = state.gradient_versions() if now else {}  # only a backward makes others
             if self.recorder is not None:
+                state.learn_leaves(self.recorder.leaves)
                 self.recorder.watch_gradients(state.trainable())
+            has_any = now or self.recorder is not None  # only a backward makes others
+            self.accumulated = self._versions = state.gradient_versions() if has_any else {}
 
         if self.executor.packs:
             self.executor.on_backward = note
+
+    def backward_begins(self, state: PersistentState) -> None:
+        """One of its backwards begins."""
+        if self._versions:
+            self._versions = state.gradient_versions()
+
+    def backward_ends(self, state: PersistentState) -> None:
+        """One of its backwards has ended: what it wrote of the gradients of earlier steps it has added to."""
+        if self._versions:
+            for key, (_, version) in state.gradient_versions().items():
+                if key in self._versions and version > self._versions[key][1]:
+                    self._added_to.add(key)
 
     def finish(self, state: PersistentState, baseline: Baseline) -> StepShown:
         """What it showed, once it has ended.
@@ -252,13 +268,10 @@ class StepRun:
         return {key: known for key, known in (self.accumulated or {}).items() if key not in buckets}
 
     def _old_gradients(self, state: PersistentState) -> OldGradients:
-        if self.accumulated is None or not self.old_gradients:
+        if self.accumulated is None:
             return OldGradients()
-        some_go = not self.old_gradients.keys() <= self.accumulated.keys()
-        if not self.accumulated:
-            return OldGradients(some_go=some_go)
-        now, before = state.gradient_versions(), self._accumulated_but_buckets(state)
-        added_to = sum(num_bytes for key, (num_bytes, version) in before.items() if now.get(key, (0, 0))[1] > version)
+        some_go, before = not self.old_gradients.keys() <= self.accumulated.keys(), self._accumulated_but_buckets(state)
+        added_to = sum(num_bytes for key, (num_bytes, _) in before.items() if key in self._added_to)
         idle = sum(num_bytes for num_bytes, _ in before.values()) - added_to
         in_backward = (Accumulation(idle_bytes=idle, added_to_bytes=added_to),) if before else ()
         return OldGradients(in_backward=in_backward, some_go=some_go)

@@ -245,6 +245,7 @@ class Steps:
         with contextlib.ExitStack() as stack:
             if not is_nested:
                 executor.backward_begins()
+                run.backward_begins(self.state)
             if not (is_nested or self._is_open):
                 stack.enter_context(self._opened(run, hooks=False))
             elif not executor.watches_backward:
@@ -252,6 +253,8 @@ class Steps:
             if executor.sees_user_code:
                 stack.enter_context(seeing_user_code(executor.dispatch, executor.made))
             yield
+        if not is_nested:
+            run.backward_ends(self.state)
 
     @contextlib.contextmanager
     def _plainly(self) -> Iterator[None]:
@@ -285,6 +288,8 @@ class Steps:
         except BaseException as error:
             self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside
             self._forwards.abandon()
+            if run.recorder is not None:
+                run.recorder.close()
             if self.hardware is not None:
                 with contextlib.suppress(Exception):  # the step's own error is the one to tell
                     self.hardware.tiers.drain()
