@@ -20,7 +20,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from lightning_offload.tensors.op_facts import is_plain
 
 _SHARE, _SHARE_WHERE_LATE = 0.01, 0.03  # of the time may go into scans; into one that is long due
 _COLLECTING_SHARE = 0.1  # and into what the garbage collector does before one, where a step is recorded
-_MOST_ALIKE = 256  # forwards, or kinds of step, that are told apart
+_MOST_ALIKE = 256  # forwards, and steps, that are told apart
 _MOST_STEPS = 256  # without one
 
 
@@ -43,6 +43,7 @@ class There(NamedTuple):
     Attributes:
         storages: Those that are known.
         state: Identities of those that belong to the training.
+        was_other_bytes: What of that, or of earlier such, was counted before it was known to.
         given: Identities of those that the step is given.
         replaced: Bytes of those that the last scan found, and that have died: others lie in their place.
         is_whole: Whether there are no others: a scan listed them.
@@ -50,13 +51,14 @@ class There(NamedTuple):
 
     storages: Census
     state: Collection[int] = ()
+    was_other_bytes: int = 0
     given: Collection[int] = ()
     replaced: Sequence[int] = ()
     is_whole: bool = True
 
     def state_bytes_but(self, gradients: Collection[int]) -> int:
-        """What of that belongs to the training, but for gradients."""
-        return sum(self.storages[key].nbytes() for key in self.state if key not in gradients)
+        """What of that was not counted before, but for gradients: it grows by what is new on the device."""
+        return sum(self.storages[key].nbytes() for key in self.state if key not in gradients) - self.was_other_bytes
 
     def bytes_but(self, others: Collection[int]) -> int:
         """What lies on the device, but for some storages."""
@@ -101,8 +103,9 @@ class Baseline:
         self._others: dict[int, _Followed] = {}
         self._dead: deque[_Followed] = deque()
         self._replaced: dict[int, _Followed] = {}  # dead, by their own identities
-        self._given: dict[Hashable, list[_Followed]] = {}  # by what is alike: what the last one was given
-        self._left: dict[Hashable, list[_Followed]] = {}  # by kind of step: what the last watched one left behind
+        self._given: dict[str, list[_Followed]] = {}  # by what is alike: what the last one was given
+        self._left: dict[str, list[_Followed]] = {}  # by the same: what the last watched one left behind
+        self._was_other_bytes = 0
         self._is_doubtful = False
         self._num_steps = 0
         self._num_planned_scans = 0
@@ -162,7 +165,7 @@ class Baseline:
             if is_recorded and self._clock.is_due(_COLLECTING_SHARE):
                 gc.collect()  # what waits for it is no part of the steps to come
             storages = self._state.storages(device)
-            known = self._state.known_storages(device).keys()
+            known = self._known(device).keys()
             others = {key: storage for key, storage in storages.items() if key not in known}
             before, are_replaced = self._others, self.num_scans > 0
             self._others, new = {}, dict[int, list[_Followed]]()
@@ -183,17 +186,25 @@ class Baseline:
         self.num_scans += 1
         self._num_planned_scans += not is_recorded
         self._is_doubtful, self._num_steps = False, 0
-        return There(storages, known & storages.keys(), given.keys())
+        return There(storages, known & storages.keys(), self._was_other_bytes, given.keys())
+
+    def _known(self, device: torch.device) -> Census:
+        """What belongs to the training: other things may have been found to, which were counted before."""
+        state = self._state.known_storages(device)
+        for key in self._others.keys() & state.keys():
+            if self._others.pop(key)() is state[key]:
+                self._was_other_bytes += state[key].nbytes()
+        return state
 
     def _listed(self, device: torch.device, given: Census) -> There:
         """What is there as it was followed."""
-        state = self._state.known_storages(device)
+        state = self._known(device)
         storages = {**state, **given}
         for key, found in self._others.items():
             if (storage := found()) is not None:
                 storages[key] = storage
         replaced = [found.num_bytes for found in self._replaced.values()]
-        return There(storages, state.keys(), given.keys(), replaced, is_whole=False)
+        return There(storages, state.keys(), self._was_other_bytes, given.keys(), replaced, is_whole=False)
 
     def _bury(self) -> None:
         """Follow those no more that have died: in place of some lie others, which nobody saw come."""
@@ -205,7 +216,7 @@ class Baseline:
                     self._replaced[id(found)] = found
 
     def note_left(
-        self, left: Iterable[torch.UntypedStorage], dropped: Iterable[Dropped] = (), kind: Hashable = None
+        self, left: Iterable[torch.UntypedStorage], dropped: Iterable[Dropped] = (), like: str | None = None
     ) -> None:
         """A watched step, or an optimizer's, has left what it made behind.
 
@@ -213,10 +224,10 @@ class Baseline:
             left: What it made, no gradients. As much of that as it dropped is taken to be dropped by the next one in
                 turn.
             dropped: What it dropped of what was there.
-            kind: The kind of step; None for an optimizer's.
+            like: Steps of the same hold what they leave in one another's place; None for an optimizer's.
         """
         self._bury()
-        for last in self._left.pop(kind, ()):
+        for last in self._left.pop(like, ()) if like is not None else ():
             last.is_replaced = False
             self._replaced.pop(id(last), None)
         gone = {storage.key: storage.num_bytes for storage in dropped}
@@ -228,12 +239,12 @@ class Baseline:
             num_bytes = storage.nbytes()
             now.append(self._follow(storage, is_replaced=num_bytes <= dropped_bytes))
             dropped_bytes -= min(dropped_bytes, num_bytes)
-        if kind is not None and now:
-            _remember(self._left, kind, now)
+        if like is not None and now:
+            _remember(self._left, like, now)
 
-    def note_unwatched(self, kind: Hashable) -> None:
-        """A step of a kind has run that nobody watched: it left what takes the place of what the last one left."""
-        for last in self._left.get(kind, ()):
+    def note_unwatched(self, like: str) -> None:
+        """A step has run that nobody watched: it left what takes the place of what the last one left."""
+        for last in self._left.get(like, ()):
             last.is_replaced |= self._others.get(last.key) is last  # it was there as that step began
 
     def _follow(self, storage: torch.UntypedStorage, *, is_replaced: bool) -> _Followed:
@@ -242,7 +253,7 @@ class Baseline:
         return found
 
 
-def _remember(known: dict[Hashable, list[_Followed]], key: Hashable, found: list[_Followed]) -> None:
+def _remember(known: dict[str, list[_Followed]], key: str, found: list[_Followed]) -> None:
     known.pop(key, None)
     known[key] = found
     while len(known) > _MOST_ALIKE:

@@ -84,6 +84,7 @@ class StepRun:
         lane_times: What the lanes did, if that was measured.
         seconds: Time spent in its scopes, once it is finished and if that was measured.
         is_other: Whether it had other forwards than those that its plan is for.
+        like: What steps share that hold what they leave in the place of what another left, whatever its size.
     """
 
     kind: PlanEntry
@@ -111,6 +112,7 @@ class StepRun:
     lane_times: dict[Tier, LaneTimes] | None = None
     seconds: float | None = None
     is_other: bool = False
+    like: str = ""
     _versions: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     _added_to: set[int] = dataclasses.field(default_factory=set)
 
@@ -279,12 +281,12 @@ class StepRun:
     def _left_behind(self, state: PersistentState, baseline: Baseline) -> list[tuple[torch.UntypedStorage, int]]:
         """What it made and left on the device, gradients aside, each with the tick at which a recording saw it made."""
         if self.drops is None:
-            baseline.note_unwatched(id(self.kind))
+            baseline.note_unwatched(self.like)
             return []
         gradients = state.gradients()
         counter = self.recorder if self.recorder is not None else self.live
         left = [s for s in counter.left_behind() if s._cdata not in gradients] if counter is not None else []
-        baseline.note_left(left, self.drops.dropped, id(self.kind))
+        baseline.note_left(left, self.drops.dropped, self.like)
         made_at = self.recorder.left_at() if self.recorder is not None else {}
         return [(storage, made_at[storage._cdata]) for storage in left if storage._cdata in made_at]
 

@@ -361,6 +361,7 @@ class Steps:
         run.note_there()
         run.state_version = self.state.version
         run.watch_gradients(gradients, self.state)
+        run.like = shape.family
         self.executors.add(run.executor)
         self._run = run
         return run

@@ -69,8 +69,8 @@ def test_what_unwatched_steps_leave_takes_the_place_of_what_watched_ones_left() 
     baseline = _scanned()
     baseline.look(CPU, (), is_recorded=False)
     output, dropped = torch.ones(60), torch.ones(50)
-    baseline.note_left([output.untyped_storage()], kind="held")
-    baseline.note_left([dropped.untyped_storage()], kind="dropped")
+    baseline.note_left([output.untyped_storage()], like="held")
+    baseline.note_left([dropped.untyped_storage()], like="dropped")
     del dropped
     assert not baseline.look(CPU, (), is_recorded=False).replaced
     del output
@@ -78,7 +78,7 @@ def test_what_unwatched_steps_leave_takes_the_place_of_what_watched_ones_left() 
     baseline.note_unwatched("dropped")
     assert list(baseline.look(CPU, (), is_recorded=False).replaced) == [240]
     output = torch.ones(60)
-    baseline.note_left([output.untyped_storage()], kind="held")
+    baseline.note_left([output.untyped_storage()], like="held")
     assert not baseline.look(CPU, (), is_recorded=False).replaced
     del output
     assert not baseline.look(CPU, (), is_recorded=False).replaced
@@ -89,14 +89,14 @@ def test_a_scan_finds_what_unwatched_steps_left() -> None:
     baseline = _scanned()
     baseline.look(CPU, (), is_recorded=False)
     output = torch.ones(60)
-    baseline.note_left([output.untyped_storage()], kind="held")
+    baseline.note_left([output.untyped_storage()], like="held")
     del output
     baseline.note_unwatched("held")
     output = torch.ones(60)
     baseline.doubt()
     assert not baseline.look(CPU, (), is_recorded=False).replaced
     new = torch.ones(60)
-    baseline.note_left([new.untyped_storage()], kind="held")
+    baseline.note_left([new.untyped_storage()], like="held")
     del output
     assert not baseline.look(CPU, (), is_recorded=False).replaced
 
