@@ -5,8 +5,9 @@ heap. So there are two of them among the first steps, before the first one and b
 there is ample room), and later ones where they take 1% of the time, or, after 256 steps, 3%. In between it is told what
 is there: the state of the training (parameters, gradients, optimizers), what this forward and earlier ones were given,
 and what else the last scan found and still lives. What a scan found and has died since was replaced, it is taken, by
-something as large (as a batch is by the next one), unless a watched step has shown how it went, or it was there before
-the first step alone; what such a step left behind is known, too. As unwatched steps leave things as well, a count
+something as large, unless a watched step has shown how it went, or it was there before the first step alone; what such
+a step left behind is known, too. What is given next to a forward that is alike takes a batch's place, and what the next
+such step leaves an output's: both are followed from then on. As unwatched steps leave things as well, a count
 without a scan lowers none that was made before. No budget is refused on such a guess: a scan comes first.
 
 An accelerator's allocator counts; there scans tell what a recorded step touches.

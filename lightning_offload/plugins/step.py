@@ -171,7 +171,7 @@ class StepRun:
             self.executor.on_backward = note
 
     def backward_begins(self, state: PersistentState) -> None:
-        """One of its backwards begins."""
+        """One of its backwards begins; of the first one the executor tells."""
         if self._versions:
             self._versions = state.gradient_versions()
 

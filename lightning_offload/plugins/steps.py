@@ -244,8 +244,8 @@ class Steps:
         executor = run.executor
         with contextlib.ExitStack() as stack:
             if not is_nested:
-                executor.backward_begins()
                 run.backward_begins(self.state)
+                executor.backward_begins()
             if not (is_nested or self._is_open):
                 stack.enter_context(self._opened(run, hooks=False))
             elif not executor.watches_backward:

@@ -10,35 +10,18 @@ import contextlib
 import dataclasses
 import gc
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
+from tests.bare_heap import FEW_BYTES
+from tests.bare_heap import links_are_measured as links_are_measured
+from tests.bare_heap import thawed as thawed
 from tests.engine.live_tracker import LiveStorageTracker
-from tests.plugins.training import attached, net, rows, train_step
 
 NUM_ROUNDS = 9
-FEW_BYTES = 256
-"""Losses, and what counts them."""
-
-
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """What was set aside comes back."""
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def links_are_measured() -> None:
-    """Once in a process, with memory that is no step's."""
-    model, batch = net(), rows()
-    with attached(model, budget="64MiB", policy="all-swap") as memory:
-        for _ in range(3):
-            train_step(model, batch, memory)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
