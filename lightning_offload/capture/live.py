@@ -213,7 +213,7 @@ class LiveBytes(StepObserver):
         self.lap_peak_bytes = self._live_bytes
 
     @override
-    def before_op(self) -> None:
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._workspaces is not None:
             self._workspaces.before_op()
 

@@ -39,8 +39,11 @@ from lightning_offload.accelerators import DeviceKind, kind_of
 from lightning_offload.capture.live import Counted, LiveBytes
 from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
+from lightning_offload.capture.witness import Witness
 from lightning_offload.capture.workspace import OpMemory, Workspaces, tries_algorithms, workspaces_on
 from lightning_offload.graph.step_graph import MadeGradient, Op, Save, StepGraph, Storage, Value
+from lightning_offload.tensors import custom_ops
+from lightning_offload.tensors.custom_ops import Standing
 from lightning_offload.tensors.op_facts import (
     ALL_REDUCE,
     Effects,
@@ -147,6 +150,7 @@ class Recorder(LiveBytes):
         num_unpacks: Unpacks seen so far.
         saved_forms: What each saved tensor looks like, in order.
         open_sizes: Sizes that depended on data.
+        custom_ops: What calls of custom ops have shown, by identity.
     """
 
     def __init__(
@@ -170,6 +174,8 @@ class Recorder(LiveBytes):
         self.num_unpacks = 0
         self.saved_forms: list[SavedForm] = []
         self.open_sizes: set[int] = set()
+        self.custom_ops: dict[str, Standing] = {}
+        self._witness: Witness | None = None
         self._is_on_cpu = self._kind.type == "cpu"
         self._price = price
         self._clock = clock or (clock_for(self._device) if is_real else HostClock())
@@ -194,10 +200,13 @@ class Recorder(LiveBytes):
     # ---- events
 
     @override
-    def before_op(self) -> None:
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._closed:
             return
-        super().before_op()
+        self._witness = None
+        if facts.custom and self._price is None and custom_ops.is_watched(facts.custom):
+            self._witness = Witness(facts, args, kwargs) if Witness.can_watch(args, kwargs) else None
+        super().before_op(facts, args, kwargs)
         self._clock.before_op()
 
     @override
@@ -210,6 +219,9 @@ class Recorder(LiveBytes):
         workspace_bytes = self._workspaces.after_op() if self._workspaces is not None else 0
         if workspace_bytes and tries_algorithms(facts.name):
             workspace_bytes = 0
+        if self._witness is not None:
+            self._note_standing(facts.custom, self._witness.judge(out, self._was_there))
+            self._witness = None
         read, made, num_fresh, read_from, made_on = did if did is not None else effects(facts, args, kwargs, out)
         if self._dead:
             self._forget_dead()
@@ -379,6 +391,14 @@ class Recorder(LiveBytes):
             tensor = reference()
             if tensor is not None and not tensor.is_inference():
                 self._left[storage] = tensor._version
+
+    def _note_standing(self, op: str, seen: Standing) -> None:
+        before = self.custom_ops.get(op)
+        self.custom_ops[op] = before.and_seen(seen) if before is not None else seen
+
+    def _was_there(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage was there before the op that has just run."""
+        return self._find(storage) is not None
 
     # ---- identity
 

@@ -295,7 +295,7 @@ class OpTimes(StepObserver):
         return self._memory.peak_bytes if self._memory is not None else None
 
     @override
-    def before_op(self) -> None:
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._memory is not None:
             self._memory.before_op()
         self._clock.before_op()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -48,6 +48,8 @@ from lightning_offload.plugins.touched import StorageRef, Touched
 from lightning_offload.runtime.ledger import Ledger
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
+from lightning_offload.tensors import custom_ops
+from lightning_offload.tensors.custom_ops import Standing
 from lightning_offload.tensors.saved_forms import SavedForm
 from lightning_offload.units import format_budget_exactly, format_bytes
 
@@ -80,6 +82,7 @@ class Recording:
             stayed, or where that is not known.
         larger: What tells how long storages live, where some stayed that were saved; None where the recording does.
         left: What it left on the device, gradients aside, each with the tick at which it was made.
+        custom_ops: What calls of custom ops have shown, by identity.
     """
 
     graph: StepGraph
@@ -94,6 +97,7 @@ class Recording:
     bare_bytes: int | None
     larger: StepGraph | None
     left: Sequence[tuple[torch.UntypedStorage, int]]
+    custom_ops: Mapping[str, Standing]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +368,8 @@ def _take_recording(kind: PlanEntry, recording: Recording, live: LiveBytes | Non
     known = Touched.seen(live, gradients).known if live is not None else kind.source.touched.known
     touched, graph = Touched(recording.touched, known), recording.graph
     kind.source.touched = touched
+    if custom_ops.learn(recording.custom_ops):
+        return  # it holds ops for what they are not held for any more: another step is recorded
     if recording.larger is not None:
         found = with_lifetimes_of(graph, recording.larger)
         if found is None:
@@ -377,7 +383,7 @@ def _take_recording(kind: PlanEntry, recording: Recording, live: LiveBytes | Non
     if kind.graph is None or kind.graph.digest() != graph.digest():
         kind.mismatched.clear()
         kind.verified.clear()
-    kind.graph, kind.program = graph, None
+    kind.graph, kind.program, kind.num_demoted = graph, None, len(custom_ops.demoted())
     old = recording.old_gradients
     kind.beside.recorded(graph, recording.gradient_bytes, recording.made_gradients, recording.left)
     kind.changes.num_failed = 0
@@ -418,6 +424,8 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
         made.state_version = state.version
         if not kind.source.was_restored and state.buckets.are_gone_from(touched):
             record_again(kind)  # it touched what is not there any more
+    if kind.has_ops_among(custom_ops.demoted()):
+        record_again(kind)  # they are not as they seemed
     if kind.is_seen_by_core not in (None, is_seen_by_core(kind, hardware.device)):
         record_again(kind)  # it has other ops now
     if kind.phase == "recording":

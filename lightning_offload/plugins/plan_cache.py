@@ -33,6 +33,7 @@ from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import ShapeBucket
 from lightning_offload.plugins.shape_families import Derived, Room, ShapeFamily, StepShape
 from lightning_offload.plugins.structure_changes import StructureChanges
+from lightning_offload.tensors import custom_ops
 
 _SCHEMA = 1
 
@@ -449,7 +450,7 @@ class PlanCache:
             for name, family in self.families.items()
             if len(family.samples) > 1
         ]
-        return {"schema": _SCHEMA, "plans": plans, "families": families}
+        return {"schema": _SCHEMA, "plans": plans, "families": families, "custom_ops": custom_ops.to_rows()}
 
     def load_state_dict(self, state: Any, policy: str, budget_bytes: int | None) -> None:
         """Read kinds of step; those planned for another policy or budget are planned anew.
@@ -489,6 +490,11 @@ class PlanCache:
                 raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
             fits = plan.policy == policy and plan.budget_bytes == budget_bytes
             kinds[signature] = PlanEntry.restored(graph, plan if fits else None, gradient_bytes)
+        try:
+            standings = custom_ops.from_rows(state.get("custom_ops", []))
+        except ValueError as error:
+            raise PlanError(f"the state of the memory plugin is malformed: {error}") from None
+        custom_ops.learn(standings)
         self.kinds.update(kinds)
         for graph, (name, signature, sizes, _, gradient_bytes) in zip(graphs, samples, strict=True):
             self.families.setdefault(name, ShapeFamily(name)).learn(signature, sizes, graph, gradient_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -34,6 +34,7 @@ from lightning_offload.plugins.shape_families import Derived, ShapeFamily
 from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.plugins.touched import Touched
 from lightning_offload.runtime.program import Program, compile_plan
+from lightning_offload.tensors import custom_ops
 from lightning_offload.units import format_budget_exactly, format_bytes
 
 _log = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class PlanEntry:
         hooks: Which steps that keep everything go without hooks; those of a family together.
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
         is_seen_by_core: Whether the native core saw the recorded step; None where none was recorded.
+        num_demoted: How many ops were no longer believed when its step was recorded, or was last looked through.
         differs: Whether a recording was of another structure than a larger one, whose lifetimes it was to have.
         num_surprises: Steps in which backward wrote what the plan counts on.
         given: The shapes of the tensors that the coming step is given.
@@ -150,6 +152,7 @@ class PlanEntry:
     hooks: HookShedding = dataclasses.field(default_factory=HookShedding)
     takes_data: bool = False
     is_seen_by_core: bool | None = None
+    num_demoted: int = dataclasses.field(default_factory=lambda: len(custom_ops.demoted()))
     differs: bool = False
     num_surprises: int = 0
     given: Shapes = ()
@@ -531,6 +534,13 @@ class PlanEntry:
         graph = self.beside.guess_less(self.graph)
         self.graph = graph or self.graph
         return graph is not None
+
+    def has_ops_among(self, demoted: Sequence[str]) -> bool:
+        """Whether its step has ops that are not believed any more; each is told of once."""
+        if len(demoted) == self.num_demoted:
+            return False
+        lately, self.num_demoted = set(demoted[self.num_demoted :]), len(demoted)
+        return self.graph is not None and any(op.name in lately for op in self.graph.ops)
 
     def drop_plan(self) -> None:
         """Have none any more, nor an earlier one to keep: what is planned for has changed."""

@@ -23,6 +23,7 @@ from lightning_offload.report.fields import Row, rich_table
 from lightning_offload.report.printed import Printed
 from lightning_offload.runtime import native
 from lightning_offload.runtime.sight import engine_on
+from lightning_offload.tensors import custom_ops
 from lightning_offload.units import format_budget, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Report(Printed):
         num_planned_steps: Those of them that ran under a plan.
         phase: What the last step did.
         num_mismatched: Storages whose replay did not give the same bits, and which are not recomputed any more.
+        distrusted_ops: Custom ops of the step that are not run again, by name, each with what was seen of it.
         num_shapes: Different shapes of steps so far.
         num_at_first_sight: Those of them whose first step ran under a plan, derived from those of other sizes.
         num_deviations: Steps that left their plan.
@@ -149,6 +151,7 @@ class Report(Printed):
     num_planned_steps: int = 0
     scan_seconds: float = 0.0
     others: tuple[OtherShape, ...] = ()
+    distrusted_ops: tuple[tuple[str, str], ...] = ()
     engine: str = ""
     planned: Planned | None = dataclasses.field(default=None, repr=False, compare=False)
     budget: int | float | str | None = None
@@ -309,9 +312,15 @@ def make_report(
         num_planned_steps=num_planned,
         scan_seconds=scan_seconds,
         others=tuple(map(_other_shape, others)),
+        distrusted_ops=_distrusted(graph),
         engine=_engine_of(kind),
         planned=Planned(graph=graph, plan=plan, device=kind.made.spec) if graph and plan and kind.made.spec else None,
     )
+
+
+def _distrusted(graph: StepGraph | None) -> tuple[tuple[str, str], ...]:
+    names = {op.name for op in graph.ops} if graph is not None and custom_ops.is_any_known() else set()
+    return tuple(custom_ops.not_believed(names).items())
 
 
 def _other_shape(kind: PlanEntry) -> OtherShape:
@@ -406,6 +415,7 @@ def report_rows(report: Report) -> list[Row]:
         ("Other shapes", more),
         ("Steps that left their plan", f"{report.num_deviations:,}" if report.num_deviations else ""),
         ("Replays that differed", replays),
+        *((f"Not run again: {name}", why) for name, why in report.distrusted_ops),
     )
 
 

@@ -263,6 +263,7 @@ class StepRun:
             bare_bytes=peaks.step - self.held_bytes if is_bare and peaks and self.held_bytes is not None else None,
             larger=self.larger if has_stayed else None,
             left=left,
+            custom_ops=recorder.custom_ops,
         )
 
     def _accumulated_but_buckets(self, state: PersistentState) -> dict[int, tuple[int, int]]:

@@ -313,7 +313,7 @@ class StepExecutor:
                 return out
             seconds = 0.0
         else:
-            observer.before_op()
+            observer.before_op(facts, args, kwargs)
             start = time.perf_counter()
             try:
                 out = call(func, args, kwargs)

@@ -20,6 +20,7 @@ from lightning_offload.errors import OffloadError
 from lightning_offload.runtime import native
 from lightning_offload.runtime.hooks import Dispatch, Made, StepMode, mode_off, watch_backward
 from lightning_offload.runtime.write_barrier import count_minding
+from lightning_offload.tensors import custom_ops
 from lightning_offload.tensors.op_facts import CONVOLUTION, facts_of
 
 
@@ -65,6 +66,7 @@ def _why_deaf(core: ModuleType) -> str:
         native.give_up(why)
     else:
         count_minding(core.count_minding)
+        custom_ops.on_change(core.forget_facts)
     return why
 
 

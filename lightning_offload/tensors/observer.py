@@ -17,7 +17,7 @@ from lightning_offload.tensors.op_facts import Effects, OpFacts
 class StepObserver:
     """Base of observers of one step; every hook does nothing."""
 
-    def before_op(self) -> None:
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An op is about to run."""
 
     def on_op(

@@ -1,7 +1,8 @@
 """What an op does to its arguments: which it writes, whether it draws random numbers, whether it may be replayed.
 
 Schemas do not declare every write (``c10d.allreduce_`` declares none, ``native_batch_norm`` hides its running
-statistics), so an op outside ``aten`` and ``prims`` counts as writing all of its inputs and is never replayed.
+statistics), so an op outside ``aten`` and ``prims`` counts as writing all of its inputs and is never replayed, until
+recorded steps have seen that it keeps to its schema: :mod:`.custom_ops`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_offload.tensors import custom_ops
 
 ALL_REDUCE = "c10d.allreduce_"
 """How names of the op begin that sums over the ranks of a process group."""
@@ -124,6 +127,8 @@ class OpFacts:
         read_stats: Positions of running statistics that are only read, unless the flag at the last one is set; or ().
         may_make_any_size: Whether the first size of what it makes may depend on data.
         may_multiply: Whether it may multiply matrices or convolve, so that the settings for that matter to it.
+        custom: What an op outside torch's own namespaces is known by whose calls are watched, or "".
+        declared: Of such an op, the arguments that its schema says it writes.
         mutates: Whether running it may change the contents of an argument.
         writes_first_alone: Whether it writes its first argument, and no other.
         is_foreach_write: Whether it writes lists of tensors.
@@ -141,6 +146,8 @@ class OpFacts:
     may_make_any_size: bool = False
     may_multiply: bool = True
     read_stats: tuple[int, ...] = ()
+    custom: str = ""
+    declared: tuple[tuple[int, str], ...] = ()
     mutates: bool = dataclasses.field(init=False)  # asked for at every op
     writes_first_alone: bool = dataclasses.field(init=False)
     is_foreach_write: bool = dataclasses.field(init=False)
@@ -201,12 +208,20 @@ class OpFacts:
         """The tensors among the arguments that a call writes."""
         if self.writes_all:
             yield from tensors_in((args, kwargs))
-        for position, name in self.writes:
-            yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
+        yield from _named(self.writes, args, kwargs)
         if self.running_stats:
             *statistics, training = self.running_stats
             if args[training]:
                 yield from (args[i] for i in statistics if args[i] is not None)
+
+    def declared_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+        """The tensors among a custom op's arguments that its schema says it writes."""
+        return _named(self.declared, args, kwargs)
+
+
+def _named(which: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for position, name in which:
+        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
 
 
 _CACHE: dict[int, tuple[Any, OpFacts]] = {}  # by identity, since overloads hash slowly; which keeps them alive
@@ -234,15 +249,13 @@ _ONE_OP = {"aten._reshape_alias.default": "aten.view.default"}
 def _inspect(func: Any) -> OpFacts:
     if isinstance(func, torch._ops.OpOverload) and func.namespace == "prim":
         return OpFacts(str(func), False, False, False, (), False, (), is_query=True)
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES:
+    if not isinstance(func, torch._ops.OpOverload):
         return OpFacts(str(func), False, False, False, (), True, ())
+    if func.namespace not in _NAMESPACES:
+        return _inspect_custom(func)
     schema = func._schema
     base = schema.name.split("::")[1]
-    writes = tuple(
-        (i, argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write) or i in _UPDATES_STATISTICS.get(base, ())
-    )
+    writes = _declared_writes(schema, _UPDATES_STATISTICS.get(base, ()))
     denied = base in _DENIED or base.startswith(_DENIED_PREFIXES) or base.endswith("_out")
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_batch_norm = base in _BATCH_NORM and func._overloadname != "no_stats"
@@ -264,6 +277,53 @@ def _inspect(func: Any) -> OpFacts:
         may_multiply=torch.Tag.pointwise not in func.tags and base not in _NO_PRODUCTS,
         read_stats=_READS_STATISTICS.get(base, ()) if func._overloadname == "default" else (),
     )
+
+
+def _declared_writes(schema: Any, others: Sequence[int] = ()) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or i in others
+    )
+
+
+def _inspect_custom(func: torch._ops.OpOverload) -> OpFacts:
+    """Facts about an op outside torch's own namespaces, as far as its calls were watched."""
+    if not custom_ops.may_be_believed(func):
+        return OpFacts(str(func), False, False, False, (), True, ())
+    identity, declared = custom_ops.identity_of(func), _declared_writes(func._schema)
+    standing = custom_ops.standing_of(identity)
+    if standing is None or not standing.keeps_to_writes:
+        return OpFacts(str(func), False, False, False, (), True, (), custom=identity, declared=declared)
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    may_replay = standing.may_replay and not is_random and _is_deterministic(func)
+    return OpFacts(
+        name=str(func),
+        replayable=may_replay,
+        replayable_on_cuda=may_replay,
+        is_random=False,
+        writes=declared,
+        writes_all=False,
+        running_stats=(),
+        may_make_any_size=torch.Tag.dynamic_output_shape in func.tags,
+        custom=identity,
+        declared=declared,
+    )
+
+
+def _is_deterministic(func: torch._ops.OpOverload) -> bool:
+    """Whether an op's author has not tagged it as one whose results differ from run to run."""
+    tag = getattr(torch.Tag, "nondeterministic_bitwise", None)
+    return tag is None or tag not in func.tags
+
+
+def _forget_custom() -> None:
+    for key, (_, facts) in list(_CACHE.items()):
+        if facts.custom:
+            del _CACHE[key]
+
+
+custom_ops.on_change(_forget_custom)
 
 
 def _is_unsure_on_cuda(base: str) -> bool:

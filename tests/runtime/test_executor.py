@@ -132,7 +132,7 @@ class Watching(StepObserver):
         self.allocated_at: list[int] = []
 
     @override
-    def before_op(self) -> None:
+    def before_op(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.memory is not None and self.memory() is None and self.gone_at is None:
             self.gone_at = self.num_ops
         self.num_ops += 1

@@ -19,6 +19,7 @@
 
 #include <structmember.h>
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 
@@ -30,6 +31,7 @@ namespace offload {
   throw std::move(error);
 }
 
+static std::atomic<uint64_t> facts_generation{0};  // counts how often facts have changed
 static PyObject* tell_facts = nullptr;  // facts of an op by its qualified name: a tuple
 static PyObject* own_error = nullptr;   // the base of this package's errors
 
@@ -953,6 +955,11 @@ PyRef Upward::call(const char* method, PyObject* arguments) const {
 const OpFacts* Upward::facts_of(const c10::OperatorHandle& op) {
   // Names live in their entries, so their addresses tell ops apart; an op that is registered anew is another one.
   static thread_local auto* known = new std::unordered_map<const c10::OperatorName*, const OpFacts*>;
+  static thread_local uint64_t generation = 0;
+  if (const uint64_t now = facts_generation.load(std::memory_order_acquire); now != generation) {
+    generation = now;
+    known->clear();
+  }
   const auto& name = op.operator_name();
   const auto found = known->find(&name);
   const auto fits = [&](const OpFacts& facts) {
@@ -1139,6 +1146,11 @@ PyObject* core_count_minding(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* core_forget_facts(PyObject*, PyObject*) {
+  facts_generation.fetch_add(1, std::memory_order_release);
+  Py_RETURN_NONE;
+}
+
 PyObject* core_settings(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   const bool is_cpu = PyObject_IsTrue(given) == 1;
@@ -1178,6 +1190,7 @@ PyMethodDef functions[] = {
     {"abi", core_abi, METH_NOARGS, "The version of the interface between this library and the package."},
     {"install", core_install, METH_VARARGS, "Begin to see ops; why that cannot be, or an empty string."},
     {"count_minding", core_count_minding, METH_O, "Count barriers of steps that mind writes of other steps."},
+    {"forget_facts", core_forget_facts, METH_NOARGS, "Ask anew for what is known of ops: it has changed."},
     {"settings", core_settings, METH_O, "The settings of torch that kernels read, as numbers."},
     {nullptr, nullptr, 0, nullptr}};
 

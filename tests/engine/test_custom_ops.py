@@ -1,0 +1,212 @@
+"""Training through ops of an extension: bit for bit as plainly, recomputed where they keep to their schemas."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import PlanError
+from lightning_offload.planning.problem import Problem
+from lightning_offload.tensors import custom_ops
+from lightning_offload.tensors.op_facts import facts_of
+from tests.extension_ops import HONEST, LIARS, LIES_FROM, ByKernel, forget_cache, ops
+
+WIDTH, ROWS = 24, 32
+STEPS = 8
+SILENT_LIARS = [name for name in LIARS if name != "counts"]
+"""Where one that counts its writes in version counters has written what was saved, plain training raises."""
+POLICIES = ("all-recompute", "all-swap", "auto")
+Bits = list[list[bytes]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """Each test is a process of its own."""
+    custom_ops.forget()
+    yield
+    custom_ops.forget()
+    forget_cache()
+
+
+class Net(nn.Module):
+    """A chain of linear layers, each with an op of the extension behind it, or none."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in names)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every other layer beside a residual."""
+        for number, (name, layer, scale) in enumerate(zip(self.names, self.layers, self.scales, strict=True)):
+            inner = torch.tanh(layer(x))
+            y = ByKernel.apply(inner, scale, name) if name else torch.nn.functional.gelu(inner)  # type: ignore[no-untyped-call]
+            x = y + x if number % 2 else y
+        return x
+
+
+def trained(names: tuple[str, ...], memory: MemoryPlugin | None = None) -> Bits:
+    """Losses, gradients and parameters of some steps, as bytes."""
+    forget_cache()
+    torch.manual_seed(3)
+    net = Net(names)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    found: Bits = []
+    if memory is not None:
+        memory.attach(net)
+    try:
+        for number in range(STEPS):
+            torch.manual_seed(100 + number)
+            x = torch.randn(ROWS, WIDTH)
+            if memory is None:
+                loss = net(x).square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                with memory.step(x):
+                    loss = net(x).square().mean()
+                    loss.backward()  # type: ignore[no-untyped-call]
+            tensors = [loss, *(p.grad for p in net.parameters() if p.grad is not None), *net.parameters()]
+            found.append([tensor.detach().numpy().tobytes() for tensor in tensors])
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        if memory is not None:
+            memory.detach()
+    return found
+
+
+def plugin(policy: str, budget_bytes: int | None = None) -> MemoryPlugin:
+    """One for a policy."""
+    return MemoryPlugin(budget=f"{budget_bytes}B" if budget_bytes is not None else None, policy=policy)
+
+
+def recomputable_share(memory: MemoryPlugin) -> float:
+    """Which part of what is saved may be recomputed."""
+    planned = memory.report().planned
+    assert planned is not None
+    graph = planned.graph
+    saved = {graph.values[save.value].storage for save in graph.saves}
+    made = {storage for storage in saved if not graph.storages[storage].is_persistent}
+    candidates = Problem(graph, smallest=1).candidates
+    may = sum(graph.storages[s].num_bytes for s in made if s in candidates and candidates[s].can_recompute)
+    return may / sum(graph.storages[s].num_bytes for s in made)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [HONEST, "into"])
+def test_honest_ops_are_recomputed(name: str, policy: str) -> None:
+    """One step more is recorded: in the first one nobody knew what they do."""
+    expected = trained((name,) * 4)
+    memory = plugin("all-recompute")
+    assert trained((name,) * 4, memory) == expected
+    report = memory.report()
+    assert report.phase == "planned"
+    assert report.num_mismatched == 0
+    # What lies on memory from `empty` cannot be made again: nobody says that the op reads none of it.
+    assert recomputable_share(memory) >= (0.95 if name == HONEST else 0.5)
+    if policy == "auto":
+        floor_bytes = report.floor_bytes
+        assert floor_bytes is not None
+        again = plugin("auto", floor_bytes + floor_bytes // 10)
+        assert trained((name,) * 4, again) == expected
+        assert again.report().measured_peak_bytes <= again.budget_bytes
+    else:
+        assert trained((name,) * 4, plugin(policy)) == expected
+
+
+@pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
+@pytest.mark.parametrize("name", [*SILENT_LIARS, "noisy"])
+def test_liars_do_what_they_do_plainly(name: str, policy: str) -> None:
+    """What they write past their schemas is what backward reads, as without the plugin."""
+    names = (HONEST, name, "", name)
+    expected = trained(names)
+    memory = plugin(policy)
+    assert trained(names, memory) == expected
+    assert not facts_of(getattr(ops, name).default).replayable
+    assert facts_of(ops.gelu.default).replayable
+    told = dict(memory.report().distrusted_ops)
+    assert told.keys() == {f"offload_tests.{name}.default"}
+    assert told[f"offload_tests.{name}.default"].startswith(LIARS.get(name, "it draws random numbers"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_same_bits_at_random(seed: int) -> None:
+    """Whatever ops follow on each other."""
+    dice = random.Random(seed)
+    names = tuple(dice.choice([HONEST, "into", "", "noisy", *SILENT_LIARS]) for _ in range(dice.randint(2, 6)))
+    expected = trained(names)
+    for policy in ("all-recompute", "all-swap"):
+        custom_ops.forget()
+        assert trained(names, plugin(policy)) == expected, names
+
+
+def test_an_op_that_lies_in_a_later_recording_is_not_believed_any_more() -> None:
+    """The step is recorded once more, and bits are as plainly from then on, as before."""
+    names = ("lies_later", "", "lies_later")
+    trained(names, plugin("all-recompute"))
+    assert facts_of(ops.lies_later.default).replayable
+    memory = plugin("all-recompute")
+    forget_cache()
+    torch.manual_seed(3)
+    net = Net(names)
+    memory.attach(net)
+    try:
+        phases = []
+        for number in range(5):
+            if number == 0:
+                LIES_FROM[0] = 0
+            with memory.step():
+                net(torch.randn(ROWS, WIDTH)).sum().backward()  # type: ignore[no-untyped-call]
+            phases.append(memory.report().phase)
+    finally:
+        memory.detach()
+    assert phases[:3] == ["recording", "recording", "verifying"]
+    assert not facts_of(ops.lies_later.default).replayable
+    assert list(dict(memory.report().distrusted_ops)) == ["offload_tests.lies_later.default"]
+
+
+def test_kinds_of_step_that_counted_on_an_op_are_recorded_again() -> None:
+    """Another kind of step showed that it does not keep to its schema."""
+    memory = plugin("all-recompute")
+    torch.manual_seed(3)
+    net = Net(("lies_later", "", HONEST))
+    memory.attach(net)
+    try:
+        for _ in range(6):
+            with memory.step():
+                net(torch.randn(ROWS, WIDTH)).sum().backward()  # type: ignore[no-untyped-call]
+        assert memory.report().phase == "planned"
+        custom_ops.learn(
+            {
+                custom_ops.identity_of(ops.lies_later.default): custom_ops.Standing(
+                    keeps_to_writes=False, may_replay=False, why="seen elsewhere"
+                )
+            }
+        )
+        with memory.step():
+            net(torch.randn(ROWS, WIDTH)).sum().backward()  # type: ignore[no-untyped-call]
+        assert memory.report().phase == "recording"
+    finally:
+        memory.detach()
+
+
+def test_restored_plans_know_what_was_seen() -> None:
+    """A run that goes on in another process records no step for them."""
+    names = (HONEST,) * 3
+    first = plugin("all-recompute")
+    expected = trained(names)
+    trained(names, first)
+    state = first.state_dict()
+    custom_ops.forget()
+    second = plugin("all-recompute")
+    second.load_state_dict(state)
+    assert trained(names, second) == expected
+    assert second.report().recomputed_bytes == first.report().recomputed_bytes > 0
+    with pytest.raises(PlanError, match="custom ops is malformed"):
+        plugin("all-recompute").load_state_dict({**state, "custom_ops": [{"op": 3}]})
