@@ -140,6 +140,8 @@ def test_same_bits_at_random(seed: int) -> None:
     """Whatever ops follow on each other."""
     dice = random.Random(seed)
     names = tuple(dice.choice([HONEST, "into", "", "noisy", *SILENT_LIARS]) for _ in range(dice.randint(2, 6)))
+    first = names.index("cached") if "cached" in names else len(names)
+    names = tuple(name if name != "cached" or i == first else "" for i, name in enumerate(names))  # plain training raises
     expected = trained(names)
     for policy in ("all-recompute", "all-swap"):
         custom_ops.forget()
