@@ -111,6 +111,41 @@ define("exchange(Tensor x, str group_name) -> Tensor", lambda x, group_name: x +
 define("half(Tensor x) -> Tensor", lambda x: x[: len(x) // 2])
 
 
+@torch.library.custom_op(f"{NAMESPACE}::registered", mutates_args=())
+def registered(x: Tensor, w: Tensor) -> Tensor:
+    """An op that torch's own registry made, with the checks that it adds."""
+    return _gelu(x, w)
+
+
+@torch.library.triton_op(f"{NAMESPACE}::by_triton", mutates_args={})
+def by_triton(x: Tensor, w: Tensor) -> Tensor:
+    """An op as wrappers of Triton's kernels are registered; it calls none, for there is no compiler for the CPU."""
+    return _gelu(x, w)
+
+
+class ByAddress(torch.autograd.Function):
+    """A function whose kernels are given addresses: nothing but the allocation of its results is dispatched."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, w: Tensor, _name: str) -> Tensor:
+        """A product, rectified."""
+        out = torch.empty_like(x)
+        product = x.detach().numpy() * w.detach().numpy()
+        out.numpy()[:] = product.clip(min=0)
+        ctx.save_for_backward(x, w, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """What went through, times the other factor."""
+        x, w, out = ctx.saved_tensors  # type: ignore[attr-defined]
+        of_x, of_w = torch.empty_like(x), torch.empty_like(w)
+        inner = grad.numpy() * (out.numpy() > 0)
+        of_x.numpy()[:] = inner * w.detach().numpy()
+        of_w.numpy()[:] = (inner * x.detach().numpy()).sum(0)
+        return of_x, of_w, None
+
+
 class ByKernel(torch.autograd.Function):
     """A function of an extension: forward by one of the ops, backward by another."""
 
