@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 
@@ -21,13 +22,11 @@ STEPS = 8
 SILENT_LIARS = [name for name in LIARS if name != "counts"]
 """Where one that counts its writes in version counters has written what was saved, plain training raises."""
 BY_ADDRESS = "by address"
-RECOMPUTABLE = {HONEST: 0.95, "registered": 0.95, "by_triton": 0.95, "into": 0.5, BY_ADDRESS: 0.4}
+RECOMPUTABLE = {HONEST: 0.95, "registered": 0.95, "by_triton": 0.95, "into": 0.5}
 """Which part may be recomputed of what is saved at least.
 
-What lies on memory from `empty` cannot be made again: nobody says that an op that writes it reads none of it, and what a
-kernel writes that is only given its address, nobody sees.
+What lies on memory from `empty` cannot be made again: nobody says that an op that writes it reads none of it.
 """
-POLICIES = ("all-recompute", "all-swap", "auto")
 Bits = list[list[bytes]]
 
 
@@ -61,6 +60,7 @@ class Net(nn.Module):
 
 def trained(names: tuple[str, ...], memory: MemoryPlugin | None = None) -> Bits:
     """Losses, gradients and parameters of some steps, as bytes."""
+    gc.collect()  # what other trainings left counts beside these
     forget_cache()
     torch.manual_seed(3)
     net = Net(names)
@@ -94,25 +94,32 @@ def plugin(policy: str, budget_bytes: int | None = None) -> MemoryPlugin:
     return MemoryPlugin(budget=f"{budget_bytes}B" if budget_bytes is not None else None, policy=policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", RECOMPUTABLE)
-def test_honest_ops_are_recomputed(name: str, policy: str) -> None:
+def test_honest_ops_are_recomputed(name: str) -> None:
     """One step more is recorded: in the first one nobody knew what they do."""
-    expected = trained((name,) * 4)
+    names = (name,) * 4
+    expected = trained(names)
     memory = plugin("all-recompute")
-    assert trained((name,) * 4, memory) == expected
+    assert trained(names, memory) == expected
     report = memory.report()
     assert report.phase == "planned"
     assert report.num_mismatched == 0
     assert recomputable_share(memory) >= RECOMPUTABLE[name]
-    if policy == "auto":
-        floor_bytes = report.floor_bytes
-        assert floor_bytes is not None
-        again = plugin("auto", floor_bytes + floor_bytes // 10)
-        assert trained((name,) * 4, again) == expected
-        assert again.report().measured_peak_bytes <= again.budget_bytes
-    else:
-        assert trained((name,) * 4, plugin(policy)) == expected
+    assert trained(names, plugin("all-swap")) == expected
+    floor_bytes = report.floor_bytes
+    assert floor_bytes is not None
+    within = plugin("auto", floor_bytes + floor_bytes // 10)
+    assert trained(names, within) == expected
+    measured = within.report().measured_peak_bytes
+    assert measured is not None
+    assert measured <= floor_bytes + floor_bytes // 10
+
+
+@pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
+def test_what_kernels_are_given_by_address_is_as_plainly(policy: str) -> None:
+    """They may write it, so in backward it counts as written, and it stays."""
+    names = (BY_ADDRESS, HONEST, BY_ADDRESS)
+    assert trained(names, plugin(policy)) == trained(names)
 
 
 @pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
@@ -130,11 +137,11 @@ def test_liars_do_what_they_do_plainly(name: str, policy: str) -> None:
     assert told[f"offload_tests.{name}.default"].startswith(LIARS.get(name, "it draws random numbers"))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_same_bits_at_random(seed: int) -> None:
     """Whatever ops follow on each other."""
     dice = random.Random(seed)
-    names = tuple(dice.choice([*RECOMPUTABLE, "", "noisy", *SILENT_LIARS]) for _ in range(dice.randint(2, 6)))
+    names = tuple(dice.choice([*RECOMPUTABLE, BY_ADDRESS, "", "noisy", *SILENT_LIARS]) for _ in range(dice.randint(2, 6)))
     first = names.index("cached") if "cached" in names else len(names)
     names = tuple(name if name != "cached" or i == first else "" for i, name in enumerate(names))  # plain training raises
     expected = trained(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -101,6 +102,7 @@ def build(kind: str) -> nn.Module:
 
 def trained(kind: str, memory: MemoryPlugin | None = None) -> Bits:
     """Losses and gradients of some steps, as bytes."""
+    gc.collect()  # what other trainings left counts beside these
     model = build(kind)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-3)
