@@ -1,7 +1,7 @@
 """Watches one call of a custom op: whether it does what its schema declares, and nothing else.
 
-Before the call the version counters and checksums of what it is given are noted, and the states of the generators; after
-it they are compared. An op that
+Before the call the version counters and checksums of what it is given are noted, and the states of the generators;
+after it they are compared. An op that
 
 - changed what it does not declare to write, or returned memory that was there before, breaks its schema;
 - drew random numbers, or talked to other ranks, keeps to it but is not run again: a replay would draw others, or hang.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_offload.accelerators import generator_of
 from lightning_offload.tensors.custom_ops import BELIEVED, Standing
 from lightning_offload.tensors.op_facts import OpFacts, is_plain, tensors_in
 
@@ -91,9 +92,8 @@ def _broken(why: str) -> Standing:
 
 def _generators_for(given: list[Tensor]) -> list[torch.Generator]:
     """The generators that a call draws from which is given these: the host's, and those of their devices."""
-    found = [torch.default_generator]
-    indices = sorted({tensor.device.index for tensor in given if tensor.device.type == "cuda"})
-    return [*found, *(torch.cuda.default_generators[index] for index in indices)]
+    devices = {torch.device("cpu"), *(tensor.device for tensor in given)}
+    return list({id(generator): generator for generator in map(generator_of, devices)}.values())
 
 
 def _num_exchanged() -> list[int]:
@@ -103,7 +103,7 @@ def _num_exchanged() -> list[int]:
     found = []
     for group in torch.distributed.distributed_c10d._world.pg_map:
         try:
-            found.append(group._get_sequence_number_for_group())
+            found.append(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
         except RuntimeError:  # a backend that does not count
             found.append(0)
     return found

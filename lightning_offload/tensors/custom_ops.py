@@ -1,4 +1,4 @@
-"""Ops from outside torch's own namespaces: what their schemas declare, as far as recorded steps have seen them keep to it.
+"""Ops from outside torch's own namespaces: what their schemas declare, as far as recorded steps saw them keep to it.
 
 A kernel of somebody's own says by its schema what it writes. Most say the truth, some do not: they update statistics,
 fill caches, talk to other ranks. So a schema is *believed* once calls were watched that kept to it, and from then on
@@ -167,7 +167,8 @@ def from_rows(rows: Any) -> dict[str, Standing]:
         ValueError: It is something else.
     """
     found = {}
-    for row in rows if isinstance(rows, list) else [None]:
+    unsound: list[Any] = [None]
+    for row in rows if isinstance(rows, list) else unsound:
         try:
             standing = Standing(row["keeps_to_writes"], row["may_replay"], row["why"])
             identity = row["op"]

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA of a small Llama on frozen layers of bitsandbytes and torchao: bit for bit, and nearly all recomputable."""
+"""LoRA and QLoRA of a small Llama on layers of bitsandbytes and torchao: bit for bit, nearly all recomputable."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.program import RECORD, Program, compile_plan
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.tensors.observer import StepObserver
+from lightning_offload.tensors.op_facts import OpFacts
 from tests.capture.recording import record
 from tests.runtime.executing import (
     CPU,
