@@ -402,7 +402,7 @@ class ByHand:
         self.recorder = Recorder(CPU, memory=OpMemory(self.stats))
 
     def run(self, func: Any, *args: Any, workspace_bytes: int = 0, kept_bytes: int = 0) -> Any:
-        self.recorder.before_op()
+        self.recorder.before_op(facts_of(func), args, {})
         out = func(*args)
         self.stats.allocate(out.untyped_storage().nbytes() + kept_bytes)
         self.stats.allocate(workspace_bytes)
@@ -429,7 +429,7 @@ def test_modelled_durations_ask_no_device() -> None:
     recorder = Recorder(torch.device("cuda", 0), price=lambda *_: 0.25)
     out = torch.ones(100)
     for _ in range(2):
-        recorder.before_op()
+        recorder.before_op(facts_of(torch.ops.aten.exp.default), (out,), {})
         recorder.on_op(facts_of(torch.ops.aten.exp.default), (out,), {}, out, 9.0)
     assert [op.seconds for op in recorder.finish().ops] == [0.25, 0.25]
     assert recorder.allocator_peak_bytes is None

@@ -34,7 +34,7 @@ def times(names: list[str], seconds: list[float], workspaces: list[int] | None =
     memory = FakeMemory()
     found = OpTimes(memory=None if workspaces is None else OpMemory(memory))
     for position, (name, duration) in enumerate(zip(names, seconds, strict=True)):
-        found.before_op()
+        found.before_op(_FACTS, (), {})
         for num_bytes in workspaces[position : position + 1] if workspaces else []:
             memory.allocate(num_bytes)
             memory.free(num_bytes)
@@ -56,7 +56,7 @@ def test_host_clock_takes_the_hosts_durations() -> None:
     """On a CPU, and where durations are modelled, an op lasts as long as its call."""
     found = OpTimes(HostClock())
     for duration in (0.5, 0.25):
-        found.before_op()
+        found.before_op(_FACTS, (), {})
         found.on_op(_FACTS, (), {}, None, duration)
     assert found.seconds == [0.5, 0.25]
     assert isinstance(clock_for(torch.device("cpu")), HostClock)
@@ -67,7 +67,7 @@ def test_device_clock_takes_the_devices_durations() -> None:
     stream = FakeStream(1.0, 1.25, 7.0, 7.5)
     found = OpTimes(clock(stream))
     for _ in range(2):
-        found.before_op()
+        found.before_op(_FACTS, (), {})
         found.on_op(_FACTS, (), {}, None, 1e-6)
     assert stream.num_waits == 0
     assert found.seconds == [0.25, 0.5]
