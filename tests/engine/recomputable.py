@@ -1,9 +1,22 @@
-"""How much of what a step saves may be recomputed."""
+"""How much of what a step saves may be recomputed, in a process that knows no custom op yet."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+
 from lightning_offload import MemoryPlugin
 from lightning_offload.planning.problem import Problem
+from lightning_offload.tensors import custom_ops
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """Each test is a process of its own."""
+    custom_ops.forget()
+    yield
+    custom_ops.forget()
 
 
 def recomputable_share(memory: MemoryPlugin) -> float:

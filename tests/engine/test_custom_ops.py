@@ -14,6 +14,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.errors import PlanError
 from lightning_offload.tensors import custom_ops
 from lightning_offload.tensors.op_facts import facts_of
+from tests.engine.recomputable import nothing_known as nothing_known
 from tests.engine.recomputable import recomputable_share
 from tests.extension_ops import HONEST, LIARS, LIES_FROM, ByAddress, ByKernel, forget_cache, ops
 
@@ -31,11 +32,9 @@ Bits = list[list[bytes]]
 
 
 @pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    """Each test is a process of its own."""
-    custom_ops.forget()
+def nothing_cached() -> Iterator[None]:
+    """Nor do the ops remember anything."""
     yield
-    custom_ops.forget()
     forget_cache()
 
 

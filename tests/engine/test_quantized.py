@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,20 +11,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.tensors import custom_ops
+from tests.engine.recomputable import nothing_known as nothing_known
 from tests.engine.recomputable import recomputable_share
 
 VOCABULARY, TOKENS, BATCH, STEPS = 128, 32, 2, 7
 KINDS = ("fp32", "bitsandbytes-nf4", "torchao-nf4", "torchao-int8", "torchao-int4")
 Bits = list[list[bytes]]
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> Iterator[None]:
-    """Each test is a process of its own."""
-    custom_ops.forget()
-    yield
-    custom_ops.forget()
 
 
 class NF4Linear(nn.Module):
