@@ -42,7 +42,7 @@ from lightning_offload.capture.timing import HostClock, OpClock, clock_for
 from lightning_offload.capture.witness import Witness
 from lightning_offload.capture.workspace import OpMemory, Workspaces, tries_algorithms, workspaces_on
 from lightning_offload.graph.step_graph import MadeGradient, Op, Save, StepGraph, Storage, Value
-from lightning_offload.tensors import custom_ops
+from lightning_offload.tensors import compiled_code, custom_ops
 from lightning_offload.tensors.custom_ops import Standing
 from lightning_offload.tensors.op_facts import (
     ALL_REDUCE,
@@ -229,6 +229,8 @@ class Recorder(LiveBytes):
             self.open_sizes.update(size for tensor in made for size in tensor.shape[:1] if isinstance(size, int))
         device = self._device
         is_replayable = facts.replayable if self._is_on_cpu else facts.may_replay(self._kind.type, args)
+        if is_replayable and compiled_code.is_in_use() and compiled_code.hides_writes():
+            is_replayable = False
         inputs: list[int] = []
         for tensor, read_storage in zip(read, read_from, strict=True):
             if read_storage is not None and tensor.device == device:
@@ -291,13 +293,14 @@ class Recorder(LiveBytes):
         if is_plain and self._counts(tensor):
             storage = tensor.untyped_storage()
             value = self._value_of(tensor, storage)
+            is_unsure = self._value_storage[value] in self._unseen
             # A parameter that lies on memory of the step's, as a sharded one may, is the program's: it stays.
             must_keep = self._live[storage._cdata].stays or (
                 tensor.__class__ is Parameter and self._storages.birth[self._value_storage[value]] >= 0
             )
+            must_keep = must_keep or (is_unsure and not storage.resizable())
         else:
-            value, must_keep = self._of_no_size(), True
-        is_unsure = self._value_storage[value] in self._unseen
+            value, must_keep, is_unsure = self._of_no_size(), True, False
         save = _Save(value, self._next_tick(), self._modules.current(), must_keep=must_keep, is_unsure=is_unsure)
         self._saves_on.setdefault(self._value_storage[value], []).append(save)
         assert index == len(self._saves)
@@ -368,6 +371,7 @@ class Recorder(LiveBytes):
             found = self._find(part.untyped_storage())
             if found is not None and found.index >= 0 and self._storages.birth[found.index] >= 0:
                 self._made_gradients[found.index] = self._tick
+                self._unseen.discard(found.index)  # what compiled code made; it lives on, as gradients do
 
     def begin_scope(self) -> None:
         """A scope of the step begins."""
@@ -445,7 +449,6 @@ class Recorder(LiveBytes):
         is_unseen = self._has_census and (known is None or known[0] is not counted)
         index = self._entered(counted, self._tick if is_unseen else -1)
         if is_unseen:
-            counted.stays = True
             self._unseen.add(index)
         self._new_value(index, -1)
 

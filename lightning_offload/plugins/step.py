@@ -410,6 +410,8 @@ def start_run(
     is_given = isinstance(kind.source, Imported)
     if is_recorded:
         kind.is_seen_by_core = is_seen_by_core(kind, device)
+    if is_recorded and there is not None:
+        persistent = there.storages.keys
     make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_given)
     observer = observe_all(tuple(observers))
     is_routed = program is not None and program.form_route is not None

@@ -484,7 +484,7 @@ class StepExecutor:
         if not plain or is_parameter(tensor):  # whose memory is the program's: it may lie elsewhere any time
             value = None
         elif self.sees_ops:
-            value = self._table.find(tensor.untyped_storage())
+            value = self._table.find(tensor.untyped_storage()) or self._unseen_value(place, handle, tensor)
         elif self._follower is None:
             handle.kept = tensor
             self._fallback.leave_late(handle, tensor)
@@ -502,6 +502,15 @@ class StepExecutor:
                 self._fallback.may_leave_later(handle)
             if value is None and self.program.records_backward:
                 self._tracker.know(tensor)
+
+    def _unseen_value(self, place: int, handle: Handle, tensor: Tensor) -> LiveValue | None:
+        """The value of memory that no op was seen to make, as compiled code's; None where it is given, or stays."""
+        if self._follower is None:
+            storage = tensor.untyped_storage()
+            return self._table.new(-1, storage) if not self._fallback.is_given(storage) else None
+        assert self.program is not None
+        is_planned = place >= 0 and self.program.pack_storages[place] in self.program.decisions
+        return self._value_at(place, handle, tensor) if is_planned else None
 
     def _value_at(self, place: int, handle: Handle, tensor: Tensor) -> LiveValue | None:
         """The value that a pack is about, by what the program says of it; None where it stays on the device.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from lightning_offload.errors import OffloadError
 from lightning_offload.runtime import native
 from lightning_offload.runtime.hooks import Dispatch, Made, StepMode, mode_off, watch_backward
 from lightning_offload.runtime.write_barrier import count_minding
-from lightning_offload.tensors import custom_ops
+from lightning_offload.tensors import compiled_code, custom_ops
 from lightning_offload.tensors.op_facts import CONVOLUTION, facts_of
 
 
@@ -48,8 +47,7 @@ def _why_by_mode(device: torch.device) -> str:
         return f"the native core was never tried on {device.type!r}"
     if torch._C._get_dispatch_mode(_FAKE) is not None:
         return "tensors are fake"
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and any(dynamo.cached_backends.values()):  # one is none: for what it must not compile
+    if compiled_code.is_in_use():
         # Compiled code is guarded by the dispatch keys that are on: it would be compiled once more for ours.
         return "torch.compile is in use"
     return ""

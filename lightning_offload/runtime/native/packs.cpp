@@ -48,8 +48,7 @@ bool Step::leave(const ValuePtr& value, const StoragePtr& storage) {
   if (has_deviated) {
     return python.swap_out(value, storage);
   }
-  const bool is_planned = value->index >= 0 && value->index < static_cast<int64_t>(program->actions.size());
-  switch (is_planned ? program->actions[value->index] & 3 : Program::KEEP) {
+  switch (program->action(value->index) & 3) {
     case Program::RECOMPUTE:
       return static_cast<bool>(value->call);
     case Program::SWAP:
@@ -84,6 +83,20 @@ ValuePtr Step::by_ordinal(int64_t index, const at::Tensor& tensor, const Storage
   return value;
 }
 
+// The value of memory that no op was seen to make; none where it is given, or stays.
+ValuePtr Step::unseen_value(int64_t place, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle) {
+  if (place < 0) {
+    ValuePtr value;
+    if (!outlives(storage.get())) {
+      value = c10::make_intrusive<Value>(-1, static_cast<int64_t>(storage->nbytes()));
+      table.follow(value, storage);
+    }
+    return value;
+  }
+  const int64_t index = program->pack_storages[place];
+  return program->action(index) != Program::KEEP ? by_ordinal(index, tensor, storage, handle) : ValuePtr();
+}
+
 Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, const c10::intrusive_ptr<Handle>& handle) {
   const int64_t index = num_packs++;
   handle->index = index;
@@ -116,6 +129,9 @@ Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, c
     return Kept::LEAVES_LATE;
   } else if (program->sees_ops) {
     value = table.find(storage.get());
+    if (!value) {
+      value = unseen_value(place, tensor, storage, *handle);
+    }
   } else {
     value = by_ordinal(place >= 0 ? program->pack_storages[place] : -1, tensor, storage, *handle);
   }
@@ -143,12 +159,12 @@ bool Program::Form::admits(const at::Tensor& tensor) const {
       });
 }
 
-// Whether a storage was there before the step, and will be after it.
+// Whether a storage was there before the step, and will be after it, or is not torch's own.
 bool Step::outlives(const c10::StorageImpl* storage) {
   if (!outliving_) {
     python.outliving(outliving_.emplace());
   }
-  return outliving_->count(storage) != 0;
+  return outliving_->count(storage) != 0 || !storage->resizable();
 }
 
 // See SupersetRule in fallback.py, which decides about what does not go on along the plan.
@@ -168,7 +184,7 @@ Kept Step::pack_by_form(
   }
   const auto value = table.find(storage.get());
   const int64_t index = program->pack_storages[place];
-  const bool is_planned = index >= 0 && index < static_cast<int64_t>(program->actions.size()) && program->actions[index];
+  const bool is_planned = program->action(index) != Program::KEEP;
   const auto num_bytes = static_cast<int64_t>(storage->nbytes());
   if (value && value->is_given) {  // what exposed it may have come before
     took_data = took_data || is_planned;

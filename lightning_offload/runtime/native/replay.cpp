@@ -400,9 +400,7 @@ void Step::run_again(Call& call, uint64_t number) {
       python.replay_failed(
           call.facts->name, "gave " + gave + " on replay in place of " + std::to_string(result->num_bytes) + " bytes", false);
     }
-    const bool is_planned = result->index >= 0 && result->index < static_cast<int64_t>(program->actions.size());
-    const uint8_t action = is_planned ? program->actions[result->index] : 0;
-    if (action == (Program::RECOMPUTE | Program::MEMO) && result->has_handle()) {
+    if (program->action(result->index) == (Program::RECOMPUTE | Program::MEMO) && result->has_handle()) {
       result->call.reset();  // it stays for its own later unpack
       table.loosen(*result);
       result->owns(storage, stream_of(device));

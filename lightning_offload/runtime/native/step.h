@@ -85,6 +85,11 @@ struct Program {
   std::vector<int64_t> kept_bytes;
   std::vector<std::vector<int64_t>> unpacks;
   int64_t first_border = 0;
+
+  // What becomes of a storage; KEEP of what has no place in the plan, too.
+  uint8_t action(int64_t storage) const {
+    return storage >= 0 && storage < static_cast<int64_t>(actions.size()) ? actions[storage] : static_cast<uint8_t>(KEEP);
+  }
 };
 
 // Where a step is in its program, by the names of its ops; see ProgramCursor in program.py, which this mirrors.
@@ -234,6 +239,7 @@ class Step {
       const at::Tensor& tensor, bool is_parameter, const StoragePtr& storage, const c10::intrusive_ptr<Handle>& handle);
   bool outlives(const c10::StorageImpl* storage);
   std::pair<int64_t, int64_t> passed_unpacks(const Handle& handle);
+  ValuePtr unseen_value(int64_t place, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle);
   ValuePtr by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle);
   bool leave(const ValuePtr& value, const StoragePtr& storage);
   std::string mismatch(int64_t index, const StoragePtr& storage);

@@ -1,0 +1,37 @@
+"""What ``torch.compile`` has made of the program: whether there is any, and whether it runs the op that was just seen.
+
+Of a compiled region a mode sees what is left of its ops: calls of kernels that the compiler did not write itself, on
+buffers that it allocates, uses again and writes out of sight. What such an op made may have been overwritten by the time
+that it is saved, so it is not replayed. A region that runs its ops one by one, as ``backend="aot_eager"`` does, hides
+nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+_REGION = "torch._functorch._aot_autograd"
+_TRACED = "<eval_with_key>"
+_BETWEEN = ("lightning_offload.", "torch._ops", "torch.utils._", "torch.fx", "torch.overrides")
+
+
+def is_in_use() -> bool:
+    """Whether anything in this process was compiled."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and any(dynamo.cached_backends.values())  # one is none: for what it must not compile
+
+
+def hides_writes() -> bool:
+    """Whether the op under way belongs to a compiled region that writes out of sight; asked from within the op."""
+    frame: FrameType | None = sys._getframe(1)
+    is_traced = is_caller_known = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        if not is_caller_known and not name.startswith(_BETWEEN):
+            is_caller_known = True
+            is_traced = frame.f_code.co_filename.startswith(_TRACED)
+        if name.startswith(_REGION):
+            return not is_traced
+        frame = frame.f_back
+    return False
