@@ -147,7 +147,6 @@ def _import_accelerate() -> None:
 def _check(accelerator: Any, models: list[Any]) -> None:
     _import_accelerate()
     from accelerate import Accelerator
-    from accelerate.utils import is_compiled_module
 
     if not isinstance(accelerator, Accelerator):
         raise PolicyError(f"accelerator={accelerator!r} is {type_of(accelerator)}: give an Accelerator")
@@ -161,13 +160,6 @@ def _check(accelerator: Any, models: list[Any]) -> None:
             "this Accelerator has a memory plugin already, and one serves a device: give all models in one call, or "
             "detach() the first"
         )
-    dynamo = accelerator.state.dynamo_plugin
-    if (
-        dynamo.backend.value != "NO"
-        and not dynamo.use_regional_compilation
-        and not all(map(is_compiled_module, models))
-    ):
-        raise UnsupportedError("the model is to be compiled: give prepare_offload what accelerator.prepare returned")
 
 
 def _tie(accelerator: Any, memory: ModuleMemoryPlugin) -> None:

@@ -131,7 +131,7 @@ def _check(args: Any) -> None:
     Raises:
         UnsupportedError: The arguments ask for such a thing.
     """
-    found = {"deepspeed": args.deepspeed, "fsdp": args.fsdp, "torch_compile": args.torch_compile}
+    found = {"deepspeed": args.deepspeed, "fsdp": args.fsdp}
     for name, is_asked in found.items():
         if is_asked:
             raise UnsupportedError(f"{name} is not supported together with OffloadCallback: leave out one of the two")

@@ -10,8 +10,7 @@ KeyboardInterrupt, and shows it nothing of the exception. The exception is found
 that an interrupt left open is known by the frame that opened it: it is no longer running when the next forward
 begins, or when the plugin is detached, and is closed then.
 
-A compiled model is followed by its wrapper, that which ``torch.compile`` returned. The hooks of a model that is
-compiled with them inside do nothing: a graph break at each would cost more than the memory is worth.
+Calls of a compiled model are seen by :mod:`~.compiled_models`: its hooks, compiled with the rest, do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import inspect
 import sys
 import threading
 import weakref
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -32,12 +31,12 @@ from typing_extensions import override
 
 from lightning_offload.errors import PolicyError, UnsupportedError, type_of
 from lightning_offload.plugins.announcing import Announcer
+from lightning_offload.plugins.compiled_models import watch_calls
 from lightning_offload.plugins.memory import MemoryPlugin
 
 _NOTHING_SEEN = (
     "an optimizer stepped, but no followed model has been called with gradients, so no memory budget is kept: call the "
-    "model itself, or put `with memory.step(batch):` around what you call in its place; a model that is compiled is "
-    "followed by what torch.compile returned"
+    "model itself, or put `with memory.step(batch):` around what you call in its place"
 )
 PLUGIN_KEYWORDS = frozenset(inspect.signature(MemoryPlugin).parameters)
 """What a plugin takes, for adapters that hand it on."""
@@ -103,6 +102,7 @@ class ModuleMemoryPlugin(MemoryPlugin):
             finalizer.atexit = False
             for take_back in (enter.remove, leave.remove, finalizer.detach):
                 self.undo.callback(take_back)
+        self.undo.callback(watch_calls(self, modules))
 
     @override
     def detach(self) -> None:
@@ -135,16 +135,27 @@ class ModuleMemoryPlugin(MemoryPlugin):
         self._close_interrupted(frames[0])
         if not torch.is_grad_enabled():
             return
+        scope = self.stepping(module, inputs)
+        del inputs
+        scope.__enter__()
+        self._open.scopes.append(_Scope(scope, frames, sys.exc_info()[1]))
+
+    def stepping(self, module: nn.Module, inputs: tuple[Any, Any]) -> AbstractContextManager[Any]:
+        """What surrounds a call of a followed model: a step, where gradients are on.
+
+        Args:
+            module: The model.
+            inputs: Positional and keyword arguments.
+        """
+        if not torch.is_grad_enabled():
+            return nullcontext()
         if self._announcer is not None:
             self._announcer.tell_plan(self)
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and wrapper not in self._wrappers:
             self._watch(wrapper)
         key = "training" if module.training else "evaluation"
-        scope = self._steps.step(({key: inputs},), wrapper)
-        del inputs
-        scope.__enter__()
-        self._open.scopes.append(_Scope(scope, frames, sys.exc_info()[1]))
+        return self._steps.step(({key: inputs},), wrapper)
 
     def _watch(self, wrapper: DistributedDataParallel) -> None:
         self._wrappers.add(wrapper)

@@ -29,15 +29,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def train(
-    settings: dict[str, Any], *, budget: Any = None, policy: str | None = None, bare: bool = False, **more: Any
+    settings: dict[str, Any],
+    *,
+    budget: Any = None,
+    policy: str | None = None,
+    bare: bool = False,
+    by_module: bool = False,
+    **more: Any,
 ) -> tuple[dict[str, Tensor], Report | None]:
     """An ordinary Accelerate loop with evaluation; with a policy, under a budget."""
     accelerator = Accelerator(cpu=True, **settings)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(3)
+    module = model
     model, optimizer, loader = accelerator.prepare(model, optimizer, rows())
-    memory = prepare_offload(accelerator, model, budget, policy=policy, **more) if policy else None
+    planned = module if by_module else model
+    memory = prepare_offload(accelerator, planned, budget, policy=policy, **more) if policy else None
     losses = []
     for x, y in loader:
         with accelerator.accumulate(model):
@@ -86,6 +94,23 @@ def test_bare_backward() -> None:
     assert_same(ours, plain)
     assert report is not None
     assert report.num_steps == NUM_STEPS
+
+
+@pytest.mark.parametrize("by_module", [True, False])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled(by_module: bool) -> None:
+    """A model that Accelerate compiles is followed by what `prepare` returned, and by the model itself."""
+    torch._dynamo.reset()
+    settings = {"dynamo_backend": "aot_eager"}
+    plain, _ = train(settings)
+    torch._dynamo.reset()
+    ours, report = train(settings, budget="1GiB", policy="all-swap", by_module=by_module)
+    torch._dynamo.reset()
+    assert_same(ours, plain)
+    assert report is not None
+    assert report.num_steps == NUM_STEPS
+    assert report.swapped_bytes > 0
 
 
 def test_disabled() -> None:

@@ -146,14 +146,13 @@ def test_copies_are_plain() -> None:
     strategy.memory.detach()
 
 
-@pytest.mark.parametrize("way", ["method", "compiled"])
-def test_nothing_seen(way: str) -> None:
+def test_nothing_seen() -> None:
     """An optimizer that steps without a step of the plugin is one warning, which names two ways out that work."""
     strategy = OffloadStrategy("1GiB", policy="all-swap")
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-    module = net() if way == "method" else torch.compile(net(), backend="eager")
+    module = net()
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
-    call = model.module.forward if way == "method" else model
+    call = model.module.forward
     for num_warnings in (1, 0):
         call(torch.ones(64, 32)).sum().backward()
         with warnings.catch_warnings(record=True) as caught:
@@ -166,11 +165,12 @@ def test_nothing_seen(way: str) -> None:
     strategy.memory.detach()
 
 
-def test_compiled() -> None:
-    """A compiled model that Fabric does not compile anew is followed."""
+@pytest.mark.parametrize("compiles_anew", [True, False])
+def test_compiled(compiles_anew: bool) -> None:
+    """A compiled model is followed, whether or not Fabric compiles it anew."""
     strategy = OffloadStrategy("1GiB", policy="all-swap")
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-    model = fabric.setup(torch.compile(net(), backend="eager"), _reapply_compile=False)
+    model = fabric.setup(torch.compile(net(), backend="eager"), _reapply_compile=compiles_anew)
     model(torch.ones(64, 32)).sum().backward()
     assert strategy.memory.report().num_steps == 1
     strategy.memory.detach()

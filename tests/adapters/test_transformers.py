@@ -232,14 +232,27 @@ def test_exceptions(tmp_path: Path) -> None:
     assert callback.memory.num_followed == 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled(tmp_path: Path) -> None:
+    """A model that the Trainer compiles is followed, and trains to the bits of the compiled one."""
+    settings: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    found = []
+    callback = OffloadCallback("1GiB", policy="all-swap")
+    for each in (None, callback):
+        torch._dynamo.reset()
+        found.append(run(tmp_path, each, **settings))
+    torch._dynamo.reset()
+    assert_same(*found)
+    report = callback.memory.report()
+    assert report.num_steps == NUM_STEPS
+    assert report.swapped_bytes > 0
+
+
 def test_unsupported(tmp_path: Path) -> None:
     """What does not run one model on one device is refused when training begins."""
     callback = OffloadCallback("1GiB")
     trainer = trainer_for(tmp_path, callback)
-    arguments = copy.copy(trainer.args)
-    arguments.torch_compile = True
-    with pytest.raises(UnsupportedError, match="torch_compile is not supported"):
-        callback.on_train_begin(arguments, trainer.state, trainer.control, model=trainer.model)
     arguments = copy.copy(trainer.args)
     arguments._n_gpu = 2
     with pytest.raises(UnsupportedError, match=r"n_gpu=2 in one process .* start one process for each GPU"):

@@ -202,21 +202,6 @@ def test_gone_in_another_thread() -> None:
     assert following_plugins() == []
 
 
-def test_compiled(memory: ModuleMemoryPlugin) -> None:
-    """A model is followed by what `torch.compile` returned; hooks compiled into it do nothing."""
-    inner = nn.Sequential(nn.Linear(256, 256), nn.GELU())
-    compiled = torch.compile(inner, backend="aot_eager")
-    memory.follow(inner)
-    backward(compiled)
-    assert memory.report().num_steps == 0
-    memory.detach()
-    torch.compiler.reset()
-    memory.follow(compiled)
-    backward(compiled)
-    assert memory.report().num_steps == 1
-    torch.compiler.reset()
-
-
 def test_refused(memory: ModuleMemoryPlugin) -> None:
     """What is no module, is followed already or runs on several devices is refused with nothing hooked."""
     model = net()
