@@ -410,8 +410,7 @@ def start_run(
     is_given = isinstance(kind.source, Imported)
     if is_recorded:
         kind.is_seen_by_core = is_seen_by_core(kind, device)
-    if is_recorded and there is not None:
-        persistent = there.storages.keys
+    census = there.storages.keys() if is_recorded and there is not None else None
     make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_given)
     observer = observe_all(tuple(observers))
     is_routed = program is not None and program.form_route is not None
@@ -436,8 +435,9 @@ def start_run(
         else:
             spare_bytes = room.spare_bytes if room is not None else 0
             executor = make(
-                program=planned, observer=observer, verifier=verifier, sees_ops=sees_ops, spare_bytes=spare_bytes
-            )
+                program=planned, observer=observer, verifier=verifier, sees_ops=sees_ops, spare_bytes=spare_bytes,
+                census=census,
+            )  # fmt: skip
     if is_watched:
         tiers.take_times()  # forget what went before
         tiers.measure(True)

@@ -103,6 +103,8 @@ class StepExecutor:
         sees_ops: Whether the step's ops go through :meth:`dispatch`; they must unless the program says otherwise.
         persistent: Gives the identities of storages that outlive the step; asked once, if a step that does not see ops
             leaves its program.
+        census: The identities of all storages that are there as it begins. None where nobody knows: then what no op was
+            seen to make is taken to be among them.
         spare_bytes: How much of what is saved first may stay on the device, in a step without a program.
         keeps_all: Whether to keep all that is saved, for as long as the step follows its program.
         packs: Whether saved tensors come by.
@@ -128,6 +130,7 @@ class StepExecutor:
         verifier: Verifier | None,
         sees_ops: bool = True,
         persistent: Callable[[], Collection[int]] = frozenset,
+        census: Collection[int] | None = None,
         spare_bytes: int = 0,
         keeps_all: bool = False,
         packs: bool = True,
@@ -146,6 +149,7 @@ class StepExecutor:
         self.num_nodes: int | None = None
         self.on_backward: Callable[[], None] | None = None
         self._may_leave, self._by_mode = may_leave, by_mode
+        self._census = census
         self._holds = keeps_all
         self._first_node = next_node()
         self._lease: StepLiveness | None = StepLiveness(program.num_objects if program is not None and packs else 0)
@@ -505,12 +509,15 @@ class StepExecutor:
 
     def _unseen_value(self, place: int, handle: Handle, tensor: Tensor) -> LiveValue | None:
         """The value of memory that no op was seen to make, as compiled code's; None where it is given, or stays."""
-        if self._follower is None:
-            storage = tensor.untyped_storage()
-            return self._table.new(-1, storage) if not self._fallback.is_given(storage) else None
-        assert self.program is not None
-        is_planned = place >= 0 and self.program.pack_storages[place] in self.program.decisions
-        return self._value_at(place, handle, tensor) if is_planned else None
+        if place >= 0:
+            assert self.program is not None
+            is_planned = self.program.pack_storages[place] in self.program.decisions
+            return self._value_at(place, handle, tensor) if is_planned else None
+        if self._census is None or tensor.device != self._device:
+            return None
+        storage = tensor.untyped_storage()
+        is_given = storage._cdata in self._census or not storage.resizable()
+        return self._table.new(-1, storage) if not is_given else None
 
     def _value_at(self, place: int, handle: Handle, tensor: Tensor) -> LiveValue | None:
         """The value that a pack is about, by what the program says of it; None where it stays on the device.

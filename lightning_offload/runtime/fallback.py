@@ -101,10 +101,6 @@ class OffloadAll:
             self._outliving = self._persistent()
         return self._outliving
 
-    def is_given(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage that nobody saw being made outlives the step, or is not torch's own."""
-        return storage._cdata in self.outliving() or not storage.resizable()
-
     def release(self, column: Mapping[int, Sequence[int]], places: Iterable[int]) -> None:
         """Release the device copies of the storages that a column of the program has at some places."""
         for place in places:
@@ -155,7 +151,7 @@ class OffloadAll:
         """Let what is saved leave the device once the op that saves it has run, where ops are not seen."""
         if self._late.is_due:
             self.leave_now()
-        if not self.is_given(tensor.untyped_storage()):
+        if tensor.untyped_storage()._cdata not in self.outliving():
             self._late.add_late(handle)
 
     def leave_now(self) -> None:
@@ -270,7 +266,7 @@ class SupersetRule:
         """Whether a saved storage was there before the step, and stays."""
         if place >= 0 and self._follower.route.is_given[place]:
             return True
-        return (value is None or not self._policy.sees_ops) and self._policy.is_given(storage)
+        return value is None if self._policy.sees_ops else storage._cdata in self._policy.outliving()
 
     def _room(self, place: int) -> int:
         """What may stay beyond what does: what the plan has kept by now, and the step has not."""

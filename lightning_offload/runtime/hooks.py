@@ -26,7 +26,7 @@ change backward]. A ``TorchFunctionMode`` is exactly the difference: autograd ha
 calls that come from Python alone. Each of them is dispatched under our mode, which settles what needs the old
 contents before the first write. A call that gives raw memory away counts as a write.
 
-Compiled code is left alone: calls that are being traced are not looked at.
+Compiled code is left alone: calls that are being traced are not looked at, nor is what a compiler runs.
 
 Shortfall: a write by an extension from C++ is noticed by the version counter of what it was given, and a replay that
 would read it raises ``StaleInputError``; one that goes by raw memory from a C++ node is not noticed.
@@ -46,6 +46,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode, _push_mode
 from typing_extensions import override
 
+from lightning_offload.tensors import compiled_code
 from lightning_offload.tensors.geometry import plain_data, plain_set, plain_set_version
 from lightning_offload.tensors.op_facts import exposed, is_plain, tensors_in
 
@@ -145,6 +146,8 @@ class StepMode(InfraMode):
 def _see_op(
     self: StepMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
+    if compiled_code.is_being_made():
+        return func(*args, **(kwargs or {}))
     return self._dispatch(func, args, kwargs or {})
 
 
@@ -297,7 +300,7 @@ class _SeeUserCode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or bypass_mode.depth:
+        if bypass_mode.depth or torch.compiler.is_compiling() or compiled_code.is_being_made():
             return func(*args, **kwargs)
         if func in _RAW_MEMORY:
             for tensor in tensors_in(args[:1]):
@@ -469,6 +472,9 @@ def _tell_of(item: Any) -> None:
 
 def _get_data(tensor: Tensor) -> Any:
     if _hearers and not bypass_mode.depth:
+        if compiled_code.is_inspecting():
+            with bypass_mode:
+                return plain_data.__get__(tensor)
         _tell_of(tensor)
     return plain_data.__get__(tensor)
 

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
+import torch
+import torch._guards
+
+_COMPILING: Any = torch._guards._TLS
 _REGION = "torch._functorch._aot_autograd"
 _TRACED = "<eval_with_key>"
 _BETWEEN = ("lightning_offload.", "torch._ops", "torch.utils._", "torch.fx", "torch.overrides")
@@ -20,6 +25,17 @@ def is_in_use() -> bool:
     """Whether anything in this process was compiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and any(dynamo.cached_backends.values())  # one is none: for what it must not compile
+
+
+def is_being_made() -> bool:
+    """Whether this thread compiles now, as it does for the first backward of a region: what it runs is no part of it."""
+    return getattr(_COMPILING, "compile_context", None) is not None
+
+
+def is_inspecting() -> bool:
+    """Whether a compiled region's own checks, made where it runs for the first time, call who asks."""
+    name: str = sys._getframe(2).f_globals.get("__name__") or ""
+    return name.startswith(_REGION)
 
 
 def hides_writes() -> bool:

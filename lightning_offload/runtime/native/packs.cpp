@@ -83,20 +83,6 @@ ValuePtr Step::by_ordinal(int64_t index, const at::Tensor& tensor, const Storage
   return value;
 }
 
-// The value of memory that no op was seen to make; none where it is given, or stays.
-ValuePtr Step::unseen_value(int64_t place, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle) {
-  if (place < 0) {
-    ValuePtr value;
-    if (!outlives(storage.get())) {
-      value = c10::make_intrusive<Value>(-1, static_cast<int64_t>(storage->nbytes()));
-      table.follow(value, storage);
-    }
-    return value;
-  }
-  const int64_t index = program->pack_storages[place];
-  return program->action(index) != Program::KEEP ? by_ordinal(index, tensor, storage, handle) : ValuePtr();
-}
-
 Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, const c10::intrusive_ptr<Handle>& handle) {
   const int64_t index = num_packs++;
   handle->index = index;
@@ -129,8 +115,8 @@ Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, c
     return Kept::LEAVES_LATE;
   } else if (program->sees_ops) {
     value = table.find(storage.get());
-    if (!value) {
-      value = unseen_value(place, tensor, storage, *handle);
+    if (!value && place >= 0 && program->action(program->pack_storages[place]) != Program::KEEP) {
+      value = by_ordinal(program->pack_storages[place], tensor, storage, *handle);  // made out of sight
     }
   } else {
     value = by_ordinal(place >= 0 ? program->pack_storages[place] : -1, tensor, storage, *handle);
@@ -159,12 +145,12 @@ bool Program::Form::admits(const at::Tensor& tensor) const {
       });
 }
 
-// Whether a storage was there before the step, and will be after it, or is not torch's own.
+// Whether a storage was there before the step, and will be after it.
 bool Step::outlives(const c10::StorageImpl* storage) {
   if (!outliving_) {
     python.outliving(outliving_.emplace());
   }
-  return outliving_->count(storage) != 0 || !storage->resizable();
+  return outliving_->count(storage) != 0;
 }
 
 // See SupersetRule in fallback.py, which decides about what does not go on along the plan.

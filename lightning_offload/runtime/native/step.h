@@ -239,7 +239,6 @@ class Step {
       const at::Tensor& tensor, bool is_parameter, const StoragePtr& storage, const c10::intrusive_ptr<Handle>& handle);
   bool outlives(const c10::StorageImpl* storage);
   std::pair<int64_t, int64_t> passed_unpacks(const Handle& handle);
-  ValuePtr unseen_value(int64_t place, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle);
   ValuePtr by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle);
   bool leave(const ValuePtr& value, const StoragePtr& storage);
   std::string mismatch(int64_t index, const StoragePtr& storage);

@@ -1,0 +1,198 @@
+"""What compiled regions save is planned, and comes back as they saved it, whatever they do out of sight."""
+
+from __future__ import annotations
+
+import gc
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.plugins.report import Report
+from tests.hiding_compiler import hiding
+
+pytestmark = [  # the compiler's own, some of them raised by what it looks at while tracing
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+NUM_STEPS = 7
+WIDTH, ROWS = 64, 1024
+MOST_ABOVE = 1.02  # of the budget: what a region allocates within is seen by nobody
+
+Net = Callable[[], nn.Module]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Forget compiled code before and after."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class _Block(nn.Module):
+    """A residual block, and what it does is drawn."""
+
+    def __init__(self, rng: random.Random, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.act = rng.choice([torch.relu, torch.sin, torch.tanh, F.gelu])
+        self.normalises, self.is_doubled = rng.random() < 0.5, rng.random() < 0.3
+        self.p = rng.choice([0.0, 0.0, 0.2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x) if self.normalises else x)
+        hidden = self.act(hidden).exp().clamp(max=3.0)
+        if self.is_doubled:
+            hidden = hidden * hidden.sigmoid()
+        return x + F.dropout(self.down(hidden), self.p)
+
+
+class _Random(nn.Module):
+    """Blocks, some of them compiled, and ops between them that read, save and overwrite what these give."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(f"regions {seed}")
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(_Block(rng) for _ in range(rng.randint(3, 5)))
+        self.between = [rng.choice(("nothing", "in place", "product", "clone")) for _ in self.blocks]
+        for block in self.blocks:
+            if rng.random() < 0.75:
+                block.compile(backend=hiding(rng.choice([0.3, 0.7, 1.0]), seed), fullgraph=rng.random() < 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, between in zip(self.blocks, self.between, strict=True):
+            before, x = x, block(x)
+            if between == "in place":
+                x = x.clone().mul_(0.5).relu_()
+            elif between == "product":
+                x = torch.tanh(x) * before
+            elif between == "clone":
+                x = x + torch.cos(before)
+        return x
+
+
+def _train(
+    net: Net, policy: str | None = None, budget: int | None = None, **more: Any
+) -> tuple[list[bytes], Report | None]:
+    torch._dynamo.reset()
+    gc.collect()  # what was compiled before holds its model
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    memory = None
+    if policy is not None:
+        memory = MemoryPlugin(f"{budget}B" if budget else None, policy=policy, device="cpu", module=model, **more)
+        memory.attach()
+    found: list[bytes] = []
+    for step in range(NUM_STEPS):
+        torch.manual_seed(step)
+        x = torch.randn(ROWS, WIDTH)
+
+        def run(x: Tensor = x) -> Tensor:
+            loss: Tensor = model(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        if memory is None:
+            found.append(_bits(run()))
+        else:
+            with memory.step(x):
+                loss = run()
+            found.append(_bits(loss))
+        found += [_bits(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    report = memory.report() if memory is not None else None
+    if memory is not None:
+        memory.detach()
+    return found, report
+
+
+def _bits(tensor: Tensor) -> bytes:
+    """What a tensor holds; nothing that is on the device beside the steps."""
+    return tensor.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_regions(seed: int) -> None:
+    """Swapped, recomputed, unverified or by a budget: the bits of the same compiled model."""
+    rng = random.Random(f"ways {seed}")
+
+    def net() -> nn.Module:
+        return _Random(seed)
+
+    expected, _ = _train(net)
+    for policy, more in (("all-swap", {}), ("all-recompute", {"verify": rng.choice(["first", "never"])})):
+        actual, report = _train(net, policy, **more)
+        assert actual == expected
+        assert report is not None
+        assert report.swapped_bytes + report.recomputed_bytes > 0
+    _, swapped = _train(net, "all-swap")
+    assert swapped is not None
+    assert swapped.floor_bytes is not None
+    assert swapped.plain_peak_bytes is not None
+    between = swapped.floor_bytes + rng.uniform(0.2, 0.8) * (swapped.plain_peak_bytes - swapped.floor_bytes)
+    actual, report = _train(net, "auto", int(between), verify=rng.choice(["first", "never"]))
+    assert actual == expected
+    assert report is not None
+    assert report.measured_peak_bytes is not None
+    assert report.measured_peak_bytes <= MOST_ABOVE * int(between)
+
+
+class _Blocks(nn.Module):
+    def __init__(self, backend: str, *, whole: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        rng = random.Random(1)
+        self.blocks = nn.ModuleList(_Block(rng) for _ in range(3))
+        for block in self.blocks if not whole else ():
+            block.compile(backend=backend)
+        if whole:
+            self.compile(backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_budgets_are_met(backend: str) -> None:
+    """Of blocks that are compiled most of what they save may leave, and budgets from near the floor on are met."""
+
+    def net() -> nn.Module:
+        return _Blocks(backend)
+
+    expected, _ = _train(net)
+    actual, report = _train(net, "all-swap")
+    assert actual == expected
+    assert report is not None
+    assert report.floor_bytes is not None
+    assert report.plain_peak_bytes is not None
+    assert report.swapped_bytes > 0.8 * (report.swapped_bytes + report.kept_bytes)
+    assert report.floor_bytes < 0.8 * report.plain_peak_bytes
+    for share in (0.15, 0.5, 0.85):
+        budget = int(report.floor_bytes + share * (report.plain_peak_bytes - report.floor_bytes))
+        actual, planned = _train(net, "auto", budget)
+        assert actual == expected
+        assert planned is not None
+        assert planned.measured_peak_bytes is not None
+        assert planned.measured_peak_bytes <= MOST_ABOVE * budget
+        assert planned.swapped_bytes + planned.recomputed_bytes > 0
