@@ -36,7 +36,10 @@ class _Region(fx.Interpreter):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run it on what it is given, which is not its own to overwrite."""
         self._given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
-        return super().run(*args, **kwargs)
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            self.env = {}  # which holds what it returns
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":

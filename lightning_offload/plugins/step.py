@@ -410,7 +410,7 @@ def start_run(
     is_given = isinstance(kind.source, Imported)
     if is_recorded:
         kind.is_seen_by_core = is_seen_by_core(kind, device)
-    census = there.storages.keys() if is_recorded and there is not None else None
+    census = frozenset(there.storages) if is_recorded and there is not None else None  # and holds none of them
     make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_given)
     observer = observe_all(tuple(observers))
     is_routed = program is not None and program.form_route is not None
