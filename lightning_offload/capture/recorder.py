@@ -35,7 +35,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_offload.accelerators import DeviceKind, kind_of
+from lightning_offload.accelerators import DeviceKind, generator_of, kind_of
 from lightning_offload.capture.live import Counted, LiveBytes
 from lightning_offload.capture.module_names import ModuleNames
 from lightning_offload.capture.timing import HostClock, OpClock, clock_for
@@ -151,6 +151,7 @@ class Recorder(LiveBytes):
         saved_forms: What each saved tensor looks like, in order.
         open_sizes: Sizes that depended on data.
         custom_ops: What calls of custom ops have shown, by identity.
+        draws_numbers: Whether it drew random numbers, from the generator that ops draw from by default.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class Recorder(LiveBytes):
         self.saved_forms: list[SavedForm] = []
         self.open_sizes: set[int] = set()
         self.custom_ops: dict[str, Standing] = {}
+        self.draws_numbers = False
         self._witness: Witness | None = None
         self._is_on_cpu = self._kind.type == "cpu"
         self._price = price
@@ -196,6 +198,7 @@ class Recorder(LiveBytes):
         self._forget_hooks = weakref.finalize(self, _remove_all, self._hooks)
         self._closed = False
         self._saw_backward_op = False
+        self._random_state: Tensor | None = None
 
     # ---- events
 
@@ -375,6 +378,7 @@ class Recorder(LiveBytes):
 
     def begin_scope(self) -> None:
         """A scope of the step begins."""
+        self._random_state = generator_of(self._device).get_state()
         if self._left and not self._closed:
             self._note_unseen_writes()
 
@@ -390,6 +394,9 @@ class Recorder(LiveBytes):
         What was there before the step may be written until backward reads what the step saved: by an optimizer, by an
         average of weights, by whoever fills the batch anew. Calls that read it cannot be replayed from then on.
         """
+        if self._random_state is not None:
+            before, self._random_state = self._random_state, None
+            self.draws_numbers |= not torch.equal(before, generator_of(self._device).get_state())
         self._left = {}
         for storage, reference in self._given.items():
             tensor = reference()

@@ -20,10 +20,11 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.logits import chunked_floor, in_chunks
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.regions import largest_region
 from lightning_offload.planning.request import PlanRequest, describe
 from lightning_offload.planning.simulator import residency
 
-RemedyKind = Literal["chunked-loss", "single-tensor-optimizer", "smaller-batch"]
+RemedyKind = Literal["chunked-loss", "single-tensor-optimizer", "smaller-regions", "smaller-batch"]
 
 ANY_DEVICE = DeviceSpec(
     name="any device",
@@ -121,7 +122,7 @@ def explain_floor(
         tell: Called with what is done next, where that takes a while.
     """
     request = PlanRequest(Problem(graph), device or ANY_DEVICE, None)
-    found = [_chunked_loss(request, budget_bytes if device is not None else None, tell), _single_tensors(request)]
+    found = [_chunked_loss(request, budget_bytes if device is not None else None, tell), _single_tensors(request), _regions(request)]
     remedies = [remedy for remedy in found if remedy is not None]
     remedies.append(_smaller_batch(request, smaller_batch))
     remedies.sort(key=lambda remedy: -(remedy.gain_bytes or 0))
@@ -210,6 +211,11 @@ def _single_tensors(request: PlanRequest) -> Remedy | None:
         gain_bytes=gain_bytes,
         floor_op=lower.floor_op,
     )
+
+
+def _regions(request: PlanRequest) -> Remedy | None:
+    region = largest_region(request.problem.requested)
+    return Remedy(kind="smaller-regions", advice=region.advice) if region is not None else None
 
 
 def one_by_one(graph: StepGraph) -> StepGraph:

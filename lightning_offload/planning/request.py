@@ -14,6 +14,7 @@ from lightning_offload.graph.memory_plan import AT_PACK, Action, Decision, Memor
 from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.floor import Floor, find_floor
 from lightning_offload.planning.logits import chunked_floor
+from lightning_offload.planning.regions import largest_region
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import Relaxation, bound_of_action, relax
 from lightning_offload.planning.simulator import Actions, Simulator, Timeline, simulate
@@ -133,7 +134,7 @@ class PlanRequest:
             f"feasible budget is {format_bytes(floor_bytes)} ({floor_bytes} bytes), set by {op}; "
             + ", ".join(fixes[:-1])
             + f"{',' if len(fixes) > 2 else ''} or {fixes[-1]}"
-            + (self._chunks if not policy else ""),
+            + (self._chunks + self._regions if not policy else ""),
             budget_bytes=self.budget_bytes,
             floor_bytes=floor_bytes,
             op=op,
@@ -149,6 +150,13 @@ class PlanRequest:
             f"; {lower.logits.name} set it: lightning_offload.chunked_linear_cross_entropy with {lower.num_chunks} "
             f"chunks is predicted to need {format_bytes(lower.floor.timeline.peak_bytes)}"
         )
+
+
+    @functools.cached_property
+    def _regions(self) -> str:
+        """That a region is too large for its floor to be low; nothing where none is."""
+        region = largest_region(self.problem.requested)
+        return f"; {region.advice}" if region is not None else ""
 
 
 def describe(op: Op) -> str:

@@ -48,7 +48,7 @@ from lightning_offload.plugins.touched import StorageRef, Touched
 from lightning_offload.runtime.ledger import Ledger
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
-from lightning_offload.tensors import custom_ops
+from lightning_offload.tensors import compiled_code, custom_ops
 from lightning_offload.tensors.custom_ops import Standing
 from lightning_offload.tensors.saved_forms import SavedForm
 from lightning_offload.units import format_budget_exactly, format_bytes
@@ -83,6 +83,7 @@ class Recording:
         larger: What tells how long storages live, where some stayed that were saved; None where the recording does.
         left: What it left on the device, gradients aside, each with the tick at which it was made.
         custom_ops: What calls of custom ops have shown, by identity.
+        draws_numbers: Whether it drew random numbers.
     """
 
     graph: StepGraph
@@ -98,6 +99,7 @@ class Recording:
     larger: StepGraph | None
     left: Sequence[tuple[torch.UntypedStorage, int]]
     custom_ops: Mapping[str, Standing]
+    draws_numbers: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +370,8 @@ def _take_recording(kind: PlanEntry, recording: Recording, live: LiveBytes | Non
     known = Touched.seen(live, gradients).known if live is not None else kind.source.touched.known
     touched, graph = Touched(recording.touched, known), recording.graph
     kind.source.touched = touched
+    if recording.draws_numbers:
+        compiled_code.check_recomputation()
     if custom_ops.learn(recording.custom_ops):
         return  # it holds ops for what they are not held for any more: another step is recorded
     if recording.larger is not None:

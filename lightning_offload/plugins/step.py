@@ -264,6 +264,7 @@ class StepRun:
             larger=self.larger if has_stayed else None,
             left=left,
             custom_ops=recorder.custom_ops,
+            draws_numbers=recorder.draws_numbers,
         )
 
     def _accumulated_but_buckets(self, state: PersistentState) -> dict[int, tuple[int, int]]:

@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import sys
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -51,3 +52,18 @@ def hides_writes() -> bool:
             return not is_traced
         frame = frame.f_back
     return False
+
+
+_UNSOUND = (
+    "torch._functorch.config.activation_memory_budget is {share}: torch.compile recomputes within its regions, and where "
+    "one of them draws random numbers (dropout) it draws others then, so gradients are silently wrong (pytorch issue "
+    "190758, seen with torch 2.13); leave it at 1 and have the memory budget decide, or draw none in what is compiled"
+)
+
+
+def check_recomputation() -> None:
+    """Warn where the compiler recomputes by a budget of its own in a step that draws random numbers; every time."""
+    config = sys.modules.get("torch._functorch.config")
+    share = getattr(config, "activation_memory_budget", 1)
+    if share < 1 and is_in_use():
+        warnings.warn(_UNSOUND.format(share=share), stacklevel=2)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_offload import MemoryPlugin
+from lightning_offload import BudgetInfeasibleError, MemoryPlugin
 from lightning_offload.plugins.report import Report
 from tests.hiding_compiler import hiding
 
@@ -87,33 +90,24 @@ def _train(
     gc.collect()  # what was compiled before holds its model
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    memory = None
-    if policy is not None:
-        memory = MemoryPlugin(f"{budget}B" if budget else None, policy=policy, device="cpu", module=model, **more)
-        memory.attach()
     found: list[bytes] = []
-    for step in range(NUM_STEPS):
-        torch.manual_seed(step)
-        x = torch.randn(ROWS, WIDTH)
-
-        def run(x: Tensor = x) -> Tensor:
-            loss: Tensor = model(x).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
-
-        if memory is None:
-            found.append(_bits(run()))
-        else:
-            with memory.step(x):
-                loss = run()
+    with contextlib.ExitStack() as stack:
+        memory = None
+        if policy is not None:
+            memory = MemoryPlugin(f"{budget}B" if budget else None, policy=policy, device="cpu", module=model, **more)
+            memory.attach()
+            stack.callback(memory.detach)
+        for step in range(NUM_STEPS):
+            torch.manual_seed(step)
+            x = torch.randn(ROWS, WIDTH)
+            with memory.step(x) if memory is not None else contextlib.nullcontext():
+                loss = model(x).square().mean()
+                loss.backward()
             found.append(_bits(loss))
-        found += [_bits(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    report = memory.report() if memory is not None else None
-    if memory is not None:
-        memory.detach()
-    return found, report
+            found += [_bits(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, memory.report() if memory is not None else None
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -196,3 +190,38 @@ def test_budgets_are_met(backend: str) -> None:
         assert planned.measured_peak_bytes is not None
         assert planned.measured_peak_bytes <= MOST_ABOVE * budget
         assert planned.swapped_bytes + planned.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize(("share", "p"), [(0.5, 0.1), (0.5, 0.0), (1.0, 0.1)])
+def test_the_compilers_own_budget(share: float, p: float) -> None:
+    """It draws other random numbers where it recomputes: told of where a step draws any; else budgets are met with it."""
+
+    def net() -> nn.Module:
+        made = _Blocks("aot_eager")
+        for block in made.blocks:
+            block.p = p  # type: ignore[assignment]
+        return made
+
+    with torch._functorch.config.patch(activation_memory_budget=share), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        expected, _ = _train(net)
+        actual, _ = _train(net, "all-swap")
+    told = [str(each.message) for each in caught if "activation_memory_budget" in str(each.message)]
+    assert bool(told) == (share < 1 and p > 0)
+    if p == 0:
+        assert actual == expected
+
+
+def test_a_whole_model_is_one_region() -> None:
+    """What it saves comes back all at once, so there is no gain: the error says so, and what to do."""
+
+    def net() -> nn.Module:
+        return _Blocks("aot_eager", whole=True)
+
+    expected, _ = _train(net)
+    actual, report = _train(net, "all-swap")
+    assert actual == expected
+    assert report is not None
+    assert report.floor_bytes is not None
+    with pytest.raises(BudgetInfeasibleError, match=r"is read back at once.*compile its blocks and not the whole"):
+        _train(net, "auto", report.floor_bytes - (64 << 10))
