@@ -64,7 +64,11 @@ class _Region(fx.Interpreter):
             is_ours = operand.op == "call_function" and len(operand.users) == 1
             if not (is_ours and isinstance(value, Tensor) and isinstance(made, Tensor)):
                 continue
-            if not value.is_contiguous() or (value.shape, value.dtype, value.stride()) != (tuple(made.shape), made.dtype, made.stride()):
+            if not value.is_contiguous() or (value.shape, value.dtype, value.stride()) != (
+                tuple(made.shape),
+                made.dtype,
+                made.stride(),
+            ):
                 continue
             storage = value.untyped_storage()
             others = (v for other, v in self.env.items() if other is not operand and isinstance(v, Tensor))

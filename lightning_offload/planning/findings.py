@@ -122,7 +122,11 @@ def explain_floor(
         tell: Called with what is done next, where that takes a while.
     """
     request = PlanRequest(Problem(graph), device or ANY_DEVICE, None)
-    found = [_chunked_loss(request, budget_bytes if device is not None else None, tell), _single_tensors(request), _regions(request)]
+    found = [
+        _chunked_loss(request, budget_bytes if device is not None else None, tell),
+        _single_tensors(request),
+        _regions(request),
+    ]
     remedies = [remedy for remedy in found if remedy is not None]
     remedies.append(_smaller_batch(request, smaller_batch))
     remedies.sort(key=lambda remedy: -(remedy.gain_bytes or 0))

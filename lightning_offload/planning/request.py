@@ -14,8 +14,8 @@ from lightning_offload.graph.memory_plan import AT_PACK, Action, Decision, Memor
 from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.floor import Floor, find_floor
 from lightning_offload.planning.logits import chunked_floor
-from lightning_offload.planning.regions import largest_region
 from lightning_offload.planning.problem import Problem
+from lightning_offload.planning.regions import largest_region
 from lightning_offload.planning.relaxation import Relaxation, bound_of_action, relax
 from lightning_offload.planning.simulator import Actions, Simulator, Timeline, simulate
 from lightning_offload.units import format_budget_exactly, format_bytes
@@ -150,7 +150,6 @@ class PlanRequest:
             f"; {lower.logits.name} set it: lightning_offload.chunked_linear_cross_entropy with {lower.num_chunks} "
             f"chunks is predicted to need {format_bytes(lower.floor.timeline.peak_bytes)}"
         )
-
 
     @functools.cached_property
     def _regions(self) -> str:

@@ -3,8 +3,8 @@
 A module's hooks are no use there: they are compiled with the rest, and a graph break at each would cost more than the
 memory is worth. What is outside of the compiled code is called in one of two ways:
 
-- The wrapper that ``torch.compile(model)`` returned. Its class has another ``__call__`` while models are followed, so it
-  does not matter which came first, nor who compiled: Accelerate, the Hugging Face Trainer and Fabric compile late.
+- The wrapper that ``torch.compile(model)`` returned. Its class has another ``__call__`` while models are followed, so
+  it does not matter which came first, nor who compiled: Accelerate, the Hugging Face Trainer and Fabric compile late.
 - What ``model.compile()`` left in the model. It is put into an object of ours, when the model is followed or, since
   ``torch.compile`` is watched, when it is compiled later.
 
@@ -144,9 +144,8 @@ def _watching(compile_: Callable[..., Any]) -> Callable[..., Any]:
             return made
         _watch.see_wrappers()
         model = args[0] if args else kwargs.get("model")
-        is_in_place = isinstance(model, MethodType) and model.__name__ == "_call_impl"
-        if is_in_place and isinstance(model.__self__, nn.Module) and _watch.followed_in(model.__self__) is not None:
-            return _Call(model.__self__, made)
+        if isinstance(model, MethodType) and model.__name__ == "_call_impl" and isinstance(model.__self__, nn.Module):
+            return _Call(model.__self__, made) if _watch.followed_in(model.__self__) is not None else made
         return made
 
     return watched

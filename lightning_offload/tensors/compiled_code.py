@@ -1,9 +1,8 @@
 """What ``torch.compile`` has made of the program: whether there is any, and whether it runs the op that was just seen.
 
 Of a compiled region a mode sees what is left of its ops: calls of kernels that the compiler did not write itself, on
-buffers that it allocates, uses again and writes out of sight. What such an op made may have been overwritten by the time
-that it is saved, so it is not replayed. A region that runs its ops one by one, as ``backend="aot_eager"`` does, hides
-nothing.
+buffers that it allocates, uses again and writes out of sight. What such an op made may have been overwritten before it
+is saved, so it is not replayed. A region that runs its ops one by one, as ``backend="aot_eager"`` does, hides nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def is_in_use() -> bool:
 
 
 def is_being_made() -> bool:
-    """Whether this thread compiles now, as it does for the first backward of a region: what it runs is no part of it."""
+    """Whether this thread compiles now, as it does for the first backward of a region: what runs is no part of it."""
     return getattr(_COMPILING, "compile_context", None) is not None
 
 
@@ -55,9 +54,9 @@ def hides_writes() -> bool:
 
 
 _UNSOUND = (
-    "torch._functorch.config.activation_memory_budget is {share}: torch.compile recomputes within its regions, and where "
-    "one of them draws random numbers (dropout) it draws others then, so gradients are silently wrong (pytorch issue "
-    "190758, seen with torch 2.13); leave it at 1 and have the memory budget decide, or draw none in what is compiled"
+    "torch._functorch.config.activation_memory_budget is {share}: torch.compile recomputes within its regions, and "
+    "where one of them draws random numbers (dropout) it draws others then, so gradients are silently wrong (pytorch "
+    "issue 190758, seen with torch 2.13); leave it at 1 and have the memory budget decide, or draw none in what is compiled"
 )
 
 

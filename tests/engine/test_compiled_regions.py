@@ -194,7 +194,7 @@ def test_budgets_are_met(backend: str) -> None:
 
 @pytest.mark.parametrize(("share", "p"), [(0.5, 0.1), (0.5, 0.0), (1.0, 0.1)])
 def test_the_compilers_own_budget(share: float, p: float) -> None:
-    """It draws other random numbers where it recomputes: told of where a step draws any; else budgets are met with it."""
+    """It draws other random numbers where it recomputes: that is told of where a step draws any; else all is exact."""
 
     def net() -> nn.Module:
         made = _Blocks("aot_eager")

@@ -200,4 +200,3 @@ def test_two_plugins_and_an_exception() -> None:
         wrapper(torch.ones(8, 32)).sum().backward()
     assert (one.report().num_steps, other.report().num_steps) == (num_before + 1, 1)
     other.detach()
-
