@@ -56,7 +56,8 @@ def hides_writes() -> bool:
 _UNSOUND = (
     "torch._functorch.config.activation_memory_budget is {share}: torch.compile recomputes within its regions, and "
     "where one of them draws random numbers (dropout) it draws others then, so gradients are silently wrong (pytorch "
-    "issue 190758, seen with torch 2.13); leave it at 1 and have the memory budget decide, or draw none in what is compiled"
+    "issue 190758, seen with torch 2.13); leave it at 1 and have the memory budget decide, or draw none in "
+    "compiled code"
 )
 
 
