@@ -14,6 +14,8 @@ from typing import Any
 
 from benchmarks.gpu.contest import PEERS
 from benchmarks.gpu.process import Job
+from benchmarks.papers import captures
+from lightning_offload.planning.policies import PUBLISHED
 
 _GIB = 1 << 30
 _QUICK_CAP_BYTES = 24 << 20
@@ -38,11 +40,12 @@ _FIRST_BATCH = {("resnet50", False): 120, ("resnet50", True): 400, ("resnet152",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Finds the largest batch: the case's job is run with one size after the other.
+    """Finds the largest size, of a batch or in depth: the case's job is run with one after the other.
 
     Attributes:
         limit_bytes: What a step may need.
         first: The size to begin with.
+        varies: The job's argument that is the size.
         compared_with: Key of the case that searches the same without management.
         config: Settings, ready for JSON.
     """
@@ -50,11 +53,12 @@ class Search:
     limit_bytes: int
     first: int
     compared_with: str
+    varies: str = "batch_size"
     config: Mapping[str, Any]
 
-    def job(self, job: Job, batch_size: int) -> Job:
+    def job(self, job: Job, size: int) -> Job:
         """Return the job of one trial."""
-        return dataclasses.replace(job, arguments={**job.arguments, "batch_size": batch_size})
+        return dataclasses.replace(job, arguments={**job.arguments, self.varies: size})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +97,7 @@ def all_cases(device: str, *, quick: bool) -> list[Case]:
         _overhead("gpt2-medium", 90, device, quick),
         _activation_share(device, quick),
         equal,
+        *_papers(device, quick),
         _timeline("resnet152", "activations=0.4", 95, device, quick),
         _timeline("gpt2-medium", "h=0.5", 75, device, quick, precision="bf16", batch_size=16),
         *contests,
@@ -100,6 +105,117 @@ def all_cases(device: str, *, quick: bool) -> list[Case]:
         _links("links-disk", "measure_disk", 30, device, quick),
         mixed,
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A step that a paper has figures of.
+
+    Attributes:
+        key: Of the case, without what all have.
+        title: What its rows are called.
+        network: Name of the network.
+        batch_size: Samples in the batch.
+        policies: Who plans within the cap: the paper's own first.
+        seconds: What it is expected to take.
+        gpu: Name in the catalogue of the card whose memory is the cap; empty where that is given.
+        cap_bytes: It.
+        cap_share: It, as a share of plain training's own peak.
+    """
+
+    key: str
+    title: str
+    network: str
+    batch_size: int
+    policies: tuple[str, ...]
+    seconds: float
+    gpu: str = ""
+    cap_bytes: int | None = None
+    cap_share: float | None = None
+
+    def case(self, device: str, *, quick: bool) -> Case:
+        """The case."""
+        cap_bytes = self.cap_bytes
+        if self.gpu:
+            cap_bytes = card_bytes(self.gpu)
+        arguments = {
+            "title": self.title, "network": self.network, "batch_size": self.batch_size,
+            "policies": list(self.policies), "cap_bytes": cap_bytes, "cap_share": self.cap_share,
+        }  # fmt: skip
+        job = Job(
+            function="benchmarks.gpu.paper:within_cap", device=device, quick=quick, arguments=arguments,
+            environment=_EXPANDABLE,
+        )  # fmt: skip
+        return Case(key=f"paper-{self.key}", title=self.title, seconds=self.seconds, job=job)
+
+
+def card_bytes(gpu: str) -> int:
+    """What a process may have on a card of the catalogue beside its context."""
+    return captures.memory_bytes(captures.device(gpu)) - captures.CONTEXT_BYTES
+
+
+SETTINGS = (
+    Setting(
+        key="accudnn-resnet152", title="AccUDNN, ResNet-152, b=140", network="resnet152", batch_size=140,
+        cap_bytes=8 * _GIB, policies=("accudnn", "auto"), seconds=150,
+    ),
+    Setting(
+        key="vdnn-vgg16", title="vDNN, VGG-16, b=256", network="vgg16", batch_size=256, gpu="gtx-titan-x",
+        policies=("vdnn-dyn", "auto"), seconds=120,
+    ),
+    Setting(
+        key="hascoet-vgg19", title="Hascoet et al., VGG-19, b=64, 35% less memory", network="vgg19", batch_size=64,
+        cap_share=0.65, policies=("cpu-offload", "auto"), seconds=90,
+    ),
+    Setting(
+        key="superneurons-1920", title="SuperNeurons, ResNet-1920, b=16", network="resnet-1920", batch_size=16,
+        gpu="k40c", policies=("auto",), seconds=400,
+    ),
+    Setting(
+        key="superneurons-2500", title="SuperNeurons, ResNet-2500, b=1", network="resnet-2500", batch_size=1,
+        gpu="k40c", policies=("auto",), seconds=400,
+    ),
+    Setting(
+        key="meng-resnet50", title="Meng et al., ResNet-50, b=664", network="resnet50", batch_size=664, gpu="m40",
+        policies=("swap-out-in", "auto"), seconds=200,
+    ),
+    Setting(
+        key="meng-seq2seq-400", title="Meng et al., seq2seq, T=400, b=60", network="seq2seq-400", batch_size=60,
+        gpu="m40", policies=("swap-out-in", "auto"), seconds=200,
+    ),
+    Setting(
+        key="policies-resnet152", title="ResNet-152, b=64, every policy", network="resnet152", batch_size=64,
+        gpu="k40c", policies=(*PUBLISHED, "auto"), seconds=540,
+    ),
+)  # fmt: skip
+"""The most valuable first."""
+
+_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def _papers(device: str, quick: bool) -> list[Case]:
+    return [
+        *(setting.case(device, quick=quick) for setting in SETTINGS),
+        *(_depths(is_managed, device, quick) for is_managed in (False, True)),
+    ]
+
+
+def _depths(is_managed: bool, device: str, quick: bool) -> Case:
+    """Return the search for the deepest residual network of a batch of 16 in the memory of a K40c."""
+    cap_bytes = _QUICK_CAP_BYTES // 2 if quick else card_bytes("k40c")
+    kind = "managed" if is_managed else "plain"
+    key = "paper-superneurons-depth"
+    job = Job(
+        function="benchmarks.gpu.paper:depth", device=device, quick=quick, environment=_EXPANDABLE,
+        arguments={"cap_bytes": cap_bytes, "batch_size": 16, "is_managed": is_managed},
+    )  # fmt: skip
+    first = (4 if quick else 1920) if is_managed else (4 if quick else 500)
+    search = Search(
+        limit_bytes=cap_bytes, first=first, varies="depth", compared_with=f"{key}-plain" if is_managed else "",
+        config={"cap_bytes": cap_bytes, "optimizer": "SGD with momentum", "allocator": "expandable segments"},
+    )  # fmt: skip
+    title = f"SuperNeurons, deepest ResNet, b=16, {cap_bytes / _GIB:.1f} GiB, {kind}"
+    return Case(key=f"{key}-{kind}", title=title, seconds=300 if is_managed else 60, job=job, search=search)
 
 
 def chosen(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
@@ -200,7 +316,7 @@ def _search(model: str, cap_bytes: int, is_managed: bool, device: str, quick: bo
     arguments = {"model": model, "cap_bytes": cap_bytes, "is_managed": is_managed}
     job = Job(
         function="benchmarks.gpu.max_batch:trial", device=device, quick=quick, arguments=arguments,
-        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        environment=_EXPANDABLE,
     )  # fmt: skip
     search = Search(
         limit_bytes=cap_bytes,

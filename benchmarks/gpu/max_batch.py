@@ -53,7 +53,7 @@ def trial(
     except BudgetInfeasibleError as error:
         return {"fits": False, "need_bytes": error.floor_bytes, "reason": str(error)}
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return {"fits": False, "need_bytes": need_bytes, "reason": str(error)[:300]}
     figures = {"samples_per_second": batch_size / seconds, "step_seconds": seconds, "peak_bytes": peak_bytes}
@@ -93,10 +93,10 @@ def _train_step(trained: Workload, optimizer: torch.optim.Optimizer, context: Ab
     optimizer.zero_grad(set_to_none=True)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out here or further down the chain of causes."""
     text = str(error).lower()
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text:
         return True
     cause = error.__cause__ or error.__context__
-    return cause is not None and _is_out_of_memory(cause)
+    return cause is not None and is_out_of_memory(cause)

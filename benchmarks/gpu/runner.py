@@ -101,7 +101,7 @@ class Runner:
             print(ended.log, file=sys.stderr, flush=True)
 
     def _search(self, case: Case, search: Search) -> Ended:
-        """Try one size of batch after the other, each in its own process."""
+        """Try one size after the other, each in its own process."""
         known = {int(size): Trial.of(outcome) for size, outcome in self.store.trials.get(case.key, {}).items()}
         state = BatchSearch(cap_bytes=search.limit_bytes, first=search.first, trials=known)
         seconds = 0.0
@@ -120,11 +120,12 @@ class Runner:
     def _search_content(self, case: Case, search: Search, state: BatchSearch) -> dict[str, Any]:
         """Turn a search that has ended into rows, as a job would return them."""
         outcome = self.store.trials[case.key][str(state.best)] if state.best else {}
-        figures = {"batch_size": state.best, "num_trials": len(state.trials), **outcome.get("figures", {})}
+        varied = search.varies
+        figures = {varied: state.best, "num_trials": len(state.trials), **outcome.get("figures", {})}
         plain = self.store.results.get(search.compared_with)
-        sizes = [row.value for row in plain.measured.rows if row.metric == "batch_size"] if plain is not None else []
+        sizes = [row.value for row in plain.measured.rows if row.metric == varied] if plain is not None else []
         if sizes and sizes[0]:
-            figures["batch_size_over_plain"] = state.best / sizes[0]
+            figures[f"{varied}_over_plain"] = state.best / sizes[0]
         rows = [{"case": case.title, "metric": name, "value": value} for name, value in figures.items()]
         return {"rows": rows, "config": {**search.config, **outcome.get("config", {})}, "repeats": 0}
 
