@@ -82,7 +82,7 @@ def test_every_case_has_its_own_rows():
     assert [case.key for case in chosen(cases, ["links", "contest-v*"])] == [
         "links", "contest-vgg19", "contest-vit-large",
     ]  # fmt: skip
-    assert sum(case.search is not None for case in cases) == 8
+    assert sum(case.search is not None for case in cases) == 10
 
 
 def test_every_job_can_be_called():
