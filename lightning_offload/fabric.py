@@ -111,7 +111,9 @@ _NOTHING_SEEN = (
     "an optimizer stepped, but no model that was set up has been called with gradients, so no memory budget is kept: "
     "call the model itself, or put `with fabric.strategy.memory.step(batch):` around what you call in its place"
 )
-_KEYWORDS = {"policy", "tier", "host_budget", "spill_dir", "plan", "keep", "enabled", "verify"}
+_KEYWORDS = {
+    "policy", "tier", "host_budget", "spill_dir", "plan", "keep", "enabled", "verify", "replace_checkpointing",
+}  # fmt: skip
 
 
 class SingleDeviceMixin(FabricOffloadMixin, _SingleBase):

@@ -368,6 +368,26 @@ def check(graph: StepGraph) -> None:
         _expect(ok, f"saves[{i}] points outside the graph or is out of order: {save}")
 
 
+@by_structure
+def last_values(graph: StepGraph) -> dict[int, int]:
+    """The last value that each storage holds, by storage; of one that the step saves, until backward has read it back.
+
+    What is written there afterwards (by a kernel that makes gradients in the memory of what was saved) matters to nobody
+    who reads what was saved.
+    """
+    read_until: dict[int, int] = {}
+    for save in graph.saves:
+        storage = graph.values[save.value].storage
+        if save.unpack_ticks and not graph.storages[storage].is_persistent:
+            read_until[storage] = max(read_until.get(storage, -1), save.unpack_ticks[-1])
+    last: dict[int, int] = {}
+    for i, value in enumerate(graph.values):
+        is_late = value.producer >= 0 and graph.ops[value.producer].tick > read_until.get(value.storage, graph.num_ticks)
+        if not is_late or value.storage not in last:
+            last[value.storage] = i
+    return last
+
+
 def _expect(ok: bool, message: str) -> None:
     if not ok:
         raise PlanError(f"inconsistent step graph: {message}")

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from lightning_offload.graph.host_layout import LiveRanges, stored_bytes
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.graph.step_graph import Save, StepGraph
+from lightning_offload.graph.step_graph import Save, StepGraph, last_values
 from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes, StepArrays
 
 MIN_BYTES = 64 << 10
@@ -357,11 +357,6 @@ def min_bytes(graph: StepGraph) -> int:
     saved = {graph.values[save.value].storage for save in graph.saves}
     total = sum(graph.storages[s].num_bytes for s in saved if not graph.storages[s].is_persistent)
     return max(1, min(MIN_BYTES, total // 2048))
-
-
-def last_values(graph: StepGraph) -> dict[int, int]:
-    """The last value written to each storage."""
-    return {value.storage: i for i, value in enumerate(graph.values)}
 
 
 def _overwritten_at(graph: StepGraph) -> list[int]:

@@ -51,6 +51,8 @@ class MemoryPlugin:
         keep: Patterns of module names whose saved tensors stay on the device.
         enabled: False makes everything a no-op, as does ``LIGHTNING_OFFLOAD=0`` in the environment.
         verify: Compare replays with their originals in the "first" step under a plan, "always" or "never".
+        replace_checkpointing: Whether regions that the model checkpoints itself (``torch.utils.checkpoint``, Hugging
+            Face's ``gradient_checkpointing_enable``) run as if they were not, so that what they save is planned.
         device: The compute device; by default that of the module, or of the step's inputs.
         module: The model; gives names to its parts in ``keep`` and in messages. Under DDP the wrapper: its gradient
             buckets count, and steps with and without an all-reduce have plans of their own.
@@ -71,12 +73,13 @@ class MemoryPlugin:
         keep: str | Sequence[str] = (),
         enabled: bool = True,
         verify: str = "first",
+        replace_checkpointing: bool = False,
         device: torch.device | str | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
         settings = check_settings(
             budget=budget, policy=policy, tier=tier, host_budget=host_budget, spill_dir=spill_dir, plan=plan,
-            keep=keep, enabled=enabled, verify=verify,
+            keep=keep, enabled=enabled, verify=verify, replace_checkpointing=replace_checkpointing,
         )  # fmt: skip
         if module is not None and not isinstance(module, torch.nn.Module):
             raise PolicyError(f"module={module!r} is {type_of(module)}: give a torch.nn.Module")

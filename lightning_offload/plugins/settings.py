@@ -52,6 +52,7 @@ class Settings:
     keep: tuple[str, ...]
     enabled: bool
     verify: Verify
+    replace_checkpointing: bool
 
 
 def check_settings(
@@ -65,12 +66,13 @@ def check_settings(
     keep: str | Sequence[str],
     enabled: bool,
     verify: str,
+    replace_checkpointing: bool = False,
 ) -> Settings:
     """Check the keywords of a memory plugin.
 
     Raises:
         BudgetError: A budget cannot be read.
-        PolicyError: No such policy, or ``tier`` or ``verify`` is none of the allowed words.
+        PolicyError: No such policy, or a keyword is none of the allowed words.
         PlanError: The plan file is missing or malformed, or the step beside it is malformed or another one.
         SpillError: The spill folder is missing or not writable, and would be used.
     """
@@ -90,6 +92,8 @@ def check_settings(
         )
     if tier == "host" and spill_dir is not None:
         _log.info("spill_dir=%r is not used with tier='host', which has no disk", str(spill_dir))
+    if not isinstance(replace_checkpointing, bool):
+        raise PolicyError(f"replace_checkpointing={replace_checkpointing!r} is not known: choose True or False")
     found, step = _load_plan(plan)
     return Settings(
         budget=_asked_for(budget, found),
@@ -103,6 +107,7 @@ def check_settings(
         keep=(keep,) if isinstance(keep, str) else tuple(keep),
         enabled=enabled and os.environ.get(_SWITCH, "1") != "0",
         verify=verify,  # type: ignore[arg-type]
+        replace_checkpointing=replace_checkpointing,
     )
 
 

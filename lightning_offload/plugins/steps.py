@@ -21,6 +21,7 @@ from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.errors import BudgetInfeasibleError, PlanError, SpillError, UnsupportedError
 from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.baseline import Baseline, There
+from lightning_offload.plugins.checkpointing import Checkpointing, watch_regions
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.forwards import Forwards
@@ -64,6 +65,7 @@ class Steps:
         optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
         shadows: What the hooks of steps do not see.
         misuse: What was told of steps that the plugin does not serve.
+        checkpointing: The regions that the program checkpoints itself.
         is_attached: Whether a model is served.
     """
 
@@ -81,6 +83,7 @@ class Steps:
         self.optimizer_ran_inside = False
         self.shadows = Shadows()
         self.misuse = Misuse()
+        self.checkpointing = Checkpointing(is_replaced=settings.replace_checkpointing)
         self._module = weakref.ref(module) if module is not None else None
         self._undo = contextlib.ExitStack()
         self._run: StepRun | None = None
@@ -131,6 +134,7 @@ class Steps:
         if not self.is_attached:
             self._undo.callback(watch_backward(self._around_backward))
             self._undo.callback(listen())
+            self._undo.callback(watch_regions())
         self.is_attached = self._was_attached = True
 
     def detach(self) -> None:
@@ -175,10 +179,11 @@ class Steps:
             self._forwards.go_on(shape)
             self._note_given(leaves, shape)
             del inputs, leaves, spec
-            with self._plainly() if self._run is None else self._opened(self._run, hooks=True):
+            with self._forward_of(self._run):
                 yield
             return
         self.finish()
+        self.checkpointing.begin_step()
         called = self.state.data_parallel.called
         if called is not None:
             self.state.buckets.lay_out(called)
@@ -188,11 +193,14 @@ class Steps:
             self._forwards.abandon()
             raise
         del inputs  # the caller's to free
-        if run is None:
-            with self._plainly():
-                yield
-            return
-        with self._opened(run, hooks=True):
+        with self._forward_of(run):
+            yield
+
+    @contextlib.contextmanager
+    def _forward_of(self, run: StepRun | None) -> Iterator[None]:
+        """Around a forward, and what else is in its scope; None for a step that runs as without the plugin."""
+        opened = self._plainly() if run is None else self._opened(run, hooks=True)
+        with self.checkpointing.scope(), opened:
             yield
 
     @property
@@ -500,7 +508,7 @@ class Steps:
             kind.source.touched.now(),
             num_waiting,
         )
-        return with_reasons(error, beside, shapes_of(shape))
+        return with_reasons(error, beside, shapes_of(shape), self.checkpointing.advice)
 
     def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()

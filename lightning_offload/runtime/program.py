@@ -20,7 +20,7 @@ from lightning_offload.errors import PlanError
 from lightning_offload.graph.hook_points import HookPoint, hooks_before_ops
 from lightning_offload.graph.host_layout import Layout, plan_layout
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Decision, MemoryPlan
-from lightning_offload.graph.step_graph import StepGraph, by_structure
+from lightning_offload.graph.step_graph import StepGraph, by_structure, last_values
 from lightning_offload.runtime.routes import FormRoute, SizeRoute
 from lightning_offload.runtime.tiers import Place
 from lightning_offload.tensors.saved_forms import SavedForm
@@ -150,7 +150,7 @@ def _skeleton(graph: StepGraph) -> _Skeleton:
     saved = tuple(graph.values[save.value].storage for save in graph.saves)
     first: dict[int, int] = {}
     first_unpack = min((tick for save in graph.saves for tick in save.unpack_ticks), default=graph.num_ticks)
-    last = {value.storage: v for v, value in enumerate(graph.values)}
+    last = last_values(graph)
     return _Skeleton(
         last=last,
         saved=saved,

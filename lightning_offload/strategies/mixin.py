@@ -64,6 +64,8 @@ class OffloadMixin(_StrategyBase):
         enabled: False turns everything off, as the environment variable LIGHTNING_OFFLOAD=0 does.
         verify: When recomputed tensors are compared with their originals: in the first step under a plan,
             always or never.
+        replace_checkpointing: Whether regions that the model checkpoints itself (`torch.utils.checkpoint`, Hugging
+            Face's `gradient_checkpointing_enable`) run as if they were not, so that what they save is planned.
         kwargs: Keywords of the Lightning strategy.
 
     Raises:
@@ -89,6 +91,7 @@ class OffloadMixin(_StrategyBase):
         keep: Sequence[str] = (),
         enabled: bool = True,
         verify: Literal["first", "always", "never"] = "first",
+        replace_checkpointing: bool = False,
         **kwargs: Any,
     ) -> None:
         self._check_base_keywords(kwargs)
@@ -99,6 +102,7 @@ class OffloadMixin(_StrategyBase):
         self._keywords: dict[str, Any] = {
             "budget": budget, "policy": policy, "tier": tier, "host_budget": host_budget, "spill_dir": spill_dir,
             "plan": plan, "keep": keep, "enabled": enabled, "verify": verify,
+            "replace_checkpointing": replace_checkpointing,
         }  # fmt: skip
         self._memory = MemoryPlugin(**self._keywords)
 

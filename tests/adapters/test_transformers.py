@@ -249,6 +249,27 @@ def test_compiled(tmp_path: Path) -> None:
     assert report.swapped_bytes > 0
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_its_own_checkpointing_replaced(tmp_path: Path, is_reentrant: bool) -> None:
+    """A model that checkpoints itself trains to the bits of one that does not, and within less memory."""
+
+    def own() -> GPT2LMHeadModel:
+        model = gpt2()
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        return model
+
+    plain = run(tmp_path, None)
+    left, replaced = (OffloadCallback("1GiB", policy="all-swap", replace_checkpointing=on) for on in (False, True))
+    run(tmp_path, left, model=own())
+    assert_same(run(tmp_path, replaced, model=own()), plain)
+    floors = [callback.memory.report().floor_bytes for callback in (left, replaced)]
+    assert None not in floors
+    assert floors[1] < floors[0]  # type: ignore[operator]
+    again = OffloadCallback(f"{(floors[0] + floors[1]) // 2}B", replace_checkpointing=True)  # type: ignore[operator]
+    assert_same(run(tmp_path, again, model=own()), plain)
+
+
 def test_unsupported(tmp_path: Path) -> None:
     """What does not run one model on one device is refused when training begins."""
     callback = OffloadCallback("1GiB")

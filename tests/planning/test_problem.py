@@ -8,8 +8,8 @@ import itertools
 from hypothesis import given
 
 from lightning_offload.graph import StepGraph
-from lightning_offload.graph.step_graph import Accumulation, MadeGradient
-from lightning_offload.planning.problem import MIN_BYTES, Problem, last_values, min_bytes
+from lightning_offload.graph.step_graph import Accumulation, MadeGradient, last_values
+from lightning_offload.planning.problem import MIN_BYTES, Problem, min_bytes
 from tests.graph.building import GraphBuilder, chain, step_graphs
 from tests.planning.reference_backward import is_live
 

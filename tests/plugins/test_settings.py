@@ -24,7 +24,7 @@ from lightning_offload.plugins.settings import budget_bytes_on, check_settings
 
 DEFAULTS: dict[str, Any] = {
     "budget": None, "policy": "auto", "tier": "auto", "host_budget": None, "spill_dir": None, "plan": None,
-    "keep": (), "enabled": True, "verify": "first",
+    "keep": (), "enabled": True, "verify": "first", "replace_checkpointing": False,
 }  # fmt: skip
 
 WRONG: list[tuple[str, Any, type[OffloadError]]] = [
@@ -57,6 +57,7 @@ WRONG: list[tuple[str, Any, type[OffloadError]]] = [
     ("keep", [1, 2], OffloadError),
     ("verify", "sometimes", PolicyError),
     ("verify", True, PolicyError),
+    ("replace_checkpointing", "yes", PolicyError),
     ("device", "banana", OffloadError),
     ("device", "meta", UnsupportedError),
     ("device", "mps", UnsupportedError),

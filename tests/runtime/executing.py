@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_offload.capture.live import LiveBytes
 from lightning_offload.graph import Decision, MemoryPlan, StepGraph
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.planning.problem import Problem, last_values
+from lightning_offload.graph.step_graph import last_values
+from lightning_offload.planning.problem import Problem
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostPool

@@ -1,0 +1,142 @@
+"""Regions that a program checkpoints by ``torch.utils.checkpoint``: counted, and run as if they were not if asked to.
+
+What a region saves within is torch's own to recompute, and its backward makes all of it again at once, so no plan
+lowers what that needs. Run as if it were not checkpointed, the region saves what any code does, and the plan keeps,
+swaps or recomputes each of it.
+
+All ways lead through two functions of torch: frameworks' ``gradient_checkpointing_enable``, wrappers of modules,
+``checkpoint_sequential``, reentrant or not, selective or not. Of a selective region its contexts are left out, too: the
+planner decides what is saved.
+
+Shortfalls: checkpointing of others' own making (DeepSpeed's, Megatron's) is not known of, nor is what a compiled region
+checkpoints, which is the compiler's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+__all__ = ["Checkpointing"]
+
+_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+_IMPORTERS = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
+_lock = threading.Lock()
+_num_watching = 0
+_undo = contextlib.ExitStack()
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.of: list[Checkpointing] = []
+
+
+_open = _Open()
+
+
+class Checkpointing:
+    """The checkpointed regions of a plugin's steps.
+
+    Args:
+        is_replaced: Whether they run as if they were not checkpointed.
+
+    Attributes:
+        num_regions: How many the last step had that had any, as far as it ran.
+    """
+
+    def __init__(self, *, is_replaced: bool) -> None:
+        self.is_replaced = is_replaced
+        self.num_regions = 0
+        self._is_new = False
+
+    def begin_step(self) -> None:
+        """Another step begins: its regions are counted anew."""
+        self._is_new = True
+
+    def note_region(self) -> None:
+        """One begins."""
+        if self._is_new:
+            self.num_regions, self._is_new = 0, False
+        self.num_regions += 1
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Around each forward of a step, in the thread that runs it."""
+        _open.of.append(self)
+        try:
+            yield
+        finally:
+            _open.of.pop()
+
+    @property
+    def advice(self) -> str:
+        """What to tell where a budget is too small; "" where nothing was checkpointed, or all of it is replaced."""
+        if self.is_replaced or not self.num_regions:
+            return ""
+        are = "region of it is" if self.num_regions == 1 else "regions of it are"
+        return (
+            f"{self.num_regions} {are} checkpointed by the model itself, and what they make again in backward is in no "
+            "plan: replace_checkpointing=True runs them as if they were not, and plans what they save, mostly with a "
+            "lower floor"
+        )
+
+
+def _replaces() -> bool:
+    """Note that a region begins in this thread; whether it is to run as if it were not checkpointed."""
+    if not _open.of or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    _open.of[-1].note_region()
+    return _open.of[-1].is_replaced
+
+
+def watch_regions() -> Callable[[], None]:
+    """Hear of regions that begin while a step is open; each call has to be ended.
+
+    Returns:
+        What ends it.
+    """
+    global _num_watching
+    with _lock:
+        _num_watching += 1
+        if _num_watching == 1:
+            _install()
+    return _end
+
+
+def _end() -> None:
+    global _num_watching
+    with _lock:
+        _num_watching -= 1
+        if not _num_watching:
+            _undo.close()
+
+
+def _install() -> None:
+    plain_generator = getattr(torch.utils.checkpoint, _NON_REENTRANT)
+    reentrant = torch.utils.checkpoint.CheckpointFunction
+
+    def non_reentrant(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        return _nothing_around() if _replaces() else plain_generator(*args, **kwargs)
+
+    def apply(cls: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if cls is reentrant and _replaces():
+            return function(*args)
+        return super(reentrant, cls).apply(function, preserve_rng_state, *args)
+
+    for name in _IMPORTERS:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, _NON_REENTRANT, None) is plain_generator:
+            setattr(module, _NON_REENTRANT, non_reentrant)
+            _undo.callback(setattr, module, _NON_REENTRANT, plain_generator)
+    reentrant.apply = classmethod(apply)
+    _undo.callback(delattr, reentrant, "apply")
+
+
+def _nothing_around() -> Generator[None, None, None]:
+    yield
