@@ -370,10 +370,10 @@ def check(graph: StepGraph) -> None:
 
 @by_structure
 def last_values(graph: StepGraph) -> dict[int, int]:
-    """The last value that each storage holds, by storage; of one that the step saves, until backward has read it back.
+    """The last value that each storage holds, by storage; of one that is saved, until backward has read it back.
 
-    What is written there afterwards (by a kernel that makes gradients in the memory of what was saved) matters to nobody
-    who reads what was saved.
+    What is written there afterwards, as by a kernel that makes gradients in the memory of what was saved, matters to
+    nobody who reads what was saved.
     """
     read_until: dict[int, int] = {}
     for save in graph.saves:
@@ -382,7 +382,8 @@ def last_values(graph: StepGraph) -> dict[int, int]:
             read_until[storage] = max(read_until.get(storage, -1), save.unpack_ticks[-1])
     last: dict[int, int] = {}
     for i, value in enumerate(graph.values):
-        is_late = value.producer >= 0 and graph.ops[value.producer].tick > read_until.get(value.storage, graph.num_ticks)
+        until = read_until.get(value.storage, graph.num_ticks)
+        is_late = value.producer >= 0 and graph.ops[value.producer].tick > until
         if not is_late or value.storage not in last:
             last[value.storage] = i
     return last

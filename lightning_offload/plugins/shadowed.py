@@ -43,8 +43,9 @@ def _said(holder: str, num_tensors: int, num_bytes: int) -> str:
     if holder == SELECTIVE:
         return (
             f"selective checkpointing in the model caches {tensors} ({size}) beside autograd, where no plan can move "
-            "them: they stay on the device, and count as such; to have them planned use torch 2.14 or later with "
-            "checkpoint(..., respect_saved_tensors_hooks=True), or train without the model's own checkpointing"
+            "them: they stay on the device, and count as such; to have them planned give "
+            "replace_checkpointing=True, train without the model's own checkpointing, or use torch 2.14 or later with "
+            "checkpoint(..., respect_saved_tensors_hooks=True)"
         )
     return (
         f"the model saves {tensors} ({size}) under saved-tensor hooks of its own ({holder}), which are inside of the "

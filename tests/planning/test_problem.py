@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import pytest
 from hypothesis import given
 
 from lightning_offload.graph import StepGraph
@@ -216,6 +217,25 @@ def test_gradients_that_are_added_up_go_one_by_one() -> None:
     assert added(107, 100) == [107, 77, 57, 7]
     assert added(50, 50) == [50, 50, 50, 0]  # whichever they are
     assert added(80, 0) == [80, 80, 80, 80]
+
+
+@pytest.mark.parametrize("reads_again", [True, False])
+def test_written_after_the_last_read(reads_again: bool) -> None:
+    """What backward writes after it has read it back for the last time may leave; before, it stays."""
+    b = GraphBuilder()
+    made = b.make(1 << 20, b.given(8))
+    save, other = b.pack(made), b.pack(made)
+    b.drop(made)
+    b.backward()
+    b.unpack(save)
+    (gradient,) = b.op((made,), writes=(made,))
+    if reads_again:
+        b.unpack(other)
+    b.op((gradient,), (8,))
+    b.release(save, other)
+    problem = Problem(b.build())
+    assert list(problem.candidates) == ([] if reads_again else [1])
+    assert problem.is_saved_for_good(made) is not reads_again
 
 
 @given(step_graphs())
