@@ -134,7 +134,7 @@ def _install() -> None:
         if module is not None and getattr(module, _NON_REENTRANT, None) is plain_generator:
             setattr(module, _NON_REENTRANT, non_reentrant)
             _undo.callback(setattr, module, _NON_REENTRANT, plain_generator)
-    reentrant.apply = classmethod(apply)
+    reentrant.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
     _undo.callback(delattr, reentrant, "apply")
 
 

@@ -18,7 +18,7 @@ WIDTH, ROWS, NUM_BLOCKS, NUM_STEPS = 64, 512, 3, 6
 
 
 class _GatedInPlace(torch.autograd.Function):
-    """``silu(a) * b``, whose gradients are written to the memory of what it saved, by a kernel that is given addresses."""
+    """``silu(a) * b``, whose gradients go to the memory of what it saved, by a kernel that is given addresses."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
