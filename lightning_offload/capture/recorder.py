@@ -14,7 +14,8 @@ ends where the storage dies, with whoever holds it, autograd included: nothing o
 Note [what no census knows]: what a census knew was there when the step began. What it does not know and an op reads was
 made out of sight (autograd without a mode, compiled code, C++). If it dies in the step, it was there from where it was
 first seen until then. If it lives on it counts from the beginning: it may be older and known to C++ alone, as DDP's
-buckets are, or lie on memory that torch did not allocate.
+buckets are, or lie on memory that torch did not allocate. What is saved on it stays, but where the process has compiled
+code: then that has made it, and it may leave.
 
 On an accelerator an op's duration is the device's, read at the end; its workspace is read off an allocator that
 counts: Note [the peak is reset for each op].
@@ -194,11 +195,12 @@ class Recorder(LiveBytes):
         self._given: dict[int, weakref.ref[Tensor]] = {}  # by storage from before the step: a tensor on it
         self._left: dict[int, int] = {}  # its version, as the last scope left it
         self._made_gradients: dict[int, int] = {}  # by storage: the tick from which on it is a gradient
+        self._had_no_gradient: set[int] = set()  # leaves, as backward began
         self._hooks: list[RemovableHandle] = []
         self._forget_hooks = weakref.finalize(self, _remove_all, self._hooks)
         self._closed = False
         self._saw_backward_op = False
-        self._random_state: Tensor | None = None
+        self._random_state: bytes | None = None  # no tensor, which would be on the device beside the step
 
     # ---- events
 
@@ -359,6 +361,8 @@ class Recorder(LiveBytes):
         read = (leaf for leaf in (reference() for reference in self.leaves.values()) if leaf is not None)
         for leaf in {id(leaf): leaf for leaf in (*trainable, *read)}.values():
             if is_plain(leaf) and leaf.requires_grad and is_leaf(leaf):
+                if leaf.grad is None and compiled_code.is_in_use():
+                    self._had_no_gradient.add(id(leaf))
                 self._on_gradient(leaf)  # what reads nothing back comes before anything that does
                 self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
 
@@ -374,11 +378,12 @@ class Recorder(LiveBytes):
             found = self._find(part.untyped_storage())
             if found is not None and found.index >= 0 and self._storages.birth[found.index] >= 0:
                 self._made_gradients[found.index] = self._tick
-                self._unseen.discard(found.index)  # what compiled code made; it lives on, as gradients do
+                if id(leaf) in self._had_no_gradient:
+                    self._unseen.discard(found.index)  # what compiled code made in this step, though it lives on
 
     def begin_scope(self) -> None:
         """A scope of the step begins."""
-        self._random_state = generator_of(self._device).get_state()
+        self._random_state = self._random_state_now()
         if self._left and not self._closed:
             self._note_unseen_writes()
 
@@ -396,12 +401,15 @@ class Recorder(LiveBytes):
         """
         if self._random_state is not None:
             before, self._random_state = self._random_state, None
-            self.draws_numbers |= not torch.equal(before, generator_of(self._device).get_state())
+            self.draws_numbers |= before != self._random_state_now()
         self._left = {}
         for storage, reference in self._given.items():
             tensor = reference()
             if tensor is not None and not tensor.is_inference():
                 self._left[storage] = tensor._version
+
+    def _random_state_now(self) -> bytes:
+        return generator_of(self._device).get_state().numpy().tobytes()
 
     def _note_standing(self, op: str, seen: Standing) -> None:
         before = self.custom_ops.get(op)
@@ -456,6 +464,7 @@ class Recorder(LiveBytes):
         is_unseen = self._has_census and (known is None or known[0] is not counted)
         index = self._entered(counted, self._tick if is_unseen else -1)
         if is_unseen:
+            counted.stays = not compiled_code.is_in_use()  # else it is taken for what that has made
             self._unseen.add(index)
         self._new_value(index, -1)
 

@@ -50,6 +50,7 @@ from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.native_executor import NativeExecutor, core_for
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.verifier import Verifier
+from lightning_offload.tensors import compiled_code
 from lightning_offload.tensors.observer import StepObserver, observe_all
 from lightning_offload.tensors.op_facts import facts_of
 
@@ -411,7 +412,8 @@ def start_run(
     is_given = isinstance(kind.source, Imported)
     if is_recorded:
         kind.is_seen_by_core = is_seen_by_core(kind, device)
-    census = frozenset(there.storages) if is_recorded and there is not None else None  # and holds none of them
+    has_census = is_recorded and there is not None and compiled_code.is_in_use()
+    census = frozenset(there.storages) if has_census and there is not None else None  # and holds none of them
     make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_given)
     observer = observe_all(tuple(observers))
     is_routed = program is not None and program.form_route is not None

@@ -19,7 +19,7 @@ from lightning_offload.graph import StepGraph
 from lightning_offload.graph.step_graph import check
 from lightning_offload.planning.problem import Problem
 from lightning_offload.runtime import executor
-from lightning_offload.tensors import op_facts
+from lightning_offload.tensors import compiled_code, op_facts
 from lightning_offload.tensors.op_facts import OpFacts, effects, facts_of
 from lightning_offload.tensors.saved_forms import SavedForm
 from tests.capture.devices import FakeMemory, FakeStream, pretend_on
@@ -591,8 +591,13 @@ def made_out_of_sight(num_elements: int) -> Tensor:
     return torch.empty(0).set_(storage, 0, (num_elements,)).zero_()  # type: ignore[call-overload, no-any-return]
 
 
-def test_what_no_census_knows_dies() -> None:
-    """From where it was first seen until its death; what is saved on it may leave. What lives on counts from before."""
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_no_census_knows_dies(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where it was first seen until its death. What is saved on it stays, unless compiled code may have made it.
+
+    What lives on counts from before.
+    """
+    monkeypatch.setattr(compiled_code, "is_in_use", lambda: is_compiled)
     x, kept = leaf(), []
 
     def step() -> None:
@@ -610,7 +615,7 @@ def test_what_no_census_knows_dies() -> None:
     assert lives(graph, 1200) == [(-1, graph.num_ticks)]
     assert lives(graph, x.nbytes)[0] == (-1, graph.num_ticks)
     on_it = [save for save in graph.saves if graph.storages[graph.values[save.value].storage].num_bytes == 600]
-    assert [save.must_keep for save in on_it] == [False]
+    assert [save.must_keep for save in on_it] == [not is_compiled]
 
 
 def test_without_a_census_what_is_read_was_there() -> None:
