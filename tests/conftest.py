@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _pop_mode
 
 from lightning_offload import MemoryPlugin, user_cache
 from lightning_offload.runtime.native import build, builds
+from lightning_offload.tensors import compiled_code
 
 OURS = "lightning-offload"
 """How the names of our threads and spill files begin."""
@@ -96,6 +97,15 @@ def own_logging() -> Iterator[None]:
     yield
     logger.setLevel(level)
     logger.handlers[:], logger.propagate = handlers, propagates
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Forget what a test has compiled: in a process that has compiled anything some things are done otherwise."""
+    yield
+    if compiled_code.is_in_use():
+        torch._dynamo.reset()
+        assert not compiled_code.is_in_use()
 
 
 @pytest.fixture(autouse=True)
