@@ -50,12 +50,8 @@ def trial(
             need_bytes = memory.report().floor_bytes if memory is not None else peak_bytes
         if device.type != "cuda" and peak_bytes > cap_bytes:
             return {"fits": False, "need_bytes": need_bytes, "reason": f"its peak is {peak_bytes}"}
-    except BudgetInfeasibleError as error:
-        return {"fits": False, "need_bytes": error.floor_bytes, "reason": str(error)}
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return {"fits": False, "need_bytes": need_bytes, "reason": str(error)[:300]}
+        return refusal(error, need_bytes)
     figures = {"samples_per_second": batch_size / seconds, "step_seconds": seconds, "peak_bytes": peak_bytes}
     if peak.reserved_bytes is not None:
         figures["reserved_bytes"] = peak.reserved_bytes
@@ -91,6 +87,15 @@ def _train_step(trained: Workload, optimizer: torch.optim.Optimizer, context: Ab
         trained.loss(trained.model, trained.batch).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def refusal(error: Exception, need_bytes: int | None) -> dict[str, Any]:
+    """What a trial returns where an error says that the size does not fit; any other is raised."""
+    if isinstance(error, BudgetInfeasibleError):
+        return {"fits": False, "need_bytes": error.floor_bytes, "reason": str(error)}
+    if not is_out_of_memory(error):
+        raise error
+    return {"fits": False, "need_bytes": need_bytes, "reason": str(error)[:300]}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.max_batch import is_out_of_memory
+from benchmarks.gpu.max_batch import is_out_of_memory, refusal
 from benchmarks.gpu.memory import CudaMeter, free_memory
 from benchmarks.gpu.models import without_tf32
 from benchmarks.pairs import synchronize
@@ -268,12 +268,8 @@ def depth(
         training = _Training(example, device, _QUICK_BATCH_SIZE if quick else batch_size)
         found = _below(functools.partial(training.train, budget), device, cap_bytes)
         need_bytes = int(found.figures.get("floor_bytes", found.peak_bytes))
-    except BudgetInfeasibleError as error:
-        return {"fits": False, "need_bytes": error.floor_bytes, "reason": str(error)}
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return {"fits": False, "need_bytes": need_bytes, "reason": str(error)[:300]}
+        return refusal(error, need_bytes)
     seconds = statistics.median(found.step_seconds)
     figures = {"step_seconds": seconds, "peak_bytes": found.peak_bytes, **found.figures}
     return {"fits": True, "need_bytes": need_bytes, "figures": figures, "config": {"batch_size": batch_size}}

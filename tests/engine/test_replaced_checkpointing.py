@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_offload import BudgetInfeasibleError, MemoryPlugin
-from lightning_offload.plugins.report import Report
+from tests.engine.short_training import train
 
 WIDTH, ROWS, NUM_BLOCKS, NUM_STEPS = 64, 512, 3, 5
 
@@ -84,28 +83,7 @@ class _Net(nn.Module):
         return x
 
 
-def _train(
-    net: Callable[[], nn.Module], budget: int | str | None = None, policy: str | None = None, **more: Any
-) -> tuple[list[bytes], Report | None]:
-    model, found, memory = net(), list[bytes](), None
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with contextlib.ExitStack() as stack:
-        if policy is not None:
-            memory = MemoryPlugin(budget, policy=policy, device="cpu", module=model, **more)
-            memory.attach()
-            stack.callback(memory.detach)
-        for step in range(NUM_STEPS):
-            torch.manual_seed(step)
-            x = torch.randn(ROWS, WIDTH)
-            with memory.step(x) if memory is not None else contextlib.nullcontext():
-                loss = model(x).square().mean()
-                loss.backward()
-            found.append(loss.detach().numpy().tobytes())
-            found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(torch.get_rng_state().numpy().tobytes())
-        return found, memory.report() if memory is not None else None
+_train = functools.partial(train, shape=(ROWS, WIDTH), num_steps=NUM_STEPS)
 
 
 @pytest.mark.parametrize("way", [*WAYS, "sequential"])
@@ -118,8 +96,8 @@ def test_replaced(way: str) -> None:
         return _Net(call, as_one=as_one)
 
     expected, _ = _train(lambda: _Net(_plainly))
-    checkpointed, left = _train(net, "1GiB", "all-swap")
-    actual, replaced = _train(net, "1GiB", "all-swap", replace_checkpointing=True)
+    checkpointed, left = _train(net, policy="all-swap", budget=1 << 30)
+    actual, replaced = _train(net, policy="all-swap", budget=1 << 30, replace_checkpointing=True)
     plain, _ = _train(net)
     assert actual == expected
     assert checkpointed == plain
@@ -131,8 +109,8 @@ def test_replaced(way: str) -> None:
     assert replaced.floor_bytes < left.floor_bytes
     budget = (left.floor_bytes + replaced.floor_bytes) // 2
     with pytest.raises(BudgetInfeasibleError, match=r"checkpointed by the model itself.*replace_checkpointing=True"):
-        _train(net, f"{budget}B", "auto")
-    actual, planned = _train(net, f"{budget}B", "auto", replace_checkpointing=True)
+        _train(net, policy="auto", budget=budget)
+    actual, planned = _train(net, policy="auto", budget=budget, replace_checkpointing=True)
     assert actual == expected
     assert planned is not None
     assert planned.measured_peak_bytes is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_offload import MemoryPlugin
 from lightning_offload.plugins.report import Report
+from tests.engine.short_training import train
 
 WIDTH, ROWS, NUM_BLOCKS, NUM_STEPS = 64, 512, 3, 6
 
@@ -54,24 +53,11 @@ class _Block(nn.Module):
 def _train(
     policy: str | None = None, budget: int | None = None, *, reads_again: bool = False
 ) -> tuple[list[bytes], Report | None]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(_Block(reads_again=reads_again) for _ in range(NUM_BLOCKS)))
-    optimizer, found, memory = torch.optim.SGD(model.parameters(), 0.01), list[bytes](), None
-    with contextlib.ExitStack() as stack:
-        if policy is not None:
-            memory = MemoryPlugin(f"{budget}B" if budget else None, policy=policy, device="cpu", module=model)
-            memory.attach()
-            stack.callback(memory.detach)
-        for step in range(NUM_STEPS):
-            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-            with memory.step(x) if memory is not None else contextlib.nullcontext():
-                loss = model(x).square().mean()
-                loss.backward()
-            found.append(loss.detach().numpy().tobytes())
-            found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found, memory.report() if memory is not None else None
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(_Block(reads_again=reads_again) for _ in range(NUM_BLOCKS)))
+
+    return train(net, (ROWS, WIDTH), policy, budget, num_steps=NUM_STEPS)
 
 
 def test_written_after_it_was_read() -> None:
