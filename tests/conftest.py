@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _pop_mode
 
 from lightning_offload import MemoryPlugin, user_cache
 from lightning_offload.runtime.native import build, builds
-from lightning_offload.tensors import compiled_code
+from lightning_offload.tensors.compiled_code import is_in_use
 
 OURS = "lightning-offload"
 """How the names of our threads and spill files begin."""
@@ -103,9 +103,9 @@ def own_logging() -> Iterator[None]:
 def nothing_compiled() -> Iterator[None]:
     """Forget what a test has compiled: in a process that has compiled anything some things are done otherwise."""
     yield
-    if compiled_code.is_in_use():
+    if is_in_use():  # the function itself: a test may still have put another in its module
         torch._dynamo.reset()
-        assert not compiled_code.is_in_use()
+        assert not is_in_use()
 
 
 @pytest.fixture(autouse=True)
