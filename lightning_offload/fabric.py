@@ -113,6 +113,7 @@ _NOTHING_SEEN = (
 )
 _KEYWORDS = {
     "policy", "tier", "host_budget", "spill_dir", "plan", "keep", "enabled", "verify", "replace_checkpointing",
+    "chunked_loss",
 }  # fmt: skip
 
 

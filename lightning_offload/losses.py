@@ -23,21 +23,26 @@ chunks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_offload.errors import UnsupportedError
 
-__all__ = ["chunked_linear_cross_entropy"]
+__all__ = ["Autocast", "Cast", "Change", "Scale", "Shift", "Tanh", "chunked_linear_cross_entropy", "loss_in_chunks"]
 
 _REDUCTIONS = ("mean", "sum")
 _UNITS = (1e-30, 1e30)
 """What weights of classes are divided by is within these, so that it has a reciprocal."""
 _MOST_IN_FLOAT16 = 2.0**15
+_LEAST_ROWS = 128
+"""Of a chunk whose number nobody gave: products of matrices are slow with fewer."""
 
 
 def chunked_linear_cross_entropy(
@@ -76,22 +81,180 @@ def chunked_linear_cross_entropy(
         UnsupportedError: An argument is not supported; says what is allowed.
     """
     _check(hidden, weight, targets, bias, class_weight, num_chunks, reduction, label_smoothing)
-    kind = hidden.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    autocast &= hidden.dtype != torch.float64
+    autocast = Autocast.now(hidden)
+    return loss_in_chunks(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        class_weight=class_weight,
+        num_chunks=num_chunks,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        autocast=autocast,
+        dtype=torch.float32 if autocast.dtype is not None else hidden.dtype,
+    )
+
+
+def loss_in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    num_chunks: int | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    autocast: Autocast,
+    dtype: torch.dtype,
+    changes: Sequence[Change] = (),
+) -> Tensor:
+    """What :func:`chunked_linear_cross_entropy` computes, of arguments known to be right, and of more kinds of logits.
+
+    Args:
+        hidden: Cf. :func:`chunked_linear_cross_entropy`, as are those that are not named here.
+        weight: Of the linear layer.
+        targets: The class of each row.
+        bias: Of the linear layer.
+        class_weight: How much each class counts.
+        num_chunks: Into how many parts rows are cut; None for as many as leave a part's logits no larger than the
+            hidden states of all rows, or than 128 rows.
+        ignore_index: The target of rows that do not count.
+        reduction: "mean" or "sum".
+        label_smoothing: Share of each target that is spread over all classes.
+        autocast: What the linear layer computes in.
+        dtype: Of the loss.
+        changes: What is done with what the linear layer makes.
+    """
+    rows = hidden.reshape(targets.numel(), hidden.shape[-1])
+    if num_chunks is None:
+        num_chunks = max(1, min(-(-len(weight) // weight.shape[1]), len(rows) // _LEAST_ROWS))
     how = _How(
         num_chunks=num_chunks,
         ignore_index=ignore_index,
         is_mean=reduction == "mean",
         smoothing=float(label_smoothing),
-        dtype=torch.get_autocast_dtype(kind) if autocast else None,
+        autocast=autocast.dtype,
+        dtype=dtype,
+        changes=tuple(changes),
         has_gradients=torch.is_grad_enabled(),
     )
-    rows = hidden.reshape(targets.numel(), hidden.shape[-1])
-    with torch.autocast(kind, enabled=False) if autocast else contextlib.nullcontext():
+    is_cast = autocast.dtype is not None
+    with torch.autocast(autocast.kind, enabled=False) if is_cast else contextlib.nullcontext():
         apply: Any = _Chunked.apply
         loss: Tensor = apply(rows, weight, bias, targets.reshape(-1), class_weight, how)
     return loss
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Autocast:
+    """What a linear layer computes in, as a region of autocast has it.
+
+    Attributes:
+        kind: The type of the device.
+        dtype: What matrices are multiplied in; None where autocast is off, or has no effect.
+    """
+
+    kind: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def now(cls, hidden: Tensor) -> Autocast:
+        """That of a linear layer that reads this now."""
+        kind = hidden.device.type
+        is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return cls(kind, torch.get_autocast_dtype(kind) if is_on and hidden.dtype is not torch.float64 else None)
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, the linear layer computes as it would have."""
+        return torch.autocast(self.kind, self.dtype) if self.dtype is not None else contextlib.nullcontext()
+
+
+class Change:
+    """Something that is done with each of the logits for itself, before the loss."""
+
+    bound = 1.0
+    """A bound of its derivative, where that is above one."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The logits as they are after it."""
+        raise NotImplementedError
+
+    def backward(self, gradient: Tensor, result: Tensor) -> Tensor:
+        """The gradient with regard to what it read, in place of that with regard to its result, in float32."""
+        del result
+        return gradient
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scale(Change):
+    """A product with a number, or a quotient.
+
+    Attributes:
+        number: The factor, or the divisor.
+        is_divisor: Which of them.
+    """
+
+    number: float
+    is_divisor: bool
+
+    @property
+    def bound(self) -> float:  # type: ignore[override]
+        """A bound of its derivative, where that is above one."""
+        return max(1.0, abs(1 / self.number if self.is_divisor else self.number))
+
+    @override
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits / self.number if self.is_divisor else logits * self.number
+
+    @override
+    def backward(self, gradient: Tensor, result: Tensor) -> Tensor:
+        return gradient.div_(self.number) if self.is_divisor else gradient.mul_(self.number)
+
+
+class Tanh(Change):
+    """A hyperbolic tangent, as a softcap has it."""
+
+    @override
+    def __call__(self, logits: Tensor) -> Tensor:
+        return torch.tanh(logits)
+
+    @override
+    def backward(self, gradient: Tensor, result: Tensor) -> Tensor:
+        return gradient.mul_(result.to(gradient.dtype).square_().neg_().add_(1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shift(Change):
+    """A sum with a number for each class, that gets no gradient.
+
+    Attributes:
+        numbers: They, of shape (classes,).
+    """
+
+    numbers: Tensor
+
+    @override
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits + self.numbers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cast(Change):
+    """Another type.
+
+    Attributes:
+        dtype: That.
+    """
+
+    dtype: torch.dtype
+
+    @override
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.to(self.dtype)
 
 
 class _How(NamedTuple):
@@ -102,7 +265,9 @@ class _How(NamedTuple):
         ignore_index: The target of rows that do not count.
         is_mean: Whether the loss is a mean.
         smoothing: Label smoothing.
-        dtype: What autocast multiplies matrices in; None without it.
+        autocast: What autocast multiplies matrices in; None without it.
+        dtype: Of the loss.
+        changes: What is done with what the linear layer makes.
         has_gradients: Whether there may be a backward.
     """
 
@@ -110,7 +275,9 @@ class _How(NamedTuple):
     ignore_index: int
     is_mean: bool
     smoothing: float
-    dtype: torch.dtype | None
+    autocast: torch.dtype | None
+    dtype: torch.dtype
+    changes: tuple[Change, ...]
     has_gradients: bool
 
 
@@ -192,9 +359,9 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         needs = [is_needed and how.has_gradients for is_needed in ctx.needs_input_grad[:3]]
         ctx.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, weight, bias)]
-        if how.dtype is not None:
-            hidden, weight = hidden.to(how.dtype), weight.to(how.dtype)
-            bias = bias.to(how.dtype) if bias is not None else None
+        if how.autocast is not None:
+            hidden, weight = hidden.to(how.autocast), weight.to(how.autocast)
+            bias = bias.to(how.autocast) if bias is not None else None
         total_dtype = torch.promote_types(hidden.dtype, torch.float32)
         unit: Tensor | None = None
         if class_weight is not None:
@@ -208,17 +375,21 @@ class _Chunked(torch.autograd.Function):
         total = torch.zeros((), dtype=total_dtype, device=hidden.device)
         num_rows = hidden.shape[0]
         step = max(1, -(-num_rows // how.num_chunks))
+        bound = 1.0
+        for change in how.changes:
+            bound *= change.bound
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
             part = hidden[begin:end]
             loss, of_logits, factor = _chunk(part, weight, bias, rows.chunk(begin, end), class_weight, how, any(needs))
             total += loss
             if needs[2]:
-                of_bias = _plus_product(of_bias, of_logits, factor, total_dtype)
+                of_bias = _plus_product(of_bias, of_logits, factor, total_dtype, bound)
             if of_hidden is not None:
                 of_hidden[begin:end] = (of_logits @ weight).mul_(factor.unsqueeze(-1))
             if needs[1]:
-                of_weight = _plus_product(of_weight, of_logits, part * factor.unsqueeze(-1), total_dtype)
+                scaled = part * factor.unsqueeze(-1)
+                of_weight = _plus_product(of_weight, of_logits, scaled, total_dtype, bound)
             del of_logits
         if of_weight is None and needs[1]:
             of_weight = torch.zeros_like(weight, dtype=total_dtype)
@@ -231,14 +402,14 @@ class _Chunked(torch.autograd.Function):
         elif unit is not None:
             loss, divisor = total * unit, unit.reciprocal()
         ctx.save_for_backward(of_hidden, of_weight, of_bias, divisor)
-        return loss if how.dtype is not None else loss.to(hidden.dtype)
+        return loss.to(how.dtype)
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # which is what create_graph means here
             raise UnsupportedError(
-                "chunked_linear_cross_entropy has no second derivative: call backward without create_graph, or use "
-                "F.cross_entropy(F.linear(...))"
+                "chunked_linear_cross_entropy has no second derivative: call backward without create_graph, use "
+                "F.cross_entropy(F.linear(...)), or leave chunked_loss=True out"
             )
         *gradients, divisor = ctx.saved_tensors
         factor = of_loss if divisor is None else of_loss / divisor
@@ -263,7 +434,12 @@ def _chunk(
         The loss, the gradient, and by row a factor that the gradient lacks.
     """
     logits = F.linear(hidden, weight, bias)
-    scores = torch.log_softmax(logits, -1, dtype=rows.counts.dtype)
+    changed, results = logits, []
+    for change in how.changes:
+        changed = change(changed)
+        results.append(changed if type(change) is Tanh else logits)  # others' derivatives need none
+    scores = torch.log_softmax(changed, -1, dtype=rows.counts.dtype)
+    del changed
     of_target = scores.gather(-1, rows.target.unsqueeze(-1)).squeeze(-1)
     losses = -of_target * rows.weight
     num_classes = scores.shape[-1]
@@ -275,6 +451,10 @@ def _chunk(
     if not needs_gradient:
         return loss, logits, rows.weight
     each = torch.arange(len(logits), device=logits.device)
+    if how.changes and not how.smoothing:
+        scores.exp_()
+        scores[each, rows.target] = of_target.expm1()
+        return loss, _before(how.changes, results, scores, logits), rows.weight
     if not how.smoothing:
         torch.exp(scores, out=logits)
         logits[each, rows.target] = of_target.expm1().to(logits.dtype)
@@ -285,16 +465,25 @@ def _chunk(
     even = torch.ones_like(scores[0]) if class_weight is None else class_weight
     scores.addr_(rows.counts, even, alpha=-spread)
     scores[each, rows.target] -= shares
-    return loss, logits.copy_(scores), rows.counts
+    return loss, _before(how.changes, results, scores, logits), rows.counts
 
 
-def _plus_product(total: Tensor | None, of_logits: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+def _before(changes: Sequence[Change], results: Sequence[Tensor], gradient: Tensor, logits: Tensor) -> Tensor:
+    """The gradient with regard to the logits, in their place, of that with regard to what changes made of them."""
+    for change, result in zip(reversed(changes), reversed(results), strict=True):
+        gradient = change.backward(gradient, result)
+    return logits.copy_(gradient)
+
+
+def _plus_product(
+    total: Tensor | None, of_logits: Tensor, other: Tensor, dtype: torch.dtype, bound: float
+) -> Tensor:
     """Add a chunk's share to the gradient of weight or bias, in place where there is one.
 
-    No number of the gradient with regard to the logits is beyond -1 to 1: that bounds their sums over rows.
+    No number of the gradient with regard to the logits is further from 0 than `bound`: that bounds their sums over rows.
     """
     if of_logits.dtype is torch.float16:
-        most = other.abs().amax() * len(other)
+        most = other.abs().amax() * len(other) * bound
         scale = torch.exp2(torch.floor(torch.log2(_MOST_IN_FLOAT16 / most.clamp_min(_UNITS[0]))))
         part = of_logits.mT @ (other * scale).to(torch.float16)
         return part.to(dtype).div_(scale) if total is None else total.addcdiv_(part, scale)

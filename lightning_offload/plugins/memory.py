@@ -53,6 +53,9 @@ class MemoryPlugin:
         verify: Compare replays with their originals in the "first" step under a plan, "always" or "never".
         replace_checkpointing: Whether regions that the model checkpoints itself (``torch.utils.checkpoint``, Hugging
             Face's ``gradient_checkpointing_enable``) run as if they were not, so that what they save is planned.
+        chunked_loss: Whether the model's cross-entropy is computed in chunks of rows, so that its logits never exist at
+            once: the same loss up to the order of sums, not bit for bit. The layer that makes the logits is that of
+            ``get_output_embeddings()``, as Hugging Face's models have it, or the one that is named.
         device: The compute device; by default that of the module, or of the step's inputs.
         module: The model; gives names to its parts in ``keep`` and in messages. Under DDP the wrapper: its gradient
             buckets count, and steps with and without an all-reduce have plans of their own.
@@ -74,12 +77,14 @@ class MemoryPlugin:
         enabled: bool = True,
         verify: str = "first",
         replace_checkpointing: bool = False,
+        chunked_loss: bool | str = False,
         device: torch.device | str | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
         settings = check_settings(
             budget=budget, policy=policy, tier=tier, host_budget=host_budget, spill_dir=spill_dir, plan=plan,
             keep=keep, enabled=enabled, verify=verify, replace_checkpointing=replace_checkpointing,
+            chunked_loss=chunked_loss,
         )  # fmt: skip
         if module is not None and not isinstance(module, torch.nn.Module):
             raise PolicyError(f"module={module!r} is {type_of(module)}: give a torch.nn.Module")

@@ -92,6 +92,7 @@ class ModuleMemoryPlugin(MemoryPlugin):
         modules = [followable(model) for model in models]
         if not self.enabled:
             return
+        self._steps.losses.attach(*modules)
         self.attach(modules[0], device)
         _following.add(self)
         for module in modules:

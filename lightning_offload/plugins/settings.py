@@ -53,6 +53,7 @@ class Settings:
     enabled: bool
     verify: Verify
     replace_checkpointing: bool
+    chunked_loss: bool | str
 
 
 def check_settings(
@@ -67,6 +68,7 @@ def check_settings(
     enabled: bool,
     verify: str,
     replace_checkpointing: bool = False,
+    chunked_loss: bool | str = False,
 ) -> Settings:
     """Check the keywords of a memory plugin.
 
@@ -94,6 +96,10 @@ def check_settings(
         _log.info("spill_dir=%r is not used with tier='host', which has no disk", str(spill_dir))
     if not isinstance(replace_checkpointing, bool):
         raise PolicyError(f"replace_checkpointing={replace_checkpointing!r} is not known: choose True or False")
+    if not isinstance(chunked_loss, (bool, str)):
+        raise PolicyError(
+            f"chunked_loss={chunked_loss!r} is not known: choose True or False, or name the layer that makes the logits"
+        )
     found, step = _load_plan(plan)
     return Settings(
         budget=_asked_for(budget, found),
@@ -108,6 +114,7 @@ def check_settings(
         enabled=enabled and os.environ.get(_SWITCH, "1") != "0",
         verify=verify,  # type: ignore[arg-type]
         replace_checkpointing=replace_checkpointing,
+        chunked_loss=chunked_loss,
     )
 
 

@@ -22,6 +22,7 @@ from lightning_offload.errors import BudgetInfeasibleError, PlanError, SpillErro
 from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.baseline import Baseline, There
 from lightning_offload.plugins.checkpointing import Checkpointing, watch_regions
+from lightning_offload.plugins.chunked_losses import ChunkedLosses
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.forwards import Forwards
@@ -66,6 +67,7 @@ class Steps:
         shadows: What the hooks of steps do not see.
         misuse: What was told of steps that the plugin does not serve.
         checkpointing: The regions that the program checkpoints itself.
+        losses: Those that are computed in chunks.
         is_attached: Whether a model is served.
     """
 
@@ -84,6 +86,7 @@ class Steps:
         self.shadows = Shadows()
         self.misuse = Misuse()
         self.checkpointing = Checkpointing(is_replaced=settings.replace_checkpointing)
+        self.losses = ChunkedLosses(settings.chunked_loss)
         self._module = weakref.ref(module) if module is not None else None
         self._undo = contextlib.ExitStack()
         self._run: StepRun | None = None
@@ -130,6 +133,8 @@ class Steps:
             self.state.data_parallel.watch(wrapper)
             run_unseen_around_forward(wrapper)
             self._undo.callback(_run_as_usual, weakref.ref(wrapper))
+        if not self.losses.is_attached:
+            self.losses.attach(*[part for part in [self.module] if part is not None])
         self.state.attach(self.module)
         if not self.is_attached:
             self._undo.callback(watch_backward(self._around_backward))
@@ -140,6 +145,7 @@ class Steps:
     def detach(self) -> None:
         """Take every hook off and end every thread; idempotent."""
         self.finish()
+        self.losses.detach()
         self.peaks.end_optimizer(is_whole=False)
         self.state.detach()
         self._undo.close()
@@ -184,6 +190,7 @@ class Steps:
             return
         self.finish()
         self.checkpointing.begin_step()
+        self.losses.begin_step()
         called = self.state.data_parallel.called
         if called is not None:
             self.state.buckets.lay_out(called)
@@ -200,7 +207,7 @@ class Steps:
     def _forward_of(self, run: StepRun | None) -> Iterator[None]:
         """Around a forward, and what else is in its scope; None for a step that runs as without the plugin."""
         opened = self._plainly() if run is None else self._opened(run, hooks=True)
-        with self.checkpointing.scope(), opened:
+        with self.checkpointing.scope(), self.losses.scope(), opened:
             yield
 
     @property

@@ -66,6 +66,9 @@ class OffloadMixin(_StrategyBase):
             always or never.
         replace_checkpointing: Whether regions that the model checkpoints itself (`torch.utils.checkpoint`, Hugging
             Face's `gradient_checkpointing_enable`) run as if they were not, so that what they save is planned.
+        chunked_loss: Whether the model's cross-entropy is computed in chunks of rows, so that its logits never exist at
+            once: the same loss up to the order of sums, not bit for bit. The layer that makes the logits is that of
+            `get_output_embeddings()`, as Hugging Face's models have it, or the one that is named.
         kwargs: Keywords of the Lightning strategy.
 
     Raises:
@@ -92,6 +95,7 @@ class OffloadMixin(_StrategyBase):
         enabled: bool = True,
         verify: Literal["first", "always", "never"] = "first",
         replace_checkpointing: bool = False,
+        chunked_loss: bool | str = False,
         **kwargs: Any,
     ) -> None:
         self._check_base_keywords(kwargs)
@@ -102,7 +106,7 @@ class OffloadMixin(_StrategyBase):
         self._keywords: dict[str, Any] = {
             "budget": budget, "policy": policy, "tier": tier, "host_budget": host_budget, "spill_dir": spill_dir,
             "plan": plan, "keep": keep, "enabled": enabled, "verify": verify,
-            "replace_checkpointing": replace_checkpointing,
+            "replace_checkpointing": replace_checkpointing, "chunked_loss": chunked_loss,
         }  # fmt: skip
         self._memory = MemoryPlugin(**self._keywords)
 

@@ -39,11 +39,13 @@ class OffloadStrategyMixin(OffloadMixin, _StrategyBase):
         enabled: bool = True,
         verify: Literal["first", "always", "never"] = "first",
         replace_checkpointing: bool = False,
+        chunked_loss: bool | str = False,
     ) -> None:
         # Spelt out, for LightningCLI: the base class would have it ask for a device, which the Trainer chooses.
         super().__init__(
             budget, policy=policy, tier=tier, host_budget=host_budget, spill_dir=spill_dir, plan=plan, keep=keep,
-            enabled=enabled, verify=verify, replace_checkpointing=replace_checkpointing, device="cpu",
+            enabled=enabled, verify=verify, replace_checkpointing=replace_checkpointing, chunked_loss=chunked_loss,
+            device="cpu",
         )  # fmt: skip
         self._parallel_devices: list[torch.device] = []
 

@@ -1,0 +1,224 @@
+"""Losses of a model's own code, computed in chunks of rows: its output embedding's logits are put off until then.
+
+The linear layer that makes the logits gets another ``forward`` while a plugin serves the model. In a step's forward that
+gives :class:`~lightning_offload.tensors.deferred_logits.DeferredLogits`; everywhere else it is the layer's own.
+
+Nobody is to believe in chunks that there are not. A layer that cannot do so is refused before training. A model of which
+no loss has been computed in chunks when a step has read its logits is refused as the next step begins, with what read them.
+
+Shortfalls: within compiled regions the layer's own forward runs, which is told where nothing else calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_offload.errors import PolicyError, UnsupportedError
+from lightning_offload.plugins.class_swap import graft, ungraft
+from lightning_offload.tensors import compiled_code
+from lightning_offload.tensors.deferred_logits import Readers, defer
+
+__all__ = ["ChunkedLosses"]
+
+_LOSSES = "_lightning_offload_losses"
+_ALLOWED = (
+    "a loss in chunks is F.cross_entropy, or nn.CrossEntropyLoss, with class indices, of what one nn.Linear makes, "
+    "perhaps reshaped, sliced, cast, scaled by a number, or capped by tanh"
+)
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.of: list[ChunkedLosses] = []
+
+
+_open = _Open()
+
+
+class ChunkedLosses:
+    """The losses of a plugin's steps.
+
+    Args:
+        asked: Whether they are computed in chunks, or the name of the layer that makes the logits.
+    """
+
+    def __init__(self, asked: bool | str) -> None:
+        self._asked = asked
+        self._heads: dict[str, weakref.ref[nn.Module]] = {}
+        self._readers: dict[str, Readers] = {}
+        self._is_served = False  # whether any loss has been computed in chunks
+        self._num_steps = 0
+        self._is_called = False  # a head, in a step, by the program itself
+        self._has_warned = False
+        self._not_deferred = ""  # why a head's own forward ran
+
+    def attach(self, *modules: nn.Module) -> None:
+        """Find the heads of models, and have them put off what they make until :meth:`detach`.
+
+        Raises:
+            PolicyError: There is none, or none of that name.
+            UnsupportedError: It is no linear layer of its own.
+        """
+        if self._asked is False:
+            return
+        for module in modules:
+            for name, head in _heads_of(module, self._asked).items():
+                if vars(head).get(_LOSSES) is None:
+                    _check(name, head, self._asked)
+                    self._heads[name], self._readers[name] = weakref.ref(head), Readers()
+                    graft(head, _Head)
+                    vars(head)[_LOSSES] = self
+        if not self._heads:
+            raise PolicyError(_none_found(modules, self._asked))
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether heads are known."""
+        return bool(self._heads)
+
+    def detach(self) -> None:
+        """Give heads their own forward back; idempotent."""
+        for head in (reference() for reference in self._heads.values()):
+            if head is not None:
+                ungraft(head, _Head)
+        self._heads.clear()
+
+    def begin_step(self) -> None:
+        """Another step begins.
+
+        Raises:
+            UnsupportedError: What read the logits of the last one had to have all of them, and no loss was in chunks yet.
+        """
+        if not self._heads:
+            return
+        if not self._is_served and any(readers.num_chunked for readers in self._readers.values()):
+            self._is_served = True
+        others = [text for readers in self._readers.values() for text in readers.others]
+        if self._num_steps and not self._is_called and compiled_code.is_in_use():
+            self._not_deferred = f"{', '.join(f'`{name}`' for name in self._readers)} runs in compiled code"
+        self._num_steps += 1
+        if not self._is_served and (others or self._not_deferred):
+            names = ", ".join(f"`{name}`" for name in self._readers)
+            why = self._not_deferred or f"what {names} made was read by {' and by '.join(others[:3])}"
+            for readers in self._readers.values():
+                readers.others.clear()
+            raise UnsupportedError(
+                f"chunked_loss={self._asked!r}: the loss could not be computed in chunks: {why}; {_ALLOWED}: leave "
+                "chunked_loss out, or call lightning_offload.chunked_linear_cross_entropy where the loss is computed"
+            )
+        if others and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"chunked_loss={self._asked!r}: the loss is computed in chunks, but all logits are computed too, for "
+                f"{' and for '.join(others[:3])}: without that a step needs less memory",
+                stacklevel=2,
+            )
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Around each forward of a step, in the thread that runs it."""
+        if not self._heads:
+            yield
+            return
+        _open.of.append(self)
+        try:
+            yield
+        finally:
+            _open.of.pop()
+
+    def logits(self, head: nn.Module, hidden: Tensor) -> Tensor | None:
+        """What a head makes, put off; None where its own forward has to run."""
+        if not _open.of or _open.of[-1] is not self or not torch.is_grad_enabled():
+            return None
+        name = next((name for name, known in self._heads.items() if known() is head), None)
+        if name is None:
+            return None
+        self._is_called = True
+        weight, bias = head.weight, head.bias
+        self._not_deferred = _why_not(name, head, hidden, weight)
+        if self._not_deferred:
+            return None
+        return defer(hidden, weight, bias, self._readers[name])
+
+
+class _Head:
+    """A linear layer that puts off what it makes in a step."""
+
+    grafted_attributes: ClassVar[tuple[str, ...]] = (_LOSSES,)
+
+    def forward(self, input: Tensor) -> Tensor:
+        losses: ChunkedLosses | None = vars(self).get(_LOSSES)
+        if losses is not None and not torch.compiler.is_compiling():
+            logits = losses.logits(self, input)  # type: ignore[arg-type]
+            if logits is not None:
+                return logits
+        made: Tensor = super().forward(input)  # type: ignore[misc]
+        return made
+
+
+def _heads_of(module: nn.Module, asked: bool | str) -> dict[str, nn.Module]:
+    """The layers that make logits, by name."""
+    if isinstance(asked, str):
+        return {name: part for name, part in module.named_modules() if name == asked}
+    names = {id(part): name for name, part in module.named_modules()}
+    found: dict[str, nn.Module] = {}
+    for part in module.modules():
+        ask = getattr(part, "get_output_embeddings", None)
+        head = None
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            head = ask() if callable(ask) else None
+        if isinstance(head, nn.Module) and id(head) in names:
+            found[names[id(head)]] = head
+    return found
+
+
+def _none_found(modules: Sequence[nn.Module], asked: bool | str) -> str:
+    if not modules:
+        return f"chunked_loss={asked!r} needs the model: give module=, or attach(model)"
+    names = " and ".join(type(module).__name__ for module in modules)
+    linear = [
+        (part.out_features, name)
+        for module in modules
+        for name, part in module.named_modules()
+        if name and isinstance(part, nn.Linear)
+    ]
+    widest = f"its widest nn.Linear is {max(linear, key=lambda each: each[0])[1]!r}" if linear else "it has no nn.Linear"
+    if isinstance(asked, str):
+        return f"chunked_loss={asked!r}: {names} has no part of this name; {widest}"
+    return (
+        f"chunked_loss=True: no part of {names} says by get_output_embeddings(), as Hugging Face's models do, which layer "
+        f"makes the logits: give its name (chunked_loss='lm_head'); {widest}"
+    )
+
+
+def _check(name: str, head: nn.Module, asked: bool | str) -> None:
+    """Refuse what is no linear layer.
+
+    Raises:
+        UnsupportedError: It is none.
+    """
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        raise UnsupportedError(
+            f"chunked_loss={asked!r}: `{name}`, which makes the logits, is {type(head).__name__} with a forward of its own, "
+            "and not an nn.Linear (an adapter, a quantized layer, or a framework's hook): name the nn.Linear itself, or "
+            "leave chunked_loss out"
+        )
+
+
+def _why_not(name: str, head: nn.Module, hidden: Tensor, weight: Tensor) -> str:
+    """Why a layer's own forward has to run; "" where it has not."""
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+        return f"`{name}` has hooks of a program's own, which are given what it makes"
+    if type(weight) not in (Tensor, nn.Parameter) or type(hidden) is not Tensor:
+        return f"`{name}` is given {type(hidden).__name__} and has {type(weight).__name__}, which are no plain tensors"
+    if hidden.dtype is not weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        return f"`{name}` is given {hidden.dtype} and has {weight.dtype}"
+    return ""
