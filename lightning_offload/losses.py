@@ -475,12 +475,10 @@ def _before(changes: Sequence[Change], results: Sequence[Tensor], gradient: Tens
     return logits.copy_(gradient)
 
 
-def _plus_product(
-    total: Tensor | None, of_logits: Tensor, other: Tensor, dtype: torch.dtype, bound: float
-) -> Tensor:
+def _plus_product(total: Tensor | None, of_logits: Tensor, other: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
     """Add a chunk's share to the gradient of weight or bias, in place where there is one.
 
-    No number of the gradient with regard to the logits is further from 0 than `bound`: that bounds their sums over rows.
+    No number of the gradient with regard to the logits is beyond -`bound` to `bound`: that bounds their sums over rows.
     """
     if of_logits.dtype is torch.float16:
         most = other.abs().amax() * len(other) * bound

@@ -12,6 +12,7 @@ from lightning_offload.cli.options import (
     AccumulateOption,
     BatchSizeOption,
     BudgetOption,
+    ChunkedLossOption,
     DeviceOption,
     DtypeOption,
     HostBudgetOption,
@@ -98,6 +99,7 @@ def _plan(
     dtype: DtypeOption = "float32",
     precision: PrecisionOption = None,
     loss: LossOption = None,
+    chunked_loss: ChunkedLossOption = None,
     optimizer: OptimizerOption = None,
     accumulate: AccumulateOption = 1,
     policy: PolicyOption = "auto",
@@ -134,7 +136,7 @@ def _plan(
     options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
         host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss,
-        optimizer=optimizer, accumulate=accumulate, policy=policy,
+        chunked_loss=chunked_loss, optimizer=optimizer, accumulate=accumulate, policy=policy,
         keep=tuple(keep or ()),
     )  # fmt: skip
     plan_step(options, Outputs(plan=plan_path, graph=graph_path, report=report, trace=trace), as_json=as_json)
@@ -150,6 +152,7 @@ def _max_batch(
     dtype: DtypeOption = "float32",
     precision: PrecisionOption = None,
     loss: LossOption = None,
+    chunked_loss: ChunkedLossOption = None,
     optimizer: OptimizerOption = None,
     policy: PolicyOption = "auto",
     keep: KeepOption = None,
@@ -169,7 +172,7 @@ def _max_batch(
     options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, budget=budget, host_budget=host_budget,
         device=device, dtype=dtype, precision=precision, loss=loss,
-        optimizer=optimizer, policy=policy, keep=tuple(keep or ()),
+        chunked_loss=chunked_loss, optimizer=optimizer, policy=policy, keep=tuple(keep or ()),
     )  # fmt: skip
     max_batch(options, limit=limit, tolerance=tolerance, only_max=only_max, as_json=as_json)
 
@@ -185,6 +188,7 @@ def _compare(
     dtype: DtypeOption = "float32",
     precision: PrecisionOption = None,
     loss: LossOption = None,
+    chunked_loss: ChunkedLossOption = None,
     optimizer: OptimizerOption = None,
     keep: KeepOption = None,
     as_json: JsonOption = False,
@@ -196,7 +200,7 @@ def _compare(
     options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
         host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss,
-        optimizer=optimizer, keep=tuple(keep or ()),
+        chunked_loss=chunked_loss, optimizer=optimizer, keep=tuple(keep or ()),
     )  # fmt: skip
     compare(options, as_json=as_json)
 

@@ -39,12 +39,14 @@ class Loop:
         autocast: What forward computes in, where parameters stay as they are; None for no autocast.
         accumulate: Micro-batches of an update.
         loss: Takes the model's output and the last input; None where the model has a loss of its own.
+        chunked_loss: Cf. :class:`~lightning_offload.MemoryPlugin`.
         optimizer: Name of an optimizer, cf. :data:`STATE_COPIES`, or :data:`CONFIGURED`.
     """
 
     autocast: torch.dtype | None = None
     accumulate: int = 1
     loss: Callable[[Any, Any], Any] | None = None
+    chunked_loss: bool | str = False
     optimizer: str = USUAL
 
     def casting(self, device: DeviceSpec) -> contextlib.AbstractContextManager[Any]:

@@ -69,6 +69,14 @@ LossOption = Annotated[
         "torch.nn.functional:cross_entropy. [default: the model's own loss, or the sum of its outputs]",
     ),
 ]
+ChunkedLossOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LAYER",
+        help="Compute the cross-entropy in chunks of rows, as chunked_loss=... does: the layer that makes the logits, "
+        "or True for the one that the model itself names. [default: as the model computes it]",
+    ),
+]
 OptimizerOption = Annotated[
     str | None,
     typer.Option(

@@ -37,6 +37,7 @@ class PlanOptions:
     precision: str | None = None
     accumulate: int = 1
     loss: str | None = None
+    chunked_loss: str | None = None
     optimizer: str | None = None
     policy: str = "auto"
     keep: tuple[str, ...] = ()
@@ -74,6 +75,7 @@ class Checked:
             "precision": self.options.precision,
             "accumulate": self.options.accumulate,
             "loss": self.options.loss,
+            "chunked_loss": self.options.chunked_loss,
             "optimizer": self.workload.loop.optimizer,
             "device": self.device.name,
             "device_bytes": self.device.memory_bytes,
@@ -132,13 +134,20 @@ def _workload(options: PlanOptions, dtype: catalog.DType) -> Workload:
     input_dtype = parse_dtype(options.input_dtype, "--input-dtype") if options.input_dtype is not None else None
     inputs = parse_inputs(options.inputs)
     target = find_target(options.target)
+    chunked_loss: bool | str = options.chunked_loss or False
     own = loop.CONFIGURED if loop.is_configured(target.found) else loop.USUAL
     return Workload(
         target=target,
         inputs=inputs,
         dtype=getattr(torch, catalog.stored_dtype(dtype)),
         input_dtype=input_dtype,
-        loop=loop.Loop(autocast=autocast, accumulate=options.accumulate, loss=loss, optimizer=options.optimizer or own),
+        loop=loop.Loop(
+            autocast=autocast,
+            accumulate=options.accumulate,
+            loss=loss,
+            chunked_loss=chunked_loss if chunked_loss not in ("True", "true") else True,
+            optimizer=options.optimizer or own,
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from lightning_offload.cli.steps import Target, default_input_dtype, is_lightnin
 from lightning_offload.errors import OffloadError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import Accumulation, StepGraph
+from lightning_offload.plugins.chunked_losses import ChunkedLosses
 from lightning_offload.plugins.fake import record_fake_step
 
 LOOP_BYTES = 64 << 10
@@ -71,6 +72,7 @@ class Workload:
             UnsupportedError: The step cannot be recorded; says what the model complained about.
         """
         sizes: dict[str, int] = {}
+        losses = ChunkedLosses(self.loop.chunked_loss)
 
         def build() -> tuple[nn.Module, Callable[[], None]]:
             model = self.target.make(self.dtype)
@@ -88,9 +90,17 @@ class Workload:
                 sizes["loop"] += _bytes_of(tensors)
             sizes["old"] = sizes["parameters"] if drops_late or is_first_of_few else 0
             sizes["accumulated"] = sizes["parameters"] if is_first_of_few else 0
-            return model, step_of(model, inputs, self.loop, device)
+            losses.attach(model)
+            step = step_of(model, inputs, self.loop, device)
+
+            def in_chunks() -> None:
+                with losses.scope():
+                    step()
+
+            return model, in_chunks
 
         graph = self._record(build, device)
+        losses.begin_step()  # another one would be refused if none of this one's was in chunks
         untouched = max(0, sizes["known"] - graph.persistent_bytes)
         graph = dataclasses.replace(
             graph,

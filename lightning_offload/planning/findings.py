@@ -181,8 +181,9 @@ def _chunked_loss(request: PlanRequest, budget_bytes: int | None, tell: Callable
     return Remedy(
         kind="chunked-loss",
         advice=(
-            f"{lower.logits.name}: compute the loss by lightning_offload.chunked_linear_cross_entropy(..., "
-            f"num_chunks={lower.num_chunks}), or by another chunked or fused linear cross-entropy"
+            f"{lower.logits.name}: train with chunked_loss=True, or compute the loss by "
+            f"lightning_offload.chunked_linear_cross_entropy(..., num_chunks={lower.num_chunks}) or by another chunked "
+            "or fused linear cross-entropy"
         ),
         floor_bytes=timeline.peak_bytes,
         gain_bytes=request.floor.peak_bytes - timeline.peak_bytes,

@@ -147,8 +147,8 @@ class PlanRequest:
         if lower is None:
             return ""
         return (
-            f"; {lower.logits.name} set it: lightning_offload.chunked_linear_cross_entropy with {lower.num_chunks} "
-            f"chunks is predicted to need {format_bytes(lower.floor.timeline.peak_bytes)}"
+            f"; {lower.logits.name} set it: chunked_loss=True, or lightning_offload.chunked_linear_cross_entropy, with "
+            f"{lower.num_chunks} chunks is predicted to need {format_bytes(lower.floor.timeline.peak_bytes)}"
         )
 
     @functools.cached_property

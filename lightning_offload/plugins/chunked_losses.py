@@ -1,10 +1,11 @@
 """Losses of a model's own code, computed in chunks of rows: its output embedding's logits are put off until then.
 
-The linear layer that makes the logits gets another ``forward`` while a plugin serves the model. In a step's forward that
-gives :class:`~lightning_offload.tensors.deferred_logits.DeferredLogits`; everywhere else it is the layer's own.
+The linear layer that makes the logits gets another ``forward`` while a plugin serves the model. In a step's forward
+that gives :class:`~lightning_offload.tensors.deferred_logits.DeferredLogits`; everywhere else it is the layer's own.
 
-Nobody is to believe in chunks that there are not. A layer that cannot do so is refused before training. A model of which
-no loss has been computed in chunks when a step has read its logits is refused as the next step begins, with what read them.
+Nobody is to believe in chunks that there are not. A layer that cannot do so is refused before training. A model of
+which no loss has been computed in chunks when a step has read its logits is refused as the next step begins, with what
+read them.
 
 Shortfalls: within compiled regions the layer's own forward runs, which is told where nothing else calls it.
 """
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_offload.errors import PolicyError, UnsupportedError
 from lightning_offload.plugins.class_swap import graft, ungraft
@@ -95,7 +97,7 @@ class ChunkedLosses:
         """Another step begins.
 
         Raises:
-            UnsupportedError: What read the logits of the last one had to have all of them, and no loss was in chunks yet.
+            UnsupportedError: What read the logits of the last one needed all of them, and no loss was in chunks yet.
         """
         if not self._heads:
             return
@@ -142,7 +144,8 @@ class ChunkedLosses:
         if name is None:
             return None
         self._is_called = True
-        weight, bias = head.weight, head.bias
+        parameters: tuple[Any, Any] = (head.weight, head.bias)
+        weight, bias = parameters
         self._not_deferred = _why_not(name, head, hidden, weight)
         if self._not_deferred:
             return None
@@ -190,12 +193,14 @@ def _none_found(modules: Sequence[nn.Module], asked: bool | str) -> str:
         for name, part in module.named_modules()
         if name and isinstance(part, nn.Linear)
     ]
-    widest = f"its widest nn.Linear is {max(linear, key=lambda each: each[0])[1]!r}" if linear else "it has no nn.Linear"
+    widest = (
+        f"its widest nn.Linear is {max(linear, key=lambda each: each[0])[1]!r}" if linear else "it has no nn.Linear"
+    )
     if isinstance(asked, str):
         return f"chunked_loss={asked!r}: {names} has no part of this name; {widest}"
     return (
-        f"chunked_loss=True: no part of {names} says by get_output_embeddings(), as Hugging Face's models do, which layer "
-        f"makes the logits: give its name (chunked_loss='lm_head'); {widest}"
+        f"chunked_loss=True: no part of {names} says by get_output_embeddings(), as Hugging Face's models do, which "
+        f"layer makes the logits: give its name (chunked_loss='lm_head'); {widest}"
     )
 
 
@@ -207,9 +212,9 @@ def _check(name: str, head: nn.Module, asked: bool | str) -> None:
     """
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         raise UnsupportedError(
-            f"chunked_loss={asked!r}: `{name}`, which makes the logits, is {type(head).__name__} with a forward of its own, "
-            "and not an nn.Linear (an adapter, a quantized layer, or a framework's hook): name the nn.Linear itself, or "
-            "leave chunked_loss out"
+            f"chunked_loss={asked!r}: `{name}`, which makes the logits, is {type(head).__name__} with a forward of its "
+            "own, and not an nn.Linear (an adapter, a quantized layer, a framework's hook): name the nn.Linear itself, "
+            "or leave chunked_loss out"
         )
 
 
@@ -217,7 +222,7 @@ def _why_not(name: str, head: nn.Module, hidden: Tensor, weight: Tensor) -> str:
     """Why a layer's own forward has to run; "" where it has not."""
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return f"`{name}` has hooks of a program's own, which are given what it makes"
-    if type(weight) not in (Tensor, nn.Parameter) or type(hidden) is not Tensor:
+    if not {type(weight), type(hidden)} <= {Tensor, nn.Parameter, FakeTensor}:
         return f"`{name}` is given {type(hidden).__name__} and has {type(weight).__name__}, which are no plain tensors"
     if hidden.dtype is not weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         return f"`{name}` is given {hidden.dtype} and has {weight.dtype}"

@@ -43,8 +43,8 @@ _ASKED = frozenset((
 """Methods that read no number."""
 
 _ATTRIBUTES = (
-    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "output_nr", "is_cuda", "is_cpu",
-    "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "output_nr", "is_cuda",
+    "is_cpu", "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
 )  # fmt: skip
 _GETTERS = frozenset(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ class _State:
 
     @property
     def is_as_made(self) -> bool:
-        """Whether the program has neither written the logits, nor what they are made of, nor asked for their gradient."""
+        """Whether the program has written neither them nor what they are made of, nor asked for their gradient."""
         state: _State | None = self if self.is_current else None
         if state is None:
             return False
@@ -171,7 +171,9 @@ class _State:
 
     def derived(self, made_by: Callable[[Tensor], Tensor], **changed: Any) -> _State:
         """Other logits, that something makes of these."""
-        new = dataclasses.replace(self, source=self, made_by=made_by, whole=None, version=0, is_watched=False, **changed)
+        new = dataclasses.replace(
+            self, source=self, made_by=made_by, whole=None, version=0, is_watched=False, **changed
+        )
         new.has_graph = self.has_graph and new.has_graph and _needs_graph(new.hidden, new.weight, new.bias)
         if not new.has_graph:
             new.hidden, new.weight = new.hidden.detach(), new.weight.detach()
@@ -233,7 +235,7 @@ class DeferredLogits(Tensor):
     @staticmethod
     def __new__(cls, state: _State) -> DeferredLogits:
         """Logits without memory."""
-        made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls, state.shape, dtype=state.dtype, device=state.hidden.device
         )
         made.state = state
@@ -264,8 +266,9 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    @override
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch takes its own for a static method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Read below autograd, which knows of the logits by their own node."""
         args, kwargs = tree_map(_numbers, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -287,7 +290,10 @@ def _adopted(item: Any) -> Any:
         return item
     with torch._C.DisableTorchFunctionSubclass():
         node, state = item.grad_fn, item.state
-        if getattr(node, "state", None) is (state if state.has_graph else None) and (node is None) is not state.has_graph:
+        if (
+            getattr(node, "state", None) is (state if state.has_graph else None)
+            and (node is None) is not state.has_graph
+        ):
             return item
         return item.clone()  # autograd knows of it, and has it read below
 
@@ -467,9 +473,11 @@ def _shifted(state: _State, numbers: Any) -> _Changed:
     num_classes = len(state.weight)
     if numbers.numel() != num_classes or numbers.shape[-1:] != (num_classes,) or numbers.device != state.hidden.device:
         return None
-    if torch.promote_types(numbers.dtype, state.dtype) is not state.dtype:
+    if not numbers.dtype.is_floating_point:
         return None
-    return {"changes": (*state.changes, Shift(numbers.detach().reshape(-1)))}
+    dtype = torch.promote_types(numbers.dtype, state.dtype)
+    casts = () if dtype is state.dtype else (Cast(dtype),)
+    return {"changes": (*state.changes, *casts, Shift(numbers.detach().reshape(-1)))}
 
 
 _FINDERS: dict[str, Callable[..., _Changed]] = {

@@ -101,9 +101,8 @@ def test_explain_a_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the plan's own is" in out
     assert "num_chunks=32" in out
     below = ["plan", *model, "--device", "k40c", "--budget", f"{plain['floor_bytes'] - 1}B"]
-    assert "the logits of `head` set it: lightning_offload.chunked_linear_cross_entropy with 32 chunks" in (
-        refused(capsys, *below, code=3)
-    )
+    remedy = "chunked_loss=True, or lightning_offload.chunked_linear_cross_entropy, with 32 chunks"
+    assert f"the logits of `head` set it: {remedy}" in refused(capsys, *below, code=3)
 
 
 def test_explain_ignores_the_step_of_another_plan(

@@ -21,7 +21,8 @@ from tests.cli import models
 from tests.cli.running import SMALL, json_of, option, output_of, refused
 
 HEADER_KEYS = {
-    "target", "inputs", "batch_size", "dtype", "precision", "loss", "accumulate", "optimizer", "device", "device_bytes",
+    "target", "inputs", "batch_size", "dtype", "precision", "loss", "chunked_loss", "accumulate", "optimizer", "device",
+    "device_bytes",
 }  # fmt: skip
 PREDICTION_KEYS = {
     "policy", "graph_digest", "budget_bytes", "fits_plainly", "plain_peak_bytes", "predicted_peak_bytes",

@@ -15,7 +15,7 @@ from lightning_offload.cli.inputs import parse_inputs
 from lightning_offload.cli.loop import Loop, is_configured, parse_loss, parse_precision
 from lightning_offload.cli.steps import find_target, loss_of
 from lightning_offload.cli.workload import Captured, Workload
-from lightning_offload.errors import OffloadError, UnsupportedError
+from lightning_offload.errors import OffloadError, PolicyError, UnsupportedError
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.device_spec import DeviceSpec
 from tests.capture.recording import record
@@ -154,6 +154,18 @@ def test_a_language_model_gets_its_ids_as_labels() -> None:
     assert any("log_softmax" in op.name for op in graph.ops)
     named = captured("gpt2", "input_ids=int64:16", "labels=int64:16").graph
     assert [op.name for op in named.ops] == [op.name for op in graph.ops]
+
+
+def test_a_loss_in_chunks() -> None:
+    """The logits are not there; where there is no layer of that name, or no such loss, that is an error."""
+    whole, cut = (captured("Speaker", "int64:64", batch=16, chunked_loss=chunked).graph for chunked in (False, "head"))
+    logits_bytes = 4 * 16 * 64 * 4096
+    assert max(storage.num_bytes for storage in whole.storages) == logits_bytes
+    assert max(storage.num_bytes for storage in cut.storages) < logits_bytes
+    with pytest.raises(PolicyError, match=r"chunked_loss='lm_head': Speaker has no part of this name; .* is 'head'"):
+        captured("Speaker", "int64:64", chunked_loss="lm_head")
+    with pytest.raises(UnsupportedError, match="could not be computed in chunks: what `head` made was read by `sum`"):
+        captured("Tied", "int64:8", chunked_loss="head")
 
 
 def test_names_and_functions_give_keywords() -> None:

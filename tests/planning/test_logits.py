@@ -134,8 +134,8 @@ def test_the_error_says_what_would_help() -> None:
     with pytest.raises(BudgetInfeasibleError) as caught:
         plan(head(), ANY_DEVICE, LOGITS_BYTES)
     assert (
-        "or lower the batch size; the logits of `head` set it: lightning_offload.chunked_linear_cross_entropy with 64 "
-        "chunks is predicted to need" in str(caught.value)
+        "or lower the batch size; the logits of `head` set it: chunked_loss=True, or "
+        "lightning_offload.chunked_linear_cross_entropy, with 64 chunks is predicted to need" in str(caught.value)
     )
     with pytest.raises(BudgetInfeasibleError) as caught:
         plan(head(softcap=True), ANY_DEVICE, LOGITS_BYTES)

@@ -19,7 +19,6 @@ from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.report import Report
 from lightning_offload.tensors.deferred_logits import DeferredLogits
 
-
 WIDTH, NUM_CLASSES, ROWS = 16, 1000, 256
 
 
@@ -152,7 +151,12 @@ def test_loss_outside_of_the_model(adapter: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], object], bool | str, type[Exception], str]] = {
     "no name": (lambda model: None, True, PolicyError, r"chunked_loss=True: no part of _Language says .*'head'"),
-    "another name": (lambda model: None, "lm_head", PolicyError, r"'lm_head': _Language has no part .* nn.Linear is 'head'"),
+    "another name": (
+        lambda model: None,
+        "lm_head",
+        PolicyError,
+        r"'lm_head': _Language has no part .* nn.Linear is 'head'",
+    ),
     "no layer": (lambda model: None, "body", UnsupportedError, r"`body`.* is Sequential with a forward of its own"),
     "a forward of its own": (
         lambda model: setattr(model.head, "forward", lambda x: x),
@@ -184,8 +188,14 @@ def test_without_a_model() -> None:
 
 
 LOSSES: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
-    "another loss": (lambda model, logits: -logits.log_softmax(-1)[..., 0].mean(), r"`head` made was read by `log_softmax`"),
-    "a product": (lambda model, logits: (logits * logits).mean(), r"`head` made was read by `mul` \(.*test_chunked_losses"),
+    "another loss": (
+        lambda model, logits: -logits.log_softmax(-1)[..., 0].mean(),
+        r"`head` made was read by `log_softmax`",
+    ),
+    "a product": (
+        lambda model, logits: (logits * logits).mean(),
+        r"`head` made was read by `mul` \(.*test_chunked_losses",
+    ),
 }
 
 
@@ -198,7 +208,10 @@ def test_refused_where_nothing_was_chunked(case: str) -> None:
         with memory.step():
             compute(model, model(_batch(0)[0])[0]).backward()
         assert model.embedding.weight.grad is not None
-        with pytest.raises(UnsupportedError, match=rf"chunked_loss='head': the loss could not be .*{why}"), memory.step():
+        with (
+            pytest.raises(UnsupportedError, match=rf"chunked_loss='head': the loss could not be .*{why}"),
+            memory.step(),
+        ):
             pass
     assert type(model.head) is nn.Linear
 
@@ -224,7 +237,10 @@ def test_logits_that_are_read_too() -> None:
             logits, loss = model(*_batch(0))
             assert logits.argmax(-1).shape == (4, ROWS // 4)
             loss.backward()
-        with pytest.warns(UserWarning, match=r"all logits are computed too, for `argmax` \(.*test_chunked_losses"), memory.step():
+        with (
+            pytest.warns(UserWarning, match=r"all logits are computed too, for `argmax` \(.*test_chunked_losses"),
+            memory.step(),
+        ):
             model(*_batch(1))[1].backward()
         with memory.step():
             model(*_batch(2))[1].backward()
@@ -259,7 +275,7 @@ def test_data_parallel(keywords: dict[str, bool], is_inside: bool) -> None:
             loss = loss if is_inside else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
         if chunked and keywords and not is_inside:
-            with pytest.raises(UnsupportedError, match="`head` made was read by `torch.autograd.Function`"):
+            with pytest.raises(UnsupportedError, match=r"`head` made was read by `torch\.autograd.Function`"):
                 wrapper(_batch(1)[0])
         memory.detach()
         gradients.append([parameter.grad for parameter in model.parameters()])

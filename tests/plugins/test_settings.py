@@ -24,7 +24,7 @@ from lightning_offload.plugins.settings import budget_bytes_on, check_settings
 
 DEFAULTS: dict[str, Any] = {
     "budget": None, "policy": "auto", "tier": "auto", "host_budget": None, "spill_dir": None, "plan": None,
-    "keep": (), "enabled": True, "verify": "first", "replace_checkpointing": False,
+    "keep": (), "enabled": True, "verify": "first", "replace_checkpointing": False, "chunked_loss": False,
 }  # fmt: skip
 
 WRONG: list[tuple[str, Any, type[OffloadError]]] = [
@@ -58,6 +58,7 @@ WRONG: list[tuple[str, Any, type[OffloadError]]] = [
     ("verify", "sometimes", PolicyError),
     ("verify", True, PolicyError),
     ("replace_checkpointing", "yes", PolicyError),
+    ("chunked_loss", 8, PolicyError),
     ("device", "banana", OffloadError),
     ("device", "meta", UnsupportedError),
     ("device", "mps", UnsupportedError),
