@@ -48,7 +48,7 @@ WHOLE = "test_devices or test_plain_steps or test_default_budget"
 STRUCTURES = "changing_structures and 0.45 and (drop or regularised)"
 SHAPES = "changing_shapes and images and 0.4"
 GIVEN = "given_plans and logs"
-SETTINGS = "half_precision and 0.25 or another_thread or accumulation_under_autocast"
+SETTINGS = "half_precision and 0.25 or another_thread or accumulation_under_autocast or losses_in_chunks"
 
 
 PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "tests.emulated_cuda.plugin", "-o", "timeout_method=thread")

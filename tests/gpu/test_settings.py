@@ -70,6 +70,26 @@ class TestOnAnyDevice:
             found = train(lambda: memory.step(x))
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
+    @pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+    def test_losses_in_chunks(self, policy: str) -> None:
+        """A model's own loss in chunks is the same bits under any plan, and near the loss of all rows at once."""
+        found = []
+        for chunked, planned in ((False, "keep-all"), (True, "keep-all"), (True, policy)):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 500)).to(DEVICE)
+            x, targets = torch.randn(512, 16, device=DEVICE), torch.randint(0, 500, (512,), device=DEVICE)
+            keywords = {"chunked_loss": "2"} if chunked else {}
+            with MemoryPlugin(None, policy=planned, device=DEVICE, module=model, **keywords) as memory:
+                for _ in range(4):
+                    model.zero_grad()
+                    with memory.step(x):
+                        loss = torch.nn.functional.cross_entropy(model(x).tanh() * 3.0, targets)
+                        loss.backward()
+            found.append([loss.detach().cpu(), *[p.grad.cpu() for p in model.parameters() if p.grad is not None]])
+        for whole, kept, moved in zip(*found, strict=True):
+            assert torch.equal(kept, moved)
+            torch.testing.assert_close(kept, whole, rtol=1e-3, atol=1e-6)
+
     @pytest.mark.parametrize("wrap", list(Wrap), ids=lambda wrap: wrap.value)
     @pytest.mark.parametrize("setting", SETTINGS)
     def test_half_precision_with_skipped_steps(self, setting: str, wrap: Wrap) -> None:
