@@ -3,7 +3,7 @@
 A compiler cannot run there, so what is compiled runs op by op in a recording (:func:`op_by_op`). Flex attention, which
 torch refuses to differentiate on a CPU, is one op with the results of CUDA's kernel: its output, and the sum and the
 maximum of each row. What the program's ``score_mod`` and ``mask_mod`` compute has no memory of its own in the kernel:
-they are not called.
+they are not called. Nor has a compiled ``create_block_mask`` a mask of all pairs on its way to its blocks.
 
 Shortfalls: tensors that a ``score_mod`` reads are not saved and get no gradient. Outside of ``torch.compile`` there is
 no such kernel, all scores are there at once: that is refused.
@@ -12,9 +12,10 @@ no such kernel, all scores are there at once: that is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ def fused() -> Iterator[None]:
     """Inside, flex attention is CUDA's kernel."""
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
     changed = {
+        "create_mask": _fused_where_compiled(module.create_mask, _mask),
+        "_convert_mask_to_block_mask": _fused_where_compiled(module._convert_mask_to_block_mask, _blocks),
         "flex_attention_hop": _kernel,
         "_validate_device": lambda *_: None,
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # else it compiles itself
@@ -51,6 +54,29 @@ def fused() -> Iterator[None]:
     finally:
         for name, value in plain.items():
             setattr(module, name, value)
+
+
+def _fused_where_compiled(plain: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if _is_compiled() else plain)(*args, **kwargs)
+
+    return call
+
+
+def _mask(_mask_mod: Any, batch: int | None, heads: int | None, queries: int, keys: int, _device: Any = None) -> Tensor:
+    """``create_mask``: which pairs count, in no memory."""
+    return torch.empty((), dtype=torch.bool).expand(batch or 1, heads or 1, queries, keys)
+
+
+def _blocks(
+    mask: Tensor, Q_BLOCK_SIZE: int, KV_BLOCK_SIZE: int, separate_full_blocks: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """``_convert_mask_to_block_mask``: which blocks have pairs that count, and which such pairs alone."""
+    batch, heads, queries, keys = mask.shape
+    shape = (batch, heads, -(-queries // Q_BLOCK_SIZE), -(-keys // KV_BLOCK_SIZE))
+    partly, fully = (mask.new_empty(shape, dtype=torch.int8) for _ in range(2))
+    return partly, fully if separate_full_blocks else None
 
 
 def _kernel(
