@@ -55,6 +55,11 @@ def counted() -> Batch:
     return {"input_ids": ids(), "position_ids": torch.arange(LENGTH).expand(2, -1)}
 
 
+def unknown() -> Batch:
+    """A padding mask of which nothing is known."""
+    return {"input_ids": ids(), "attention_mask": torch.empty_like(ids())}
+
+
 def llama_step(batch: Callable[[], Batch], dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Step]:
     """A Llama and its step."""
     torch.manual_seed(0)
@@ -84,7 +89,7 @@ def test_a_mask_that_says_nothing_is_not_there(batch: Callable[[], Batch]) -> No
     assert not any(op.name == "aten.where.self" for op in graph.ops)
 
 
-@pytest.mark.parametrize("batch", [padded, packed])
+@pytest.mark.parametrize("batch", [padded, packed, unknown])
 def test_a_mask_that_says_something_is_there(batch: Callable[[], Batch]) -> None:
     """Each layer saves it in the type that is computed in, as on a GPU."""
     graph = record_fake(lambda: llama_step(batch), H100).graph
