@@ -134,6 +134,11 @@ def _attention_backward(at: int) -> Callable[[Any], float]:
     return lambda args: _attention(5, *args[1:4], is_causal=len(args) > at and bool(args[at]))
 
 
+def _flex_attention(products: int, args: Any, blocks: Any) -> float:
+    """As causal attention, where there is a mask: how much of it a program's own mask leaves out is not known."""
+    return _attention(products, *args[:3], is_causal=blocks[-2] < _NO_BLOCKS)
+
+
 def _cudnn_recurrent(args: Any) -> float:
     """Every time step multiplies by all matrices of all layers."""
     data, weights = args[0], args[1]
@@ -147,6 +152,8 @@ def _recurrent_forward(args: Any) -> float:
     return float(2 * steps_and_batch * (args[1].numel() + args[2].numel()))
 
 
+_NO_BLOCKS = 1 << 30
+"""Size of the one block of an attention without a mask."""
 _OWN_FLOPS: dict[str, Callable[[Any], float]] = {
     "convolution_backward": _convolution_backward,
     "_scaled_dot_product_flash_attention_for_cpu": _attention_forward(4),
@@ -157,6 +164,8 @@ _OWN_FLOPS: dict[str, Callable[[Any], float]] = {
     "_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
     "_scaled_dot_product_cudnn_attention": _attention_forward(6),
     "_scaled_dot_product_cudnn_attention_backward": _attention_backward(14),
+    "flex_attention": lambda args: _flex_attention(2, args, args[4]),
+    "flex_attention_backward": lambda args: _flex_attention(5, args, args[9]),
     "mkldnn_rnn_layer": _recurrent_forward,
     "mkldnn_rnn_layer_backward": lambda args: 2 * _recurrent_forward(args),
     "_cudnn_rnn": _cudnn_recurrent,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_offload.capture.known_values import tell, value_of
 from lightning_offload.cli.loading import load_attribute
 from lightning_offload.errors import UnsupportedError, type_of
 
@@ -72,8 +73,9 @@ class ExampleInputs:
 
 
 def fake_like(tensor: Tensor) -> Tensor:
-    """A tensor of the same geometry, on the CPU and without contents under FakeTensorMode."""
+    """A tensor of the same geometry, on the CPU and without memory under FakeTensorMode; small integers stay known."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    tell(made, value_of(tensor))
     return made.requires_grad_(tensor.requires_grad)
 
 

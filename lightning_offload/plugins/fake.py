@@ -19,8 +19,10 @@ from lightning_offload.accelerators import HOST, KINDS
 from lightning_offload.capture.cuda import recurrent
 from lightning_offload.capture.cuda.autocast import casting
 from lightning_offload.capture.cuda.choices import choosing
+from lightning_offload.capture.cuda.flex import fused, op_by_op
 from lightning_offload.capture.cuda.kernels import CudaKernels
 from lightning_offload.capture.cuda.programs import on_the_gpu
+from lightning_offload.capture.known_values import KnownValues, seen_by_transformers
 from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.roofline import Work, WorkMeter
 from lightning_offload.graph.device_spec import DeviceSpec
@@ -34,7 +36,7 @@ from lightning_offload.runtime.tiers import Tiers
 Step = Callable[[], None]
 
 _LOCK = threading.Lock()
-"""Held while torch's own functions are replaced: one recording for a GPU at a time."""
+"""Held while functions of torch and of transformers are replaced: one recording at a time."""
 _USUAL_CAPABILITY = 80
 """Taken where a GPU's own compute capability is not known: an A100's, from which on kernels differ little."""
 
@@ -74,7 +76,7 @@ def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]], device: Devic
     """
     meter = WorkMeter()
     kind = HOST if device is None else KINDS.get(device.kind, HOST)
-    with FakeTensorMode(allow_non_fake_inputs=True), _kernels_of(device):
+    with _LOCK, FakeTensorMode(allow_non_fake_inputs=True), KnownValues(), _kernels_of(device):
         module, step = build()
         if kind is not HOST:
             recurrent.flatten(module)
@@ -87,7 +89,12 @@ def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]], device: Devic
             verifier=None,
         )
         executor.on_backward = lambda: recorder.watch_gradients(())
-        with executing(executor):
+        with (
+            executing(executor),
+            seen_by_transformers(),
+            op_by_op(),
+            fused() if kind is not HOST else contextlib.nullcontext(),
+        ):
             step()
         return FakeStep(recorder.finish(), tuple(meter.work))
 
@@ -99,7 +106,7 @@ def _kernels_of(device: DeviceSpec | None) -> Iterator[None]:
         yield
         return
     capability = device.compute_capability or _USUAL_CAPABILITY
-    with _LOCK, on_the_gpu(), casting(), choosing(capability), CudaKernels():
+    with on_the_gpu(), casting(), choosing(capability), fused(), CudaKernels():
         yield
 
 

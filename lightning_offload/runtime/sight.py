@@ -54,6 +54,8 @@ def _why_by_mode(device: torch.device) -> str:
 
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_KEY = "Fake"
+"""The core's dispatch key, by torch's name for it."""
 
 
 @functools.cache
@@ -63,9 +65,20 @@ def _why_deaf(core: ModuleType) -> str:
     if why:
         native.give_up(why)
     else:
+        _pass_operators_of_higher_order()
         count_minding(core.count_minding)
         custom_ops.on_change(core.forget_facts)
     return why
+
+
+def _pass_operators_of_higher_order() -> None:
+    """Have the core see what operators of higher order call: they go by Python's own dispatch, which lacks its key."""
+    key = torch._C._dispatch_key_parse(_KEY)
+    default: list[Any] = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    if key not in default:
+        default.append(key)  # for those that are yet to be made
+        for operator in list(torch._ops._higher_order_ops.values()):
+            operator.fallthrough(key)
 
 
 def _facts(name: str, overload: str) -> tuple[Any, ...]:

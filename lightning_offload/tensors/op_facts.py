@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_offload.tensors import custom_ops
 
@@ -235,13 +236,15 @@ _CACHE[id(exposed)] = exposed, OpFacts("python.exposed", False, False, False, ()
 
 
 def facts_of(func: Any) -> OpFacts:
-    """Facts about an ``OpOverload``, or about a higher-order operator (of which nothing is assumed)."""
+    """Facts about an ``OpOverload``, or about a higher-order operator (of which nothing is assumed, but of few)."""
     known = _CACHE.get(id(func))
     if known is None:
         known = _CACHE[id(func)] = func, _inspect(func)
     return known[1]
 
 
+_WRITING_NOTHING = frozenset(("flex_attention", "flex_attention_backward"))
+"""Higher-order operators that torch has no input written by, whatever functions they are given."""
 _ONE_OP = {"aten._reshape_alias.default": "aten.view.default"}
 """What ``reshape`` calls: the one where no dispatch mode is on, the other where one is."""
 
@@ -250,7 +253,7 @@ def _inspect(func: Any) -> OpFacts:
     if isinstance(func, torch._ops.OpOverload) and func.namespace == "prim":
         return OpFacts(str(func), False, False, False, (), False, (), is_query=True)
     if not isinstance(func, torch._ops.OpOverload):
-        return OpFacts(str(func), False, False, False, (), True, ())
+        return OpFacts(str(func), False, False, False, (), str(func) not in _WRITING_NOTHING, ())
     if func.namespace not in _NAMESPACES:
         return _inspect_custom(func)
     schema = func._schema
@@ -452,13 +455,16 @@ def _covers_storage(tensor: Tensor) -> bool:
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is one strided block of memory: no sparse, nested, quantised or wrapper-subclass tensor.
 
-    Nor one of the zeros without memory that forward-mode differentiation makes, nor a lazy parameter without a shape.
+    Nor one of the zeros without memory that forward-mode differentiation makes, nor a lazy parameter without a shape,
+    nor a fake one in a step that is not: torch traces a part of a program by these while the program runs.
     """
     is_subclass = type(tensor) not in _PLAIN_TYPES
     if is_subclass and torch.nn.parameter.is_lazy(tensor):
         return False
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor():
         return False
+    if is_subclass and isinstance(tensor, FakeTensor):
+        return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return not (is_subclass and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor))
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_offload.cli.inputs import parse_dtype, parse_inputs
+from lightning_offload.capture.known_values import KnownValues, value_of
+from lightning_offload.cli.inputs import ExampleInputs, parse_dtype, parse_inputs
 from lightning_offload.errors import UnsupportedError
 
 
@@ -42,6 +43,19 @@ def test_a_function_of_the_batch_size() -> None:
         made = inputs.build(6, torch.float32)
         assert {name: tuple(tensor.shape) for name, tensor in made.items()} == {"x": (6, 16), "mask": (6, 4)}
         assert all(isinstance(tensor, FakeTensor) for tensor in made.values())
+
+
+def test_integers_of_a_function_stay_known() -> None:
+    """Positions and padding masks, real or computed where tensors are fake; nothing else has contents."""
+    real = {"mask": torch.ones(2, 3, dtype=torch.int64), "x": torch.ones(2, 3)}
+    inputs = ExampleInputs(make=lambda batch: {**real, "places": torch.arange(3).expand(batch, -1)})
+    with FakeTensorMode(allow_non_fake_inputs=True), KnownValues():
+        made = inputs.build(2, torch.float32)
+        found = {name: value_of(tensor) for name, tensor in made.items()}
+    assert found["x"] is None
+    assert [value.tolist() for value in (found["mask"], found["places"]) if value is not None] == [
+        [[1, 1, 1]] * 2, [[0, 1, 2]] * 2,
+    ]  # fmt: skip
 
 
 def test_the_same_tensor_twice_stays_one() -> None:

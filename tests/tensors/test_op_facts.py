@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_offload.tensors.op_facts import (
@@ -160,6 +161,24 @@ def test_higher_order_operator_writes_all_and_never_replays() -> None:
     assert facts.writes_all
     assert not facts.replayable
     assert facts.name
+
+
+def test_flex_attention_writes_nothing_and_never_replays() -> None:
+    """Forward and backward: torch refuses functions that write."""
+    for func in (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward):
+        facts = facts_of(func)
+        assert not facts.writes_all
+        assert not facts.mutates
+        assert not facts.replayable
+        assert not facts.may_replay("cuda", ())
+
+
+def test_fake_tensors_are_plain_where_the_step_is_fake() -> None:
+    """Elsewhere torch traces by them while a program runs: they have no memory."""
+    with FakeTensorMode():
+        fake = torch.ones(2)
+        assert is_plain(fake)
+    assert not is_plain(fake)
 
 
 def test_every_op_with_a_generator_is_random() -> None:

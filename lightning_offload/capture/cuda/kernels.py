@@ -23,6 +23,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 class CudaKernels(TorchDispatchMode):
     """Answers for CUDA's kernels; to be entered inside of a fake mode, and outside of what records."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
