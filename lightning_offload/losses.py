@@ -170,7 +170,9 @@ class Autocast:
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
         """Within, the linear layer computes as it would have."""
-        return torch.autocast(self.kind, self.dtype) if self.dtype is not None else contextlib.nullcontext()
+        if not torch.amp.is_autocast_available(self.kind):
+            return contextlib.nullcontext()
+        return torch.autocast(self.kind, self.dtype, enabled=self.dtype is not None)
 
 
 class Change:

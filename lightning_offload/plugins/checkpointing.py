@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-__all__ = ["Checkpointing"]
+__all__ = ["Checkpointing", "is_run_again"]
 
 _NON_REENTRANT = "_checkpoint_without_reentrant_generator"
 _IMPORTERS = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
@@ -35,9 +35,15 @@ _undo = contextlib.ExitStack()
 class _Open(threading.local):
     def __init__(self) -> None:
         self.of: list[Checkpointing] = []
+        self.num_regions = 0  # that are checkpointed, and not over
 
 
 _open = _Open()
+
+
+def is_run_again() -> bool:
+    """Whether what runs in this thread is part of a region that backward runs again, the first time or then."""
+    return _open.num_regions > 0 or torch._C._current_graph_task_id() != -1
 
 
 class Checkpointing:
@@ -68,6 +74,8 @@ class Checkpointing:
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Around each forward of a step, in the thread that runs it."""
+        if not _open.of:
+            _open.num_regions = 0  # an exception may keep regions open that it has ended
         _open.of.append(self)
         try:
             yield
@@ -122,7 +130,7 @@ def _install() -> None:
     reentrant = torch.utils.checkpoint.CheckpointFunction
 
     def non_reentrant(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        return _nothing_around() if _replaces() else plain_generator(*args, **kwargs)
+        return _nothing_around() if _replaces() else _counted(plain_generator(*args, **kwargs))
 
     def apply(cls: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if cls is reentrant and _replaces():
@@ -140,3 +148,11 @@ def _install() -> None:
 
 def _nothing_around() -> Generator[None, None, None]:
     yield
+
+
+def _counted(region: Generator[None, None, None]) -> Generator[None, None, None]:
+    _open.num_regions += 1
+    try:
+        yield from region
+    finally:
+        _open.num_regions -= 1

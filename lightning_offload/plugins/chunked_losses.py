@@ -22,15 +22,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_offload.errors import PolicyError, UnsupportedError
+from lightning_offload.plugins.checkpointing import is_run_again
 from lightning_offload.plugins.class_swap import graft, ungraft
 from lightning_offload.tensors import compiled_code
-from lightning_offload.tensors.deferred_logits import Readers, defer
+from lightning_offload.tensors.deferred_logits import Readers, defer, note_update
 
 __all__ = ["ChunkedLosses"]
 
 _LOSSES = "_lightning_offload_losses"
+_STEPS_UNTIL_CALLED = 4  # a training may begin with steps of another kind
 _ALLOWED = (
     "a loss in chunks is F.cross_entropy, or nn.CrossEntropyLoss, with class indices, of what one nn.Linear makes, "
     "perhaps reshaped, sliced, cast, scaled by a number, or capped by tanh"
@@ -71,13 +74,14 @@ class ChunkedLosses:
         """
         if self._asked is False:
             return
-        for module in modules:
-            for name, head in _heads_of(module, self._asked).items():
-                if vars(head).get(_LOSSES) is None:
-                    _check(name, head, self._asked)
-                    self._heads[name], self._readers[name] = weakref.ref(head), Readers()
-                    graft(head, _Head)
-                    vars(head)[_LOSSES] = self
+        found = {name: head for module in modules for name, head in _heads_of(module, self._asked).items()}
+        new = {name: head for name, head in found.items() if vars(head).get(_LOSSES) is not self}
+        for name, head in new.items():
+            _check(name, head, self._asked)
+        for name, head in new.items():
+            self._heads[name], self._readers[name] = weakref.ref(head), Readers(is_region=is_run_again)
+            graft(head, _Head)
+            vars(head)[_LOSSES] = self
         if not self._heads:
             raise PolicyError(_none_found(modules, self._asked))
 
@@ -116,6 +120,13 @@ class ChunkedLosses:
                 f"chunked_loss={self._asked!r}: the loss could not be computed in chunks: {why}; {_ALLOWED}: leave "
                 "chunked_loss out, or call lightning_offload.chunked_linear_cross_entropy where the loss is computed"
             )
+        if self._num_steps == _STEPS_UNTIL_CALLED and not self._is_called:
+            names = ", ".join(f"`{name}`" for name in self._readers)
+            warnings.warn(
+                f"chunked_loss={self._asked!r}: {names} was not called in the first steps, so no loss is in chunks: name "
+                "the layer that makes the logits, or leave chunked_loss out",
+                stacklevel=2,
+            )
         if others and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -123,6 +134,13 @@ class ChunkedLosses:
                 f"{' and for '.join(others[:3])}: without that a step needs less memory",
                 stacklevel=2,
             )
+
+    def note_update(self, parameters: Sequence[Tensor]) -> None:
+        """An optimizer is about to write these."""
+        heads = [head for head in (reference() for reference in self._heads.values()) if head is not None]
+        own = {id(parameter) for head in heads for parameter in head.parameters()}
+        if own and any(id(parameter) in own for parameter in parameters):
+            note_update()
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -210,6 +228,15 @@ def _check(name: str, head: nn.Module, asked: bool | str) -> None:
     Raises:
         UnsupportedError: It is none.
     """
+    if vars(head).get(_LOSSES) is not None:
+        raise UnsupportedError(
+            f"chunked_loss={asked!r}: another plugin computes the losses of `{name}` already: keep one, or detach() it"
+        )
+    if is_parametrized(head):
+        raise UnsupportedError(
+            f"chunked_loss={asked!r}: `{name}`, which makes the logits, is parametrized (weight norm, say), which is not "
+            "supported: leave chunked_loss out"
+        )
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         raise UnsupportedError(
             f"chunked_loss={asked!r}: `{name}`, which makes the logits, is {type(head).__name__} with a forward of its "
@@ -220,6 +247,10 @@ def _check(name: str, head: nn.Module, asked: bool | str) -> None:
 
 def _why_not(name: str, head: nn.Module, hidden: Tensor, weight: Tensor) -> str:
     """Why a layer's own forward has to run; "" where it has not."""
+    if is_run_again():
+        return f"`{name}` runs in a checkpointed region, which recomputes it as a whole"
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return f"`{name}` runs under torch.func, or in forward mode"
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return f"`{name}` has hooks of a program's own, which are given what it makes"
     if not {type(weight), type(hidden)} <= {Tensor, nn.Parameter, FakeTensor}:

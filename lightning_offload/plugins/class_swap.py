@@ -32,7 +32,8 @@ def graft(target: Any, mixin: type[Any]) -> None:
 def ungraft(target: Any, mixin: type[Any]) -> None:
     """Give the object its own class back; does nothing to one without the mixin."""
     if isinstance(target, mixin):
-        target.__class__ = type(target).__bases__[1]
+        if vars(type(target)).get("__reduce_ex__") is _reduced:  # else others have put a class of theirs before ours
+            target.__class__ = type(target).__bases__[1]
         for name in mixin.grafted_attributes:
             vars(target).pop(name, None)
 

@@ -646,6 +646,7 @@ class Steps:
     def _before_optimizer_step(self, parameters: list[Tensor]) -> None:
         run = self._run
         self.misuse.note_optimizer(parameters, self.module)
+        self.losses.note_update(parameters)
         if self._is_open and run is not None:
             run.optimizer_ran_inside = True
         for executor in list(self.executors):

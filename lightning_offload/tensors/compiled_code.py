@@ -22,9 +22,15 @@ _BETWEEN = ("lightning_offload.", "torch._ops", "torch.utils._", "torch.fx", "to
 
 
 def is_in_use() -> bool:
-    """Whether anything in this process was compiled."""
+    """Whether anything in this process is to be compiled where it is called, if it has not been yet."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and any(dynamo.cached_backends.values())  # one is none: for what it must not compile
+
+
+def has_run() -> bool:
+    """Whether anything was compiled: libraries name functions for it that are never called (bitsandbytes, on import)."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return is_in_use() and frames is not None and bool(frames.input_codes.seen)
 
 
 def is_being_made() -> bool:

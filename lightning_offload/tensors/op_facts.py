@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_offload.tensors import custom_ops
+from lightning_offload.tensors.deferred_logits import DeferredLogits
 
 ALL_REDUCE = "c10d.allreduce_"
 """How names of the op begin that sums over the ranks of a process group."""
@@ -465,6 +466,8 @@ def is_plain(tensor: Tensor) -> bool:
         return False
     if is_subclass and isinstance(tensor, FakeTensor):
         return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if is_subclass and type(tensor) is DeferredLogits:
+        return False  # without memory
     return not (is_subclass and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor))
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from lightning_offload import MemoryPlugin
+from lightning_offload.runtime.sight import engine_on
+from lightning_offload.tensors import compiled_code
 from tests.engine.harness import Wrap, assert_same, run
 from tests.zoo.case import Case
 from tests.zoo.models.sandwich import WIDTH, Sandwich, body_case
@@ -161,3 +163,19 @@ def test_the_runtime_is_not_compiled(function: Callable[[Tensor, Tensor], Tensor
         actual, planned = train(memory)
     assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
     assert planned.num_graphs == plain.num_graphs
+
+
+def test_named_for_the_compiler_and_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries name functions for it as they are imported: planned steps have their engine until one is called."""
+    monkeypatch.delenv("LIGHTNING_OFFLOAD_ENGINE", raising=False)
+    before = engine_on(torch.device("cpu"))
+    function = torch.compile(lambda x: x.sin() * 2, backend="eager")
+    assert compiled_code.is_in_use()
+    assert engine_on(torch.device("cpu")) == before
+    case = body_case("named", lambda x: x.tanh().exp())
+    expected = run(case)
+    assert_same(expected, run(case, memory=MemoryPlugin(None, policy="all-recompute")))
+    assert "torch.compile" not in engine_on(torch.device("cpu"))
+    function(torch.ones(2))
+    assert engine_on(torch.device("cpu")) == "python: torch.compile is in use"
+    assert_same(expected, run(case, memory=MemoryPlugin(None, policy="all-recompute")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from lightning_offload import MemoryPlugin, PolicyError, UnsupportedError
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
@@ -244,6 +246,97 @@ def test_logits_that_are_read_too() -> None:
             model(*_batch(1))[1].backward()
         with memory.step():
             model(*_batch(2))[1].backward()
+
+
+def _regions(model: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
+    rows = logits.flatten(0, 1)
+    term: Tensor = checkpoint(lambda part: part.logsumexp(-1).square().mean(), rows, use_reentrant=False)
+    return F.cross_entropy(rows, targets.flatten()) + term
+
+
+def _saved(model: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
+    term: Tensor = _Squares.apply(logits)  # type: ignore[no-untyped-call]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + term + logits.logsumexp(-1).square().mean()
+
+
+def _head_in_a_region(model: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(hidden: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten())
+
+    hidden = model.embedding.weight[targets]
+    own: Tensor = checkpoint(loss_of, hidden, use_reentrant=False)
+    other: Tensor = checkpoint(loss_of, hidden, use_reentrant=True)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + own + other
+
+
+class _Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return (logits * logits).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (logits,) = ctx.saved_tensors
+        result: Tensor = gradient * 2 * logits / logits.numel()
+        return result
+
+
+@pytest.mark.parametrize("adapter", ["follow", "step"])
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+@pytest.mark.parametrize("program", [_regions, _saved, _head_in_a_region])
+def test_regions_and_functions(program: Callable[..., Tensor], policy: str, adapter: str) -> None:
+    """What a region runs again saves the same both times; what a function saves is as the program has it."""
+    found = []
+    for chunked in (False, True):
+        model = _Named()
+        memory = ModuleMemoryPlugin("1GiB", policy=policy, chunked_loss=chunked, module=model)
+        if adapter == "follow":
+            memory.follow(model, device="cpu")
+        else:
+            memory.attach(model, "cpu")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "chunked_loss=True: the loss is computed in chunks, but")
+            for step in range(4):
+                model.zero_grad()
+                tokens, targets = _batch(step)
+                with memory.step() if adapter == "step" else contextlib.nullcontext():
+                    loss = program(model, model(tokens)[0], targets)
+                    loss.backward()
+        memory.detach()
+        found.append([loss.detach(), *[p.grad for p in model.parameters() if p.grad is not None]])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_layer_that_is_never_called() -> None:
+    """It is told once some steps have passed."""
+    model = _Language()
+    with MemoryPlugin("1GiB", chunked_loss="head", module=model, device="cpu") as memory:
+        for step in range(6):
+            told = pytest.warns(UserWarning, match="`head` was not called in the first steps")
+            with told if step == 3 else contextlib.nullcontext(), memory.step():
+                model.body(model.embedding(_batch(0)[0])).sum().backward()
+
+
+def test_nothing_is_left_of_what_is_refused() -> None:
+    """Two layers of which one is none, another plugin's layer, and classes that others put before ours."""
+    two = nn.ModuleDict({"one": _Named(), "other": _Named()})
+    two["other"].head = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(UnsupportedError, match="is Sequential"), MemoryPlugin("1GiB", chunked_loss=True, module=two):
+        pass
+    assert type(two["one"].head) is nn.Linear
+    model = _Named()
+    with MemoryPlugin("1GiB", chunked_loss=True, module=model, device="cpu"):
+        other = MemoryPlugin("1GiB", chunked_loss=True, module=model, device="cpu")
+        with pytest.raises(UnsupportedError, match="another plugin computes the losses of `head` already"):
+            other.attach()
+        nn.utils.parametrizations.weight_norm(model.head)
+    nn.utils.parametrize.remove_parametrizations(model.head, "weight")
+    assert model(*_batch(0))[1] is not None
+    nn.utils.parametrizations.weight_norm(model.head)
+    with pytest.raises(UnsupportedError, match="`head`, which makes the logits, is parametrized"):
+        MemoryPlugin("1GiB", chunked_loss=True, module=model, device="cpu").attach()
 
 
 @pytest.fixture
