@@ -123,8 +123,8 @@ class ChunkedLosses:
         if self._num_steps == _STEPS_UNTIL_CALLED and not self._is_called:
             names = ", ".join(f"`{name}`" for name in self._readers)
             warnings.warn(
-                f"chunked_loss={self._asked!r}: {names} was not called in the first steps, so no loss is in chunks: name "
-                "the layer that makes the logits, or leave chunked_loss out",
+                f"chunked_loss={self._asked!r}: {names} was not called in the first steps, so no loss is in chunks: "
+                "name the layer that makes the logits, or leave chunked_loss out",
                 stacklevel=2,
             )
         if others and not self._has_warned:
@@ -234,8 +234,8 @@ def _check(name: str, head: nn.Module, asked: bool | str) -> None:
         )
     if is_parametrized(head):
         raise UnsupportedError(
-            f"chunked_loss={asked!r}: `{name}`, which makes the logits, is parametrized (weight norm, say), which is not "
-            "supported: leave chunked_loss out"
+            f"chunked_loss={asked!r}: `{name}`, which makes the logits, is parametrized (weight norm, say), which is "
+            "not supported: leave chunked_loss out"
         )
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
         raise UnsupportedError(

@@ -42,6 +42,7 @@ from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, sha
 from lightning_offload.plugins.step import DevicePeaks, StepRun, learn_from, start_run
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, listen, seeing_user_code, watch_backward
+from lightning_offload.tensors import compiled_code
 
 
 class Steps:
@@ -593,6 +594,7 @@ class Steps:
         other = self._forwards.end()
         if run is None:
             return
+        compiled_code.note_step()
         if other is not None:
             run.is_other = not other[1]
             self.cache.was(other[0], is_recorded=run.recorder is not None)

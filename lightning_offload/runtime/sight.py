@@ -47,7 +47,7 @@ def _why_by_mode(device: torch.device) -> str:
         return f"the native core was never tried on {device.type!r}"
     if torch._C._get_dispatch_mode(_FAKE) is not None:
         return "tensors are fake"
-    if compiled_code.has_run():
+    if compiled_code.may_run():
         # Compiled code is guarded by the dispatch keys that are on: it would be compiled once more for ours.
         return "torch.compile is in use"
     return ""
@@ -106,8 +106,7 @@ def seeing_ops(device: torch.device, dispatch: Dispatch, made: Made, *, by_mode:
         made: Called with what autograd makes out of its sight.
         by_mode: Whether a mode must see them.
     """
-    may_compile = compiled_code.is_in_use()  # for the first time in this very step, which would be once more later
-    core = core_on(device) if not (by_mode or may_compile) else None
+    core = core_on(device) if not by_mode else None
     if core is not None:
         watch = core.Watch(StepMode(dispatch))
         watch.enter()

@@ -27,10 +27,38 @@ def is_in_use() -> bool:
     return dynamo is not None and any(dynamo.cached_backends.values())  # one is none: for what it must not compile
 
 
-def has_run() -> bool:
-    """Whether anything was compiled: libraries name functions for it that are never called (bitsandbytes, on import)."""
+_num_idle = 0
+"""Of the ways to compile that this process has, how many a step has not used."""
+
+
+def may_run() -> bool:
+    """Whether steps may call compiled code: something was compiled, or is to be where it is called.
+
+    Libraries name functions for the compiler as they are imported (bitsandbytes) that most programs never call. A step
+    in which nothing was compiled shows that.
+    """
+    global _num_idle
+    if not is_in_use():
+        _num_idle = 0
+        return False
+    _num_idle = min(_num_idle, _num_ways())  # torch._dynamo.reset() forgets them
+    return _has_compiled() or _num_ways() > _num_idle
+
+
+def note_step() -> None:
+    """A step has ended."""
+    global _num_idle
+    if is_in_use() and not _has_compiled():
+        _num_idle = _num_ways()
+
+
+def _has_compiled() -> bool:
     frames = sys.modules.get("torch._dynamo.convert_frame")
-    return is_in_use() and frames is not None and bool(frames.input_codes.seen)
+    return frames is not None and bool(frames.input_codes.seen)
+
+
+def _num_ways() -> int:
+    return len(sys.modules["torch._dynamo.eval_frame"].cached_backends)
 
 
 def is_being_made() -> bool:

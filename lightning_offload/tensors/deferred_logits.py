@@ -27,7 +27,7 @@ import dataclasses
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ _ATTRIBUTES = (
     "is_mps", "is_xpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
 )  # fmt: skip
 _GETTERS = frozenset(getattr(Tensor, name).__get__ for name in _ATTRIBUTES)
-_NODE = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_NODE: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 _EXPOSING_GETTERS = frozenset((Tensor.data.__get__, _NODE))  # type: ignore[attr-defined]
 _EXPOSING = frozenset((
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "__set__",
@@ -219,9 +219,9 @@ class _State:
         if self.whole is None:
             source = self.source.compute() if self.source is not None else None
             in_region = self.family.readers.is_region()
-            with torch.inference_mode(False), torch.set_grad_enabled(self.has_graph):
-                with torch.autograd.graph.saved_tensors_hooks(_same, _same) if in_region else contextlib.nullcontext():
-                    self.whole = self._made(source)
+            saved = _kept() if in_region else contextlib.nullcontext()
+            with torch.inference_mode(False), torch.set_grad_enabled(self.has_graph), saved:
+                self.whole = self._made(source)
             self.version = self.whole._version
             self.numbers = None
         return self.whole
@@ -384,7 +384,10 @@ def _adopted(item: Any) -> Any:
         return item
     with torch._C.DisableTorchFunctionSubclass():
         node, state = item.grad_fn, item.state
-        if getattr(node, "state", None) is (state if state.has_graph else None) and (node is None) is not state.has_graph:
+        if (
+            getattr(node, "state", None) is (state if state.has_graph else None)
+            and (node is None) is not state.has_graph
+        ):
             return item
         return item.clone()  # autograd knows of it, and has it read below
 
@@ -421,7 +424,7 @@ class _Deferred(torch.autograd.Function):
         hidden, weight, bias = leaves
         assert hidden is not None
         assert weight is not None
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        with torch.enable_grad(), _kept():
             with state.autocast.again():
                 logits = F.linear(hidden, weight, bias)
             for change in state.changes:
@@ -434,6 +437,16 @@ class _Deferred(torch.autograd.Function):
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """Inside, what is saved stays as it is, whoever's hooks are on."""
+    torch._C._autograd._push_saved_tensors_default_hooks(_same, _same)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 # ---- what is put off further
@@ -455,7 +468,13 @@ def _further(func: Any, name: str, logits: DeferredLogits, args: Any, kwargs: An
     operands, others = tree_map(_copied_operand, (operands, others))
     try:
         changed = find(logits.state, *operands, **others)
-    except (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError):  # the function itself says what is wrong
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+        IndexError,
+        ZeroDivisionError,
+    ):  # the function itself says what is wrong
         return None
     if changed is None:
         return None
