@@ -17,10 +17,10 @@ from lightning_offload.callbacks.tuning.freezing import num_trainable, will_thaw
 from lightning_offload.callbacks.tuning.length import StepLimits
 from lightning_offload.callbacks.tuning.options import FinderOptions, checked_folder, misconfiguration
 from lightning_offload.callbacks.tuning.rates import scale_groups
-from lightning_offload.callbacks.tuning.result import TuningResult, show
+from lightning_offload.callbacks.tuning.result import TuningResult, show, tell_kept
 from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, save_with_its_rate
 from lightning_offload.callbacks.tuning.session import Session
-from lightning_offload.callbacks.tuning.targets import find_targets, mark_rate, rate_to_set, warn_of_other_batch
+from lightning_offload.callbacks.tuning.targets import find_targets, forget_remade, mark_rate, rate_to_set, warn_of_other_batch
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import (
     current_package,
@@ -116,10 +116,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         plot_dir: Folder for `batch_size.html` and `batch_size.png`, throughput and peak against batch size.
         provoke_oom: Whether a trial may run out of memory. By default it may, unless ranks talk to one another within
             a step (SyncBatchNorm, sharding, own collectives); then sizes that may not fit are predicted.
+        on_failure: What to do where nothing can be tuned, or tuning fails: "keep" what is configured, which one warning
+            tells, or "raise", which ends the fit. `tune` always raises.
 
     Raises:
-        TuningError: A keyword is not possible. Also, when the fit begins and before training: there is no such
-            attribute, no optimizer, no length where one is needed, or no size that fits.
+        TuningError: A keyword is not possible. With `on_failure="raise"` also, when the fit begins and before training:
+            there is no such attribute, no optimizer, no length where one is needed, or no size that fits.
     """
 
     result: TuningResult | None
@@ -150,6 +152,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         pilot_steps: int = 128,
         plot_dir: str | os.PathLike[str] | None = None,
         provoke_oom: bool | None = None,
+        on_failure: Literal["keep", "raise"] = "keep",
     ) -> None:
         super().__init__(batch_arg_name=batch_arg_name, steps_per_trial=steps_per_trial)
         self._options = FinderOptions(
@@ -160,6 +163,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             max_data_share=max_data_share, min_confidence=min_confidence, objective=objective,
             min_efficiency=min_efficiency,
             multiple_of=multiple_of, max_trials=max_trials, pilot_steps=pilot_steps, provoke_oom=provoke_oom,
+            on_failure=on_failure,
         )  # fmt: skip
         self._plot_dir = None if plot_dir is None else checked_folder(plot_dir)
         self._clock: Callable[[], float] = time.perf_counter
@@ -212,7 +216,11 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         try:
             targets = find_targets(trainer, module, package, self._options)
         except TuningError as error:
-            raise misconfiguration(trainer, str(error)) from None
+            if self._options.on_failure == "raise" or self._early_exit:
+                raise misconfiguration(trainer, str(error)) from None
+            self.result = None  # of another model, or of this one before it was changed
+            tell_kept(package, error)
+            return
         if self.result is not None and (self._is_restored or self._has_tuned(module)):
             if accumulation_of(trainer) == self.result.configured_accumulation != self.result.accumulation:
                 self._limits.accumulate(trainer, self.result.accumulation)
@@ -256,6 +264,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
                 self.result = session.run()
             except TuningError as error:
                 raise misconfiguration(trainer, str(error)) from error.__cause__
+            if self.result is None:
+                return
             self.optimal_batch_size = self.result.batch_size
             self._mark(pl_module)
             self._num_trainable = None if will_thaw(trainer) else num_trainable(pl_module)
@@ -307,6 +317,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes all hooks off."""
         vars(trainer.strategy).pop("setup_optimizers", None)
+        forget_remade(trainer)
         self._session = None
         self._limits.put_back(trainer)
         if self._warmup is not None:

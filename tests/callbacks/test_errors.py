@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 import lightning_offload as lo
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from tests.callbacks.conftest import MakeTrainer
-from tests.callbacks.training import Clock, Net, finder_of, samples
+from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted, samples
 
 
 class Stream(IterableDataset[Any]):
@@ -126,7 +126,7 @@ def raised(trainer: Any, net: Any, *args: Any) -> str:
         (Ragged, {}, "make_batch="),
         (Early, {}, "`batch_size` was set to 8, but train_dataloader\\(\\) goes on with batches of \\[4\\]"),
         (Sampled, {}, "goes on with batches of \\[4\\]"),
-        (Fixed, {}, "`batch_size` of Fixed cannot be set to 4 \\(it is frozen\\)"),
+        (Fixed, {}, "`batch_size` of Fixed cannot be set to \\d+ \\(it is frozen\\)"),
         (Lazy, {}, "`more.weight` is not initialized"),
         (Unknown, {}, "`lr` is inf: a learning rate is finite and not negative"),
         (Streaming, {"lr_warmup_epochs": 2}, "lr_warmup_epochs=2 is not possible: the train dataset has no length"),
@@ -139,6 +139,45 @@ def test_what_cannot_be_tuned(make_trainer: MakeTrainer, net: Any, keywords: Any
     """The message says what was found and what to do."""
     message = raised(make_trainer(callbacks=[finder_of(Clock(), **keywords)]), net(scheduler="step"))
     assert re.search(text, message), message
+
+
+@pytest.mark.parametrize(
+    ("net", "keywords", "text"),
+    [
+        (Net, {"batch_arg_name": "bs"}, "what is configured: `bs` is no attribute of Net"),
+        (Stubborn, {}, "the configured 4: .* makes batches of \\[8\\]"),
+        (Fixed, {}, "the configured 4: `batch_size` of Fixed cannot be set"),
+        (Net, {"make_batch": lambda size: 1 // 0}, "the configured 4: .*ZeroDivisionError"),
+        (Net, {"min_val": 97, "max_val": None}, "the configured 4: min_val=97 is above the 96 samples"),
+    ],
+)
+def test_a_run_goes_on_as_configured(make_trainer: MakeTrainer, net: Any, keywords: Any, text: str) -> None:
+    """What cannot be tuned is told in one line, and the training is that without a finder, bit for bit."""
+    expected = fitted(make_trainer(), net(scheduler="step"))
+    trainer = make_trainer(callbacks=[finder_of(Clock(), on_failure="keep", **keywords)])
+    with pytest.warns(UserWarning, match=f"EfficientBatchSizeFinder keeps {text}"):
+        actual = fitted(trainer, net(scheduler="step"))
+    assert_same(actual, expected)
+    assert trainer.callbacks[0].result is None  # type: ignore[attr-defined]
+    assert "setup_optimizers" not in vars(trainer.strategy)
+
+
+def test_a_model_that_fails_in_a_trial_alone(make_trainer: MakeTrainer) -> None:
+    """Its error is told, and the run goes on; `tune`, which has nothing else to do, raises it."""
+
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) > 8:
+                raise KeyError("mine")
+            return super().training_step(batch, batch_idx)
+
+    expected = fitted(make_trainer(), Net())
+    clock = Clock()
+    finder = finder_of(clock, on_failure="keep")
+    with pytest.warns(UserWarning, match="keeps the configured 4: KeyError: 'mine'"):
+        assert_same(fitted(make_trainer(callbacks=[finder]), Failing(clock=clock)), expected)
+    with pytest.raises(KeyError, match="mine"):
+        finder.tune(make_trainer(callbacks=[finder]), Failing(clock=clock))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +214,7 @@ def test_what_cannot_be_tuned(make_trainer: MakeTrainer, net: Any, keywords: Any
         {"batch_arg_name": ""},
         {"lr_arg_name": 3},
         {"provoke_oom": "no"},
+        {"on_failure": "ignore"},
         {"plot_dir": 3},
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
@@ -70,6 +71,74 @@ def test_an_entry_of_the_hparams(make_trainer: MakeTrainer, name: str, kind: Any
         net._size = lambda: net._hparams["batch_size"]
     finder = finder_of(clock, batch_arg_name=name)
     fitted_sizes(make_trainer, finder, net)
+
+
+class Keywords(pl.LightningDataModule):
+    """Keeps the batch size among keywords for its loaders, as scvi-tools and PyG do."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.loader_kwargs = {"shuffle": True, **kwargs}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(), **self.loader_kwargs)
+
+
+class Written(pl.LightningDataModule):
+    """Has the batch size in its code, and draws what it shuffles by at each call."""
+
+    size = 4
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(int(torch.randint(0, 1 << 20, ())))
+        return DataLoader(samples(), self.size, shuffle=True, generator=generator)
+
+
+class Nowhere(Bare):
+    """Keeps neither a batch size nor a learning rate."""
+
+    def __init__(self, rate: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(None, **kwargs)
+        self.rate = rate
+        del self.lr
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.rate)
+
+
+def test_keywords_of_loaders(make_trainer: MakeTrainer) -> None:
+    """The size is found among them, and set there."""
+    clock = Clock()
+    finder, data = finder_of(clock), Keywords(batch_size=4)
+    net = Bare(None, clock=clock)
+    make_trainer(callbacks=[finder], max_epochs=1).fit(net, datamodule=data)
+    assert finder.result.batch_size == data.loader_kwargs["batch_size"] == 16
+    assert set(net.sizes) == {16}
+
+
+def _trained(trainer: Any, net: Any, data: Any) -> tuple[list[float], list[int], list[float]]:
+    pl.seed_everything(5, verbose=False)
+    trainer.fit(net, datamodule=data)
+    return net.losses, net.sizes, [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("reload", [0, 1])
+def test_a_size_and_a_rate_that_nobody_keeps(make_trainer: MakeTrainer, reload: int) -> None:
+    """Loaders are made again at each call, and the optimizers' groups scaled: the run of those values, bit for bit."""
+    clock = Clock()
+    finder, data = finder_of(clock, lr_scaling="linear"), Written()
+    trainer = make_trainer(callbacks=[finder], max_epochs=2, reload_dataloaders_every_n_epochs=reload)
+    found = _trained(trainer, Nowhere(clock=clock), data)
+    assert finder.result.batch_size == 16
+    assert finder.result.lr_factor == 4
+    other = Written()
+    other.size = 16
+    plain = make_trainer(max_epochs=2, reload_dataloaders_every_n_epochs=reload)
+    assert _trained(plain, Nowhere(rate=0.04), other) == found
+    assert set(found[1]) == {16}
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    again = make_trainer(max_epochs=1)
+    assert set(_trained(again, Nowhere(), data)[1]) == {4}
 
 
 def fitted_sizes(make_trainer: MakeTrainer, finder: Any, net: Any) -> None:

@@ -206,7 +206,8 @@ def fitted(trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> dict[
 
 def finder_of(clock: Clock | None = None, **kwargs: Any) -> Any:
     """A finder that sees the time of `clock`."""
-    finder = lo.EfficientBatchSizeFinder(**{"max_val": 16, "lr_scaling": "sqrt", **_FEW, **_PLAIN, **kwargs})
+    keywords = {"max_val": 16, "lr_scaling": "sqrt", "on_failure": "raise", **_FEW, **_PLAIN, **kwargs}
+    finder = lo.EfficientBatchSizeFinder(**keywords)
     if clock is not None:
         finder._clock = clock
     return finder

@@ -125,13 +125,18 @@ def resized(loader: DataLoader[Any], batch_size: int, package: str) -> DataLoade
         # a loader that was given a batch sampler knows neither its sampler nor what it does with the last batch
         inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
         args, kwargs = data._get_dataloader_init_args_and_kwargs(loader, inner)
-        sampler = kwargs.get("batch_sampler")
+        # what a hook's loader was given by place, whose names Lightning notes while it asks for loaders
+        names = getattr(loader, "__pl_saved_arg_names", ())[: len(args)]
+        given = {**dict(zip(names, args, strict=True)), **kwargs} if names else kwargs
+        sampler = given.get("batch_sampler")
+        changed: dict[str, Any] = {
+            "batch_size": batch_size,
+            "drop_last": getattr(loader.batch_sampler, "drop_last", loader.drop_last),
+        }
         if sampler is not None:
-            kwargs["batch_sampler"] = _resized_sampler(sampler, batch_size)
-        else:
-            kwargs["batch_size"] = batch_size
-            kwargs["drop_last"] = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
-        made: DataLoader[Any] = type(loader)(*args, **kwargs)
+            changed = {"batch_sampler": _resized_sampler(sampler, batch_size)}
+        args = tuple(changed.pop(name, value) for name, value in zip(names, args, strict=True)) if names else args
+        made: DataLoader[Any] = type(loader)(*args, **{**kwargs, **changed})
     except Exception as error:
         raise TuningError(f"{how} ({error}); {fix}") from error
     return made

@@ -15,8 +15,9 @@ from lightning_offload.tuning.learning_rate import check_scaling
 from lightning_offload.tuning.noise_scale import MIN_STEPS
 
 OBJECTIVES = ("auto", "keep_effective_batch", "goodput", "throughput")
+ON_FAILURE = ("keep", "raise")
 
-__all__ = ["OBJECTIVES", "FinderOptions", "checked_folder", "misconfiguration"]
+__all__ = ["OBJECTIVES", "ON_FAILURE", "FinderOptions", "checked_folder", "misconfiguration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class FinderOptions:
     max_trials: int | None
     pilot_steps: int
     provoke_oom: bool | None
+    on_failure: str
 
     def __post_init__(self) -> None:
         check_scaling(self.lr_scaling)
@@ -63,6 +65,8 @@ class FinderOptions:
         if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
             names = ", ".join(map(repr, OBJECTIVES))
             raise TuningError(f"unknown objective {self.objective!r}: choose one of {names}")
+        if not isinstance(self.on_failure, str) or self.on_failure not in ON_FAILURE:
+            raise TuningError(f"on_failure={self.on_failure!r} is not known: choose 'keep' or 'raise'")
         for name in ("warmup_steps", "lr_warmup_epochs", "lr_warmup_steps"):
             _check_count(name, getattr(self, name), least=0, is_optional=name == "lr_warmup_steps")
         if self.lr_warmup_steps and self.lr_warmup_epochs:

@@ -390,6 +390,24 @@ def save_plots(result: TuningResult, folder: str | os.PathLike[str], package: st
             rank_zero(package, "warn", f"no {suffix.upper()} plot of the trials: {error}")
 
 
+def tell_kept(package: str, error: Exception, batch_size: int | None = None) -> None:
+    """Tell in one line that a run goes on as configured since tuning failed, on rank zero.
+
+    Args:
+        package: The Lightning package of the run.
+        error: Why.
+        batch_size: The configured one, where it is known.
+    """
+    why = str(error).strip().splitlines()[:1]
+    kind = "" if isinstance(error, TuningError) else f"{type(error).__name__}: "
+    size = f"the configured {batch_size}" if batch_size is not None else "what is configured"
+    rank_zero(
+        package,
+        "warn",
+        f"EfficientBatchSizeFinder keeps {size}: {kind}{why[0] if why else ''} (on_failure='raise' ends the fit instead)",
+    )
+
+
 def show(result: TuningResult, trainer: Any, package: str, plot_dir: str | os.PathLike[str] | None) -> None:
     """Show a result, on rank zero.
 

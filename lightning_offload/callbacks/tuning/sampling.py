@@ -212,9 +212,12 @@ class Sampler:
     def _loaders_of(self, batch_size: int) -> Any:
         """The loaders for another size, which is set."""
         targets = self._targets
-        if targets.loaders is None:
-            return self._trainer.fit_loop._data_source.dataloader()
-        return map_loaders(targets.loaders, lambda loader: resized(loader, batch_size, targets.package))
+        loaders = targets.loaders
+        if loaders is None:
+            loaders = self._trainer.fit_loop._data_source.dataloader()
+            if not targets.is_remade:
+                return loaders
+        return map_loaders(loaders, lambda loader: resized(loader, batch_size, targets.package))
 
     def _first_of(self, loaders: Any) -> Any:
         """Their first batch, combined as the run's are."""

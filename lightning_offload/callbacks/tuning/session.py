@@ -42,7 +42,7 @@ from lightning_offload.callbacks.tuning.rates import (
     scaled_rate,
     stragglers,
 )
-from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult
+from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult, tell_kept
 from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.capture.live import heap_set_aside
@@ -125,18 +125,21 @@ class Session:
         self._limits = limits
         self._num_steps = self._total_steps = math.inf  # that are left of the run, and of all of it
         self._first_step = 0
-        self._options, self._targets = options, targets
+        self._options, self._targets, self._is_alone = options, targets, is_alone
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
         self._agreement: Coordinator = SingleProcess()
         self._start = Start.now(roots_of(trainer, module, targets.loaders))
         self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
 
-    def run(self) -> TuningResult:
+    def run(self) -> TuningResult | None:
         """Tune; whatever happens, the state is as it was, and the model is set as found or as it was.
 
+        Returns:
+            The result; None where the run goes on with what is configured since tuning failed.
+
         Raises:
-            TuningError: There is nothing to tune, or no size fits.
+            TuningError: There is nothing to tune, or no size fits, and that ends the fit.
         """
         result: TuningResult | None = None
         before = base_rates(self._trainer.optimizers)
@@ -144,6 +147,10 @@ class Session:
         try:
             with self._agreeing():
                 result = self._tuned()
+        except Exception as error:
+            if not self._goes_on_after(error):
+                raise
+            self._tell_of(error)
         finally:
             # after an error too: what a user does next begins from a model that was not trained
             self._restore()
@@ -152,6 +159,9 @@ class Session:
                 result.batch_size if result is not None else self._targets.base_size,
                 result.lr if result is not None else self._targets.base_rate,
             )
+        if result is None:
+            self._make_optimizers(before, 1.0)
+            return None
         try:
             if result.accumulation != result.configured_accumulation:
                 self._limits.accumulate(self._trainer, result.accumulation)
@@ -165,13 +175,27 @@ class Session:
                 if math.isfinite(self._total_steps)
                 else math.inf,
             )
-        except BaseException:
+        except BaseException as error:
             self._limits.put_back(self._trainer)
             self._restore()
             self._targets.apply(self._trainer, self._targets.base_size, self._targets.base_rate)
-            raise
+            if not (isinstance(error, Exception) and self._goes_on_after(error)):
+                raise
+            self._tell_of(error)
+            self._make_optimizers(before, 1.0)
+            return None
         note = " ".join(filter(None, (result.note, f"{told}." if told else "")))
         return dataclasses.replace(result, scaled_groups=places, note=note)
+
+    def _goes_on_after(self, error: Exception) -> bool:
+        """Whether the fit goes on as configured. Ranks agree on our own errors, and on no others."""
+        if self._options.on_failure == "raise" or self._is_alone:
+            return False
+        return isinstance(error, TuningError) or self._trainer.world_size == 1
+
+    def _tell_of(self, error: Exception) -> None:
+        tell_kept(self._targets.package, error, self._targets.base_size)
+        release_frames(error)
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:

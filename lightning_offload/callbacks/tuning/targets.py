@@ -3,6 +3,10 @@
 A batch size is an attribute of the model or its data, or that of the dataloaders that were passed to `fit()`, which
 are then made again. Everything a user may have got wrong about them is found here, before anything is run.
 
+A batch size that nobody keeps by its name is looked for in the keywords that a model or its data keep for their loaders
+(a mapping with that entry); where there are none, the loaders of `train_dataloader()` are made again, each time it is
+called. A learning rate that is nowhere is the optimizers': their groups are scaled as they are.
+
 A name is looked for in the LightningModule, its `hparams`, the LightningDataModule and its `hparams`, and, where none
 of them has it, inside nested hparams. A dotted name ("hparams.data.batch_size") is followed step by step, through
 attributes and mappings. A value is set in every place that has it, and in the hparams that Lightning is about to log.
@@ -22,9 +26,12 @@ from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, 
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.errors import TuningError
-from lightning_offload.lightning_packages import rank_zero
+from lightning_offload.lightning_packages import import_from, rank_zero
+from lightning_offload.tuning.snapshot import RandomStates
 
 _LOGGED = "_hparams_initial"
+_USUAL_SIZE, _USUAL_RATE = "batch_size", "lr"
+"""Names that a user need not have given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,8 @@ class Attribute:
         """
         for place in (*self.places, *self.logged):
             try:
-                place.set(value)
+                if place.get() != value:
+                    place.set(value)
             except Exception as error:
                 raise TuningError(
                     f"`{self.name}` of {type(place.holder).__name__} cannot be set to {value!r} ({error}): make it a"
@@ -157,6 +165,7 @@ class Targets:
         size: The attribute with the batch size; None where loaders were passed and the model has none.
         rate: The attribute with the learning rate; None where the groups are scaled as they are.
         loaders: Those passed to `fit()`; None where the model or its data make them.
+        is_remade: Whether the loaders that the model or its data make are made again for another size.
         base_size: Batch size as the user configured it.
         base_rate: Learning rate as the user configured it; None without an attribute.
     """
@@ -165,6 +174,7 @@ class Targets:
     size: Attribute | None
     rate: Attribute | None
     loaders: Any | None
+    is_remade: bool = False
     base_size: int
     base_rate: float | None
 
@@ -181,6 +191,32 @@ class Targets:
         source = trainer.fit_loop._data_source
         if self.loaders is not None and batch_size != self.base_size:
             source.instance = map_loaders(self.loaders, lambda loader: resized(loader, batch_size, self.package))
+        forget_remade(trainer)
+        if self.is_remade and batch_size != self.base_size:
+            source.dataloader = _Remade(source, batch_size, self.package)
+
+
+class _Remade:
+    """Stands in for what asks a model or its data for loaders: they get another batch size.
+
+    Args:
+        source: Of a Trainer's fit loop.
+        batch_size: What they get.
+        package: The Lightning package in use.
+    """
+
+    def __init__(self, source: Any, batch_size: int, package: str) -> None:
+        self._source, self._batch_size, self._package = source, batch_size, package
+
+    def __call__(self) -> Any:
+        """Make the loaders."""
+        made = type(self._source).dataloader(self._source)
+        return map_loaders(made, lambda loader: resized(loader, self._batch_size, self._package))
+
+
+def forget_remade(trainer: Any) -> None:
+    """Have loaders made as the model or its data make them."""
+    vars(trainer.fit_loop._data_source).pop("dataloader", None)
 
 
 def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions) -> Targets:
@@ -194,20 +230,26 @@ def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions
     _check_initialized(module)
     source = trainer.fit_loop._data_source
     size = find_attribute(batch_arg_name, module, trainer.datamodule)
+    size = size if size is not None else _loader_keyword(batch_arg_name, module, trainer.datamodule)
     loaders = None if source.is_module() else source.instance
     if loaders is not None:
         base_size = _size_of_loaders(loaders, package)
-    elif size is None:
-        raise TuningError(
-            f"`{batch_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set"
-            " batch_arg_name= to the name of the batch size that train_dataloader() uses, or pass a DataLoader to fit()"
-        )
-    else:
+    is_remade = loaders is None and size is None
+    if is_remade:
+        found = loaders_in(_made_by(source, package)) if batch_arg_name == _USUAL_SIZE and source.is_defined() else []
+        if not found:
+            raise TuningError(
+                f"`{batch_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set"
+                " batch_arg_name= to the name of the batch size that train_dataloader() uses, or pass a DataLoader to"
+                " fit()"
+            )
+        base_size = _size_of_loaders(found, package)
+    elif size is not None and loaders is None:
         base_size = _checked_size(batch_arg_name, size.get())
     rate = None
     if lr_arg_name is not None:
         rate = find_attribute(lr_arg_name, module, trainer.datamodule)
-        if rate is None and options.lr_scaling != "none":
+        if rate is None and options.lr_scaling != "none" and lr_arg_name != _USUAL_RATE:
             raise TuningError(
                 f"`{lr_arg_name}` is no attribute of {_names(module, trainer)} nor of their hparams: set"
                 " lr_arg_name= to the name of the learning rate, lr_arg_name=None to scale the optimizer's groups as"
@@ -218,9 +260,32 @@ def find_targets(trainer: Any, module: Any, package: str, options: FinderOptions
         size=size,
         rate=rate,
         loaders=loaders,
+        is_remade=is_remade,
         base_size=base_size,
         base_rate=None if rate is None else _checked_rate(rate),
     )
+
+
+def _loader_keyword(name: str, module: Any, datamodule: Any | None) -> Attribute | None:
+    """A size among the keywords that a model or its data keep for their loaders."""
+    owners = [owner for owner in (datamodule, module) if owner is not None]
+    places = [
+        _Place(holder=kept, key=name)
+        for owner in owners
+        for key, kept in vars(owner).items()
+        if isinstance(kept, MutableMapping) and not key.startswith("_") and isinstance(kept.get(name), int)
+    ]
+    _check_unique(name, places)
+    return Attribute(name=name, places=tuple(places), logged=()) if places else None
+
+
+def _made_by(source: Any, package: str) -> Any:
+    """The loaders that a model or its data make, which is done once more for the fit, from the same random states."""
+    states = RandomStates.now()
+    try:
+        return import_from(package, "trainer.connectors.data_connector")._request_dataloader(source)
+    finally:
+        states.restore()
 
 
 def _names(module: Any, trainer: Any) -> str:
