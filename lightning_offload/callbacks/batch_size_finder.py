@@ -20,7 +20,13 @@ from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show, tell_kept
 from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, save_with_its_rate
 from lightning_offload.callbacks.tuning.session import Session
-from lightning_offload.callbacks.tuning.targets import find_targets, forget_remade, mark_rate, rate_to_set, warn_of_other_batch
+from lightning_offload.callbacks.tuning.targets import (
+    find_targets,
+    forget_remade,
+    mark_rate,
+    rate_to_set,
+    warn_of_other_batch,
+)
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import (
     current_package,

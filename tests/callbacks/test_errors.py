@@ -89,11 +89,6 @@ class Empty(Net):
         super().__init__(batch_size=0, scheduler=scheduler)
 
 
-class Ragged(Net):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(samples(), self.batch_size, collate_fn=lambda rows: "no tensor")
-
-
 def raised(trainer: Any, net: Any, *args: Any) -> str:
     """Fit, expect one error that is ours and Lightning's, and find the model untouched."""
     before = {name: value.clone() for name, value in net.state_dict().items() if not is_lazy(value)}
@@ -123,7 +118,6 @@ def raised(trainer: Any, net: Any, *args: Any) -> str:
         (Streaming, {}, "has no length"),
         (Streaming, {"max_val": None}, "max_val="),
         (Stubborn, {}, "makes batches of \\[8\\]"),
-        (Ragged, {}, "make_batch="),
         (Early, {}, "`batch_size` was set to 8, but train_dataloader\\(\\) goes on with batches of \\[4\\]"),
         (Sampled, {}, "goes on with batches of \\[4\\]"),
         (Fixed, {}, "`batch_size` of Fixed cannot be set to \\d+ \\(it is frozen\\)"),

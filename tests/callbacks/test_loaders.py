@@ -18,7 +18,7 @@ from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.trial import Prediction
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
-from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, finder_of, samples
+from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, assert_same, finder_of, fitted, samples
 
 
 class OfSixteen:
@@ -36,6 +36,53 @@ class Deaf(Net):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(samples(), batch_sampler=OfSixteen())  # type: ignore[arg-type]
+
+
+class Graphs:
+    """A batch of a library's own kind, in which nobody finds samples."""
+
+    def __init__(self, rows: list[tuple[Tensor, Tensor]]) -> None:
+        self.rows = rows
+
+    def to(self, *args: Any, **kwargs: Any) -> Graphs:
+        return self
+
+    def __getitem__(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        return self.rows
+
+
+class Graphical(Net):
+    """Its batches cannot be repeated; its loader knows its size, or a batch sampler that tells nobody."""
+
+    is_deaf = False
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if self.is_deaf:
+            return DataLoader(samples(), batch_sampler=OfSixteen(), collate_fn=Graphs)  # type: ignore[arg-type]
+        return DataLoader(samples(), self.batch_size, shuffle=True, collate_fn=Graphs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, labels = zip(*batch.rows, strict=True)
+        return super().training_step([torch.stack(features), torch.stack(labels)], batch_idx)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "goodput"])
+def test_batches_that_cannot_be_repeated(make_trainer: MakeTrainer, objective: str) -> None:
+    """They are drawn from loaders of each size; the training is that of the found size, bit for bit."""
+    clock = Clock()
+    finder = finder_of(clock, objective=objective)
+    ours = fitted(make_trainer(callbacks=[finder]), Graphical(clock=clock))
+    size, rate = finder.result.batch_size, finder.result.lr
+    assert objective != "throughput" or size == 16
+    assert_same(ours, fitted(make_trainer(), Graphical(batch_size=size, lr=rate)))
+
+
+def test_batches_that_can_neither_be_repeated_nor_drawn(make_trainer: MakeTrainer) -> None:
+    """Nobody knows a loader's size: that is said."""
+    net = Graphical(batch_size=16)
+    net.is_deaf = True
+    message = raised(make_trainer(callbacks=[finder_of(Clock(), max_val=32)]), net)
+    assert "batches whose samples cannot be repeated are drawn from the dataloader, and that tells no batch" in message
 
 
 class Blocks(Dataset[Any]):

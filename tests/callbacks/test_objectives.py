@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,10 @@ def test_a_batch_that_is_best_already_is_kept(make_trainer: MakeTrainer) -> None
     result = finder.result
     assert (result.batch_size, result.lr, result.lr_factor) == (16, 1e-6, 1.0)
     assert result.found_batch_size == 16 or "The configured 16 is kept" in result.note
+    left = (
+        r"\d+ would give \d+\.\d times the samples per second at .* times the rate, .* objective='throughput' takes it"
+    )
+    assert re.search(left, result.note)
     assert max(trial.batch_size for trial in result.trials) > 16
     throughputs = {trial.batch_size: trial.samples_per_second for trial in result.trials}
     assert max(throughputs.values()) > 1.5 * throughputs[16]

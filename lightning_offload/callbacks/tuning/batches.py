@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 
-__all__ = ["batch_size_of", "is_array", "loaders_in", "map_loaders", "mapped", "num_samples", "resized", "shapes_in"]
+__all__ = [
+    "NotRepeatableError", "batch_size_of", "is_array", "loaders_in", "map_loaders", "mapped", "num_samples", "resized",
+    "shapes_in",
+]  # fmt: skip
 
 
 def mapped(found: Mapping[Any, Any], of: Callable[[Any, Any], Any]) -> Any:
@@ -46,15 +49,19 @@ def shapes_in(found: Any) -> Iterator[tuple[int, ...]]:
             yield from shapes_in(getattr(found, field.name, None))
 
 
+class NotRepeatableError(TuningError):
+    """A batch of another size cannot be made of one by repeating its samples."""
+
+
 def batch_size_of(batch: Any, expected: int | None) -> int:
     """The number of samples of a batch: the expected one if a tensor has it, else that of the first tensor.
 
     Raises:
-        TuningError: There is no tensor in the batch.
+        NotRepeatableError: There is no tensor in the batch.
     """
     sizes = [shape[0] for shape in shapes_in(batch) if shape]
     if not sizes:
-        raise TuningError(
+        raise NotRepeatableError(
             f"there is no tensor in the batch ({type(batch).__name__}) to read its size from: give make_batch=, a"
             " function that makes a batch of a given size"
         )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.callbacks.tuning.batches import batch_size_of, is_array, mapped, shapes_in
+from lightning_offload.callbacks.tuning.batches import NotRepeatableError, batch_size_of, is_array, mapped, shapes_in
 from lightning_offload.errors import TuningError
 
 __all__ = ["Example", "Longest", "longest"]
@@ -104,7 +104,8 @@ class Example:
             other_size: For which that was asked.
 
         Raises:
-            TuningError: The batches stay as they are whatever size is asked for, or grow in a way of their own.
+            TuningError: The batches stay as they are whatever size is asked for.
+            NotRepeatableError: They grow in a way of their own.
         """
         found, found_other = batch_size_of(batch, size), batch_size_of(other, other_size)
         if found == found_other:
@@ -120,12 +121,12 @@ class Example:
         """Make a batch of a size.
 
         Raises:
-            TuningError: No part of the batch is made of samples, or one grows in a way of its own.
+            NotRepeatableError: No part of the batch is made of samples, or one grows in a way of its own.
         """
         maker = _Maker(self, batch_size)
         made = maker.made(self.batch, self.other)
         if not maker.num_sized:
-            raise TuningError(
+            raise NotRepeatableError(
                 f"no tensor in the batch ({type(self.batch).__name__}) has {self.size} samples along its first"
                 " dimension: give make_batch=, a function that makes a batch of a given size"
             )
@@ -192,7 +193,7 @@ class _Maker:
         """How long a part is at the wanted size; None where it does not follow the size.
 
         Raises:
-            TuningError: It grows with the size, but not in proportion.
+            NotRepeatableError: It grows with the size, but not in proportion.
         """
         size, other_size = self._example.size, self._example.other_size
         if other is None:
@@ -205,7 +206,7 @@ class _Maker:
         if length == size or large < _GROWS * small:
             # a last batch that is short, or one length among others
             return self._batch_size if length == size else None
-        raise TuningError(
+        raise NotRepeatableError(
             f"a part of the batch ({what}) has {length} entries for {size} samples and {other} for {other_size}, so it"
             " cannot be repeated: give make_batch=, a function that makes a batch of a given size"
         )

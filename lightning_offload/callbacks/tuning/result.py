@@ -398,14 +398,11 @@ def tell_kept(package: str, error: Exception, batch_size: int | None = None) -> 
         error: Why.
         batch_size: The configured one, where it is known.
     """
-    why = str(error).strip().splitlines()[:1]
+    why = "".join(str(error).strip().splitlines()[:1])
     kind = "" if isinstance(error, TuningError) else f"{type(error).__name__}: "
     size = f"the configured {batch_size}" if batch_size is not None else "what is configured"
-    rank_zero(
-        package,
-        "warn",
-        f"EfficientBatchSizeFinder keeps {size}: {kind}{why[0] if why else ''} (on_failure='raise' ends the fit instead)",
-    )
+    told = f"EfficientBatchSizeFinder keeps {size}: {kind}{why} (on_failure='raise' ends the fit instead)"
+    rank_zero(package, "warn", told)
 
 
 def show(result: TuningResult, trainer: Any, package: str, plot_dir: str | os.PathLike[str] | None) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.batches import (
+    NotRepeatableError,
     batch_size_of,
     loaders_in,
     map_loaders,
@@ -35,6 +37,8 @@ Bounds = tuple[int, int, int]
 
 class Sampler:
     """Draws a batch of the configured size, unless the user makes them, and repeats its samples.
+
+    Batches whose samples cannot be repeated, as graphs and packed sequences, are drawn from loaders of each size.
 
     Args:
         options: What the user asked for.
@@ -62,7 +66,8 @@ class Sampler:
         if options.make_batch is None:
             if type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
                 raise TuningError("training_step(dataloader_iter) draws its own batches: give make_batch=")
-            self._example = self._drawn(loop)
+            with contextlib.suppress(NotRepeatableError):
+                self._example = self._drawn(loop)
         end_workers(loop)
 
     def _drawn(self, loop: Any) -> Example:
@@ -105,7 +110,9 @@ class Sampler:
             while True:
                 num = 0
                 for batch, _, _ in combined:
-                    if any(shape and shape[0] == self._targets.base_size for shape in shapes_in(batch)):
+                    if self._example is None or any(
+                        shape and shape[0] == self._targets.base_size for shape in shapes_in(batch)
+                    ):
                         num += 1
                         yield batch
                 if num == 0:
@@ -197,9 +204,21 @@ class Sampler:
                 )
             if self._example is not None:
                 batch = self._first_of(made)
-                self._example = Example.of(self._example.batch, targets.base_size, batch, other)
+                self._example = self._repeated(Example.of, self._example.batch, targets.base_size, batch, other)
+            if self._example is None and self._options.make_batch is None and other not in after:
+                raise TuningError(
+                    "batches whose samples cannot be repeated are drawn from the dataloader, and that tells no batch"
+                    f" size of {other}: give make_batch=, a function that makes a batch of a given size"
+                )
         finally:
             targets.set_batch_size(targets.base_size)
+
+    @staticmethod
+    def _repeated(make: Callable[..., Example], *args: Any) -> Example | None:
+        try:
+            return make(*args)
+        except NotRepeatableError:
+            return None
 
     def _other_size(self, smallest: int, largest: int) -> int | None:
         """Another size that the data have a batch of; None where there is none."""
@@ -237,8 +256,15 @@ class Sampler:
             if made is None:
                 raise TuningError(f"make_batch({batch_size}) gave None: return the batch, as a dataloader would")
             return made
-        assert self._example is not None  # there is one where nothing makes batches
-        return self._example.sized(batch_size)
+        if self._example is not None:
+            return self._example.sized(batch_size)
+        before = self._targets.size.get() if self._targets.size is not None else None
+        self._targets.set_batch_size(batch_size)
+        try:
+            return self._first_of(self._loaders_of(batch_size))
+        finally:
+            if before is not None:
+                self._targets.set_batch_size(before)
 
 
 def _sizes(loaders: list[Any]) -> list[int]:

@@ -80,6 +80,8 @@ _TUNING_SHARE = 0.02
 _LEAST_SECONDS = 1.0
 """What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
 _LARGEST = 1 << 31
+_WORTH_A_WORD = 1.1
+"""How many times the samples per second are told of where they are not taken."""
 _LEAST_BATCHES = 128
 """Of a pilot that was asked for, or of a run whose length is not known."""
 _MANY = 1 << 16
@@ -210,14 +212,17 @@ class Session:
     def _tuned(self) -> TuningResult:
         options = self._options
         self._check_optimizers()
+        self._first_step = int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
+        total = self._agreement.together(lambda: run_steps(self._trainer), "making the train dataloader")
+        self._total_steps, self._num_steps = self._agreement.broadcast((total, steps_left(self._trainer, total)))
+        self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
+        why = self._too_short()  # by counts alone, before anything is read
+        if why:
+            return self._kept(why)
         sampler = self._agreement.together(
             lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
         self._lengths = sampler.lengths
-        self._first_step = int(self._trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
-        total = run_steps(self._trainer)
-        self._total_steps, self._num_steps = self._agreement.broadcast((total, steps_left(self._trainer, total)))
-        self._objective = objective_of(self._trainer, self._module, options, self._targets.base_size)
         bounds = sampler.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
@@ -229,7 +234,7 @@ class Session:
             progress = SearchProgress(self._is_visible)
             runner = self._runner(host, progress)
             with progress.shown():
-                why = self._too_short() or self._much_too_quick(host)
+                why = self._much_too_quick(host)
                 if why:
                     return self._kept(why)
                 with heap_set_aside():
@@ -537,7 +542,26 @@ class Session:
             confidence=found.confidence,
             budget_bytes=budget_bytes,
             scaling=self._scaling(choice, found, predictions),
-            note=_note(choice, found, host.decline, rates.note, _of_lengths(sampler.note, typical, base_size)),
+            note=_note(
+                choice, found, host.decline, self._left(choice, found), rates.note,
+                _of_lengths(sampler.note, typical, base_size),
+            ),
+        )  # fmt: skip
+
+    def _left(self, choice: Choice, found: SearchResult) -> str:
+        """What a configured size that is kept leaves to those who want throughput; nothing where that is little."""
+        base = self._targets.base_size
+        speeds = {each.batch_size: each.samples_per_second for each in found.estimates}
+        if self._objective.name == "throughput" or choice.batch_size != base or not speeds.get(base):
+            return ""
+        size = max(speeds, key=lambda each: speeds[each])
+        ratio = speeds[size] / speeds[base]
+        if ratio < _WORTH_A_WORD:
+            return ""
+        rate = f" at {self._rates(size).factor:.3g} times the rate" if self._objective.samples_per_rank is None else ""
+        return (
+            f"{size} would give {ratio:.1f} times the samples per second{rate}, which may not train as well in as many"
+            " samples: objective='throughput' takes it"
         )
 
     def _settings(self, size: int, rates: ScaledRate) -> dict[str, Any]:
