@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,20 @@ class _Open(threading.local):
 _open = _Open()
 
 
+class _Watched(NamedTuple):
+    """A layer that makes logits.
+
+    Attributes:
+        name: Within its model.
+        head: The layer.
+        readers: What reads its logits.
+    """
+
+    name: str
+    head: weakref.ref[nn.Module]
+    readers: Readers
+
+
 class ChunkedLosses:
     """The losses of a plugin's steps.
 
@@ -57,8 +71,7 @@ class ChunkedLosses:
 
     def __init__(self, asked: bool | str) -> None:
         self._asked = asked
-        self._heads: dict[str, weakref.ref[nn.Module]] = {}
-        self._readers: dict[str, Readers] = {}
+        self._heads: dict[int, _Watched] = {}
         self._is_served = False  # whether any loss has been computed in chunks
         self._num_steps = 0
         self._is_called = False  # a head, in a step, by the program itself
@@ -74,12 +87,12 @@ class ChunkedLosses:
         """
         if self._asked is False:
             return
-        found = {name: head for module in modules for name, head in _heads_of(module, self._asked).items()}
-        new = {name: head for name, head in found.items() if vars(head).get(_LOSSES) is not self}
-        for name, head in new.items():
+        found = [each for module in modules for each in _heads_of(module, self._asked)]
+        new = [(name, head) for name, head in found if vars(head).get(_LOSSES) is not self]
+        for name, head in new:
             _check(name, head, self._asked)
-        for name, head in new.items():
-            self._heads[name], self._readers[name] = weakref.ref(head), Readers(is_region=is_run_again)
+        for name, head in new:
+            self._heads[id(head)] = _Watched(name, weakref.ref(head), Readers(is_region=is_run_again))
             graft(head, _Head)
             vars(head)[_LOSSES] = self
         if not self._heads:
@@ -92,10 +105,12 @@ class ChunkedLosses:
 
     def detach(self) -> None:
         """Give heads their own forward back; idempotent."""
-        for head in (reference() for reference in self._heads.values()):
-            if head is not None:
-                ungraft(head, _Head)
+        for head in self._living():
+            ungraft(head, _Head)
         self._heads.clear()
+
+    def _living(self) -> list[nn.Module]:
+        return [head for head in (watched.head() for watched in self._heads.values()) if head is not None]
 
     def begin_step(self) -> None:
         """Another step begins.
@@ -105,23 +120,23 @@ class ChunkedLosses:
         """
         if not self._heads:
             return
-        if not self._is_served and any(readers.num_chunked for readers in self._readers.values()):
+        heads = self._heads.values()
+        if not self._is_served and any(watched.readers.num_chunked for watched in heads):
             self._is_served = True
-        others = [text for readers in self._readers.values() for text in readers.others]
-        if self._num_steps and not self._is_called and compiled_code.is_in_use():
-            self._not_deferred = f"{', '.join(f'`{name}`' for name in self._readers)} runs in compiled code"
+        names = ", ".join(f"`{watched.name}`" for watched in heads)
+        others = [text for watched in heads for text in watched.readers.others]
+        if self._num_steps and not self._is_called and compiled_code.may_run():
+            self._not_deferred = f"{names} runs in compiled code"
         self._num_steps += 1
         if not self._is_served and (others or self._not_deferred):
-            names = ", ".join(f"`{name}`" for name in self._readers)
             why = self._not_deferred or f"what {names} made was read by {' and by '.join(others[:3])}"
-            for readers in self._readers.values():
-                readers.others.clear()
+            for watched in heads:
+                watched.readers.others.clear()
             raise UnsupportedError(
                 f"chunked_loss={self._asked!r}: the loss could not be computed in chunks: {why}; {_ALLOWED}: leave "
                 "chunked_loss out, or call lightning_offload.chunked_linear_cross_entropy where the loss is computed"
             )
         if self._num_steps == _STEPS_UNTIL_CALLED and not self._is_called:
-            names = ", ".join(f"`{name}`" for name in self._readers)
             warnings.warn(
                 f"chunked_loss={self._asked!r}: {names} was not called in the first steps, so no loss is in chunks: "
                 "name the layer that makes the logits, or leave chunked_loss out",
@@ -137,8 +152,7 @@ class ChunkedLosses:
 
     def note_update(self, parameters: Sequence[Tensor]) -> None:
         """An optimizer is about to write these."""
-        heads = [head for head in (reference() for reference in self._heads.values()) if head is not None]
-        own = {id(parameter) for head in heads for parameter in head.parameters()}
+        own = {id(parameter) for head in self._living() for parameter in head.parameters()}
         if own and any(id(parameter) in own for parameter in parameters):
             note_update()
 
@@ -158,16 +172,16 @@ class ChunkedLosses:
         """What a head makes, put off; None where its own forward has to run."""
         if not _open.of or _open.of[-1] is not self or not torch.is_grad_enabled():
             return None
-        name = next((name for name, known in self._heads.items() if known() is head), None)
-        if name is None:
+        watched = self._heads.get(id(head))
+        if watched is None or watched.head() is not head:
             return None
         self._is_called = True
         parameters: tuple[Any, Any] = (head.weight, head.bias)
         weight, bias = parameters
-        self._not_deferred = _why_not(name, head, hidden, weight)
+        self._not_deferred = _why_not(watched.name, head, hidden, weight)
         if self._not_deferred:
             return None
-        return defer(hidden, weight, bias, self._readers[name])
+        return defer(hidden, weight, bias, watched.readers)
 
 
 class _Head:
@@ -185,20 +199,20 @@ class _Head:
         return made
 
 
-def _heads_of(module: nn.Module, asked: bool | str) -> dict[str, nn.Module]:
-    """The layers that make logits, by name."""
+def _heads_of(module: nn.Module, asked: bool | str) -> list[tuple[str, nn.Module]]:
+    """The layers that make logits, with their names."""
     if isinstance(asked, str):
-        return {name: part for name, part in module.named_modules() if name == asked}
+        return [(name, part) for name, part in module.named_modules() if name == asked]
     names = {id(part): name for name, part in module.named_modules()}
-    found: dict[str, nn.Module] = {}
+    found: dict[int, nn.Module] = {}
     for part in module.modules():
         ask = getattr(part, "get_output_embeddings", None)
         head = None
         with contextlib.suppress(NotImplementedError, AttributeError):
             head = ask() if callable(ask) else None
         if isinstance(head, nn.Module) and id(head) in names:
-            found[names[id(head)]] = head
-    return found
+            found[id(head)] = head
+    return [(names[key], head) for key, head in found.items()]
 
 
 def _none_found(modules: Sequence[nn.Module], asked: bool | str) -> str:

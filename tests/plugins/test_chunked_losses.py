@@ -309,6 +309,23 @@ def test_regions_and_functions(program: Callable[..., Tensor], policy: str, adap
         torch.testing.assert_close(one, other)
 
 
+def test_two_models() -> None:
+    """Of one plugin, whose layers have the same name: each has its own loss."""
+    models, plain = [_Named(), _Named()], [_Named(), _Named()]
+    memory = ModuleMemoryPlugin("1GiB", chunked_loss=True)
+    memory.follow(*models, device="cpu")
+    for step in range(4):
+        for number, (one, other) in enumerate(zip(models, plain, strict=True)):
+            logits, loss = one(*_batch(2 * step + number))
+            assert type(logits) is DeferredLogits
+            loss.backward()
+            other(*_batch(2 * step + number))[1].backward()
+    memory.detach()
+    for one, other in zip(models, plain, strict=True):
+        assert type(one.head) is nn.Linear
+        torch.testing.assert_close(one.embedding.weight.grad, other.embedding.weight.grad)
+
+
 def test_a_layer_that_is_never_called() -> None:
     """It is told once some steps have passed."""
     model = _Language()
