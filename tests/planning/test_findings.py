@@ -48,7 +48,7 @@ def test_logits() -> None:
     assert chunked.num_chunks == 64
     assert chunked.floor_bytes == floor_of(in_chunks(graph, logits, 64))
     assert chunked.gain_bytes == found.floor_bytes - chunked.floor_bytes
-    assert chunked.advice.startswith("the logits of `head`: compute the loss by lightning_offload.chunked_linear_")
+    assert chunked.advice.startswith("the logits of `head`: train with chunked_loss=True, or compute the loss by light")
     assert (chunked.overhead, smaller.floor_bytes, smaller.gain_bytes) == (None, None, None)
 
 
