@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from lightning_offload.accelerators import HOST
+
 MOST_ELEMENTS = 1 << 22
 """Of a tensor whose values are known: those of ids, positions and padding, not of masks of all pairs."""
 
@@ -125,7 +127,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Sequence[Tensor]:
             value = value_of(leaf)
             if value is None and func.overloadpacket in _BY_SHAPE:
                 value = torch.empty(leaf.shape, dtype=leaf.dtype)
-            if value is None or value.numel() > MOST_ELEMENTS or value.device.type != "cpu":
+            if value is None or value.numel() > MOST_ELEMENTS or value.device.type != HOST.type:
                 return ()
             values.append(value)
         args, kwargs = tree_unflatten(values, spec)

@@ -63,7 +63,7 @@ class M(pl.LightningModule):
     def training_step(self, batch, index): return self.net(batch).square().mean()
     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), self.lr)
     def train_dataloader(self): return torch.utils.data.DataLoader(torch.ones(64, 2), self.batch_size)
-finder = lo.EfficientBatchSizeFinder(max_val=16, steps_per_trial=1, warmup_steps=0)
+finder = lo.EfficientBatchSizeFinder(max_val=16, steps_per_trial=1, warmup_steps=0, on_failure="raise")
 trainer = pl.Trainer(accelerator="cpu", callbacks=[finder], max_epochs=1, logger=False, enable_checkpointing=False,
                      enable_progress_bar=False, enable_model_summary=False)
 model = M(); trainer.fit(model)
