@@ -70,7 +70,6 @@ def find(job: Job, budget_bytes: int) -> tuple[TuningResult, float]:
     L.seed_everything(0, verbose=False)
     model, data = Model(job), Data(job)
     finder = EfficientBatchSizeFinder(
-        on_failure="raise",
         tolerance=TOLERANCE, lr_scaling=job.lr_scaling, objective="throughput", max_data_share=1.0, min_confidence=0.0,
         max_lr_factor=float("inf"), lr_warmup_steps=0,
     )  # fmt: skip
