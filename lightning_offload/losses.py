@@ -22,6 +22,7 @@ chunks.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import math
@@ -175,15 +176,15 @@ class Autocast:
         return torch.autocast(self.kind, self.dtype, enabled=self.dtype is not None)
 
 
-class Change:
+class Change(abc.ABC):
     """Something that is done with each of the logits for itself, before the loss."""
 
     bound = 1.0
     """A bound of its derivative, where that is above one."""
 
+    @abc.abstractmethod
     def __call__(self, logits: Tensor) -> Tensor:
         """The logits as they are after it."""
-        raise NotImplementedError
 
     def backward(self, gradient: Tensor, result: Tensor) -> Tensor:
         """The gradient with regard to what it read, in place of that with regard to its result, in float32."""

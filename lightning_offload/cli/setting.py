@@ -134,7 +134,7 @@ def _workload(options: PlanOptions, dtype: catalog.DType) -> Workload:
     input_dtype = parse_dtype(options.input_dtype, "--input-dtype") if options.input_dtype is not None else None
     inputs = parse_inputs(options.inputs)
     target = find_target(options.target)
-    chunked_loss: bool | str = options.chunked_loss or False
+    chunked_loss = options.chunked_loss or False
     own = loop.CONFIGURED if loop.is_configured(target.found) else loop.USUAL
     return Workload(
         target=target,
@@ -145,7 +145,7 @@ def _workload(options: PlanOptions, dtype: catalog.DType) -> Workload:
             autocast=autocast,
             accumulate=options.accumulate,
             loss=loss,
-            chunked_loss=chunked_loss if chunked_loss not in ("True", "true") else True,
+            chunked_loss=chunked_loss in ("True", "true") or chunked_loss,
             optimizer=options.optimizer or own,
         ),
     )

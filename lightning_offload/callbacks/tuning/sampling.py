@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -204,7 +204,10 @@ class Sampler:
                 )
             if self._example is not None:
                 batch = self._first_of(made)
-                self._example = self._repeated(Example.of, self._example.batch, targets.base_size, batch, other)
+                try:
+                    self._example = Example.of(self._example.batch, targets.base_size, batch, other)
+                except NotRepeatableError:
+                    self._example = None
             if self._example is None and self._options.make_batch is None and other not in after:
                 raise TuningError(
                     "batches whose samples cannot be repeated are drawn from the dataloader, and that tells no batch"
@@ -212,13 +215,6 @@ class Sampler:
                 )
         finally:
             targets.set_batch_size(targets.base_size)
-
-    @staticmethod
-    def _repeated(make: Callable[..., Example], *args: Any) -> Example | None:
-        try:
-            return make(*args)
-        except NotRepeatableError:
-            return None
 
     def _other_size(self, smallest: int, largest: int) -> int | None:
         """Another size that the data have a batch of; None where there is none."""
