@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
@@ -15,7 +16,12 @@ from typing_extensions import override
 from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.freezing import num_trainable, will_thaw
 from lightning_offload.callbacks.tuning.length import StepLimits
-from lightning_offload.callbacks.tuning.options import FinderOptions, checked_folder, misconfiguration
+from lightning_offload.callbacks.tuning.options import (
+    AdvancedTuning,
+    FinderOptions,
+    checked_folder,
+    misconfiguration,
+)
 from lightning_offload.callbacks.tuning.rates import scale_groups
 from lightning_offload.callbacks.tuning.result import TuningResult, show, tell_kept
 from lightning_offload.callbacks.tuning.saved_values import rewrite_configuration, save_with_its_rate
@@ -78,52 +84,28 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
     """Finds the efficiency-optimal batch size when a fit begins, sets it with its learning rate, and trains on with it.
 
     Real training steps are timed at a few sizes, chosen by a performance model of the step; the smallest size is taken
-    that is within `tolerance` of the best that fits, by `objective`. Under an offload strategy, steps run under its
+    that is within 3% of the best that fits, by `objective`. Under an offload strategy, steps run under its
     memory plan. Afterwards everything is as if the fit had been started with the found values, or as it was where the
     gain is not sure. `result` tells all.
 
     Args:
         batch_arg_name: Name of the batch size in the model, its data, or their hparams; dots lead into nested ones.
         lr_arg_name: Name of the learning rate in the same places; None to scale the optimizer's groups as they are.
-        init_val: Batch size to begin with; by default the configured one.
-        min_val: Smallest batch size that may be chosen.
-        max_val: Largest one; by default what a rank has samples for.
-        steps_per_trial: Steps that are timed in a trial.
-        warmup_steps: Steps before them that are not.
-        tolerance: How far below the best throughput the chosen size may be, as a fraction of it.
-        lr_scaling: How the learning rate follows the effective batch (size x ranks x accumulation): "linear", "sqrt",
-            "none", or "auto", which is linear for SGD and the square root for Adam and its like.
-        base_batch_size: Effective batch that the configured rate is for; by default the configured one.
-        make_batch: Makes a batch of a size on the host, for batches whose samples cannot be repeated.
-        max_seconds: Time after which no further trial begins; by default 2% of what the run is estimated to take,
-            unless `tune` was called. `float("inf")` for no limit.
-        lr_warmup_epochs: Epochs over which the rate is raised from the configured to the found one, in place of steps.
-        lr_warmup_steps: Optimizer steps over which it is; by default twice as many as gradients took to settle in the
-            pilot, or 50 where there was none, or a tenth of the run where that is less. 0 for no warm-up. A rate that
-            is not scaled up is not warmed up.
-        max_lr_factor: By how much the rate may be raised at most; by default 16 where the noise scale is measured, and
-            8 where it is not.
-        max_data_share: The largest effective batch, as a share of the data set.
-        min_efficiency: For goodput, what a sample is worth at least in the larger batch, by what it is worth in the
-            configured one: a run of so many epochs makes that share of its progress. 0 for trainings that end at a
-            loss.
         objective: What is to be best. "keep_effective_batch": throughput, while an optimizer step sees as many samples
             as configured (a larger micro-batch, less accumulation). "goodput": throughput by what a sample is worth in
             a larger batch, from the gradient noise scale, which a pilot of real steps measures; the size changes only
             where the run surely ends 1.05 times as early. "throughput": samples per second. "auto" keeps the effective
             batch where that leaves room for a larger micro-batch, and is for goodput otherwise.
-        multiple_of: Sizes other than the configured one are multiples of this.
-        max_trials: Most trials; by default 12 where sizes can be predicted, and 24 where not.
-        pilot_steps: Most optimizer steps of the pilot that are measured; as many batches as these take are trained on
-            before.
-        min_confidence: How sure the search has to be, from 0 to 1, that the size that it found is right, or (but for
-            objective "throughput") that the run surely ends 1.05 times as early with it. Below it the configured size
-            and rate stay, unless that size does not fit. With 0 and objective "throughput" whatever is found is set.
+        min_val: Smallest batch size that may be chosen.
+        max_val: Largest one; by default what a rank has samples for.
+        lr_scaling: How the learning rate follows the effective batch (size x ranks x accumulation): "linear", "sqrt",
+            "none", or "auto", which is linear for SGD and the square root for Adam and its like.
+        max_seconds: Time after which no further trial begins; by default 2% of what the run is estimated to take,
+            unless `tune` was called. `float("inf")` for no limit.
         plot_dir: Folder for `batch_size.html` and `batch_size.png`, throughput and peak against batch size.
-        provoke_oom: Whether a trial may run out of memory. By default it may, unless ranks talk to one another within
-            a step (SyncBatchNorm, sharding, own collectives); then sizes that may not fit are predicted.
         on_failure: What to do where nothing can be tuned, or tuning fails: "keep" what is configured, which one warning
             tells, or "raise", which ends the fit. `tune` always raises.
+        advanced: What few set, an `AdvancedTuning` or a mapping of its fields: `{"tolerance": 0.05}`.
 
     Raises:
         TuningError: A keyword is not possible. With `on_failure="raise"` also, when the fit begins and before training:
@@ -136,40 +118,21 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self,
         batch_arg_name: str = "batch_size",
         lr_arg_name: str | None = "lr",
-        init_val: int | None = None,
+        objective: Literal["auto", "keep_effective_batch", "goodput", "throughput"] = "auto",
         min_val: int = 1,
         max_val: int | None = None,
-        steps_per_trial: int = 5,
-        warmup_steps: int = 2,
-        tolerance: float = 0.03,
         lr_scaling: Literal["auto", "linear", "sqrt", "none"] = "auto",
-        base_batch_size: int | None = None,
-        make_batch: Callable[[int], Any] | None = None,
         max_seconds: float | None = None,
-        lr_warmup_epochs: int = 0,
-        lr_warmup_steps: int | None = None,
-        max_lr_factor: float | None = None,
-        max_data_share: float = 0.1,
-        min_confidence: float = 0.5,
-        min_efficiency: float = 0.9,
-        objective: Literal["auto", "keep_effective_batch", "goodput", "throughput"] = "auto",
-        multiple_of: int = 1,
-        max_trials: int | None = None,
-        pilot_steps: int = 128,
         plot_dir: str | os.PathLike[str] | None = None,
-        provoke_oom: bool | None = None,
         on_failure: Literal["keep", "raise"] = "keep",
+        advanced: AdvancedTuning | Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(batch_arg_name=batch_arg_name, steps_per_trial=steps_per_trial)
+        others = AdvancedTuning.of(advanced)
+        super().__init__(batch_arg_name=batch_arg_name, steps_per_trial=others.steps_per_trial)
         self._options = FinderOptions(
-            batch_arg_name=batch_arg_name, lr_arg_name=lr_arg_name, init_val=init_val, min_val=min_val, max_val=max_val,
-            steps_per_trial=steps_per_trial, warmup_steps=warmup_steps, tolerance=tolerance, lr_scaling=lr_scaling,
-            base_batch_size=base_batch_size, make_batch=make_batch, max_seconds=max_seconds,
-            lr_warmup_epochs=lr_warmup_epochs, lr_warmup_steps=lr_warmup_steps, max_lr_factor=max_lr_factor,
-            max_data_share=max_data_share, min_confidence=min_confidence, objective=objective,
-            min_efficiency=min_efficiency,
-            multiple_of=multiple_of, max_trials=max_trials, pilot_steps=pilot_steps, provoke_oom=provoke_oom,
-            on_failure=on_failure,
+            batch_arg_name=batch_arg_name, lr_arg_name=lr_arg_name, objective=objective, min_val=min_val,
+            max_val=max_val, lr_scaling=lr_scaling, max_seconds=max_seconds, on_failure=on_failure,
+            **dataclasses.asdict(others),
         )  # fmt: skip
         self._plot_dir = None if plot_dir is None else checked_folder(plot_dir)
         self._clock: Callable[[], float] = time.perf_counter
@@ -310,9 +273,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
 
     def _num_warmup_steps(self, trainer: Trainer) -> int:
         options = self._options
-        if options.lr_warmup_epochs:
-            per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-            return options.lr_warmup_epochs * per_epoch
         if options.lr_warmup_steps is not None:
             return options.lr_warmup_steps
         num_steps = trainer.estimated_stepping_batches

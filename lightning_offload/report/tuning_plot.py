@@ -17,7 +17,7 @@ from lightning_offload.report.scale import bytes_unit
 from lightning_offload.report.timeline_plots import MARGIN_LEFT, NARROW_MARGINS, Plot, level_line
 from lightning_offload.units import format_bytes
 
-__all__ = ["PlotMark", "Simulated", "TuningCurve", "TuningPoint", "marks_of", "save_tuning_html", "tuning_plots"]
+__all__ = ["PlotMark", "TuningCurve", "TuningPoint", "marks_of", "save_tuning_html", "tuning_plots"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +43,6 @@ class TuningPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
-    """A table of what the chosen size would do on more devices.
-
-    Attributes:
-        caption: How it came about.
-        columns: Its head.
-        rows: Its texts.
-    """
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TuningCurve:
     """What a plot of a tuning shows.
 
@@ -68,7 +53,6 @@ class TuningCurve:
         largest_plain: The largest that fits without one; None where that is not known.
         budget_bytes: The budget, None for no limit.
         lead: What was chosen, in a sentence.
-        simulated: More devices; None where nothing is known of them.
     """
 
     points: tuple[TuningPoint, ...]
@@ -77,7 +61,6 @@ class TuningCurve:
     largest_plain: int | None
     budget_bytes: int | None
     lead: str
-    simulated: Simulated | None = None
 
     @property
     def has_goodput(self) -> bool:
@@ -165,9 +148,6 @@ def _body(curve: TuningCurve, plots: dict[str, Plot]) -> str:
             _table(curve),
         ),
     ]
-    if curve.simulated is not None:
-        found = curve.simulated
-        sections.append(section("More devices (simulated)", found.caption, table(found.columns, found.rows)))
     return "\n".join(sections)
 
 

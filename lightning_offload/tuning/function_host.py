@@ -61,7 +61,6 @@ class _OptimizerSteps:
         self._meter, self._clock = meter, clock
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
         self._num_backwards = 0
-        self._num_exchanges = 0
         self._since = 0.0
 
     @contextlib.contextmanager
@@ -73,7 +72,7 @@ class _OptimizerSteps:
             yield
 
     def _begin(self) -> None:
-        self._num_backwards, self._num_exchanges = 0, self._meter.withheld.num_exchanges
+        self._num_backwards = 0
         self._since = self._clock()
 
     @contextlib.contextmanager
@@ -90,7 +89,5 @@ class _OptimizerSteps:
         device = device_in_use()
         if device is not None:
             synchronize(device)
-        num = max(1, self._num_backwards)
-        seconds, exchanges = self._clock() - self._since, self._meter.withheld.num_exchanges - self._num_exchanges
-        self._meter.step_took(seconds / num, num_exchanges=exchanges / num)
+        self._meter.step_took((self._clock() - self._since) / max(1, self._num_backwards))
         self._begin()

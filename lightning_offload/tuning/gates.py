@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_offload.tuning.noise_scale import NoiseScale, batch_efficiency
 from lightning_offload.tuning.search import SearchResult
 
-__all__ = [
-    "LEAST_SPEEDUP",
-    "Choice",
-    "Speedup",
-    "is_known_not_to_fit",
-    "paying_choice",
-    "speedup_of",
-    "sure_choice",
-    "surely_faster",
-]
+__all__ = ["LEAST_SPEEDUP", "Choice", "Speedup", "choose", "speedup_of"]
 
 LEAST_SPEEDUP = 1.05
 """What the lower end of an expected speed-up has to exceed, for the effective batch to change."""
@@ -30,59 +21,100 @@ _SURE = 0.975  # probability to be above the lower end of such an interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """How many times as early a run ends that makes as much progress, what tuning took included.
+
+    Attributes:
+        value: The estimate.
+        low: Lower end of its interval, by the noise of the trials and of the noise scale.
+        high: Its upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The size that is set.
 
     Attributes:
         batch_size: Samples of one step on one rank.
-        why_kept: Why it is the configured one and not what was found; empty where it is what was found.
+        best_size: What is best as far as is known; another one where that is not sure enough to be set.
+        confidence: How probably that is right; 0 where it is only known to be faster than the configured one.
+        why_kept: Why it is the configured one; empty where it is the best.
     """
 
     batch_size: int
+    best_size: int
+    confidence: float
     why_kept: str = ""
 
 
-def is_known_not_to_fit(batch_size: int, found: SearchResult) -> bool:
-    """Whether trials say that a size is too large."""
-    return found.smallest_failing is not None and batch_size >= found.smallest_failing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speedup:
-    """By how much a run ends earlier that sees as much progress, what tuning took included.
-
-    Attributes:
-        value: The estimate.
-        low: Lower end of its interval, by the noise of the trials and of the noise scale.
-    """
-
-    value: float
-    low: float
-
-
-def sure_choice(
-    found: SearchResult, *, base_size: int, min_confidence: float, speedup: Speedup | None = None
+def choose(
+    found: SearchResult,
+    speedups: Mapping[int, Speedup],
+    *,
+    base_size: int,
+    min_confidence: float,
+    least: float | None,
 ) -> Choice:
-    """Choose what was found where that is sure enough, and otherwise the configured size.
+    """Choose what was found where that is sure enough, else a size that is surely faster, else the configured one.
 
-    A search that ends early may not know which size is best and know very well that the one that it found is better
-    than the configured one. So either makes it sure enough.
+    A search that ends early may not know which size is best and know very well that one is better than the configured
+    one; a smaller step from that may be the only one that is sure.
 
     Args:
         found: By the search.
+        speedups: What is expected of sizes that were tried.
         base_size: The configured size.
         min_confidence: Probability from 0 to 1, below which nothing changes, that the found size is right, or else
-            that a run surely ends earlier with it.
-        speedup: What is expected of it, where the lower end of its interval says that; None for the first alone.
+            that a run surely ends earlier with the one that is set.
+        least: What the lower end of its speed-up has to exceed; None where throughput alone counts.
     """
-    if found.batch_size == base_size or found.confidence >= min_confidence or is_known_not_to_fit(base_size, found):
-        return Choice(batch_size=found.batch_size)
-    if speedup is not None and speedup.low > LEAST_SPEEDUP and min_confidence <= _SURE:
-        return Choice(batch_size=found.batch_size)
+    size, confidence = found.batch_size, found.confidence
+    fails = found.smallest_failing
+    best = Choice(batch_size=size, best_size=size, confidence=confidence)
+    if size == base_size or (fails is not None and base_size >= fails):
+        return best
+    is_sure = confidence >= min_confidence
+    own = speedups.get(size)
+    if least is None:
+        if is_sure:
+            return best
+    else:
+        may_be_unsure = min_confidence <= _SURE
+        if own is not None and own.low > least and (is_sure or (own.low > LEAST_SPEEDUP and may_be_unsure)):
+            return best
+        others = {
+            other: each.low
+            for other, each in speedups.items()
+            if other != base_size and each.low > LEAST_SPEEDUP and (fails is None or other < fails)
+        }
+        if others and may_be_unsure:
+            other = max(others, key=lambda each: others[each])
+            return Choice(batch_size=other, best_size=other, confidence=0.0)
+    why = _why_kept(found, own, is_sure=is_sure, min_confidence=min_confidence, least=least)
     return Choice(
         batch_size=base_size,
-        why_kept=f"The configured {base_size} is kept: the search is only {found.confidence:.0%} sure of"
-        f" {found.batch_size} (min_confidence={min_confidence:g})",
+        best_size=size,
+        confidence=confidence,
+        why_kept=f"The configured {base_size} is kept: {why}",
+    )
+
+
+def _why_kept(
+    found: SearchResult, own: Speedup | None, *, is_sure: bool, min_confidence: float, least: float | None
+) -> str:
+    size = found.batch_size
+    if not is_sure:
+        return f"the search is only {found.confidence:.0%} sure of {size} (min_confidence={min_confidence:g})"
+    if own is None:
+        return f"{size} is not known to be faster, tuning included"
+    return (
+        f"with {size} the run ends {own.low:.2f} to {own.high:.2f} times as early, tuning included, and {least:g} at"
+        " least is what pays"
     )
 
 
@@ -118,76 +150,17 @@ def speedup_of(
         return None
     ratio = other.samples_per_second / base.samples_per_second * typical[0] / typical[1]
     error = 0.0 if base is other else _NORMAL * math.hypot(base.relative_error, other.relative_error)
-    values, lows = [ratio], [ratio * max(0.0, 1 - error)]
+    worths = [1.0]
+    value = ratio
     if noise is not None:
         batches = {"base_batch": base_size * samples, "batch": size * samples}
         worths = [batch_efficiency(phi, **batches) for phi in (noise.low, noise.value, noise.high)]
-        values, lows = [ratio * worths[1]], [lows[0] * worth for worth in worths]
+        value = ratio * worths[1]
 
     def with_tuning(speedup: float) -> float:
         if not math.isfinite(run_seconds) or speedup <= 0:
             return speedup
         return run_seconds / (run_seconds / speedup + tuning_seconds)
 
-    return Speedup(value=with_tuning(values[0]), low=with_tuning(min(lows)))
-
-
-def surely_faster(
-    found: SearchResult,
-    speedups: Mapping[int, Speedup],
-    *,
-    base_size: int,
-    min_confidence: float,
-    least: float = LEAST_SPEEDUP,
-) -> SearchResult:
-    """What was found, or where it would not be set the size that was tried and surely is faster, if one is.
-
-    A search looks for what is likely best; a smaller step from the configured size may be the only one that is sure.
-    How sure the search is of that one is not known, so its confidence is 0.
-
-    Args:
-        found: By the search.
-        speedups: What is expected of sizes that were tried.
-        base_size: The configured size.
-        min_confidence: As for :func:`sure_choice`.
-        least: As for :func:`paying_choice`.
-    """
-    own = speedups.get(found.batch_size)
-    choice = sure_choice(found, base_size=base_size, min_confidence=min_confidence, speedup=own)
-    if found.batch_size == base_size or is_known_not_to_fit(base_size, found):
-        return found
-    if not choice.why_kept and own is not None and own.low > least:
-        return found
-    others = {
-        size: each.low
-        for size, each in speedups.items()
-        if size != base_size and each.low > LEAST_SPEEDUP and not is_known_not_to_fit(size, found)
-    }
-    if not others or min_confidence > _SURE:
-        return found
-    return replace(found, batch_size=max(others, key=lambda size: others[size]), confidence=0.0)
-
-
-def paying_choice(
-    choice: Choice, speedup: Speedup | None, found: SearchResult, *, base_size: int, least: float = LEAST_SPEEDUP
-) -> Choice:
-    """Choose a size only where a run is surely faster with it.
-
-    Args:
-        choice: What the search would have.
-        speedup: What is expected of it; None where that is not known.
-        found: By the search.
-        base_size: The configured size.
-        least: What the lower end has to exceed.
-    """
-    if choice.batch_size == base_size or is_known_not_to_fit(base_size, found):
-        return choice
-    if speedup is not None and speedup.low > least:
-        return choice
-    how = "is not known to be faster" if speedup is None else f"is faster by {speedup.low:.2f} to be sure of"
-    return replace(
-        choice,
-        batch_size=base_size,
-        why_kept=f"The configured {base_size} is kept: {choice.batch_size} {how}, tuning included, and {least:g} is the"
-        " least that pays",
-    )
+    low, high = ratio * max(0.0, 1 - error) * min(worths), ratio * (1 + error) * max(worths)
+    return Speedup(value=with_tuning(value), low=with_tuning(low), high=with_tuning(high))

@@ -5,10 +5,10 @@ tells a :class:`StepMeter` of each step, until that ends the trial by an excepti
 (a ``BaseException``: ``except Exception`` lets it through, ``finally`` and ``with`` run).
 
 Several ranks go in rounds: after each step, and when its host ends in any other way, a rank says how it fares, and all
-stop in the round in which one has to. DDP exchanges no gradients in trials, so that no rank waits for those of one that
-ran out of memory; what their exchange would add is measured between trials. Other collectives within a step remain
-unsafe where sizes may not fit: an out-of-memory error on one rank leaves the others waiting there. An error of one
-rank, whenever it comes, is an error on all.
+stop in the round in which one has to. DDP exchanges no gradients before the first timed step, so that no rank waits for
+those of one that ran out of memory; then a size is known to fit on all, and gradients are exchanged as in the training.
+Other collectives within a step remain unsafe where sizes may not fit: an out-of-memory error on one rank leaves the
+others waiting there. An error of one rank that comes before the timed steps is an error on all.
 
 The first trials are *recorded* where a memory plugin shows their steps: a performance model is fitted to these, which
 predicts the sizes that are not tried. They are trials like any other to the search.
@@ -34,7 +34,7 @@ from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
-from lightning_offload.tuning.allreduce_cost import Exchanges, GradientSyncOff
+from lightning_offload.tuning.gradient_sync import GradientSyncOff
 from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, pace_of
 from lightning_offload.tuning.ranks import Coordinator, agreed
 from lightning_offload.tuning.search import MAX_TRIALS, MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
@@ -135,7 +135,7 @@ class StepMeter:
         excess: Why the steps do not fit though none failed; empty where they do.
         status: Of the worst rank in the round that ended the trial; None while it goes on.
         seen: What a memory plugin reported; None without one.
-        withheld: The exchanges of gradients that did not take place.
+        exchanges: Whether ranks exchange their gradients by now.
     """
 
     def __init__(self, settings: TrialSettings, agreement: Coordinator, *, is_recorded: bool = False) -> None:
@@ -146,24 +146,25 @@ class StepMeter:
         self.status: RankStatus | None = None
         self.seen: Seen | None = None
         self.is_recorded = is_recorded
-        self.withheld = GradientSyncOff(allows_sync_batch_norm=settings.allows_sync_batch_norm)
+        self.exchanges = False
+        # with several ranks the first step shows that a size fits on all
+        self._num_warmup = max(settings.warmup_steps, 1 if agreement.num_ranks > 1 else 0)
+        self._withheld = contextlib.ExitStack()
         self._settings = settings
         self._agreement = agreement
-        self._exchanges: list[float] = []
         self._num_before: weakref.WeakKeyDictionary[MemoryPlugin, int] = weakref.WeakKeyDictionary()
         self._num_retries = 0
-
-    @property
-    def exchanges_per_step(self) -> float:
-        """Exchanges of gradients in a timed step: less than one where gradients are accumulated without."""
-        return sum(self._exchanges) / max(1, len(self._exchanges))
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure what trains inside."""
-        with self.withheld if self._agreement.num_ranks > 1 else contextlib.nullcontext():
+        with self._withheld:
+            if self._agreement.num_ranks > 1:
+                allows = self._settings.allows_sync_batch_norm
+                self._withheld.enter_context(GradientSyncOff(allows_sync_batch_norm=allows))
             self._num_before.update({each: each.report().num_steps for each in attached_plugins()})
             self._watch_allocator()
+            self._end_warmup()
             yield
 
     def note(self, seen: Seen) -> None:
@@ -171,12 +172,11 @@ class StepMeter:
         self.seen = seen
         self.peak_bytes = seen.recorded.peak_bytes
 
-    def step_took(self, seconds: float, *, num_exchanges: float = 0.0) -> None:
+    def step_took(self, seconds: float) -> None:
         """Count a step that has ended.
 
         Args:
             seconds: What it took, the device's work included.
-            num_exchanges: How often :attr:`withheld` kept the model from exchanging its gradients in it.
 
         Raises:
             TrialOver: There are enough, or a rank has to stop.
@@ -185,12 +185,10 @@ class StepMeter:
             raise TrialOver  # what trains went on after it was stopped
         settings = self._settings
         self.num_steps += 1
-        if self.num_steps > settings.warmup_steps:
+        is_warm = self.num_steps > self._num_warmup
+        if is_warm:
             self.step_seconds.append(seconds)
-            self._exchanges.append(num_exchanges)
             self._look_at_memory()
-        elif self.num_steps == settings.warmup_steps:
-            self._watch_allocator()
         status = RankStatus.GOES_ON
         if len(self.step_seconds) >= settings.timed_steps:
             status = RankStatus.HAS_ENOUGH
@@ -198,6 +196,15 @@ class StepMeter:
             status = RankStatus.DOES_NOT_FIT
         if self.ends(status) is not RankStatus.GOES_ON:
             raise TrialOver
+        if not is_warm:
+            self._end_warmup()
+
+    def _end_warmup(self) -> None:
+        """All ranks have made as many steps; after these they exchange gradients."""
+        if self.num_steps == self._num_warmup:
+            self._watch_allocator()
+            self._withheld.close()
+            self.exchanges = True
 
     def ends(self, status: RankStatus) -> RankStatus:
         """Tell the other ranks how this one fares; the worst of all."""
@@ -281,7 +288,6 @@ class TrialRunner:
         self.done: list[Trial] = []
         self.predictions = Predictions(None, agreement)
         self._host, self._settings, self._agreement, self._shown = host, settings, agreement, shown
-        self._exchanges = Exchanges(agreement, settings.clock)
         self._seen: dict[int, Seen | None] = {}
         self._allowed: Sequence[int] | None = None
 
@@ -456,8 +462,7 @@ class TrialRunner:
             raise TuningError(f"{what} failed on another rank: see its error")
         own = _reason(meter, status, reason or meter.excess, self._settings)
         is_ok = agreement.is_true_on_all(not own)
-        added = self._exposed_seconds(meter) if is_ok else 0.0
-        trial = agreed(_trial(batch_size, meter, own, added=added), agreement)
+        trial = agreed(_trial(batch_size, meter, own), agreement)
         if is_ok or agreement.num_ranks == 1:
             return trial
         reasons = agreement.gather(own)  # the first rank that failed may have stopped for another
@@ -488,13 +493,6 @@ class TrialRunner:
                 memory.give_back()  # so that a trial's memory is not that of the one before it
         return status, reason, failure
 
-    def _exposed_seconds(self, meter: StepMeter) -> float:
-        """What exchanging the gradients would add to a step."""
-        if self._agreement.num_ranks == 1:
-            return 0.0
-        exchange = self._exchanges.of(meter.withheld.traffic)
-        return meter.exchanges_per_step * exchange.exposed_seconds(median(meter.step_seconds))
-
 
 def _why_it_does_not_fit(error: Exception, settings: TrialSettings) -> str:
     """Why a size does not fit, by an error; empty where it says something else."""
@@ -518,8 +516,8 @@ def _reason(meter: StepMeter, status: RankStatus, reason: str, settings: TrialSe
     return ""
 
 
-def _trial(batch_size: int, meter: StepMeter, reason: str, *, added: float) -> Trial:
-    seconds = tuple(each + added for each in meter.step_seconds)
+def _trial(batch_size: int, meter: StepMeter, reason: str) -> Trial:
+    seconds = tuple(meter.step_seconds)
     if not reason:
         return Trial.from_steps(batch_size, seconds, peak_bytes=meter.peak_bytes)
     return Trial(

@@ -128,6 +128,10 @@ class StateSnapshot:
             found, is_data = waiting.popleft()
             self._note(found, waiting, is_data=is_data or isinstance(found, Dataset))
 
+    def knows(self, found: object) -> bool:
+        """Whether an object was reached."""
+        return id(found) in self._known
+
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back as it was when this memento was made."""

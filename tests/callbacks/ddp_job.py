@@ -136,23 +136,19 @@ def broken(folder: Path) -> dict[str, Any]:
 
 def alike(folder: Path) -> dict[str, Any]:
     """The same job by the callback and by the decorator, where an exchange of gradients takes seconds."""
-    all_reduce = torch.distributed.all_reduce
     clock = Clock()
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        clock.now += EXCHANGE_SECONDS
-        return all_reduce(*args, **kwargs)
 
     def seconds(batch_size: int) -> float:
         return 1.0 + batch_size / 16
 
-    torch.distributed.all_reduce = slow
-    try:
-        finder = finder_of(clock, init_val=FIRST, max_val=MOST, lr_arg_name=None, steps_per_trial=STEPS)
-        make_trainer(folder, callbacks=[finder]).fit(Job(clock, seconds))
-        decorated = by_decorator(Job(clock, seconds), wrap=DistributedDataParallel)
-    finally:
-        torch.distributed.all_reduce = all_reduce
+    def wrapped(job: Job) -> DistributedDataParallel:
+        model = DistributedDataParallel(job)
+        model.register_comm_hook(None, _slow_hook(clock))
+        return model
+
+    finder = finder_of(clock, init_val=FIRST, max_val=MOST, lr_arg_name=None, steps_per_trial=STEPS)
+    make_trainer(folder, callbacks=[finder]).fit(Hooked(clock, seconds))
+    decorated = by_decorator(Job(clock, seconds), wrap=wrapped)
     return {
         name: {"batch_size": found.batch_size, "speeds": {t.batch_size: t.samples_per_second for t in found.trials}}
         for name, found in (("callback", finder.result), ("decorator", decorated))
@@ -239,7 +235,7 @@ CASES = {
     "offload": lambda folder: same(folder, lambda: {"strategy": lo.DDPOffloadStrategy(budget="2MiB")}),
     "out-of-memory": lambda folder: same(folder, dict, Tight, max_val=24),
     "out-of-memory-manual": lambda folder: same(folder, dict, TightManual, max_val=24),
-    "not-provoked": lambda folder: same(folder, dict, provoke_oom=False),
+    "not-provoked": lambda folder: same(folder, dict, allow_oom=False),
     "collectives": lambda folder: {**same(folder, dict, Talking, init_val=16), "first": Talking.tried[0]},
     "collectives-in-hook": lambda folder: same(folder, dict, TalkingInHook),
     "synchronised": lambda folder: same(folder, dict, Synchronised),

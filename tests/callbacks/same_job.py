@@ -37,7 +37,7 @@ class Job(pl.LightningModule):
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float], capacity: int = 10**9) -> None:
         super().__init__()
-        self.batch_size, self.net = FIRST, network()
+        self.batch_size, self.net, self.data = FIRST, network(), samples(4 * MOST)
         self.clock, self.seconds, self.capacity = clock, seconds, capacity
 
     def training_step(self, batch: list[Tensor], batch_idx: int = 0) -> Tensor:
@@ -51,7 +51,7 @@ class Job(pl.LightningModule):
         return self.training_step([features, labels])
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(samples(4 * MOST), self.batch_size)
+        return DataLoader(self.data, self.batch_size)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -69,15 +69,13 @@ def by_decorator(
     Args:
         job: A fresh one.
         warmup_steps: Of a trial.
-        memory: Watches its steps. Data and first batch are kept, as the callback keeps them.
+        memory: Watches its steps.
         wrap: Makes of the model what is trained, such as DistributedDataParallel.
     """
 
-    data = samples(4 * MOST)
-    first = [tensor.clone() for tensor in data[:FIRST]]
+    data = job.data
 
     def train(batch_size: int) -> None:
-        assert len(first) == len(data.tensors)
         model = job if wrap is None else wrap(job)
         optimizer = job.configure_optimizers()
         batch = [tensor.clone() for tensor in data[:batch_size]]

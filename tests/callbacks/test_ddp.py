@@ -64,7 +64,7 @@ def test_a_rank_that_runs_out_of_memory_alone(ranks: Ranks, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("not-provoked", "provoke_oom=False"),
+        ("not-provoked", "allow_oom=False"),
         ("collectives", "collectives"),
         ("collectives-in-hook", "collectives"),
         ("synchronised", "predicted, not tried: SyncBatchNorm talks to other ranks"),
@@ -102,7 +102,7 @@ def test_ranks_keep_the_effective_batch(ranks: Ranks) -> None:
 
 
 def test_a_slow_hook_counts_as_it_does_in_the_run(ranks: Ranks) -> None:
-    """The finder's throughput is the run's, though its trials reduce nothing."""
+    """The finder's throughput is the run's."""
     first, second = (rank["hooked"] for rank in ranks)
     assert "error" not in first, first["error"]
     assert first == second
@@ -119,7 +119,7 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:
 
 
 def test_the_exchange_of_gradients_counts_as_it_does_for_the_decorator(ranks: Ranks) -> None:
-    """Trials exchange nothing; what it would take is in the throughput of both, and both choose alike."""
+    """Timed steps exchange gradients, which is in the throughput of both, and both choose alike."""
     first, second = (rank["alike"] for rank in ranks)
     assert "error" not in first, first["error"]
     assert first == second
@@ -127,6 +127,5 @@ def test_the_exchange_of_gradients_counts_as_it_does_for_the_decorator(ranks: Ra
     assert callback["batch_size"] == decorator["batch_size"]
     for found in (callback, decorator):
         for size, speed in found["speeds"].items():
-            # a single bucket is ready when backward ends, so all of its time is waited for
             step_seconds = 1.0 + int(size) / 16 + EXCHANGE_SECONDS
             assert speed == pytest.approx(2 * int(size) / step_seconds)

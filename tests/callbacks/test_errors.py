@@ -14,9 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import lightning_offload as lo
+from lightning_offload.callbacks.tuning.options import AdvancedTuning
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from tests.callbacks.conftest import MakeTrainer
-from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted, samples
+from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted, samples, with_advanced
 
 
 class Stream(IterableDataset[Any]):
@@ -59,6 +60,13 @@ class Sampled(Net):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(samples(), batch_sampler=BatchSampler(SequentialSampler(samples()), 4, drop_last=False))
+
+
+class Dividing(Net):
+    """Its loader is made of no size but its own."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(samples(), self.batch_size, num_workers=0 if self.batch_size == 4 else 1 // 0)
 
 
 class Fixed(Net):
@@ -123,8 +131,6 @@ def raised(trainer: Any, net: Any, *args: Any) -> str:
         (Fixed, {}, "`batch_size` of Fixed cannot be set to \\d+ \\(it is frozen\\)"),
         (Lazy, {}, "`more.weight` is not initialized"),
         (Unknown, {}, "`lr` is inf: a learning rate is finite and not negative"),
-        (Streaming, {"lr_warmup_epochs": 2}, "lr_warmup_epochs=2 is not possible: the train dataset has no length"),
-        (Net, {"make_batch": lambda size: None}, "make_batch\\(\\d+\\) gave None"),
         (Net, {"min_val": 97, "max_val": None}, "min_val=97 is above the 96 samples"),
     ],
 )
@@ -141,7 +147,7 @@ def test_what_cannot_be_tuned(make_trainer: MakeTrainer, net: Any, keywords: Any
         (Net, {"batch_arg_name": "bs"}, "what is configured: `bs` is no attribute of Net"),
         (Stubborn, {}, "the configured 4: .* makes batches of \\[8\\]"),
         (Fixed, {}, "the configured 4: `batch_size` of Fixed cannot be set"),
-        (Net, {"make_batch": lambda size: 1 // 0}, "the configured 4: .*ZeroDivisionError"),
+        (Dividing, {}, "the configured 4: ZeroDivisionError"),
         (Net, {"min_val": 97, "max_val": None}, "the configured 4: min_val=97 is above the 96 samples"),
     ],
 )
@@ -188,9 +194,7 @@ def test_a_model_that_fails_in_a_trial_alone(make_trainer: MakeTrainer) -> None:
         {"tolerance": 1.5},
         {"lr_scaling": "cubic"},
         {"max_seconds": 0},
-        {"lr_warmup_epochs": -1},
         {"lr_warmup_steps": -1},
-        {"lr_warmup_steps": 5, "lr_warmup_epochs": 1},
         {"max_lr_factor": 0.5},
         {"max_lr_factor": float("nan")},
         {"max_data_share": 0},
@@ -199,7 +203,6 @@ def test_a_model_that_fails_in_a_trial_alone(make_trainer: MakeTrainer) -> None:
         {"min_confidence": "high"},
         {"min_efficiency": 1.5},
         {"min_efficiency": -0.1},
-        {"make_batch": 3},
         {"init_val": 40, "max_val": 20},
         {"init_val": 3, "min_val": 4},
         {"tolerance": "small"},
@@ -207,7 +210,7 @@ def test_a_model_that_fails_in_a_trial_alone(make_trainer: MakeTrainer) -> None:
         {"batch_arg_name": None},
         {"batch_arg_name": ""},
         {"lr_arg_name": 3},
-        {"provoke_oom": "no"},
+        {"allow_oom": "no"},
         {"on_failure": "ignore"},
         {"plot_dir": 3},
     ],
@@ -215,8 +218,19 @@ def test_a_model_that_fails_in_a_trial_alone(make_trainer: MakeTrainer) -> None:
 def test_a_keyword_that_is_not_possible(keywords: Any) -> None:
     """It is an error when the finder is made; the message repeats the value."""
     with pytest.raises(TuningError) as caught:
-        lo.EfficientBatchSizeFinder(**keywords)
+        lo.EfficientBatchSizeFinder(**with_advanced(keywords))
     assert str(next(iter(keywords.values()))) in str(caught.value)
+
+
+def test_what_few_set_is_a_record_or_a_mapping() -> None:
+    """Anything else, and an entry that it does not have, is an error that names those that there are."""
+    record = AdvancedTuning(tolerance=0.07)
+    for advanced in (record, {"tolerance": 0.07}):
+        assert lo.EfficientBatchSizeFinder(advanced=advanced)._options.tolerance == 0.07
+    with pytest.raises(TuningError, match=r"'tolerences'.* is not known: choose among init_val, .*tolerance"):
+        lo.EfficientBatchSizeFinder(advanced={"tolerences": 0.07})
+    with pytest.raises(TuningError, match="advanced=3 is a int"):
+        lo.EfficientBatchSizeFinder(advanced=3)
 
 
 def test_a_stream_is_tuned_where_its_bounds_are_given(make_trainer: MakeTrainer) -> None:

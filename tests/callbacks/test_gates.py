@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import lightning_offload as lo
 from lightning_offload.tuning.learning_rate import has_step_hooks
 from tests.callbacks.conftest import MakeTrainer
-from tests.callbacks.training import NUM_SAMPLES, Clock, Net, finder_of, fitted, samples
+from tests.callbacks.training import NUM_SAMPLES, Clock, Net, finder_of, fitted, samples, with_advanced
 
 
 class Flat(Net):
@@ -59,9 +59,8 @@ class Many(Net):
 
 def of(clock: Clock, **kwargs: Any) -> Any:
     """A finder with its own defaults, but for short trials."""
-    finder = lo.EfficientBatchSizeFinder(
-        **{"steps_per_trial": 2, "warmup_steps": 0, "objective": "throughput", "max_seconds": 1e9, **kwargs}
-    )
+    keywords = {"steps_per_trial": 2, "warmup_steps": 0, "objective": "throughput", "max_seconds": 1e9, **kwargs}
+    finder = lo.EfficientBatchSizeFinder(**with_advanced(keywords))
     finder._clock = clock
     return finder
 

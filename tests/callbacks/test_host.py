@@ -177,7 +177,7 @@ def test_an_epoch_keeps_enough_batches_for_the_trainer(
 def test_a_warm_up_begins_anew_with_another_model(make_trainer: MakeTrainer) -> None:
     """One finder in two fits: the steps of the first are not counted in the second."""
     clock = Clock()
-    finder = finder_of(clock, lr_scaling="linear", lr_warmup_epochs=1)
+    finder = finder_of(clock, lr_scaling="linear", lr_warmup_steps=6)
     for _ in range(2):
         net = Net(clock=clock, scheduler="step")
         net.configure_optimizers = lambda net=net: torch.optim.SGD(net.parameters(), net.lr)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_offload.callbacks.tuning.length import scaled_steps
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
-from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, finder_of
+from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, finder_of, is_trial
 
 
 def test_a_limit_in_steps_sees_as_many_samples(make_trainer: MakeTrainer) -> None:
@@ -144,7 +144,7 @@ class Backed(Net):
         self.backbone = torch.nn.Linear(NUM_FEATURES, NUM_FEATURES)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if not self.trainer.callbacks:  # type: ignore[attr-defined]
+        if is_trial(self):
             TRAINED.add(self.backbone.weight.requires_grad)
         return super().training_step([self.backbone(batch[0]), batch[1]], batch_idx)
 

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_offload.callbacks.tuning.example import Example, longest
 from lightning_offload.callbacks.tuning.lengths import Lengths as Sampled
-from lightning_offload.errors import TuningError
 from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.trial import Prediction
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
-from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, assert_same, finder_of, fitted, samples
+from tests.callbacks.training import (
+    NUM_FEATURES,
+    NUM_SAMPLES,
+    Clock,
+    Net,
+    assert_same,
+    finder_of,
+    fitted,
+    is_trial,
+    samples,
+)
 
 
 class OfSixteen:
@@ -77,12 +85,12 @@ def test_batches_that_cannot_be_repeated(make_trainer: MakeTrainer, objective: s
     assert_same(ours, fitted(make_trainer(), Graphical(batch_size=size, lr=rate)))
 
 
-def test_batches_that_can_neither_be_repeated_nor_drawn(make_trainer: MakeTrainer) -> None:
-    """Nobody knows a loader's size: that is said."""
+def test_a_loader_of_objects_that_tells_no_size(make_trainer: MakeTrainer) -> None:
+    """Nothing shows whether it follows the attribute: what its objects hold does not."""
     net = Graphical(batch_size=16)
     net.is_deaf = True
     message = raised(make_trainer(callbacks=[finder_of(Clock(), max_val=32)]), net)
-    assert "batches whose samples cannot be repeated are drawn from the dataloader, and that tells no batch" in message
+    assert "was set from 16 to 32, but the batches go on having" in message
 
 
 class Blocks(Dataset[Any]):
@@ -141,7 +149,7 @@ class Pair(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.pairs.append((len(batch["a"][0]), len(batch["b"][0])))
-        trials = self.trainer.callbacks == []  # type: ignore[attr-defined]
+        trials = is_trial(self)
         assert not trials or self.pairs[-1][1] == self.second(self.pairs[-1][0]), self.pairs[-1]
         return super().training_step(batch["a"], batch_idx)
 
@@ -195,7 +203,7 @@ class Lengths(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, features, labels = batch
-        if not self.trainer.callbacks:  # type: ignore[attr-defined]
+        if is_trial(self):
             TRIED.add(tokens.shape[1])
         return super().training_step([features, labels], batch_idx)
 
@@ -247,44 +255,3 @@ def test_batches_of_varied_lengths_are_priced_by_the_planner(
     in_trials = (16 / seconds_of(16)) / (4 / seconds_of(4))
     assert finder.result.expected_speedup == pytest.approx(in_trials * shares[4] / shares[16])
     assert f"as planned, a mean step with 4 takes {shares[4]:.2f} of that" in finder.result.note
-
-
-def test_the_longest_of_few_batches_and_of_many() -> None:
-    """Eight are enough where all are alike; no batch is no example."""
-    assert longest([]) is None
-    alike = longest(torch.zeros(4, 3) for _ in range(100))
-    assert alike is not None
-    assert (alike.num_read, alike.is_varied) == (8, False)
-    varied = longest([torch.zeros(4, 1 + number % 90)] for number in range(100))
-    assert varied is not None
-    assert (varied.num_read, varied.is_varied, varied.batch[0].shape) == (100, True, (4, 90))
-
-
-def test_what_grows_in_a_way_of_its_own_is_an_error() -> None:
-    """Packed sequences have no samples along their first dimension."""
-    batch, other = (
-        {"x": torch.zeros(4, 2), "tokens": torch.zeros(37)},
-        {"x": torch.zeros(8, 2), "tokens": torch.zeros(90)},
-    )
-    with pytest.raises(TuningError, match=r"has 37 entries for 4 samples and 90 for 8.* make_batch="):
-        Example.of(batch, 4, other, 8)
-
-
-def test_parts_are_told_apart_by_a_second_batch() -> None:
-    """In proportion, constant, scattered, nested, texts."""
-    batch = {
-        "x": torch.zeros(4, 2),
-        "two": torch.zeros(8),
-        "w": torch.ones(4),
-        "length": torch.ones(5),
-        "t": list("abcd"),
-    }
-    other = {
-        "x": torch.zeros(8, 2),
-        "two": torch.zeros(16),
-        "w": torch.ones(4),
-        "length": torch.ones(6),
-        "t": list("abcdefgh"),
-    }
-    made = Example.of(batch, 4, other, 8).sized(10)
-    assert {name: len(value) for name, value in made.items()} == {"x": 10, "two": 20, "w": 4, "length": 5, "t": 10}

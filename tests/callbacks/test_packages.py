@@ -31,11 +31,13 @@ def test_the_cli_knows_every_keyword() -> None:
     """Each is annotated, so that a configuration file can set it."""
     parser = LightningArgumentParser()
     parser.add_class_arguments(lo.EfficientBatchSizeFinder, "finder")
-    parsed: Any = parser.parse_args(["--finder.max_val=64", "--finder.lr_scaling=sqrt", "--finder.lr_arg_name=null"])
+    parsed: Any = parser.parse_args(["--finder.max_val=64", "--finder.lr_scaling=sqrt", "--finder.lr_arg_name=null",
+                                     "--finder.advanced.tolerance=0.05"])  # fmt: skip
     made: Any = parser.instantiate_classes(parsed).finder
     assert made._options.max_val == 64
     assert made._options.lr_scaling == "sqrt"
     assert made._options.lr_arg_name is None
+    assert made._options.tolerance == 0.05
 
 
 def test_evaluation_is_left_alone(make_trainer: MakeTrainer) -> None:
@@ -63,7 +65,8 @@ class M(pl.LightningModule):
     def training_step(self, batch, index): return self.net(batch).square().mean()
     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), self.lr)
     def train_dataloader(self): return torch.utils.data.DataLoader(torch.ones(64, 2), self.batch_size)
-finder = lo.EfficientBatchSizeFinder(max_val=16, steps_per_trial=1, warmup_steps=0, on_failure="raise")
+advanced = {{"steps_per_trial": 1, "warmup_steps": 0}}
+finder = lo.EfficientBatchSizeFinder(max_val=16, on_failure="raise", advanced=advanced)
 trainer = pl.Trainer(accelerator="cpu", callbacks=[finder], max_epochs=1, logger=False, enable_checkpointing=False,
                      enable_progress_bar=False, enable_model_summary=False)
 model = M(); trainer.fit(model)

@@ -102,7 +102,7 @@ def test_a_warm_up_ramps_the_rate_around_each_step(make_trainer: MakeTrainer) ->
             return Step(self.parameters(), self.lr)
 
     clock = Clock()
-    finder = finder_of(clock, lr_scaling="linear", lr_warmup_epochs=1)
+    finder = finder_of(clock, lr_scaling="linear", lr_warmup_steps=6)
     net = Warm(clock=clock)
     trainer = make_trainer(callbacks=[finder])
     trainer.fit(net)

@@ -58,7 +58,7 @@ def test_started_in_the_middle_of_a_training(make_trainer: MakeTrainer, tmp_path
 def test_the_state_is_plain_data(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """A checkpoint with the finder's state loads with `weights_only=True`, and gives an equal result."""
     clock = Clock()
-    finder = finder_of(clock, lr_warmup_epochs=1)
+    finder = finder_of(clock, lr_warmup_steps=6)
     trainer = make_trainer(callbacks=[finder], max_epochs=1)
     trainer.fit(Net(clock=clock))
     path = tmp_path / "tuned.ckpt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_offload as lo
+from lightning_offload.callbacks.tuning.options import AdvancedTuning
+from lightning_offload.callbacks.tuning.trials import LoopWatch
 from lightning_offload.tuning.snapshot import RandomStates
 
 NUM_SAMPLES = 96
@@ -125,6 +128,11 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": "step"}}
 
 
+def is_trial(module: Any) -> bool:
+    """Whether a step of a model is one of a trial, or of a pilot."""
+    return any(isinstance(each, LoopWatch) for each in module.trainer.callbacks)
+
+
 class MemoryLogger(Logger):
     """Keeps what it is given."""
 
@@ -204,10 +212,17 @@ def fitted(trainer: pl.Trainer, module: Any, *args: Any, **kwargs: Any) -> dict[
     return {**reader.state, "calls": reader.calls, "logged": logger.logged, "hparams": logger.hyperparameters}
 
 
+def with_advanced(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a finder, those of its advanced record among them put there."""
+    names = {field.name for field in dataclasses.fields(AdvancedTuning)}
+    own = {name: value for name, value in keywords.items() if name not in names}
+    return {**own, "advanced": {name: value for name, value in keywords.items() if name in names}}
+
+
 def finder_of(clock: Clock | None = None, **kwargs: Any) -> Any:
     """A finder that sees the time of `clock`."""
     keywords = {"max_val": 16, "lr_scaling": "sqrt", "on_failure": "raise", **_FEW, **_PLAIN, **kwargs}
-    finder = lo.EfficientBatchSizeFinder(**keywords)
+    finder = lo.EfficientBatchSizeFinder(**with_advanced(keywords))
     if clock is not None:
         finder._clock = clock
     return finder

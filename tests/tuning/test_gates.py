@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_offload.tuning.gates import (
-    Choice,
-    Speedup,
-    is_known_not_to_fit,
-    paying_choice,
-    speedup_of,
-    sure_choice,
-    surely_faster,
-)
+from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
 from lightning_offload.tuning.noise_scale import NoiseScale
 from lightning_offload.tuning.posterior import Estimate
 from lightning_offload.tuning.search import SearchResult
@@ -38,11 +30,25 @@ TWICE = found(32, 0.9, speeds={8: 100.0, 32: 200.0})
 ERROR = 1.96 * 0.01 * 2**0.5
 
 
+def expected(value: float, low: float) -> Speedup:
+    return Speedup(value=value, low=low, high=2 * value)
+
+
+def chosen(
+    result: SearchResult,
+    speedups: dict[int, Speedup] | None = None,
+    base_size: int = 8,
+    min_confidence: float = 0.5,
+    least: float | None = LEAST_SPEEDUP,
+) -> Choice:
+    return choose(result, speedups or {}, base_size=base_size, min_confidence=min_confidence, least=least)
+
+
 @pytest.mark.parametrize(("confidence", "size"), [(0.29, 16), (0.5, 1440), (0.9, 1440)])
 def test_a_guess_is_not_set(confidence: float, size: int) -> None:
-    """Below the wanted confidence the configured size stays, and it is said why."""
-    choice = sure_choice(found(1440, confidence), base_size=16, min_confidence=0.5)
-    assert choice.batch_size == size
+    """Where throughput alone counts the configured size stays below the wanted confidence, and it is said why."""
+    choice = chosen(found(1440, confidence), base_size=16, least=None)
+    assert (choice.batch_size, choice.best_size, choice.confidence) == (size, 1440, confidence)
     assert bool(choice.why_kept) == (size == 16)
 
 
@@ -53,52 +59,68 @@ def test_what_is_surely_better_is_set_though_another_size_may_be_best(
     low: float, min_confidence: float, is_set: bool
 ) -> None:
     """By the lower end of a 95% interval, so that much confidence may be asked for."""
-    choice = sure_choice(
-        found(96, 0.04), base_size=16, min_confidence=min_confidence, speedup=Speedup(value=low + 1, low=low)
-    )
+    speedups = {96: expected(low + 1, low)}
+    choice = chosen(found(96, 0.04), speedups, base_size=16, min_confidence=min_confidence)
     assert (choice.batch_size == 96) == is_set
     assert bool(choice.why_kept) != is_set
 
 
 def test_a_smaller_sure_gain_is_set_where_the_likely_best_is_not_sure() -> None:
     """Of the sizes that were tried, that which is surely fastest; what would be set, or fits alone, stays."""
-    speedups = {8: Speedup(value=1.0, low=1.0), 16: Speedup(value=1.3, low=1.1), 24: Speedup(value=1.4, low=1.2)}
-    speedups[128] = Speedup(value=3.0, low=0.9)
+    speedups = {8: expected(1.0, 1.0), 16: expected(1.3, 1.1), 24: expected(1.4, 1.2), 128: expected(3.0, 0.9)}
 
-    def chosen(size: int, confidence: float = 0.9, **kwargs: Any) -> int:
-        result = found(size, confidence, smallest_failing=kwargs.pop("fails", None))
-        given = kwargs.pop("speedups", speedups)
-        set_ = surely_faster(result, given, base_size=8, **{"min_confidence": 0.5, **kwargs})
-        assert (set_ == result) or (set_.confidence == 0 and set_.batch_size != size)
-        return set_.batch_size
+    def size(best: int, confidence: float = 0.9, fails: int | None = None, **kwargs: Any) -> int:
+        result = found(best, confidence, smallest_failing=fails)
+        choice = chosen(result, **{"speedups": speedups, **kwargs})
+        is_kept = choice.batch_size == 8 != best
+        assert bool(choice.why_kept) == is_kept
+        assert choice.best_size == (best if is_kept else choice.batch_size)
+        assert choice.confidence == (confidence if choice.best_size == best else 0)
+        return choice.batch_size
 
-    assert chosen(128) == 24
-    assert chosen(16) == 16
-    assert chosen(8) == 8
-    assert chosen(128, speedups={128: speedups[128]}) == 128
-    assert chosen(128, least=1.15) == 24
-    assert chosen(4, fails=8) == 4, "the configured size does not fit"
-    assert chosen(16, fails=20) == 16
-    assert chosen(128, fails=24) == 16, "24 ran once, and failed another time"
-    assert chosen(128, min_confidence=0.98) == 128, "nothing is as sure as that"
-    nearly = {**speedups, 128: Speedup(value=3.0, low=1.03)}
-    assert chosen(128, least=1.0, speedups=nearly) == 128, "the search is sure of it, and it is no slower"
-    assert chosen(128, 0.3, least=1.0, speedups=nearly) == 24, "that is not"
-    slight = {8: speedups[8], 16: Speedup(value=1.1, low=1.01), 128: Speedup(value=3.0, low=0.99)}
-    assert chosen(128, least=1.0, speedups=slight) == 128, "nor is one of many that is 1% better to be sure of"
+    assert size(128) == 24
+    assert size(16) == 16
+    assert size(8) == 8
+    assert size(128, speedups={128: speedups[128]}) == 8
+    assert size(128, least=1.15) == 24
+    assert size(4, fails=8) == 4, "the configured size does not fit"
+    assert size(16, fails=20) == 16
+    assert size(128, fails=24) == 16, "24 ran once, and failed another time"
+    assert size(128, min_confidence=0.98) == 8, "nothing is as sure as that"
+    nearly = {**speedups, 128: expected(3.0, 1.03)}
+    assert size(128, least=1.0, speedups=nearly) == 128, "the search is sure of it, and it is no slower"
+    assert size(128, 0.3, least=1.0, speedups=nearly) == 24, "that is not"
+    slight = {8: speedups[8], 16: expected(1.1, 1.01), 128: expected(3.0, 0.99)}
+    assert size(128, least=1.0, speedups=slight) == 8, "nor is one of many that is 1% better to be sure of"
 
 
 def test_what_was_found_to_be_the_configured_size_needs_no_reason() -> None:
     """Nothing changes, so nothing is said."""
-    assert sure_choice(found(16, 0.1), base_size=16, min_confidence=0.5) == Choice(batch_size=16)
+    assert chosen(found(16, 0.1), base_size=16) == Choice(batch_size=16, best_size=16, confidence=0.1)
 
 
 def test_a_size_that_failed_is_not_kept() -> None:
     """Nor one above it."""
     unsure = found(8, 0.1, smallest_failing=12)
-    assert [is_known_not_to_fit(size, unsure) for size in (11, 12, 16)] == [False, True, True]
-    assert sure_choice(unsure, base_size=16, min_confidence=0.5).batch_size == 8
-    assert sure_choice(unsure, base_size=11, min_confidence=0.5).batch_size == 11
+    for least in (None, LEAST_SPEEDUP):
+        assert [chosen(unsure, base_size=size, least=least).batch_size for size in (11, 12, 16)] == [11, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "why"),
+    [
+        (None, "32 is not known to be faster, tuning included"),
+        (expected(1.3, 1.04), "with 32 the run ends 1.04 to 2.60 times as early, tuning included, and 1.05 at least"),
+        (expected(1.05, 1.05), "with 32 the run ends 1.05 to 2.10 times as early"),
+        (expected(1.3, 1.06), ""),
+    ],
+)
+def test_a_size_has_to_pay(speedup: Speedup | None, why: str) -> None:
+    """The lower end of what is expected exceeds 1.05, or the configured size stays, with the interval as the reason."""
+    choice = chosen(TWICE, {} if speedup is None else {32: speedup})
+    assert choice.batch_size == (8 if why else 32)
+    assert choice.why_kept.startswith(f"The configured 8 is kept: {why}" if why else "")
+    assert bool(choice.why_kept) == bool(why)
 
 
 def test_throughput_alone_is_the_speed_up_where_the_batch_stays() -> None:
@@ -106,11 +128,12 @@ def test_throughput_alone_is_the_speed_up_where_the_batch_stays() -> None:
     plain = speedup_of(TWICE, base_size=8, size=32)
     assert plain is not None
     assert (plain.value, plain.low) == (2.0, pytest.approx(2 * (1 - ERROR)))
+    assert plain.high == pytest.approx(2 * (1 + ERROR))
     short = speedup_of(TWICE, base_size=8, size=32, run_seconds=100, tuning_seconds=25)
     assert short is not None
     assert short.value == pytest.approx(100 / (50 + 25))
     assert speedup_of(TWICE, base_size=8, size=16) is None
-    assert speedup_of(TWICE, base_size=8, size=8) == Speedup(value=1.0, low=1.0)
+    assert speedup_of(TWICE, base_size=8, size=8) == Speedup(value=1.0, low=1.0, high=1.0)
 
 
 def test_progress_is_the_speed_up_where_the_batch_grows() -> None:
@@ -120,6 +143,7 @@ def test_progress_is_the_speed_up_where_the_batch_grows() -> None:
     assert speedup is not None
     assert speedup.value == pytest.approx(2 * 56 / 104)
     assert speedup.low == pytest.approx(2 * (1 - ERROR) * 40 / 88)
+    assert speedup.high == pytest.approx(2 * (1 + ERROR) * 96 / 144)
 
 
 def test_a_smaller_batch_pays_least_where_the_noise_is_most() -> None:
@@ -129,27 +153,3 @@ def test_a_smaller_batch_pays_least_where_the_noise_is_most() -> None:
     assert speedup is not None
     assert speedup.value == pytest.approx(0.5 * 42 / 18)
     assert speedup.low == pytest.approx(0.5 * (1 - ERROR))
-
-
-@pytest.mark.parametrize(
-    ("speedup", "size"),
-    [
-        (None, 8),
-        (Speedup(value=1.3, low=1.04), 8),
-        (Speedup(value=1.05, low=1.05), 8),
-        (Speedup(value=1.3, low=1.06), 32),
-    ],
-)
-def test_a_size_has_to_pay(speedup: Speedup | None, size: int) -> None:
-    """The lower end of what is expected exceeds 1.05, or the configured size stays."""
-    choice = paying_choice(Choice(batch_size=32), speedup, TWICE, base_size=8)
-    assert choice.batch_size == size
-    assert ("The configured 8 is kept: 32 is" in choice.why_kept) == (size == 8)
-
-
-def test_a_configured_size_that_failed_has_not_to_be_beaten() -> None:
-    """It cannot be trained with; nor is a reason given where it was kept already."""
-    smaller = found(4, 0.9, smallest_failing=8, speeds={4: 50.0})
-    assert paying_choice(Choice(batch_size=4), None, smaller, base_size=8) == Choice(batch_size=4)
-    kept = Choice(batch_size=8, why_kept="unsure")
-    assert paying_choice(kept, None, TWICE, base_size=8) == kept

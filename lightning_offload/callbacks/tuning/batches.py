@@ -1,4 +1,4 @@
-"""Reads batches, and makes dataloaders of another batch size."""
+"""The shapes in batches, and dataloaders of another batch size."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 
-__all__ = [
-    "NotRepeatableError", "batch_size_of", "is_array", "loaders_in", "map_loaders", "mapped", "num_samples", "resized",
-    "shapes_in",
-]  # fmt: skip
+__all__ = ["loaders_in", "map_loaders", "num_samples", "resized", "shapes_in", "sizes_of"]
+
+_DEEP = 6
+"""Objects within objects of a batch that are looked into."""
 
 
 def mapped(found: Mapping[Any, Any], of: Callable[[Any, Any], Any]) -> Any:
@@ -29,43 +29,23 @@ def mapped(found: Mapping[Any, Any], of: Callable[[Any, Any], Any]) -> Any:
     return made
 
 
-def is_array(found: Any) -> bool:
-    """Whether it is a tensor, or an array of NumPy."""
-    return isinstance(found, Tensor) or type(found).__module__ == "numpy"
-
-
-def shapes_in(found: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes of all tensors in a batch."""
-    if is_array(found):
+def shapes_in(found: Any, depth: int = _DEEP) -> Iterator[tuple[int, ...]]:
+    """The shapes of all tensors and arrays in a batch: in mappings, sequences, and objects such as PyG's batches."""
+    if isinstance(found, Tensor) or type(found).__module__ == "numpy":
         yield tuple(map(int, found.shape))
+    elif not depth or isinstance(found, (str, bytes, type)):
+        return
     elif isinstance(found, Mapping):
         for value in found.values():
-            yield from shapes_in(value)
+            yield from shapes_in(value, depth - 1)
     elif isinstance(found, (list, tuple)):
         for value in found:
-            yield from shapes_in(value)
-    elif dataclasses.is_dataclass(found) and not isinstance(found, type):
+            yield from shapes_in(value, depth - 1)
+    elif dataclasses.is_dataclass(found):
         for field in dataclasses.fields(found):
-            yield from shapes_in(getattr(found, field.name, None))
-
-
-class NotRepeatableError(TuningError):
-    """A batch of another size cannot be made of one by repeating its samples."""
-
-
-def batch_size_of(batch: Any, expected: int | None) -> int:
-    """The number of samples of a batch: the expected one if a tensor has it, else that of the first tensor.
-
-    Raises:
-        NotRepeatableError: There is no tensor in the batch.
-    """
-    sizes = [shape[0] for shape in shapes_in(batch) if shape]
-    if not sizes:
-        raise NotRepeatableError(
-            f"there is no tensor in the batch ({type(batch).__name__}) to read its size from: give make_batch=, a"
-            " function that makes a batch of a given size"
-        )
-    return expected if expected in sizes else sizes[0]
+            yield from shapes_in(getattr(found, field.name, None), depth - 1)
+    elif hasattr(found, "__dict__"):
+        yield from shapes_in(vars(found), depth - 1)
 
 
 def loaders_in(loaders: Any) -> list[DataLoader[Any]]:
@@ -155,3 +135,12 @@ def _resized_sampler(sampler: Any, batch_size: int) -> Any:
         raise TypeError(f"its batch sampler {type(sampler).__name__} has no batch_size to set")
     sampler.batch_size = batch_size
     return sampler
+
+
+def sizes_of(loaders: list[DataLoader[Any]]) -> list[int]:
+    """The batch sizes of those loaders that tell."""
+    found = (
+        loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+        for loader in loaders
+    )
+    return [size for size in found if size is not None]

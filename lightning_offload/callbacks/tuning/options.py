@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,88 +18,91 @@ from lightning_offload.tuning.noise_scale import MIN_STEPS
 OBJECTIVES = ("auto", "keep_effective_batch", "goodput", "throughput")
 ON_FAILURE = ("keep", "raise")
 
-__all__ = ["OBJECTIVES", "ON_FAILURE", "FinderOptions", "checked_folder", "misconfiguration"]
+__all__ = ["OBJECTIVES", "ON_FAILURE", "AdvancedTuning", "FinderOptions", "checked_folder", "misconfiguration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinderOptions:
-    """What the user asked for; see `EfficientBatchSizeFinder`.
+class AdvancedTuning:
+    """What few users of `EfficientBatchSizeFinder` set: its keyword `advanced`, as this record or as a mapping.
+
+    Attributes:
+        init_val: Batch size to begin with; by default the configured one.
+        steps_per_trial: Steps that are timed in a trial.
+        warmup_steps: Steps before them that are not.
+        tolerance: How far below the best throughput the chosen size may be, as a fraction of it.
+        base_batch_size: Effective batch that the configured rate is for; by default the configured one.
+        lr_warmup_steps: Optimizer steps over which a raised rate is reached; by default twice as many as gradients took
+            to settle in the pilot, or 50 where there was none, or a tenth of the run where that is less. 0 for no
+            warm-up. A rate that is not scaled up is not warmed up.
+        max_lr_factor: By how much the rate may be raised at most; by default 16 where the noise scale is measured, and
+            8 where it is not.
+        max_data_share: The largest effective batch, as a share of the data set.
+        min_confidence: How sure the search has to be, from 0 to 1, that the size that it found is right, or (but for
+            objective "throughput") that the run surely ends 1.05 times as early with it. Below it the configured size
+            and rate stay, unless that size does not fit. With 0 and objective "throughput" whatever is found is set.
+        min_efficiency: For goodput, what a sample is worth at least in the larger batch, by what it is worth in the
+            configured one: a run of so many epochs makes that share of its progress. 0 for trainings that end at a
+            loss.
+        multiple_of: Sizes other than the configured one are multiples of this.
+        max_trials: Most trials; by default 12 where sizes can be predicted, and 24 where not.
+        pilot_steps: Most optimizer steps of the pilot that are measured; as many batches as these take are trained on
+            before.
+        allow_oom: Whether a trial may run out of memory. By default it may, unless ranks talk to one another within
+            a step (SyncBatchNorm, sharding, own collectives); then sizes that may not fit are predicted.
 
     Raises:
         TuningError: A value is not possible.
     """
 
-    batch_arg_name: str
-    lr_arg_name: str | None
-    init_val: int | None
-    min_val: int
-    max_val: int | None
-    steps_per_trial: int
-    warmup_steps: int
-    tolerance: float
-    lr_scaling: str
-    base_batch_size: int | None
-    make_batch: Callable[[int], Any] | None
-    max_seconds: float | None
-    lr_warmup_epochs: int
-    lr_warmup_steps: int | None
-    max_lr_factor: float | None
-    max_data_share: float
-    min_confidence: float
-    min_efficiency: float
-    objective: str
-    multiple_of: int
-    max_trials: int | None
-    pilot_steps: int
-    provoke_oom: bool | None
-    on_failure: str
+    init_val: int | None = None
+    steps_per_trial: int = 5
+    warmup_steps: int = 2
+    tolerance: float = 0.03
+    base_batch_size: int | None = None
+    lr_warmup_steps: int | None = None
+    max_lr_factor: float | None = None
+    max_data_share: float = 0.1
+    min_confidence: float = 0.5
+    min_efficiency: float = 0.9
+    multiple_of: int = 1
+    max_trials: int | None = None
+    pilot_steps: int = 128
+    allow_oom: bool | None = None
+
+    @classmethod
+    def of(cls, given: AdvancedTuning | Mapping[str, Any] | None) -> AdvancedTuning:
+        """The record that a user gave, or that a mapping stands for.
+
+        Raises:
+            TuningError: It is neither, or has an entry that is none of these.
+        """
+        if isinstance(given, AdvancedTuning):
+            return given
+        if given is not None and not isinstance(given, Mapping):
+            raise TuningError(f"advanced={given!r} is a {type(given).__name__}: give an AdvancedTuning or a mapping")
+        names = [field.name for field in dataclasses.fields(AdvancedTuning)]
+        unknown = next((name for name in given or {} if name not in names), None)
+        if unknown is not None:
+            raise TuningError(f"advanced={{{unknown!r}: ...}} is not known: choose among {', '.join(names)}")
+        return AdvancedTuning(**(given or {}))
 
     def __post_init__(self) -> None:
-        check_scaling(self.lr_scaling)
-        _check_name("batch_arg_name", self.batch_arg_name, is_optional=False)
-        _check_name("lr_arg_name", self.lr_arg_name, is_optional=True)
-        for name in ("init_val", "max_val", "base_batch_size", "max_trials"):
+        for name in ("init_val", "base_batch_size", "max_trials"):
             _check_count(name, getattr(self, name), least=1, is_optional=True)
-        for name in ("min_val", "steps_per_trial", "multiple_of"):
+        for name in ("steps_per_trial", "multiple_of"):
             _check_count(name, getattr(self, name), least=1, is_optional=False)
         _check_count("pilot_steps", self.pilot_steps, least=MIN_STEPS, is_optional=False)
-        if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
-            names = ", ".join(map(repr, OBJECTIVES))
-            raise TuningError(f"unknown objective {self.objective!r}: choose one of {names}")
-        if not isinstance(self.on_failure, str) or self.on_failure not in ON_FAILURE:
-            raise TuningError(f"on_failure={self.on_failure!r} is not known: choose 'keep' or 'raise'")
-        for name in ("warmup_steps", "lr_warmup_epochs", "lr_warmup_steps"):
-            _check_count(name, getattr(self, name), least=0, is_optional=name == "lr_warmup_steps")
-        if self.lr_warmup_steps and self.lr_warmup_epochs:
-            raise TuningError(
-                f"lr_warmup_steps={self.lr_warmup_steps} and lr_warmup_epochs={self.lr_warmup_epochs} are lengths of"
-                " one warm-up: give one of them"
-            )
-        self._check_limits()
-        if not _is_number(self.tolerance) or not 0 < self.tolerance < 1:
-            raise TuningError(
-                f"tolerance={self.tolerance!r} is not possible: give a fraction between 0 and 1, such as 0.03"
-            )
-        if self.max_seconds is not None and not (_is_number(self.max_seconds) and self.max_seconds > 0):
-            raise TuningError(f"max_seconds={self.max_seconds!r} is not possible: give a positive number, or None")
-        if self.max_val is not None and self.min_val > self.max_val:
-            raise TuningError(f"min_val={self.min_val} is above max_val={self.max_val}: exchange them")
-        if self.init_val is not None and not self.min_val <= self.init_val <= (self.max_val or self.init_val):
-            raise TuningError(
-                f"init_val={self.init_val} is not between min_val={self.min_val} and max_val={self.max_val}: begin with"
-                " a size that may be chosen"
-            )
-        if self.make_batch is not None and not callable(self.make_batch):
-            raise TuningError(f"make_batch={self.make_batch!r} is no function: give one that makes a batch of a size")
-        if self.provoke_oom is not None and not isinstance(self.provoke_oom, bool):
-            raise TuningError(f"provoke_oom={self.provoke_oom!r} is not possible: give True, False or None")
-
-    def _check_limits(self) -> None:
+        _check_count("warmup_steps", self.warmup_steps, least=0, is_optional=False)
+        _check_count("lr_warmup_steps", self.lr_warmup_steps, least=0, is_optional=True)
         most = self.max_lr_factor
         if most is not None and not (_is_number(most) and most >= 1):
             raise TuningError(
                 f"max_lr_factor={self.max_lr_factor!r} is not possible: give a number of at least 1, such as 8, or"
                 " float('inf') for no limit"
+            )
+        if not _is_number(self.tolerance) or not 0 < self.tolerance < 1:
+            raise TuningError(
+                f"tolerance={self.tolerance!r} is not possible: give a fraction between 0 and 1, such as 0.03"
             )
         if not _is_number(self.max_data_share) or not 0 < self.max_data_share <= 1:
             raise TuningError(
@@ -114,6 +118,48 @@ class FinderOptions:
             raise TuningError(
                 f"min_confidence={self.min_confidence!r} is not possible: give a probability from 0 to 1, such as 0.5;"
                 " 0 sets whatever is found"
+            )
+        if self.allow_oom is not None and not isinstance(self.allow_oom, bool):
+            raise TuningError(f"allow_oom={self.allow_oom!r} is not possible: give True, False or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinderOptions(AdvancedTuning):
+    """All that the user asked for; see `EfficientBatchSizeFinder`.
+
+    Raises:
+        TuningError: A value is not possible.
+    """
+
+    batch_arg_name: str
+    lr_arg_name: str | None
+    objective: str
+    min_val: int
+    max_val: int | None
+    lr_scaling: str
+    max_seconds: float | None
+    on_failure: str
+
+    def __post_init__(self) -> None:
+        super(FinderOptions, self).__post_init__()  # a class with slots is another one than this
+        check_scaling(self.lr_scaling)
+        _check_name("batch_arg_name", self.batch_arg_name, is_optional=False)
+        _check_name("lr_arg_name", self.lr_arg_name, is_optional=True)
+        _check_count("max_val", self.max_val, least=1, is_optional=True)
+        _check_count("min_val", self.min_val, least=1, is_optional=False)
+        if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
+            names = ", ".join(map(repr, OBJECTIVES))
+            raise TuningError(f"unknown objective {self.objective!r}: choose one of {names}")
+        if not isinstance(self.on_failure, str) or self.on_failure not in ON_FAILURE:
+            raise TuningError(f"on_failure={self.on_failure!r} is not known: choose 'keep' or 'raise'")
+        if self.max_seconds is not None and not (_is_number(self.max_seconds) and self.max_seconds > 0):
+            raise TuningError(f"max_seconds={self.max_seconds!r} is not possible: give a positive number, or None")
+        if self.max_val is not None and self.min_val > self.max_val:
+            raise TuningError(f"min_val={self.min_val} is above max_val={self.max_val}: exchange them")
+        if self.init_val is not None and not self.min_val <= self.init_val <= (self.max_val or self.init_val):
+            raise TuningError(
+                f"init_val={self.init_val} is not between min_val={self.min_val} and max_val={self.max_val}: begin with"
+                " a size that may be chosen"
             )
 
 

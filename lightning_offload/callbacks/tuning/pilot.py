@@ -16,10 +16,9 @@ that cannot be stepped here, or that ends, stays where it is.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import Tensor
 from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
 from lightning_offload.tuning.noise_scale import MIN_STEPS, GradientSquares
 
-__all__ = ["GradientWatch", "PilotPlan", "ScheduleSteps", "pilot_plan", "shortest_pilot", "why_no_noise_scale"]
+__all__ = ["Pilot", "PilotPlan", "pilot_plan", "shortest_pilot", "why_no_noise_scale"]
 
 _log = logging.getLogger(__name__)
 _NUM_MICRO = 4
@@ -103,8 +102,91 @@ def why_no_noise_scale(trainer: Any, module: Any) -> str:
     return ""
 
 
-class ScheduleSteps:
-    """Steps the schedules of a run that count optimizer steps, as its loop would, and puts the rates back.
+class Pilot:
+    """The steps of a pilot, while a fit loop runs them: it tells of its backwards and batches.
+
+    Args:
+        trainer: Its optimizers and schedules are made; its accumulation is set for each part of the pilot.
+        module: The model.
+        plan: The steps.
+        micro_size: Samples of a micro-batch, on this rank.
+        num_ranks: Ranks that train together.
+        num_steps: Optimizer steps of the run, at whose end its schedules end; 0 where they are not to be stepped.
+        is_late: Whether no step more is to be made than a measurement needs.
+
+    Attributes:
+        first: Squares of the gradients of the first steps.
+        measured: Those of the measured ones.
+    """
+
+    class Over(BaseException):
+        """All steps were made."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        plan: PilotPlan,
+        *,
+        micro_size: int,
+        num_ranks: int,
+        num_steps: float,
+        is_late: Callable[[], bool],
+    ) -> None:
+        self._trainer, self._module, self._is_late = trainer, module, is_late
+        watched = {"micro_size": micro_size, "num_ranks": num_ranks}
+        first = _GradientWatch(trainer, module, num_micro=plan.accumulation, **watched)
+        measured = _GradientWatch(trainer, module, num_micro=plan.num_micro, **watched)
+        self.first, self.measured = first.steps, measured.steps
+        self._parts = iter(
+            (
+                (plan.num_first, plan.accumulation, first),
+                (plan.num_lead, plan.accumulation, None),
+                (plan.num_measured, plan.num_micro, measured),
+            )
+        )
+        self._schedules = _ScheduleSteps(trainer, num_steps)
+        self._accumulation = plan.accumulation
+        self._num_left = self._num_made = self._num_batches = self._num_micro = 0
+        self._watch: _GradientWatch | None = None
+        self._begin_part()
+
+    def after_backward(self) -> None:
+        """Gradients were added."""
+        if self._watch is not None:
+            self._watch.note()
+
+    def after_batch(self) -> None:
+        """A micro-batch has ended.
+
+        Raises:
+            Over: It was the last one.
+        """
+        self._num_batches += 1
+        if self._num_batches < self._num_micro:
+            return
+        self._num_batches = 0
+        self._num_made += 1
+        self._num_left -= 1
+        self._schedules.made_step(self._accumulation)
+        if self._num_left <= 0 or (self._num_made >= MIN_STEPS and self._is_late()):
+            self._begin_part()
+
+    def _begin_part(self) -> None:
+        self._num_left = 0
+        while not self._num_left:
+            part = next(self._parts, None)
+            if part is None:
+                raise self.Over
+            self._num_left, self._num_micro, self._watch = part
+        self._num_made = 0
+        self._trainer.accumulate_grad_batches = self._num_micro
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        progress.ready += -progress.ready % self._num_micro  # by which the loop tells where a window begins
+
+
+class _ScheduleSteps:
+    """Steps the schedules of a run that count optimizer steps, as its loop would.
 
     Those of the model's own making are left to the model. Lightning's hook for it is not called: what it reads may only
     be there in the run.
@@ -117,26 +199,8 @@ class ScheduleSteps:
     def __init__(self, trainer: Any, num_steps: float) -> None:
         configs = [each for each in trainer.strategy.lr_scheduler_configs if each.interval == "step"]
         self._configs = [each for each in configs if not each.reduce_on_plateau]
-        self._optimizers = trainer.optimizers
         self._num_left = num_steps
         self._num_batches = 0
-
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Training takes place inside; at the end all groups have the hyperparameters that they had."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        before = [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
-        try:
-            yield
-        finally:
-            for group, values in zip(groups, before, strict=True):
-                for key in [key for key in group if key != "params" and key not in values]:
-                    del group[key]
-                for key, value in values.items():
-                    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                        group[key].detach().copy_(value)
-                    else:
-                        group[key] = value
 
     def made_step(self, num_batches: int) -> None:
         """An optimizer step was made.
@@ -158,11 +222,7 @@ class ScheduleSteps:
                 self._configs.remove(config)
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-class GradientWatch:
+class _GradientWatch:
     """Takes the squared norms of micro-gradients while a model is trained by Lightning.
 
     Args:
@@ -180,24 +240,9 @@ class GradientWatch:
         self._squares: list[float] = []
         self._before: list[Tensor] = []
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Training takes place inside."""
-        own: Callable[[], None] = self._module.on_after_backward
-
-        def after_backward() -> None:
-            own()
-            self._note()
-
-        object.__setattr__(self._module, "on_after_backward", after_backward)
-        try:
-            yield
-        finally:
-            vars(self._module).pop("on_after_backward", None)
-            self._before.clear()
-
     @torch.no_grad()
-    def _note(self) -> None:
+    def note(self) -> None:
+        """A backward has ended."""
         gradients = [each.grad.detach() for each in self._module.parameters() if each.grad is not None]
         is_last = len(self._squares) == self._num_micro - 1
         if self._num_ranks == 1:
@@ -224,6 +269,7 @@ class GradientWatch:
         # each loss was divided by their number
         micro = self._num_micro**2 * sum(squares) / len(squares)
         self._squares = []
+        self._before.clear()
         self.steps.append(
             GradientSquares(
                 micro=micro / scale,

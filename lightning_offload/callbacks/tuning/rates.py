@@ -99,7 +99,7 @@ def scaled_rate(
 
 def _allowed_factor(trainer: Any, options: FinderOptions, wanted: float, *, is_measured: bool) -> tuple[float, str]:
     """By how much the rate may change where a rule wants it to by so much, and what to say of it."""
-    is_warmed_up = options.lr_warmup_steps != 0 or options.lr_warmup_epochs > 0
+    is_warmed_up = options.lr_warmup_steps != 0
     if wanted > 1 and is_warmed_up and not all(map(has_step_hooks, trainer.optimizers)):
         return 1.0, (
             f"The learning rate stays: it would be raised by {wanted:.3g}, and the optimizer has no hooks around its"

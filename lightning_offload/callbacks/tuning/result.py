@@ -8,35 +8,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from statistics import median
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_offload.errors import TuningError
+from lightning_offload.errors import OffloadError, TuningError
+from lightning_offload.lightning_packages import rank_zero
+from lightning_offload.report.printed import Printed
+from lightning_offload.report.tuning_picture import save_tuning_png
+from lightning_offload.report.tuning_plot import TuningCurve, TuningPoint, save_tuning_html
 from lightning_offload.tuning.noise_scale import batch_efficiency
-from lightning_offload.tuning.scaling import COLUMNS, Scaling
+from lightning_offload.tuning.posterior import pool
 from lightning_offload.tuning.trial import Prediction, Trial
 from lightning_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.table import Table
 
-    from lightning_offload.tuning.scaling import Scaling
-    from lightning_offload.tuning.trial import Trial
-import os
-from pathlib import Path
-
-from lightning_offload.errors import OffloadError
-from lightning_offload.lightning_packages import rank_zero
-from lightning_offload.report.printed import Printed
-from lightning_offload.report.tuning_picture import save_tuning_png
-from lightning_offload.report.tuning_plot import Simulated, TuningCurve, TuningPoint, save_tuning_html
-from lightning_offload.tuning.scaling import Scaling
 
 _SCHEMA = 1
+_INTERVALS = ("noise_scale_interval", "expected_interval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +55,7 @@ class TuningResult(Printed):
             or the length of the run says otherwise; None without a pilot.
         expected_speedup: By how much the run is expected to end earlier for the same progress, tuning included, with
             `found_batch_size`; None where that is not known.
+        expected_interval: Where that surely lies, by the noise of the trials and of the noise scale.
         tuning_seconds: What the tuning took.
         run_seconds: What was left of the configured run was estimated to take; None where its length is not known.
         first_step: Optimizer steps of a checkpoint that the run had begun from when it was tuned.
@@ -76,7 +71,6 @@ class TuningResult(Printed):
         confidence: How probably the size is right, by the trials; from 0 to 1. 0 where another was found that is not
             sure enough to be set, and this one surely is faster than the configured one.
         budget_bytes: The budget that limited the search; None without a limit.
-        scaling: What the chosen size would do on 1 to 1024 devices, simulated; None where that is not known.
         note: What a reader should know, such as why sizes were predicted and not tried.
     """
 
@@ -94,6 +88,7 @@ class TuningResult(Printed):
     noise_scale_interval: tuple[float, float] | None = None
     warmup_steps: int | None = None
     expected_speedup: float | None = None
+    expected_interval: tuple[float, float] | None = None
     tuning_seconds: float = 0.0
     run_seconds: float | None = None
     first_step: int = 0
@@ -106,7 +101,6 @@ class TuningResult(Printed):
     is_largest_predicted: bool = False
     confidence: float = 0.0
     budget_bytes: int | None = None
-    scaling: Scaling | None = None
     note: str = ""
 
     @property
@@ -120,21 +114,18 @@ class TuningResult(Printed):
         """The batch of a rank by the configured one."""
         return Fraction(self.batch_size, self.configured_batch_size or self.batch_size)
 
-    def __rich__(self) -> Group:
-        """Its trials, and what the chosen size would do on more devices."""
-        from rich.console import Group
-
-        trials = trials_table(self) if self.trials else summary(self)
-        return Group(trials, *([scaling_table(self.scaling)] if self.scaling is not None else []))
+    def __rich__(self) -> Table | str:
+        """Its trials, and what was chosen."""
+        return trials_table(self) if self.trials else summary(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The result as plain containers, safe to load with `weights_only=True`."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        state["noise_scale_interval"] = None if self.noise_scale_interval is None else list(self.noise_scale_interval)
+        for name in _INTERVALS:
+            state[name] = None if state[name] is None else list(state[name])
         state["scaled_groups"] = [list(place) for place in self.scaled_groups]
         state["trials"] = [_plain(trial) for trial in self.trials]
         state["predictions"] = [_plain(prediction) for prediction in self.predictions]
-        state["scaling"] = None if self.scaling is None else self.scaling.state_dict()
         return {"schema": _SCHEMA, **state}
 
     @classmethod
@@ -148,10 +139,10 @@ class TuningResult(Printed):
         try:
             values["scaled_groups"] = tuple((number, index) for number, index in values["scaled_groups"])
             values["trials"] = tuple(Trial(**{**t, "step_seconds": tuple(t["step_seconds"])}) for t in values["trials"])
-            interval = values.get("noise_scale_interval")
-            values["noise_scale_interval"] = None if interval is None else (float(interval[0]), float(interval[1]))
-            scaling = values.get("scaling")
-            values["scaling"] = None if scaling is None else Scaling.from_state_dict(scaling)
+            values.pop("scaling", None)  # of older versions
+            for name in _INTERVALS:
+                interval = values.get(name)
+                values[name] = None if interval is None else (float(interval[0]), float(interval[1]))
             values["predictions"] = tuple(Prediction(**p) for p in values["predictions"])
             if state["schema"] != _SCHEMA:
                 raise KeyError(f"schema {state['schema']}")
@@ -186,7 +177,7 @@ def trials_table(result: TuningResult) -> Table:
 
 
 def merged(trials: Iterable[Trial]) -> list[Trial]:
-    """One trial for each size, ascending: repeats of all that went well together, or the failure."""
+    """One trial for each size, ascending: what repeats of all that went well say together, or the failure."""
     by_size: dict[int, list[Trial]] = {}
     for trial in trials:
         by_size.setdefault(trial.batch_size, []).append(trial)
@@ -195,28 +186,15 @@ def merged(trials: Iterable[Trial]) -> list[Trial]:
 
 def _together(trials: list[Trial]) -> Trial:
     failed = [trial for trial in trials if not trial.is_ok]
-    if failed or len(trials) == 1:
-        return failed[0] if failed else trials[0]
+    if failed:
+        return failed[0]
+    (estimate,) = pool(trials).values()
     return dataclasses.replace(
         trials[-1],
-        samples_per_second=median(trial.samples_per_second or 0.0 for trial in trials),
+        samples_per_second=estimate.samples_per_second,
         peak_bytes=max((trial.peak_bytes for trial in trials if trial.peak_bytes is not None), default=None),
         step_seconds=tuple(itertools.chain.from_iterable(trial.step_seconds for trial in trials)),
     )
-
-
-def scaling_table(scaling: Scaling) -> Table:
-    """One row per number of devices."""
-    from rich.table import Table
-
-    table = Table(
-        title="Simulated: the chosen size on more devices", caption=scaling.caption, header_style="bold magenta"
-    )
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in scaling.rows:
-        table.add_row(*row)
-    return table
 
 
 def _cells(trial: Trial, *, is_chosen: bool) -> tuple[str, ...]:
@@ -259,8 +237,12 @@ def _expected(result: TuningResult) -> str:
     told = []
     if noise is not None and interval is not None:
         told.append(f"gradient noise scale {noise:.3g} samples ({interval[0]:.3g} to {interval[1]:.3g})")
-    if result.expected_speedup is not None and result.found_batch_size not in (None, result.configured_batch_size):
-        told.append(f"expected speed-up with {result.found_batch_size}: {result.expected_speedup:.2f}")
+    value, interval = result.expected_speedup, result.expected_interval
+    if value is not None and interval is not None and result.found_batch_size != result.configured_batch_size:
+        told.append(
+            f"with {result.found_batch_size} the run is expected to end {value:.2f} times as early"
+            f" ({interval[0]:.2f} to {interval[1]:.2f})"
+        )
     return ", ".join(told).capitalize() if told else ""
 
 
@@ -357,7 +339,6 @@ def curve_of(result: TuningResult) -> TuningCurve:
         largest_plain=result.largest_plain_size,
         budget_bytes=result.budget_bytes,
         lead=f"Chosen: {summary(result)}",
-        simulated=None if result.scaling is None else _simulated(result.scaling),
     )
 
 
@@ -368,10 +349,6 @@ def _goodput(result: TuningResult, tried: Trial | Prediction) -> float | None:
     samples = result.effective_batch_size / result.batch_size  # of an optimizer step, for each of a rank's batch
     batches = {"base_batch": samples * (result.configured_batch_size or 1), "batch": samples * tried.batch_size}
     return tried.samples_per_second * batch_efficiency(result.noise_scale, **batches)
-
-
-def _simulated(scaling: Scaling) -> Simulated:
-    return Simulated(caption=scaling.caption, columns=COLUMNS, rows=scaling.rows)
 
 
 def save_plots(result: TuningResult, folder: str | os.PathLike[str], package: str) -> None:

@@ -1,26 +1,18 @@
-"""What trials are fed: a batch of the run's own dataloader, and the sizes that its data allow."""
+"""The data of a run: what the fit loop is fed in trials, and the sizes that the data allow."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_offload.callbacks.tuning.accumulation import accumulation_of
-from lightning_offload.callbacks.tuning.batches import (
-    NotRepeatableError,
-    batch_size_of,
-    loaders_in,
-    map_loaders,
-    num_samples,
-    resized,
-    shapes_in,
-)
-from lightning_offload.callbacks.tuning.example import Example, longest
+from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, shapes_in, sizes_of
+from lightning_offload.callbacks.tuning.feeding import Feed, Look
 from lightning_offload.callbacks.tuning.length import is_number_of_batches
 from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import Objective
@@ -29,96 +21,103 @@ from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.ranks import Coordinator
 
-__all__ = ["Bounds", "Sampler", "end_workers"]
+__all__ = ["Bounds", "TrialData", "end_workers"]
 
 Bounds = tuple[int, int, int]
 """The smallest, the largest and the first size to try."""
+_MANY = 256
+"""Batches of the configured size that are read where they differ."""
 
 
-class Sampler:
-    """Draws a batch of the configured size, unless the user makes them, and repeats its samples.
-
-    Batches whose samples cannot be repeated, as graphs and packed sequences, are drawn from loaders of each size.
+class TrialData:
+    """Feeds the fit loop of a Trainer batches of any size, and looks at them.
 
     Args:
         options: What the user asked for.
         targets: Where the batch size is kept.
         trainer: At the start of a fit.
 
+    Attributes:
+        note: What to say of batches that differ; empty where they do not.
+        lengths: Those of batches of the configured size, where they vary; None where they do not, or it is not lengths.
+
     Raises:
-        TuningError: There is no batch, or it is not of the configured size.
+        TuningError: There is no batch, or none of the configured size.
     """
 
     def __init__(self, options: FinderOptions, targets: Targets, trainer: Any) -> None:
         self._options, self._targets, self._trainer = options, targets, trainer
-        loop = trainer.fit_loop
-        loop.setup_data()
-        if loop._combined_loader is None or loop.max_batches == 0:
-            raise TuningError("there is no batch to train on: the train dataloader is empty, or limit_train_batches=0")
-        loaders = loaders_in(loop._combined_loader)
-        self._loaders = loaders
-        self._num_samples = num_samples(loaders, targets.base_size)
-        self._check(loaders)
         self._has_batch_norm = False
         self.note = ""
-        self.lengths: Lengths | None = None  # where they vary
-        self._example: Example | None = None
-        if options.make_batch is None:
-            if type(loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
-                raise TuningError("training_step(dataloader_iter) draws its own batches: give make_batch=")
-            with contextlib.suppress(NotRepeatableError):
-                self._example = self._drawn(loop)
+        self.lengths: Lengths | None = None
+        base = targets.base_size
+        with self.fed(base):
+            loop = trainer.fit_loop
+            if loop._combined_loader is None or loop.max_batches == 0:
+                raise TuningError(
+                    "there is no batch to train on: the train dataloader is empty, or limit_train_batches=0"
+                )
+            self._loaders = loaders_in(loop._combined_loader)
+            self._num_samples = num_samples(self._loaders, base)
+            self._check()
+            self._rows = self._rows_fed()
+            look = self._look()
+        if look is not None and look.is_varied:
+            what, kind = ("Lengths vary", "longest") if look.is_padded else ("Batches vary in size", "largest")
+            self.note = f"{what}: trials have the {kind} of {len(look.elements)} batches"
+            if look.is_padded:
+                self.lengths = Lengths.of(look.elements, base)
+
+    @contextlib.contextmanager
+    def fed(self, batch_size: int, *, is_repeated: bool = True) -> Iterator[None]:
+        """Inside, the fit loop has loaders of a size, and batches without an end.
+
+        Args:
+            batch_size: Samples of a batch.
+            is_repeated: Whether the largest of a few batches is fed again and again where they differ.
+        """
+        loop, targets = self._trainer.fit_loop, self._targets
         end_workers(loop)
+        loop._combined_loader = None
+        targets.load(self._trainer, batch_size)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of sizes that are only tried; the run says it of its own
+                loop.setup_data()
+            most = math.ceil(_MANY * targets.base_size / batch_size) if is_repeated else 0
+            # one that draws from the loader itself is fed by Lightning alone
+            if loop._data_fetcher is not None and type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
+                loop._data_fetcher = Feed(loop._data_fetcher, most)
+            yield
+        finally:
+            end_workers(loop)
+            targets.load(self._trainer, targets.base_size)
 
-    def _drawn(self, loop: Any) -> Example:
-        """The longest of a few batches of the configured size."""
-        found = longest(_batches(loop._data_fetcher, loop.max_batches))
-        if found is None:
-            raise TuningError("there is no batch to train on: the train dataloader is empty")
-        if found.is_varied:
-            self.note = f"Lengths vary: trials have the longest of {found.num_read} batches"
-            self.lengths = Lengths.of(found.lengths, self._targets.base_size)
-        return Example(batch=found.batch, size=batch_size_of(found.batch, self._targets.base_size))
+    def _rows_fed(self) -> list[int] | None:
+        """Rows of each tensor in the first batch that the loop is fed; None where it draws from the loader itself."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        if not isinstance(fetcher, Feed):
+            return None
+        batch, _, _ = next(fetcher)
+        return [shape[0] for shape in shapes_in(batch) if shape]
 
-    def _check(self, loaders: list[Any]) -> None:
-        sizes = set(_sizes(loaders))
+    def _look(self) -> Look | None:
+        fetcher = self._trainer.fit_loop._data_fetcher
+        return fetcher.look if isinstance(fetcher, Feed) else None
+
+    def _check(self) -> None:
+        sizes = set(sizes_of(self._loaders))
         base, size = self._targets.base_size, self._targets.size
         if size is not None and self._targets.loaders is None and sizes and base not in sizes:
             raise TuningError(
                 f"`{size.name}` is {base}, but train_dataloader() makes batches of {sorted(sizes)}: build the"
                 " DataLoader with that attribute"
             )
-        if self._num_samples is None and self._options.lr_warmup_epochs:
-            raise TuningError(
-                f"lr_warmup_epochs={self._options.lr_warmup_epochs} is not possible: the train dataset has no length,"
-                " so the steps of an epoch are not known; define __len__, or leave the warm-up to a scheduler"
-            )
         if self._num_samples is None and (self._options.max_val is None or self._trainer.max_steps == -1):
             raise TuningError(
                 "the train dataset has no length, so neither the largest batch nor the length of an epoch is known:"
                 " give the finder max_val= and the Trainer max_steps=, or define __len__"
             )
-
-    def batches(self) -> Iterator[Any]:
-        """Real batches of the configured size, epoch after epoch.
-
-        Raises:
-            TuningError: There is none.
-        """
-        combined = self._trainer.fit_loop._combined_loader
-        try:
-            while True:
-                num = 0
-                for batch, _, _ in combined:
-                    if self._example is None or any(
-                        shape and shape[0] == self._targets.base_size for shape in shapes_in(batch)
-                    ):
-                        num += 1
-                        yield batch
-                if num == 0:
-                    raise TuningError(f"no batch of the train dataloader has {self._targets.base_size} samples")
-        finally:
-            combined.reset()  # which ends its workers
 
     def bounds(self, module: Any, agreement: Coordinator, objective: Objective) -> Bounds:
         """The sizes that can be trained with.
@@ -188,99 +187,27 @@ class Sampler:
         return next(below, batch_size)
 
     def _check_following(self, smallest: int, largest: int) -> None:
-        """See that the model's or its data's loaders have the size that is set: some are built before it is."""
-        targets, before = self._targets, _sizes(self._loaders)
-        other = self._other_size(smallest, largest)
+        """See that the loaders have the size that is set: some are built before it is."""
+        base, before = self._targets.base_size, sizes_of(self._loaders)
+        most = largest if self._num_samples is None else max(largest, self._num_samples)
+        candidates = (size for size in (2 * base, base // 2, largest, smallest) if 0 < size <= most and size != base)
+        other = next(candidates, None)
         if other is None:
             return
-        targets.set_batch_size(other)
-        try:
-            made = self._loaders_of(other)
-            after = _sizes(loaders_in(made))
-            if targets.size is not None and before and after == before:
-                raise TuningError(
-                    f"`{targets.size.name}` was set to {other}, but train_dataloader() goes on with batches of"
-                    f" {sorted(set(after))}: build the DataLoader there, at every call, with that attribute"
-                )
-            if self._example is not None:
-                batch = self._first_of(made)
-                try:
-                    self._example = Example.of(self._example.batch, targets.base_size, batch, other)
-                except NotRepeatableError:
-                    self._example = None
-            if self._example is None and self._options.make_batch is None and other not in after:
-                raise TuningError(
-                    "batches whose samples cannot be repeated are drawn from the dataloader, and that tells no batch"
-                    f" size of {other}: give make_batch=, a function that makes a batch of a given size"
-                )
-        finally:
-            targets.set_batch_size(targets.base_size)
-
-    def _other_size(self, smallest: int, largest: int) -> int | None:
-        """Another size that the data have a batch of; None where there is none."""
-        base = self._targets.base_size
-        most = largest if self._num_samples is None else max(largest, self._num_samples)
-        return next(
-            (size for size in (2 * base, base // 2, largest, smallest) if 0 < size <= most and size != base), None
-        )
-
-    def _loaders_of(self, batch_size: int) -> Any:
-        """The loaders for another size, which is set."""
-        targets = self._targets
-        loaders = targets.loaders
-        if loaders is None:
-            loaders = self._trainer.fit_loop._data_source.dataloader()
-            if not targets.is_remade:
-                return loaders
-        return map_loaders(loaders, lambda loader: resized(loader, batch_size, targets.package))
-
-    def _first_of(self, loaders: Any) -> Any:
-        """Their first batch, combined as the run's are."""
-        combined = self._trainer.fit_loop._combined_loader
-        if not isinstance(loaders, type(combined)):
-            loaders = type(combined)(loaders, combined._mode)
-        try:
-            batch, _, _ = next(iter(loaders))
-        finally:
-            loaders.reset()  # which ends its workers
-        return batch
-
-    def __call__(self, batch_size: int) -> Any:
-        """Make a batch, on the host."""
-        if self._options.make_batch is not None:
-            made = self._options.make_batch(batch_size)
-            if made is None:
-                raise TuningError(f"make_batch({batch_size}) gave None: return the batch, as a dataloader would")
-            return made
-        if self._example is not None:
-            return self._example.sized(batch_size)
-        before = self._targets.size.get() if self._targets.size is not None else None
-        self._targets.set_batch_size(batch_size)
-        try:
-            return self._first_of(self._loaders_of(batch_size))
-        finally:
-            if before is not None:
-                self._targets.set_batch_size(before)
-
-
-def _sizes(loaders: list[Any]) -> list[int]:
-    found = (
-        loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
-        for loader in loaders
-    )
-    return [size for size in found if size is not None]
-
-
-def _batches(fetcher: Any, most: float) -> Iterator[Any]:
-    """The batches of an epoch, which has begun: another iterator would begin anew."""
-    for number in itertools.count(1):
-        try:
-            batch, _, _ = next(fetcher)
-        except StopIteration:
-            return
-        yield batch
-        if number >= most:
-            return
+        with self.fed(other):
+            after, rows = sizes_of(loaders_in(self._trainer.fit_loop._combined_loader)), self._rows_fed()
+        name = self._targets.size.name if self._targets.size is not None else "the batch size"
+        if before and after == before:
+            raise TuningError(
+                f"`{name}` was set to {other}, but train_dataloader() goes on with batches of {sorted(set(after))}:"
+                " build the DataLoader there, at every call, with that attribute"
+            )
+        if rows is not None and rows == self._rows and (rows or other not in after):
+            had = f"{base if base in rows else rows[0]} samples" if rows else "what they had"
+            raise TuningError(
+                f"the batch size was set from {base} to {other}, but the batches go on having {had}: build the"
+                " DataLoader, and its batch sampler or data set where that makes the batches, with this size"
+            )
 
 
 def end_workers(loop: Any) -> None:

@@ -20,7 +20,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.callbacks.tuning.freezing import will_thaw
-from lightning_offload.callbacks.tuning.host import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
 from lightning_offload.callbacks.tuning.length import (
     StepLimits,
     check_lengths,
@@ -43,20 +42,13 @@ from lightning_offload.callbacks.tuning.rates import (
     stragglers,
 )
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult, tell_kept
-from lightning_offload.callbacks.tuning.sampling import Bounds, Sampler, end_workers
+from lightning_offload.callbacks.tuning.sampling import Bounds, TrialData, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets
+from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
 from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.plugins.out_of_memory import release_frames
-from lightning_offload.tuning.gates import (
-    LEAST_SPEEDUP,
-    Choice,
-    Speedup,
-    paying_choice,
-    speedup_of,
-    sure_choice,
-    surely_faster,
-)
+from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
 from lightning_offload.tuning.learning_rate import effective_batch, shown_warmup_steps
 from lightning_offload.tuning.noise_scale import (
     NoiseScale,
@@ -68,7 +60,6 @@ from lightning_offload.tuning.posterior import pool
 from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
-from lightning_offload.tuning.scaling import Scaling
 from lightning_offload.tuning.search import SearchResult
 from lightning_offload.tuning.trial import Prediction, Trial
 from lightning_offload.units import format_seconds
@@ -219,40 +210,31 @@ class Session:
         why = self._too_short()  # by counts alone, before anything is read
         if why:
             return self._kept(why)
-        sampler = self._agreement.together(
-            lambda: Sampler(options, self._targets, self._trainer), "reading a batch of the train dataloader"
+        data = self._agreement.together(
+            lambda: TrialData(options, self._targets, self._trainer), "reading a batch of the train dataloader"
         )
-        self._lengths = sampler.lengths
-        bounds = sampler.bounds(self._module, self._agreement, self._objective)
+        self._lengths = data.lengths
+        bounds = data.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
-            self._trainer, self._module, self._targets.package, start=self._start, make_batch=sampler,
-            set_batch_size=self._targets.set_batch_size, agreement=self._agreement,
-            known_size=self._targets.base_size, will_thaw=will_thaw(self._trainer), provoke_oom=options.provoke_oom,
-            accumulation=self._objective.accumulation, clock=self._clock,
+            self._trainer, self._module, self._targets.package, start=self._start, data=data,
+            agreement=self._agreement, known_size=self._targets.base_size, will_thaw=will_thaw(self._trainer),
+            allow_oom=options.allow_oom, accumulation=self._objective.accumulation, clock=self._clock,
         )  # fmt: skip
         try:
             progress = SearchProgress(self._is_visible)
             runner = self._runner(host, progress)
-            with progress.shown():
-                why = self._much_too_quick(host)
+            with progress.shown(), heap_set_aside():
+                why = self._too_quick(runner) or self._pilot(host, runner)
                 if why:
                     return self._kept(why)
-                with heap_set_aside():
-                    why = self._too_quick(runner) or self._pilot(host, sampler, runner)
-                    if why:
-                        return self._kept(why)
-                    predictions, found = self._found(host, runner, bounds)
-            expected = self._agreement.broadcast(self._expected(found, found.batch_size, predictions))  # by one clock
-            choice = sure_choice(
-                found, base_size=self._targets.base_size, min_confidence=options.min_confidence,
-                speedup=expected.speedup if self._objective.name != "throughput" else None,
-            )  # fmt: skip
+                found = self._found(host, runner, bounds)
+            choice, expected = self._agreement.broadcast(self._chosen(found, runner.predictions))  # by one clock
             size = choice.batch_size
             if size != self._targets.base_size:
-                lower = sampler.without_single(size, bounds[0], self._sizes())
+                lower = data.without_single(size, bounds[0], self._sizes())
                 (size,) = map(int, self._agreement.smallest([lower]))
             choice = dataclasses.replace(choice, batch_size=size)
-            return self._result(choice, found, expected, predictions, host, sampler, bounds)
+            return self._result(choice, found, expected, runner.predictions, host, data, bounds)
         finally:
             host.restore()
             host.recorder.forget()
@@ -270,24 +252,20 @@ class Session:
             f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit"
         )
 
-    def _much_too_quick(self, host: LightningHost) -> str:
-        """The same as :meth:`_too_quick` by the first steps, which take longer than later ones; in one process."""
-        if not self._is_limited or not math.isfinite(self._num_steps) or self._agreement.num_ranks > 1:
-            return ""
-        step_seconds = host.first_steps(self._targets.base_size)
-        if step_seconds is None:
-            return ""
-        num_batches = self._num_steps * self._effective(self._targets.base_size) / self._targets.base_size
-        return _why_too_quick(num_batches * step_seconds)
-
     def _too_quick(self, runner: TrialRunner) -> str:
         """Why nothing more is tried in a run that takes so little time; empty where a tuning pays."""
         if not self._is_limited or not math.isfinite(self._num_steps):
             return ""
         runner.run(self._targets.base_size, is_recorded=True)
-        return _why_too_quick(self._agreement.broadcast(self._run_seconds(runner.done)))
+        run_seconds = self._agreement.broadcast(self._run_seconds(runner.done))
+        if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
+            return ""
+        return (
+            f"the run takes about {format_seconds(run_seconds)}, and a tuning a second or more, whatever it tries;"
+            " max_seconds= sets another limit"
+        )
 
-    def _pilot(self, host: LightningHost, sampler: Sampler, runner: TrialRunner) -> str:
+    def _pilot(self, host: LightningHost, runner: TrialRunner) -> str:
         """Measure the noise scale, where it is needed and the configured size fits; tell why it cannot be.
 
         Where that size does not fit, a smaller one has to be found, whatever a sample is worth in it.
@@ -318,9 +296,7 @@ class Session:
         began = self._clock()
         try:
             first, steps = self._agreement.together(
-                lambda: host.pilot(
-                    sampler.batches(), batch_size=base, plan=plan, num_steps=num_steps, is_late=self._late_after(began)
-                ),
+                lambda: host.pilot(batch_size=base, plan=plan, num_steps=num_steps, is_late=self._late_after(began)),
                 "measuring the gradient noise scale",
             )
         except Exception as error:
@@ -431,7 +407,7 @@ class Session:
         )
         return runner
 
-    def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> tuple[Predictions, SearchResult]:
+    def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> SearchResult:
         options, base = self._options, self._targets.base_size
         smallest, largest, first = bounds
         largest = largest if self._most is None else min(largest, self._most)
@@ -451,7 +427,7 @@ class Session:
         is_tried = any(trial.batch_size == base for trial in found.trials)
         if found.batch_size != base and not is_tried and self._objective.name != "throughput":
             found = _with_trial(found, runner.run(base))  # what it is compared with
-        return runner.predictions, self._agreement.broadcast(self._surely_faster(found, runner.predictions))
+        return found
 
     def _efficiency(self, runner: TrialRunner) -> Callable[[int], float] | None:
         """What throughput in trials of a size counts for; None where it counts as it is."""
@@ -482,20 +458,15 @@ class Session:
 
     # ---- what is found
 
-    def _surely_faster(self, found: SearchResult, predictions: Predictions) -> SearchResult:
-        """What was found, or what is surely faster where that is not."""
-        if self._objective.name == "throughput":
-            return found
+    def _chosen(self, found: SearchResult, predictions: Predictions) -> tuple[Choice, _Expected]:
+        """What is set, and what is expected of the best; on rank zero."""
         expected = {each.batch_size: self._expected(found, each.batch_size, predictions) for each in found.estimates}
-        speedups = {size: each.speedup for size, each in expected.items() if each.speedup is not None}
-        return surely_faster(
-            found, speedups, base_size=self._targets.base_size, min_confidence=self._options.min_confidence,
-            least=self._least_speedup,
+        least = {"throughput": None, GOODPUT: LEAST_SPEEDUP}.get(self._objective.name, 1.0)
+        choice = choose(
+            found, {size: each.speedup for size, each in expected.items() if each.speedup is not None},
+            base_size=self._targets.base_size, min_confidence=self._options.min_confidence, least=least,
         )  # fmt: skip
-
-    @property
-    def _least_speedup(self) -> float:
-        return LEAST_SPEEDUP if self._objective.name == GOODPUT else 1.0
+        return choice, expected[choice.best_size]
 
     def _expected(self, found: SearchResult, size: int, predictions: Predictions) -> _Expected:
         """What a size that was tried does to the run; on rank zero."""
@@ -517,12 +488,10 @@ class Session:
         expected: _Expected,
         predictions: Predictions,
         host: LightningHost,
-        sampler: Sampler,
+        data: TrialData,
         bounds: Bounds,
     ) -> TuningResult:
         base_size, speedup, typical = self._targets.base_size, expected.speedup, expected.typical
-        if self._objective.name != "throughput" and choice.batch_size != base_size:
-            choice = paying_choice(choice, speedup, found, base_size=base_size, least=self._least_speedup)
         budget_bytes, size = host.recorder.budget_bytes, choice.batch_size
         rates = self._rates(size)
         # without a limit of memory everything fits, and there is no largest size worth a name
@@ -531,20 +500,20 @@ class Session:
         is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
         return TuningResult(
             **self._settings(size, rates),
-            found_batch_size=found.batch_size,
+            found_batch_size=choice.best_size,
             expected_speedup=None if speedup is None else speedup.value,
+            expected_interval=None if speedup is None else (speedup.low, speedup.high),
             run_seconds=expected.run_seconds,
             trials=found.trials,
             predictions=predictions.made(),
             largest_size=predicted if is_predicted else found.largest if is_limited or found.smallest_failing else None,
             largest_plain_size=predictions.largest_plain(*bounds[:2]) if is_limited else None,
             is_largest_predicted=is_predicted,
-            confidence=found.confidence,
+            confidence=choice.confidence,
             budget_bytes=budget_bytes,
-            scaling=self._scaling(choice, found, predictions),
             note=_note(
                 choice, found, host.decline, self._left(choice, found), rates.note,
-                _of_lengths(sampler.note, typical, base_size),
+                _of_lengths(data.note, typical, base_size),
             ),
         )  # fmt: skip
 
@@ -591,16 +560,6 @@ class Session:
         rates = self._rates(size)
         note = " ".join(f"{each}." for each in (f"The configured {size} is kept: {why}", rates.note) if each)
         return TuningResult(**self._settings(size, rates), note=note)
-
-    def _scaling(self, choice: Choice, found: SearchResult, predictions: Predictions) -> Scaling | None:
-        """What the chosen size would do on more devices; None where it did not run, or nothing is known of those."""
-        speeds = {each.batch_size: each.samples_per_second for each in found.estimates}
-        speed = speeds.get(choice.batch_size if choice.why_kept else found.batch_size)
-        if speed is None:
-            return None
-        return predictions.scaling(
-            choice.batch_size, speed, accumulation=self._objective.accumulation(choice.batch_size)
-        )
 
     def _effective(self, batch_size: int) -> int:
         return effective_batch(batch_size, self._trainer.world_size, self._objective.accumulation(batch_size))
@@ -653,15 +612,6 @@ class _Expected:
     run_seconds: float | None
 
 
-def _why_too_quick(run_seconds: float | None) -> str:
-    if run_seconds is None or _TUNING_SHARE * run_seconds >= _LEAST_SECONDS:
-        return ""
-    return (
-        f"the run takes about {format_seconds(run_seconds)}, and a tuning a second or more, whatever it tries;"
-        " max_seconds= sets another limit"
-    )
-
-
 def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
     """Whether an error says that there is not enough memory."""
     return isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or host.is_out_of_memory(error)
@@ -692,8 +642,8 @@ def _of_lengths(note: str, typical: tuple[float, float], base_size: int) -> str:
 
 def _note(choice: Choice, found: SearchResult, decline: str, *others: str) -> str:
     notes = [f"{each}." for each in (choice.why_kept, *others) if each]
-    if not choice.why_kept and choice.batch_size != found.batch_size:
-        notes.append(f"Not {found.batch_size}: its last batch is one sample, which batch norm cannot train on.")
+    if not choice.why_kept and choice.batch_size != choice.best_size:
+        notes.append(f"Not {choice.best_size}: its last batch is one sample, which batch norm cannot train on.")
     if decline:
         notes.append(f"Sizes that may not fit were predicted, not tried: {decline}.")
     if found.is_exhausted:

@@ -183,17 +183,26 @@ class Targets:
         if self.size is not None:
             self.size.set(batch_size)
 
+    def load(self, trainer: Any, batch_size: int) -> None:
+        """Set a size, and have the fit loop ask for loaders of it."""
+        self.set_batch_size(batch_size)
+        source = trainer.fit_loop._data_source
+        forget_remade(trainer)
+        is_other = batch_size != self.base_size
+        if self.loaders is not None:
+            source.instance = (
+                map_loaders(self.loaders, lambda loader: resized(loader, batch_size, self.package))
+                if is_other
+                else self.loaders
+            )
+        elif self.is_remade and is_other:
+            source.dataloader = _Remade(source, batch_size, self.package)
+
     def apply(self, trainer: Any, batch_size: int, rate: float | None) -> None:
         """Set a size and a rate for the coming fit."""
-        self.set_batch_size(batch_size)
+        self.load(trainer, batch_size)
         if self.rate is not None and rate is not None:
             self.rate.set(rate)
-        source = trainer.fit_loop._data_source
-        if self.loaders is not None and batch_size != self.base_size:
-            source.instance = map_loaders(self.loaders, lambda loader: resized(loader, batch_size, self.package))
-        forget_remade(trainer)
-        if self.is_remade and batch_size != self.base_size:
-            source.dataloader = _Remade(source, batch_size, self.package)
 
 
 class _Remade:

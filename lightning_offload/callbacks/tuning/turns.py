@@ -33,12 +33,16 @@ class OptimizerTurns:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """A round takes place inside."""
-        self._stepped = set()
+        """Rounds take place inside."""
+        self.begin()
         with contextlib.ExitStack() as stack:
             for number, optimizer in enumerate(self._optimizers):
                 stack.callback(optimizer.register_step_pre_hook(self._noting(number)).remove)
             yield
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._stepped = set()
 
     def _noting(self, number: int) -> Any:
         def note(*_: Any) -> None:

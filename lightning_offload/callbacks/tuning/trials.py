@@ -1,0 +1,616 @@
+"""Lightning as the host of trials: its own fit loop runs, on the run's own loaders, until a trial has enough steps.
+
+The loop. What a batch goes through is what it goes through in the training: transfer, hooks of the model and the
+strategy, accumulation, precision, gradient clipping, manual optimization. In `quiet` one callback is in the place of
+all others, which tells when batches begin and end; loggers log nothing, `log` does nothing, schedules stand still, and
+there is no validation. The loop comes to no end by itself: what it counts is moved on, and what it is fed is endless.
+
+Recording. Under an offload strategy its own memory plugin records, and what it has learned of sizes that are only
+tried is dropped afterwards. Under any other strategy a plugin of our own watches a few steps and is taken off before
+any is timed; where it cannot (another kind of device, a precision plugin that compiles the step), there is no
+recording, and no prediction.
+
+Safety. A rank that runs out of memory leaves its step, and ranks that talk to it within theirs would wait for ever.
+Before the first timed step trials exchange no gradients, so under DDP that is only so where the model or the strategy
+has collectives of its own: then what may not fit is predicted and not tried.
+
+States. A trial needs what `configure_optimizers` and `train_dataloader` have set up (the model may keep its
+optimizers), but nothing of it may be left when the training begins, which makes them anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_offload.accelerators import kind_of, memory_of, synchronize
+from lightning_offload.callbacks.tuning.accumulation import accumulating
+from lightning_offload.callbacks.tuning.batches import loaders_in
+from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
+from lightning_offload.callbacks.tuning.freezing import thaw
+from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
+from lightning_offload.callbacks.tuning.sampling import TrialData
+from lightning_offload.callbacks.tuning.turns import OptimizerTurns
+from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.lightning_packages import import_from
+from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.plugins.out_of_memory import release_frames
+from lightning_offload.strategies.precision import graft, ungraft
+from lightning_offload.tuning.noise_scale import GradientSquares
+from lightning_offload.tuning.ranks import Coordinator
+from lightning_offload.tuning.runner import Seen, StepMeter
+from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
+from lightning_offload.tuning.trial import Predict, Trial
+
+_SHARE = 0.9  # of the budget that a prediction may fill
+
+
+def reason_not_to_run_out(trainer: Any, module: Any, allow_oom: bool | None) -> str:
+    """Why no trial may run out of memory; empty where one may.
+
+    Args:
+        trainer: Its strategy is known.
+        module: The model.
+        allow_oom: What the user says of it, if anything.
+    """
+    if allow_oom is not None:
+        return "" if allow_oom else "allow_oom=False"
+    if name := sharding_of(trainer):
+        return f"{name} gathers parameters within a step"
+    if is_batch_norm_shared(trainer, module):
+        return "SyncBatchNorm talks to other ranks within a step"
+    return ""
+
+
+def num_collectives() -> int:
+    """How many collectives this process has begun in its groups; where it is another number later, there was one.
+
+    Groups count them, so none is missed: not those of hooks between backward and the optimizer, nor compiled ones.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0
+    from torch.distributed.distributed_c10d import _world
+
+    return sum(map(_num_begun, list(_world.pg_map)))
+
+
+def _num_begun(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return 0
+
+
+def roots_of(trainer: Any, module: Any, loaders: Any | None) -> tuple[object, ...]:
+    """Whatever a step may change: the model, its data, the loops, and callbacks of the user's own.
+
+    No callback is called in a trial, but hooks of modules that one has registered are.
+
+    Args:
+        trainer: At the start of a fit.
+        module: The model.
+        loaders: Those passed to `fit()`, if any.
+    """
+    data = [trainer.datamodule] if trainer.datamodule is not None else []
+    callbacks = filter(_is_users, trainer.callbacks)
+    return (module, trainer.fit_loop, trainer._logger_connector, *data, *loaders_in(loaders), *callbacks)
+
+
+def _is_users(callback: object) -> bool:
+    package = type(callback).__module__.partition(".")[0]
+    return package not in ("lightning", "pytorch_lightning", "lightning_offload")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The state that training is to begin from, before Lightning made the optimizers.
+
+    Attributes:
+        roots: All that steps may change is below these.
+        memento: Of the roots.
+        random_states: Of the global generators.
+    """
+
+    roots: tuple[object, ...]
+    memento: StateSnapshot
+    random_states: RandomStates
+
+    @classmethod
+    def now(cls, roots: Sequence[object]) -> Start:
+        """Record the state as it is."""
+        return cls(roots=tuple(roots), memento=StateSnapshot(roots, keeps_hooks=True), random_states=RandomStates.now())
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        self.memento.restore()
+        self.random_states.restore()
+
+
+@final
+class Prepared(StateSnapshot):
+    """Which objects there are once the optimizers are made; the contents of tensors are those of the start.
+
+    Args:
+        start: The start of the fit, which `restore` goes back to first.
+        made: What was made since, optimizers and schedules.
+    """
+
+    def __init__(self, start: Start, made: Sequence[object]) -> None:
+        self._start = start
+        super().__init__((*start.roots, *made), keeps_hooks=True)
+
+    @override
+    def restore(self) -> None:
+        """Put the contents of the start into the objects of now."""
+        self._start.restore()
+        super().restore()
+
+    @override
+    def _note_tensor(self, tensor: Tensor, *, is_data: bool) -> None:
+        """A second copy of the model is not needed."""
+        if not self._start.memento.knows(tensor):
+            super()._note_tensor(tensor, is_data=is_data)
+
+
+NUM_LEARNING_STEPS = 3
+"""Steps of a new shape before its final plan: recorded, verified, measured."""
+
+_NO_LIMIT = 1 << 50
+_log = logging.getLogger(__name__)
+
+
+class StepRecorder:
+    """Lets a memory plugin see steps.
+
+    Args:
+        trainer: Its strategy is set up for a fit.
+        module: The model.
+
+    Attributes:
+        memory: The strategy's own plugin; None where it has none.
+        is_able: Whether one of our own can watch, as far as is known.
+    """
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        memory = getattr(trainer.strategy, "memory", None)
+        self.memory: MemoryPlugin | None = memory if isinstance(memory, MemoryPlugin) and memory.enabled else None
+        self.is_able = self.memory is None
+        self._trainer, self._module = trainer, module
+        self._known = self.memory.step_kinds if self.memory is not None else frozenset[str]()
+        self._own: MemoryPlugin | None = None
+        self._num_steps = 0
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The strategy's budget; without one what the device has, None where that has no limit."""
+        if self.memory is not None:
+            return self.memory.budget_bytes
+        device: torch.device = self._trainer.strategy.root_device
+        memory = memory_of(device)
+        return memory.free_bytes() + memory.allocated_bytes() if memory is not None else None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a plugin of our own watches."""
+        return self._own is not None
+
+    def begin(self) -> None:
+        """Let a plugin of our own watch the steps that come."""
+        strategy = self._trainer.strategy
+        # where memory has no limit a plugin without a budget would have nothing to watch after the first step
+        budget = None if kind_of(strategy.root_device).counts_memory else _NO_LIMIT
+        self._own, self._num_steps = MemoryPlugin(budget, policy="keep-all", verify="never"), 0
+        self._own.attach(self._module, strategy.root_device)
+        self._own.allow_unserved()
+
+    def step_took(self, seconds: float) -> Seen | None:
+        """Note that a step has ended; after a few tell what they showed, and take the plugin off."""
+        assert self._own is not None
+        self._num_steps += 1
+        if self._num_steps == 1:  # in which the optimizer has made its state, which the plugin is to know of
+            graft(self._trainer.strategy.precision_plugin, self._own)
+        if self._num_steps < NUM_LEARNING_STEPS + 2:
+            return None
+        seen = Seen.of(self._own, seconds)
+        self.end()
+        return dataclasses.replace(seen, budget_bytes=self.budget_bytes)
+
+    def end(self) -> None:
+        """Take our own plugin off, if it is on."""
+        own, self._own = self._own, None
+        if own is not None:
+            ungraft(self._trainer.strategy.precision_plugin)
+            own.detach()
+
+    def forget(self) -> None:
+        """Drop what the strategy's plugin has learned of the steps that were tried."""
+        if self.memory is not None:
+            self.memory.forget(keep=self._known)
+
+
+Clock = Callable[[], float]
+
+_LOGGING = ("log", "log_dict", "print")
+_PLACES = ("name", "version", "save_dir", "root_dir", "log_dir")
+
+
+@contextlib.contextmanager
+def quiet(trainer: Any, module: Any, package: str, *callbacks: Any) -> Iterator[None]:
+    """Nothing that the fit loop does inside is logged, shown, saved or seen by other callbacks than these."""
+    loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
+    schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+    silent = {
+        "callbacks": list(callbacks),
+        "profiler": import_from(package, "profilers").PassThroughProfiler(),
+        "loggers": [_silent_logger(package)(logger) for logger in trainer.loggers],
+        "limit_val_batches": 0,
+    }
+    before = {name: getattr(trainer, name) for name in silent}
+    summary = getattr(strategy, "_summary", None)  # of the plan, which an offload strategy prints
+    limits = loop.max_steps, trainer.fit_loop.max_batches
+    for name, value in silent.items():
+        setattr(trainer, name, value)
+    if summary is not None:
+        strategy._summary = None
+    for name in _LOGGING:
+        object.__setattr__(module, name, _nothing)
+    for scheduler in schedulers:
+        scheduler.step = _nothing  # under manual optimization the model calls it, and its end would come too soon
+    loop.update_lr_schedulers = _nothing
+    loop._broadcast_sigterm_tensor = _nothing  # a collective of every batch, in the model's own group
+    try:
+        yield
+    finally:
+        vars(loop).pop("update_lr_schedulers", None)
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+        loop.max_steps, trainer.fit_loop.max_batches = limits
+        for scheduler in schedulers:
+            vars(scheduler).pop("step", None)
+        for name in _LOGGING:
+            vars(module).pop(name, None)
+        if summary is not None:
+            strategy._summary = summary
+        for name, value in before.items():
+            setattr(trainer, name, value)
+
+
+@functools.cache
+def _silent_logger(package: str) -> Any:
+    """A class of loggers that log nothing and are in the place of another one, under its name and in its folders."""
+    base: Any = import_from(package, "loggers.logger").DummyLogger
+
+    def place(name: str) -> property:
+        return property(lambda self: getattr(self._replaced, name, None))
+
+    def init(self: Any, replaced: Any) -> None:
+        base.__init__(self)
+        self._replaced = replaced
+
+    return type("SilentLogger", (base,), {"__init__": init, **{name: place(name) for name in _PLACES}})
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What is logged in a trial is not for anyone."""
+
+
+class LoopWatch:
+    """The callback of a trial: it keeps the fit loop from ending, and tells whom it is for.
+
+    Attributes:
+        num_batches: Those that have ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        before_batch: Callable[[], None] = _nothing,
+        after_backward: Callable[[], None] = _nothing,
+        after_batch: Callable[[], None] = _nothing,
+    ) -> None:
+        self.num_batches = 0
+        self._before_batch, self._after_backward, self._after_batch = before_batch, after_backward, after_batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Move the end on: no batch of a trial is the last one of anything, by the numbers that a step may use."""
+        loop = trainer.fit_loop
+        loop.max_batches = max(loop.max_batches, batch_idx + trainer.accumulate_grad_batches + 2)
+        if loop.epoch_loop.max_steps != -1:
+            loop.epoch_loop.max_steps = max(
+                loop.epoch_loop.max_steps, trainer.global_step + 1 + len(trainer.optimizers)
+            )
+        self._before_batch()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Gradients were added."""
+        self._after_backward()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A batch has ended, the optimizer's step included where there is one."""
+        self.num_batches += 1
+        self._after_batch()
+
+
+@functools.cache
+def _watch_class(package: str) -> Any:
+    return type("TrialCallback", (LoopWatch, import_from(package, "callbacks").Callback), {})
+
+
+@final
+class StepTimer:
+    """Times steps from the end of one to the end of the next: loading, transfer, hooks and optimizer included.
+
+    A *step* is a batch's share of an accumulation window, or with manual optimization of as many batches as it takes
+    until each optimizer has stepped. Of a window only the last two batches are run.
+
+    Args:
+        trainer: Its fit loop is to be run with :attr:`watch`'s hooks.
+        module: The model.
+        accumulation: Micro-batches of an optimizer step, as the training will have them.
+        clock: Tells seconds.
+        took: Told of each step.
+        talked: Told whether collectives took place in a batch.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        *,
+        accumulation: int,
+        clock: Clock,
+        took: Callable[[float], None],
+        talked: Callable[[bool], None],
+    ) -> None:
+        self._device: torch.device = trainer.strategy.root_device
+        self._clock, self._took, self._talked = clock, took, talked
+        self._accumulation = accumulation
+        self._turns = None if module.automatic_optimization else OptimizerTurns(trainer.optimizers)
+        self._window: list[float] = []
+        self._since: float | None = None
+        self._num_collectives = 0
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of an optimizer step while steps are timed."""
+        return min(2, self._accumulation)
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[None]:
+        """The loop runs inside."""
+        self._window, self._since = [], None
+        with self._turns.watched() if self._turns is not None else contextlib.nullcontext():
+            yield
+
+    def before_batch(self) -> None:
+        """The first batch has nothing before it."""
+        if self._since is None:
+            synchronize(self._device)
+            self._since = self._clock()
+        self._num_collectives = num_collectives()
+
+    def after_batch(self) -> None:
+        """Count the batch, and the step where it ends one.
+
+        Raises:
+            TuningError: With manual optimization no optimizer steps.
+        """
+        synchronize(self._device)
+        assert self._since is not None
+        self._window.append(self._clock() - self._since)
+        self._talked(num_collectives() != self._num_collectives)
+        if self._turns is not None:
+            if self._turns.are_over(len(self._window)):
+                self._end(sum(self._window) / len(self._window))
+        elif len(self._window) == self.accumulation:
+            first, last = self._window[0], self._window[-1]
+            self._end(((self._accumulation - 1) * first + last) / self._accumulation)
+        self._since = self._clock()
+
+    def _end(self, seconds: float) -> None:
+        self._window = []
+        if self._turns is not None:
+            self._turns.begin()
+        self._took(seconds)
+
+
+class LightningHost:
+    """Trains with the fit loop of a Trainer, on this rank.
+
+    Args:
+        trainer: At the start of a fit, optimizers made.
+        module: The model.
+        package: The Lightning package of both.
+        start: What every trial begins from, but for what has been made since for the optimizers and the loaders.
+        data: Feeds the loop.
+        agreement: Between ranks.
+        known_size: The largest size that the user is known to train with.
+        allow_oom: What the user says of trials that run out of memory, if anything.
+        will_thaw: Whether a callback is going to train parameters that are frozen now.
+        accumulation: Micro-batches of an optimizer step with a size, whatever the Trainer's own number is.
+        clock: Tells seconds.
+
+    Attributes:
+        recorder: Shows steps to a memory plugin.
+        decline: Why sizes that may not fit are predicted and not tried; empty where they are tried.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        package: str,
+        *,
+        start: Start,
+        data: TrialData,
+        agreement: Coordinator,
+        known_size: int,
+        allow_oom: bool | None,
+        will_thaw: bool,
+        accumulation: Callable[[int], int],
+        clock: Clock,
+    ) -> None:
+        self._will_thaw = will_thaw
+        self._accumulation = accumulation
+        self.recorder = StepRecorder(trainer, module)
+        self.decline = reason_not_to_run_out(trainer, module, allow_oom)
+        self._trainer, self._module, self._package = trainer, module, package
+        schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+        self._prepared = Prepared(start, [*trainer.optimizers, *schedulers])
+        self._plugin = StateSnapshot([trainer.precision_plugin])
+        self._data, self._clock = data, clock
+        self._agreement, self._known_size = agreement, known_size
+        self._may_talk = allow_oom is None and agreement.num_ranks > 1
+        self._has_talked = False
+
+    @property
+    def is_to_be_watched(self) -> bool:
+        """Whether a size that is known has to show first that ranks do not talk to one another within a step."""
+        return self._may_talk and not self.decline
+
+    def train(self, batch_size: int, meter: StepMeter) -> None:
+        """Run the fit loop with this size until the meter has enough."""
+        recorder, device = self.recorder, self._trainer.strategy.root_device
+
+        def took(seconds: float) -> None:
+            if not recorder.is_recording:
+                meter.step_took(seconds)
+            elif (seen := recorder.step_took(seconds)) is not None:
+                self._has_talked |= seen.recorded.has_collectives
+                meter.note(seen)
+
+        def talked(has_talked: bool) -> None:
+            if not meter.exchanges:  # its own gradients, that is
+                self._has_talked |= has_talked
+
+        timer = StepTimer(
+            self._trainer, self._module, accumulation=self._accumulation(batch_size), clock=self._clock, took=took,
+            talked=talked,
+        )  # fmt: skip
+        with self._data.fed(batch_size), self._thawed():
+            # ranks ask for loaders together: one that goes without recording after all has them already
+            if recorder.is_able and (meter.is_recorded or not kind_of(device).counts_memory):
+                recorder.begin()
+            try:
+                self._run_timed(timer)
+            except (torch.OutOfMemoryError, BudgetInfeasibleError):
+                raise
+            except Exception as error:
+                if not recorder.is_recording:
+                    raise
+                # steps without the plugin raise it again where it is the model's and not the recording's
+                _log.debug("steps cannot be recorded, the search goes without predictions", exc_info=error)
+                release_frames(error)
+                recorder.end()
+                recorder.is_able = False
+                self._begin_again()
+                self._run_timed(timer)
+            finally:
+                recorder.end()
+
+    def _run_timed(self, timer: StepTimer) -> None:
+        with timer.timing():
+            self._run(timer.accumulation, before_batch=timer.before_batch, after_batch=timer.after_batch)
+
+    def _run(self, accumulation: int, **hooks: Callable[[], None]) -> None:
+        """Run the fit loop, again and again where it ends by itself, until something raises or it does nothing."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        watch = _watch_class(self._package)(**hooks)
+        call = import_from(self._package, "trainer.call")
+        with quiet(trainer, self._module, self._package, watch), accumulating(trainer, accumulation):
+            call._call_lightning_module_hook(trainer, "on_fit_start")  # which comes after the callbacks' own
+            num_before = -1
+            while watch.num_batches > num_before:
+                num_before = watch.num_batches
+                loop.run()
+                loop.epoch_progress.reset()
+                trainer.should_stop = False
+
+    def _begin_again(self) -> None:
+        """Put back what steps have changed, but for what they are fed."""
+        loop = self._trainer.fit_loop
+        fed = {name: getattr(loop, name) for name in ("_combined_loader", "_data_fetcher", "max_batches")}
+        self.restore()
+        for name, value in fed.items():
+            setattr(loop, name, value)
+
+    @contextlib.contextmanager
+    def _thawed(self) -> Iterator[None]:
+        groups = [(optimizer, list(optimizer.param_groups)) for optimizer in self._trainer.optimizers]
+        if self._will_thaw:
+            thaw(self._module, self._trainer.optimizers[0])
+        try:
+            yield
+        finally:
+            for optimizer, before in groups:
+                optimizer.param_groups[:] = before  # schedules know no others
+
+    def pilot(
+        self, *, batch_size: int, plan: PilotPlan, num_steps: float, is_late: Callable[[], bool] = lambda: False
+    ) -> tuple[list[GradientSquares], list[GradientSquares]]:
+        """Make real optimizer steps and take the squares of their gradients; all is put back.
+
+        Args:
+            batch_size: Samples of a micro-batch.
+            plan: The steps.
+            num_steps: Those of the run, at whose end its schedules end; 0 where they are not to be stepped.
+            is_late: Whether no step more is to be made than a measurement needs.
+
+        Returns:
+            Those of the first steps, and those of the measured ones.
+        """
+        pilot = Pilot(
+            self._trainer, self._module, plan, micro_size=batch_size, num_ranks=self._agreement.num_ranks,
+            num_steps=num_steps, is_late=is_late,
+        )  # fmt: skip
+        try:
+            with self._data.fed(batch_size, is_repeated=False), contextlib.suppress(pilot.Over):
+                self._run(plan.accumulation, after_backward=pilot.after_backward, after_batch=pilot.after_batch)
+        finally:
+            self.restore()
+        return pilot.first, pilot.measured
+
+    def restore(self) -> None:
+        """Undo what trials have done to model, data, loops, optimizers, GradScaler and generators."""
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        self._plugin.restore()
+        self._prepared.restore()
+
+    def refusal(self, batch_size: int, trials: Sequence[Trial], predict: Predict) -> str:
+        """A size is refused where it may not fit and a rank that runs out of memory would leave others waiting."""
+        ran = [trial.batch_size for trial in trials if trial.is_ok]
+        if self.is_to_be_watched and ran:
+            memory = self.recorder.memory
+            if memory is not None:
+                memory.plan()
+            planned = memory.report(of_last=True).planned if memory is not None else None
+            self._has_talked |= planned is not None and planned.graph.has_collectives
+            self._may_talk = False
+            if not self._agreement.is_true_on_all(not self._has_talked):
+                self.decline = "the model has collectives of its own in a training step"
+        known_size = max([self._known_size, *ran])
+        if batch_size <= known_size or not (self.decline or self._may_talk):
+            return ""
+        is_safe = self._is_predicted_to_fit(batch_size, predict)
+        return "" if self._agreement.is_true_on_all(is_safe) else "predicted not to fit, not tried"
+
+    def _is_predicted_to_fit(self, batch_size: int, predict: Predict) -> bool:
+        budget_bytes = self.recorder.budget_bytes
+        prediction = predict(batch_size)
+        if budget_bytes is None or prediction is None:
+            return budget_bytes is None
+        needed = prediction.floor_bytes if prediction.floor_bytes is not None else prediction.peak_bytes
+        return prediction.is_feasible and needed is not None and needed <= _SHARE * budget_bytes
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether an error says so, by Lightning's rules."""
+        return bool(import_from(self._package, "utilities.memory").is_oom_error(error))
