@@ -173,7 +173,9 @@ def _train(contest: Contest, entrant: str, seed: int, size: int, lr: float, *, s
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     L.seed_everything(seed, verbose=False)
     model, data = Model(job, lr), Data(job, size, seed)
-    finder = EfficientBatchSizeFinder(min_efficiency=0.0, on_failure="raise") if entrant == "tuned" else None
+    finder = (
+        EfficientBatchSizeFinder(on_failure="raise", advanced={"min_efficiency": 0.0}) if entrant == "tuned" else None
+    )
     watch = _Watch(job, seconds)
     trainer = L.Trainer(
         accelerator="cpu", max_steps=max(1, job.num_race_samples // size), logger=False, enable_checkpointing=False,

@@ -70,8 +70,11 @@ def find(job: Job, budget_bytes: int) -> tuple[TuningResult, float]:
     L.seed_everything(0, verbose=False)
     model, data = Model(job), Data(job)
     finder = EfficientBatchSizeFinder(
-        tolerance=TOLERANCE, lr_scaling=job.lr_scaling, objective="throughput", max_data_share=1.0, min_confidence=0.0,
-        max_lr_factor=float("inf"), lr_warmup_steps=0,
+        lr_scaling=job.lr_scaling, objective="throughput",
+        advanced={
+            "tolerance": TOLERANCE, "max_data_share": 1.0, "min_confidence": 0.0, "max_lr_factor": float("inf"),
+            "lr_warmup_steps": 0,
+        },
     )  # fmt: skip
     strategy = OffloadStrategy(budget=f"{budget_bytes}B")
     trainer = _trainer(strategy, max_steps=-1, max_epochs=1, callbacks=(finder,))

@@ -28,9 +28,8 @@ def main() -> None:
 
     pl.seed_everything(0)
     finder = lightning_offload.EfficientBatchSizeFinder(
-        max_val=arguments.max_batch_size, plot_dir=arguments.plot_dir,
-        objective="throughput", max_seconds=60,  # of so short a run even a single trial is more than the usual share
-    )  # fmt: skip
+        max_val=arguments.max_batch_size, plot_dir=arguments.plot_dir, objective="throughput"
+    )
     strategy = lightning_offload.OffloadStrategy(budget=arguments.budget) if arguments.budget else "auto"
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, max_epochs=arguments.epochs, callbacks=[finder],

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_offload.callbacks.batch_size_finder import EfficientBatchSizeFinderMixin as EfficientBatchSizeFinder
     from lightning_offload.callbacks.monitor import OffloadMonitorMixin as OffloadMonitor
+    from lightning_offload.callbacks.tuning.options import AdvancedTuning as AdvancedTuning
 
-__all__ = ["EfficientBatchSizeFinder", "OffloadMonitor"]
+__all__ = ["AdvancedTuning", "EfficientBatchSizeFinder", "OffloadMonitor"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from lightning_offload.callbacks.batch_size_finder import build_finder
 
         return build_finder(current_package())
+    if name == "AdvancedTuning":
+        from lightning_offload.callbacks.tuning.options import AdvancedTuning
+
+        return AdvancedTuning
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,7 @@ a gradient scaler skips, nor micro-batches that are accumulated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from typing import Any, Final, TypedDict, final
 
 from lightning_offload.errors import TuningError
@@ -451,25 +451,6 @@ def learning_rate_factor(*, effective_batch: int, base_batch: int | None, rule: 
         return 1.0
     effective = _check_count("effective batch", effective_batch)
     return RULES[rule](effective / _check_count("base_batch_size", base_batch))
-
-
-def scaled_learning_rates(
-    rates: Sequence[float], *, effective_batch: int, base_batch: int | None, rule: str = "linear"
-) -> tuple[float, ...]:
-    """The rates for another batch, of each parameter group.
-
-    Args:
-        rates: For the base batch.
-        effective_batch: Samples of an optimizer step from now on.
-        base_batch: Samples of the optimizer step that the rates were chosen for; not needed by "none".
-        rule: One of :data:`RULES`.
-
-    Raises:
-        TuningError: No such rule, a batch that is not a positive integer, or a rate that is negative, not finite, or
-            would not stay so.
-    """
-    factor = learning_rate_factor(effective_batch=effective_batch, base_batch=base_batch, rule=rule)
-    return tuple(check_rate(check_rate(rate) * factor) for rate in rates)
 
 
 def rule_warning(optimizers: Iterable[Any], *, rule: str, factor: float) -> str | None:

@@ -85,8 +85,8 @@ def test_a_result_prints_as_its_table() -> None:
 def test_the_summary_says_what_was_chosen() -> None:
     """Size, effective size, rate, and what fits with and without a plan."""
     assert summary(RESULT) == (
-        "batch size 32 (effective 32), learning rate 0.4 (x4); largest that fits: 100 (predicted),"
-        " without a memory plan 40 (predicted)"
+        "Batch size 32 (effective 32), learning rate 0.4 (x4); largest that fits: 100 (predicted),"
+        " without a memory plan 40 (predicted)."
     )
 
 
@@ -101,9 +101,9 @@ def test_the_summary_says_what_is_expected_and_what_it_took() -> None:
         )
     )  # fmt: skip
     assert text == (
-        "batch size 32 accumulated 2 and not 8 times (effective 32), learning rate 0.4. As it is. Gradient noise scale"
-        " 120 samples (60 to inf), with 32 the run is expected to end 1.31 times as early (1.20 to 1.40). Tuning took"
-        " 3.00 s, 0.5% of the run."
+        "Batch size 32 in place of 8, accumulated 2 and not 8 times (effective 32), learning rate 0.4; with it the run"
+        " ends 1.31 times as early (1.20 to 1.40), the gradient noise scale is 120 samples (60 to inf); the tuning took"
+        " 3.00 s, 0.5% of the run. As it is."
     )
 
 

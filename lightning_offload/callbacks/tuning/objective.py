@@ -20,6 +20,7 @@ __all__ = ["Objective", "objective_of"]
 
 KEEP: Final = "keep_effective_batch"
 GOODPUT: Final = "goodput"
+THROUGHPUT: Final = "throughput"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

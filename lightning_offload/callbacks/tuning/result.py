@@ -211,39 +211,43 @@ def _cells(trial: Trial, *, is_chosen: bool) -> tuple[str, ...]:
 
 
 def summary(result: TuningResult) -> str:
-    """What was chosen, in a sentence or two."""
-    rate = "" if result.lr is None else f", learning rate {result.lr:g}"
-    scaled = "" if result.lr_factor == 1.0 else f" (x{result.lr_factor:g})"
-    less = ""
+    """What was chosen, what is expected of it, and what it took, in a sentence; and what a reader should know."""
+    configured = result.configured_batch_size
+    text = f"Batch size {result.batch_size}"
+    if configured and result.batch_size != configured:
+        text += f" in place of {configured}"
     if result.accumulation != result.configured_accumulation:
-        less = f" accumulated {result.accumulation} and not {result.configured_accumulation} times"
-    text = f"batch size {result.batch_size}{less} (effective {result.effective_batch_size}){rate}{scaled}"
-    if result.largest_size is not None:
-        how = "predicted" if result.is_largest_predicted else "tried"
-        text += f"; largest that fits: {result.largest_size} ({how})"
-    if result.largest_plain_size is not None and result.largest_plain_size != result.largest_size:
-        text += f", without a memory plan {result.largest_plain_size} (predicted)"
-    sentences = [text, *map(_stripped, (result.note, _expected(result), _cost(result)))]
-    return text if not any(sentences[1:]) else ". ".join(filter(None, sentences)) + "."
-
-
-def _stripped(text: str) -> str:
-    return text.removesuffix(".")
+        text += f", accumulated {result.accumulation} and not {result.configured_accumulation} times"
+    text += f" (effective {result.effective_batch_size})"
+    if result.lr is not None:
+        text += f", learning rate {result.lr:g}"
+    if result.lr_factor != 1.0:
+        text += f" (x{result.lr_factor:g})"
+    parts = [text, *filter(None, (_expected(result), _largest(result), _cost(result)))]
+    return " ".join(filter(None, ("; ".join(parts) + ".", result.note)))
 
 
 def _expected(result: TuningResult) -> str:
-    """What is expected of the found size, and from which noise scale."""
-    noise, interval = result.noise_scale, result.noise_scale_interval
+    """What is expected of the best size, where that is another one, and from which noise scale."""
     told = []
-    if noise is not None and interval is not None:
-        told.append(f"gradient noise scale {noise:.3g} samples ({interval[0]:.3g} to {interval[1]:.3g})")
     value, interval = result.expected_speedup, result.expected_interval
     if value is not None and interval is not None and result.found_batch_size != result.configured_batch_size:
-        told.append(
-            f"with {result.found_batch_size} the run is expected to end {value:.2f} times as early"
-            f" ({interval[0]:.2f} to {interval[1]:.2f})"
-        )
-    return ", ".join(told).capitalize() if told else ""
+        size = "it" if result.found_batch_size == result.batch_size else result.found_batch_size
+        told.append(f"with {size} the run ends {value:.2f} times as early ({interval[0]:.2f} to {interval[1]:.2f})")
+    noise, interval = result.noise_scale, result.noise_scale_interval
+    if noise is not None and interval is not None:
+        told.append(f"the gradient noise scale is {noise:.3g} samples ({interval[0]:.3g} to {interval[1]:.3g})")
+    return ", ".join(told)
+
+
+def _largest(result: TuningResult) -> str:
+    """The largest sizes that fit."""
+    if result.largest_size is None:
+        return ""
+    text = f"largest that fits: {result.largest_size} ({'predicted' if result.is_largest_predicted else 'tried'})"
+    if result.largest_plain_size is not None and result.largest_plain_size != result.largest_size:
+        text += f", without a memory plan {result.largest_plain_size} (predicted)"
+    return text
 
 
 def _cost(result: TuningResult) -> str:
@@ -251,7 +255,7 @@ def _cost(result: TuningResult) -> str:
     if not result.tuning_seconds:
         return ""
     share = f", {result.tuning_seconds / result.run_seconds:.1%} of the run" if result.run_seconds else ""
-    return f"Tuning took {format_seconds(result.tuning_seconds)}{share}"
+    return f"the tuning took {format_seconds(result.tuning_seconds)}{share}"
 
 
 def _number(value: float | None) -> str:
@@ -338,7 +342,7 @@ def curve_of(result: TuningResult) -> TuningCurve:
         largest=result.largest_size,
         largest_plain=result.largest_plain_size,
         budget_bytes=result.budget_bytes,
-        lead=f"Chosen: {summary(result)}",
+        lead=summary(result),
     )
 
 
@@ -396,6 +400,5 @@ def show(result: TuningResult, trainer: Any, package: str, plot_dir: str | os.Pa
     from rich import get_console
 
     get_console().print(result)
-    rank_zero(package, "info", f"Continuing with {summary(result)}")
     if plot_dir is not None:
         save_plots(result, plot_dir, package)

@@ -29,7 +29,7 @@ from lightning_offload.callbacks.tuning.length import (
     steps_left,
 )
 from lightning_offload.callbacks.tuning.lengths import Lengths
-from lightning_offload.callbacks.tuning.objective import GOODPUT, Objective, objective_of
+from lightning_offload.callbacks.tuning.objective import GOODPUT, THROUGHPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import (
@@ -70,6 +70,8 @@ _TUNING_SHARE = 0.02
 """Of a run, the most that a pilot may take, and the most that trials may."""
 _LEAST_SECONDS = 1.0
 """What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
+_THROUGHPUT_SECONDS = 60.0
+"""What trials may take in a run of any length, where throughput was asked for."""
 _LARGEST = 1 << 31
 _WORTH_A_WORD = 1.1
 """How many times the samples per second are told of where they are not taken."""
@@ -105,7 +107,7 @@ class Session:
         is_visible: bool,
         is_alone: bool,
     ) -> None:
-        self._objective = Objective(name="throughput", configured_accumulation=1)
+        self._objective = Objective(name=THROUGHPUT, configured_accumulation=1)
         self._noise: NoiseScale | None = None
         self._warmup_steps: int | None = None  # as the pilot shows
         self._lengths: Lengths | None = None  # where they vary
@@ -240,8 +242,8 @@ class Session:
             host.recorder.forget()
 
     def _too_short(self) -> str:
-        """Why nothing is tried in a run of this length; empty where trials pay."""
-        if not self._is_limited or not math.isfinite(self._num_steps):
+        """Why nothing is tried in a run of this length; empty where trials pay, or were asked for."""
+        if not self._is_limited or not math.isfinite(self._num_steps) or self._objective.name == THROUGHPUT:
             return ""
         trial = self._options.warmup_steps + self._options.steps_per_trial
         num_batches = int(self._num_steps) * self._objective.configured_accumulation
@@ -249,12 +251,12 @@ class Session:
             return ""
         return (
             f"the run has {num_batches} steps, of which the {trial} of a single trial are more than"
-            f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit"
+            f" {_TUNING_SHARE:.0%}; max_seconds= sets another limit, objective='throughput' has none"
         )
 
     def _too_quick(self, runner: TrialRunner) -> str:
-        """Why nothing more is tried in a run that takes so little time; empty where a tuning pays."""
-        if not self._is_limited or not math.isfinite(self._num_steps):
+        """Why nothing more is tried in a run that takes so little time; empty where a tuning pays, or was asked for."""
+        if not self._is_limited or not math.isfinite(self._num_steps) or self._objective.name == THROUGHPUT:
             return ""
         runner.run(self._targets.base_size, is_recorded=True)
         run_seconds = self._agreement.broadcast(self._run_seconds(runner.done))
@@ -262,7 +264,7 @@ class Session:
             return ""
         return (
             f"the run takes about {format_seconds(run_seconds)}, and a tuning a second or more, whatever it tries;"
-            " max_seconds= sets another limit"
+            " max_seconds= sets another limit, objective='throughput' has none"
         )
 
     def _pilot(self, host: LightningHost, runner: TrialRunner) -> str:
@@ -283,7 +285,7 @@ class Session:
             )
         tried = [trial for trial in runner.done if trial.batch_size == base]
         if not (tried[0] if tried else runner.run(base, is_recorded=True)).is_ok:
-            self._objective = dataclasses.replace(self._objective, name="throughput")
+            self._objective = dataclasses.replace(self._objective, name=THROUGHPUT)
             self._most = base
             return ""
         plan = self._agreement.broadcast(self._pilot_plan(runner))  # by what a step takes, which is known now
@@ -388,7 +390,11 @@ class Session:
         return self._num_steps * self._effective(base) / (nearest.samples_per_second or 1.0)
 
     def _usual_seconds(self, trials: Sequence[Trial]) -> float | None:
-        seconds = self._run_seconds(trials) if self._is_limited else None
+        if not self._is_limited:
+            return None
+        seconds = self._run_seconds(trials)
+        if self._options.objective == THROUGHPUT:
+            return max(_THROUGHPUT_SECONDS, _TUNING_SHARE * (seconds or 0.0))
         return None if seconds is None else _TUNING_SHARE * seconds
 
     def _runner(self, host: LightningHost, progress: SearchProgress) -> TrialRunner:
@@ -425,7 +431,7 @@ class Session:
             efficiency=self._efficiency(runner),
         )
         is_tried = any(trial.batch_size == base for trial in found.trials)
-        if found.batch_size != base and not is_tried and self._objective.name != "throughput":
+        if found.batch_size != base and not is_tried and self._objective.name != THROUGHPUT:
             found = _with_trial(found, runner.run(base))  # what it is compared with
         return found
 
@@ -461,7 +467,7 @@ class Session:
     def _chosen(self, found: SearchResult, predictions: Predictions) -> tuple[Choice, _Expected]:
         """What is set, and what is expected of the best; on rank zero."""
         expected = {each.batch_size: self._expected(found, each.batch_size, predictions) for each in found.estimates}
-        least = {"throughput": None, GOODPUT: LEAST_SPEEDUP}.get(self._objective.name, 1.0)
+        least = {THROUGHPUT: None, GOODPUT: LEAST_SPEEDUP}.get(self._objective.name, 1.0)
         choice = choose(
             found, {size: each.speedup for size, each in expected.items() if each.speedup is not None},
             base_size=self._targets.base_size, min_confidence=self._options.min_confidence, least=least,
@@ -521,7 +527,7 @@ class Session:
         """What a configured size that is kept leaves to those who want throughput; nothing where that is little."""
         base = self._targets.base_size
         speeds = {each.batch_size: each.samples_per_second for each in found.estimates}
-        if self._objective.name == "throughput" or choice.batch_size != base or not speeds.get(base):
+        if self._objective.name == THROUGHPUT or choice.batch_size != base or not speeds.get(base):
             return ""
         size = max(speeds, key=lambda each: speeds[each])
         ratio = speeds[size] / speeds[base]
