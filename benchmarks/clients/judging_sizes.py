@@ -97,7 +97,9 @@ def _figures(found: Found) -> Iterator[tuple[str, float]]:
             continue
         yield f"{name}_finder_seconds", taken(found, label)
         if tuned["result"]:
-            result = tuned["result"]
+            result, plain = tuned["result"], found["runs"][PLAIN]["tuned"]
+            if label != LONG:
+                yield f"{name}_speedup", plain["run_seconds"] / (tuned["run_seconds"] - taken(found, label))
             yield "num_configured", result["configured"]
             yield f"num_{name}", result["batch_size"]
             yield f"{name}_gain", gain(result, result["batch_size"])

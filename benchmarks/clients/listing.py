@@ -152,7 +152,6 @@ _FINDING = (
         added=f"Trainer(..., {_FINDER})",
         training="molecules",
         finds=4,
-        long=230,
     ),
     Client(
         name="command_line_size",
@@ -161,13 +160,14 @@ _FINDING = (
         added='LightningCLI(..., trainer_defaults={"callbacks": [EfficientBatchSizeFinder()]})',
         training="command_line",
         finds=4,
+        long=75,
     ),
     Client(
         name="llama_size",
         title="Llama by transformers' Trainer, made by a function: batch size",
         packages=("transformers", "accelerate"),
         added="@find_efficient_batch_size(starting_batch_size=16)",
-        finds=4,
+        finds=2,
     ),
 )
 CLIENTS = (*_WITHIN_BUDGETS, *_FINDING)

@@ -18,7 +18,7 @@ _HEADER = (
     "CPU time, ample", "bits",
 )  # fmt: skip
 _SIZES_HEADER = (
-    "training", "configured", "with defaults", "finder's time", "for throughput", "samples per second", "finder's time",
+    "training", "configured", "with defaults", "finder's time", "for throughput", "samples per second", "run", "finder's time",
     "a longer run, with defaults",
 )  # fmt: skip
 
@@ -112,6 +112,7 @@ def _size_cells(record: dict[str, Any]) -> list[str]:
         time_of("defaults"),
         size_of("throughput"),
         gains,
+        f"{figures[f'{searched}_speedup']:.2f}" if searched else "-",
         time_of("throughput"),
         long,
     ]
@@ -177,7 +178,8 @@ _SIZES = """## The batch size
 The same on more data, with a finder of the batch size: with its defaults, which leave a run of this length as it is,
 and for throughput with 60 seconds at most. A function has the defaults alone, which are for throughput. *Finder's time*
 is what it says, or what a clock outside says from `setup` to the first batch, whichever is more. *Samples per second*
-are those of the size that was set, and the most that a trial shows, by those of the configured one. The suite fails
+are those of the size that was set, and the most that a trial shows, by those of the configured one. *Run* is how many
+times as fast as the plain one the rest of the run was, its dataloaders and all else included. The suite fails
 
 - where a fit does not come to its end;
 - where a finder with defaults takes more than a minute and more than 5% of the run;

@@ -153,7 +153,7 @@ def sized() -> dict[str, Any]:
     kept = {"batch_size": 8, "configured": 8, "is_kept": True, "seconds": 1.0, "trials": [], "note": "Too short."}
     trials = [(8, 10.0), (32, 30.0), (64, 31.0), (8, 12.0)]
     changed = {**kept, "batch_size": 32, "is_kept": False, "seconds": 30.0, "trials": trials, "note": ""}
-    common = {"is_over": True, "before_seconds": 1.5, "run_seconds": 9.0, "num_batches": 10}
+    common = {"is_over": True, "before_seconds": 1.5, "run_seconds": 33.0, "num_batches": 10}
     runs = {
         "plain": {**run(), "tuned": {**common, "before_seconds": 0.25, "result": None}},
         "defaults": {**run(), "tuned": {**common, "result": kept}},
@@ -174,7 +174,7 @@ def test_figures_of_sizes(sized: dict[str, Any]):
     record = {"name": "n", "added": "it", "commit": "c", "faults": [], "finds": True, "title": "t", "state": "done"}
     record |= {"figures": figures, "says": judging_sizes.told(sized)}
     text = page({"config": {"clients": [record]}, "environment": {"processor": "p", "system": "s", "versions": {}}})
-    assert "| t | 8 | 8 | 1.2 of 9.0 s | 32 | 2.73 of 2.82 | 30.0 of 9.0 s | - |" in text
+    assert "| t | 8 | 8 | 1.2 of 33.0 s | 32 | 2.73 of 2.82 | 11.00 | 30.0 of 33.0 s | - |" in text
     assert "- t: says: defaults: Too short." in text
     assert terminal_table([record]).renderables[0].row_count == 1
 

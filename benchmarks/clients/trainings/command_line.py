@@ -19,7 +19,9 @@ from benchmarks.clients.trainings import lightnings
 class Classifier(pl.LightningModule):
     def __init__(self, width: int = 128) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 10))
+        self.layers = nn.Sequential(
+            nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 10)
+        )
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -44,7 +46,7 @@ class Samples(pl.LightningDataModule):
 
 def train(budget: str | None, folder: Path, callbacks: Sequence[Callback] = (), times: int = 1) -> nn.Module:
     """Train by the command line."""
-    size = [f"--data.num_samples={640 * times}", "--data.batch_size=16", "--model.width=256"]
+    size = [f"--data.num_samples={640 * times}", "--data.batch_size=16", "--model.width=1024"]
     rate = ["--optimizer=torch.optim.AdamW", "--optimizer.lr=0.001"]
     client = LightningCLI(
         Classifier,
