@@ -18,8 +18,8 @@ _HEADER = (
     "CPU time, ample", "bits",
 )  # fmt: skip
 _SIZES_HEADER = (
-    "training", "configured", "with defaults", "finder's time", "for throughput", "samples per second", "run", "finder's time",
-    "a longer run, with defaults",
+    "training", "configured", "with defaults", "finder's time", "for throughput", "samples per second", "run",
+    "finder's time", "a longer run, with defaults",
 )  # fmt: skip
 
 
