@@ -80,7 +80,7 @@ $(CLIENTS_STAMP): pyproject.toml benchmarks/clients/constraints.txt benchmarks/c
 # Some of them: make test-clients CLIENTS="llama unet"
 CLIENTS ?=
 
-test-clients: $(CLIENTS_ENVIRONMENT) ## train by other people's packages within budgets, against plain (a quarter of an hour)
+test-clients: $(CLIENTS_ENVIRONMENT) ## train by other people's packages within budgets, and with a finder of the batch size (20 minutes)
 	$(TEST_THREADS) $(CLIENTS_PY) -m benchmarks.clients $(CLIENTS)
 
 check: $(ENVIRONMENT) ## format, lint, types, import layers, spelling, doctests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -17,22 +17,27 @@ _HEADER = (
     "training", "plain peak", "budget", "peak within it", "with kernels' own", "steps planned", "CPU time, budget",
     "CPU time, ample", "bits",
 )  # fmt: skip
+_SIZES_HEADER = (
+    "training", "configured", "with defaults", "finder's time", "for throughput", "samples per second", "run",
+    "finder's time", "a longer run, with defaults",
+)  # fmt: skip
 
 
 def page(result: dict[str, Any]) -> str:
     """Return the document that is made from a stored result."""
     records, environment = result["config"]["clients"], result["environment"]
-    header = [f"| {' | '.join(_HEADER)} |", f"|{' --- |' * len(_HEADER)}"]
+    finding = [record for record in records if record.get("finds")]
+    budgets = [record for record in records if not record.get("finds")]
     versions = {name: version for record in records for name, version in record.get("versions", {}).items()}
     named = ", ".join(f"{name} {version}" for name, version in {**environment["versions"], **versions}.items())
     commits = ", ".join(dict.fromkeys(record["commit"] for record in records))
     told = [line for record in records for line in _told(record)]
     lines = [
         _INTRODUCTION,
-        *header,
-        *(f"| {' | '.join(_cells(record))} |" for record in records),
+        *_lines(_HEADER, map(_cells, budgets)),
         "",
-        *_noise(records),
+        *_noise(budgets),
+        *([_SIZES, *_lines(_SIZES_HEADER, map(_size_cells, finding)), ""] if finding else []),
         *(["## What was told", "", *told, ""] if told else []),
         "## What was added",
         "",
@@ -47,12 +52,17 @@ def page(result: dict[str, Any]) -> str:
 
 def terminal_table(records: Sequence[dict[str, Any]]) -> Group:
     """The same table, and what was told, for a terminal."""
-    table = Table(title="Other people's packages")
-    for name in _HEADER:
-        table.add_column(name, overflow="fold")
-    for record in records:
-        table.add_row(record["name"], *_cells(record)[1:])
-    return Group(table, *(Text(line) for record in records for line in _told(record)))
+    finding = [record for record in records if record.get("finds")]
+    budgets = [record for record in records if not record.get("finds")]
+    tables = []
+    for header, cells, shown in ((_HEADER, _cells, budgets), (_SIZES_HEADER, _size_cells, finding)):
+        table = Table(title="Other people's packages")
+        for name in header:
+            table.add_column(name, overflow="fold")
+        for record in shown:
+            table.add_row(record["name"], *cells(record)[1:])
+        tables += [table] if shown else []
+    return Group(*tables, *(Text(line) for record in records for line in _told(record)))
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
@@ -78,6 +88,41 @@ def _cells(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def _size_cells(record: dict[str, Any]) -> list[str]:
+    figures, state = record["figures"], record["state"]
+    if not figures:
+        lacks = "not installed" if state == "missing" else f"**{state}**"
+        return [record["title"], lacks, *["-"] * (len(_SIZES_HEADER) - 2)]
+
+    def time_of(name: str) -> str:
+        if f"{name}_finder_seconds" not in figures:
+            return "-"
+        return f"{figures[f'{name}_finder_seconds']:.1f} of {figures[f'{name}_run_seconds']:.1f} s"
+
+    def size_of(name: str) -> str:
+        return f"{figures[f'num_{name}']:.0f}" if f"num_{name}" in figures else "-"
+
+    searched = next((name for name in ("throughput", "defaults") if figures.get(f"{name}_best_gain")), None)
+    gains = f"{figures[f'{searched}_gain']:.2f} of {figures[f'{searched}_best_gain']:.2f}" if searched else "-"
+    long = "-" if size_of("long_defaults") == "-" else f"{size_of('long_defaults')}, {time_of('long_defaults')}"
+    return [
+        f"{record['title']}{' (**failed**)' if record['faults'] else ''}",
+        size_of("configured"),
+        size_of("defaults"),
+        time_of("defaults"),
+        size_of("throughput"),
+        gains,
+        f"{figures[f'{searched}_speedup']:.2f}" if searched else "-",
+        time_of("throughput"),
+        long,
+    ]
+
+
+def _lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table."""
+    return [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
 def _noise(records: Sequence[dict[str, Any]]) -> list[str]:
     """How far plain steps that were timed twice are apart."""
     apart = [abs(record["figures"]["plain_again_ratio"] - 1) for record in records if record["figures"]]
@@ -95,6 +140,7 @@ def _told(record: dict[str, Any]) -> list[str]:
         told.append(f"not installed: {record['message']}")
     told += [f"{share} of plain's peak is refused: {message}" for share, message in record.get("refused", {}).items()]
     told += [f"warns: {message}" for message in dict.fromkeys(record.get("warnings", ()))]
+    told += [f"says: {message}" for message in record.get("says", ())]
     return [f"- {record['title']}: {' '.join(line.split())}" for line in told]
 
 
@@ -105,7 +151,7 @@ def _bytes(num_bytes: float) -> str:
 _INTRODUCTION = """# Other people's packages
 
 Written by `python -m benchmarks tables` from `benchmarks/results/`; do not edit. `make test-clients` installs the
-packages into an environment of their own and trains all of this again, in a quarter of an hour.
+packages into an environment of their own and trains all of this again, in 20 minutes.
 
 Each package trains a small net, random weights and synthetic data, by its own entry point, with the plugin added as
 its users would add it ([below](#what-was-added)): forty steps on a CPU, each run in a process of its own with the same
@@ -125,4 +171,20 @@ seed.
   Steps are tiny, some tens of milliseconds, so what the library costs the host shows more than with nets of a size that
   needs it; and so does what else the machine did.
 - *Budget*: a share of plain's peak, the first of 0.75, 0.85 and 0.95 that is not refused.
+"""
+
+_SIZES = """## The batch size
+
+The same on more data, with a finder of the batch size: with its defaults, which leave a run of this length as it is,
+and for throughput with 60 seconds at most. A function has the defaults alone, which are for throughput. *Finder's time*
+is what it says, or what a clock outside says from `setup` to the first batch, whichever is more. *Samples per second*
+are those of the size that was set, and the most that a trial shows, by those of the configured one. *Run* is how many
+times as fast as the plain one the rest of the run was, its dataloaders and all else included. The suite fails
+
+- where a fit does not come to its end;
+- where a finder with defaults takes more than a minute and more than 5% of the run;
+- where one for throughput keeps the size though its trials show another that is 1.1 times as fast, or tries nothing
+  though it can set the size;
+- where nothing is changed, and weights or the random state differ from the plain run's, or neither one warning nor the
+  result's note says why.
 """

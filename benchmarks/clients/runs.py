@@ -42,11 +42,13 @@ class Run:
         state: "done", "refused" for an infeasible budget, or "error".
         message: The error's first line.
         seen: What it was seen to do, up to its end.
+        tuned: What a finder of the batch size did, where there is one.
     """
 
     state: str
     message: str = ""
     seen: Seen = dataclasses.field(default_factory=Seen)
+    tuned: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def measure(device: torch.device, *, quick: bool, name: str, packages: Sequence[str]) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def measure(device: torch.device, *, quick: bool, name: str, packages: Sequence[
     try:
         training = importlib.import_module(f"benchmarks.clients.trainings.{name}")
     except ImportError as error:
-        return {"missing": _first_line(error)}
+        return {"missing": first_line(error)}
     train: _Train = training.train
     counted = _fork(train, None, counts=True)
     runs = {"plain, counted": counted}
@@ -87,7 +89,15 @@ def measure(device: torch.device, *, quick: bool, name: str, packages: Sequence[
 
 
 def _fork(train: _Train, budget: str | None, *, counts: bool) -> Run:
-    """Train in a fork of this process."""
+    return fork(lambda folder: _run(train, budget, folder, counts=counts))
+
+
+def fork(train: Callable[[Path], Run]) -> Run:
+    """Train in a fork of this process.
+
+    Args:
+        train: Given a folder for what it writes.
+    """
     with tempfile.TemporaryDirectory(prefix="benchmark-client-") as name:
         folder = Path(name)
         output = folder / "run.pickle"
@@ -96,7 +106,7 @@ def _fork(train: _Train, budget: str | None, *, counts: bool) -> Run:
         child = os.fork()
         if child == 0:
             try:
-                output.write_bytes(pickle.dumps(_run(train, budget, folder, counts=counts)))
+                output.write_bytes(pickle.dumps(train(folder)))
             finally:
                 os._exit(0)  # nothing of the parent's is to be ended twice
         _, status = os.waitpid(child, 0)
@@ -107,20 +117,26 @@ def _fork(train: _Train, budget: str | None, *, counts: bool) -> Run:
 
 
 def _run(train: _Train, budget: str | None, folder: Path, *, counts: bool) -> Run:
-    random.seed(_SEED)
-    np.random.seed(_SEED)  # noqa: NPY002  # the state that libraries use
-    torch.manual_seed(_SEED)
+    seed()
     with watching(counts=counts) as seen:
         try:
             trained = train(budget, folder)
         except BudgetInfeasibleError as error:
-            return Run(state="refused", message=_first_line(error), seen=seen)
+            return Run(state="refused", message=first_line(error), seen=seen)
         except Exception as error:
             traceback.print_exc()
-            return Run(state="error", message=_first_line(error), seen=seen)
+            return Run(state="error", message=first_line(error), seen=seen)
         note_end(seen, trained)
     return Run(state="done", seen=seen)
 
 
-def _first_line(error: BaseException) -> str:
+def seed() -> None:
+    """Begin from the same random state."""
+    random.seed(_SEED)
+    np.random.seed(_SEED)  # noqa: NPY002  # the state that libraries use
+    torch.manual_seed(_SEED)
+
+
+def first_line(error: BaseException) -> str:
+    """An error's kind and its first line."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -226,7 +226,7 @@ def _collecting(messages: list[str]) -> Iterator[None]:
     logger, handler, show = logging.getLogger(_LOGGER), _Collector(messages), warnings.showwarning
 
     def showwarning(message: Any, *arguments: Any, **keywords: Any) -> None:
-        if "plugin" in str(message) or "budget" in str(message):
+        if any(word in str(message) for word in ("plugin", "budget", "BatchSizeFinder")):
             messages.append(str(message))
         show(message, *arguments, **keywords)
 

@@ -6,6 +6,8 @@ weights and random state; peaks, counted from outside; and CPU time. `--cases NA
 they were stored. A training whose packages are not there is a row that says so, one whose budget is refused too; other
 bits, an error, and a peak above the budget that nothing told are errors. `make test-clients` brings the packages;
 `--quick` trains a loop in plain PyTorch.
+
+Clients that find their batch size are trained plain, with a finder's defaults and with one for throughput.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks import environment
-from benchmarks.clients import judging
+from benchmarks.clients import judging, judging_sizes
 from benchmarks.clients.listing import CLIENTS, REHEARSAL, Client
 from benchmarks.clients.page import DOCUMENT, page, terminal_table
 from benchmarks.gpu.process import Job, launch
@@ -81,11 +83,17 @@ def _stored(options: Options) -> dict[str, dict[str, Any]]:
 def _record(client: Client, *, quick: bool) -> dict[str, Any]:
     """All that is kept of a client: what it is, its state, figures, faults, and what was told."""
     record: dict[str, Any] = {"name": client.name, "title": client.title, "added": client.added}
+    record |= {"finds": True} if client.finds else {}
+    options = {"times": client.finds, "long_times": client.long, "has_size": client.has_size}
     job = Job(
-        function="benchmarks.clients.runs:measure",
+        function=f"benchmarks.clients.{'finding' if client.finds else 'runs'}:measure",
         device="cpu",
         quick=quick,
-        arguments={"name": client.name, "packages": list(client.packages)},
+        arguments={
+            "name": client.training or client.name,
+            "packages": list(client.packages),
+            **(options if client.finds else {}),
+        },
         environment=_ONE_THREAD,
     )
     ended = launch(job, _TIMEOUT_SECONDS)
@@ -103,9 +111,13 @@ def _record(client: Client, *, quick: bool) -> dict[str, Any]:
     record |= {"versions": found.get("versions", {}), "seconds": round(ended.seconds, 1), "figures": {}, "faults": []}
     if "missing" in found:
         return {**record, "state": "missing", "message": found["missing"]}
-    faults = judging.faults(found)
+    judge = judging_sizes if client.finds else judging
+    faults = judge.faults(found)
     if judging.runs_done(found, ""):
-        record["figures"] = judging.figures(found)
+        record["figures"] = judge.figures(found)
+    if client.finds:
+        record |= {"state": "failed" if faults else "done", "faults": faults, "says": judging_sizes.told(found)}
+        return {**record, **({"log": ended.log} if faults else {})}
     state = "failed" if faults else "refused" if judging.is_refused(found) else "kept"
     tight = found["runs"].get("tight, counted")
     return {

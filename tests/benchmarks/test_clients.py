@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.__main__ import main
-from benchmarks.clients import judging
+from benchmarks.clients import judging, judging_sizes
 from benchmarks.clients.listing import CLIENTS
 from benchmarks.clients.page import page, terminal_table
 from benchmarks.clients.watching import note_end, watching
@@ -147,6 +147,59 @@ def test_page_has_every_kind_of_row(found: dict[str, Any]):
     assert terminal_table(records).renderables[0].row_count == 4
 
 
+@pytest.fixture
+def sized() -> dict[str, Any]:
+    """What a training brings whose size a finder changed for throughput, and kept otherwise."""
+    kept = {"batch_size": 8, "configured": 8, "is_kept": True, "seconds": 1.0, "trials": [], "note": "Too short."}
+    trials = [(8, 10.0), (32, 30.0), (64, 31.0), (8, 12.0)]
+    changed = {**kept, "batch_size": 32, "is_kept": False, "seconds": 30.0, "trials": trials, "note": ""}
+    common = {"is_over": True, "before_seconds": 1.5, "run_seconds": 33.0, "num_batches": 10}
+    runs = {
+        "plain": {**run(), "tuned": {**common, "before_seconds": 0.25, "result": None}},
+        "defaults": {**run(), "tuned": {**common, "result": kept}},
+        "throughput": {**run(weights="v"), "tuned": {**common, "num_batches": 3, "result": changed}},
+    }
+    return {"versions": {}, "has_size": True, "runs": runs}
+
+
+def test_figures_of_sizes(sized: dict[str, Any]):
+    """Sizes that were tried twice count once; the clock outside counts where it says more."""
+    assert judging_sizes.faults(sized) == []
+    figures = judging_sizes.figures(sized)
+    assert (figures["num_configured"], figures["num_defaults"], figures["num_throughput"]) == (8, 8, 32)
+    assert figures["throughput_gain"] == 30 / 11
+    assert figures["throughput_best_gain"] == 31 / 11
+    assert (figures["defaults_finder_seconds"], figures["throughput_finder_seconds"]) == (1.25, 30.0)
+    assert judging_sizes.told(sized) == ["defaults: Too short."]
+    record = {"name": "n", "added": "it", "commit": "c", "faults": [], "finds": True, "title": "t", "state": "done"}
+    record |= {"figures": figures, "says": judging_sizes.told(sized)}
+    text = page({"config": {"clients": [record]}, "environment": {"processor": "p", "system": "s", "versions": {}}})
+    assert "| t | 8 | 8 | 1.2 of 33.0 s | 32 | 2.73 of 2.82 | 11.00 | 30.0 of 33.0 s | - |" in text
+    assert "- t: says: defaults: Too short." in text
+    assert terminal_table([record]).renderables[0].row_count == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "changes", "told"),
+    [
+        ("defaults", {"is_over": False}, "the fit did not come to its end"),
+        ("defaults", {"before_seconds": 70.0}, "the finder took 70 s, more than 60 s"),
+        ("defaults", {"result": None}, "nothing was tuned, and 0 warnings say why"),
+        ("throughput", {"num_batches": 10}, "10 batches an epoch, not 2.5"),
+        ("throughput", {"batch_size": 8}, "8 was kept, where trials show a size that is 2.82 times as fast"),
+        ("throughput", {"trials": []}, "nothing was tried"),
+        ("throughput", {"is_kept": True, "note": "Kept."}, "nothing was changed, but weights differ"),
+    ],
+)
+def test_faults_of_sizes(sized: dict[str, Any], label: str, changes: dict[str, Any], told: str):
+    """What a finder must not do fails the suite."""
+    tuned = sized["runs"][label]["tuned"]
+    tuned.update({name: value for name, value in changes.items() if name in tuned})
+    if tuned["result"] is not None:
+        tuned["result"].update({name: value for name, value in changes.items() if name in tuned["result"]})
+    assert any(told in fault for fault in judging_sizes.faults(sized))
+
+
 def test_watch_sees_steps_from_outside():
     """Losses, peaks and times of each step, whoever trains; nothing of it stays."""
     before = torch.autograd.backward
@@ -186,4 +239,4 @@ def test_unknown_client_is_refused(capsys: pytest.CaptureFixture[str]):
 
 def test_clients_have_trainings():
     """Each has its module."""
-    assert all((TRAININGS / f"{client.name}.py").exists() for client in CLIENTS)
+    assert all((TRAININGS / f"{client.training or client.name}.py").exists() for client in CLIENTS)

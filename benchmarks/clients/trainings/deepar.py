@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from gluonts.dataset.common import ListDataset
 from gluonts.torch import DeepAREstimator
+from lightning.pytorch import Callback
 from torch import nn
 
 from benchmarks.clients.trainings import lightnings
 
 
-def train(budget: str | None, folder: Path) -> nn.Module:
+def train(budget: str | None, folder: Path, callbacks: Sequence[Callback] = (), times: int = 1) -> nn.Module:
     """Train on waves with noise."""
     hours, noise = np.arange(400), np.random.default_rng(0)
     series = [
@@ -23,7 +25,7 @@ def train(budget: str | None, folder: Path) -> nn.Module:
         }
         for phase in np.linspace(0, 6, 20)
     ]
-    arguments = {"max_epochs": 2, "default_root_dir": str(folder), **lightnings.trainer_arguments(budget)}
+    arguments = {"max_epochs": 2, "default_root_dir": str(folder), **lightnings.trainer_arguments(budget, callbacks)}
     arguments.pop("enable_checkpointing")  # it has a checkpoint of its own
     estimator = DeepAREstimator(
         freq="h",
@@ -31,7 +33,7 @@ def train(budget: str | None, folder: Path) -> nn.Module:
         context_length=48,
         hidden_size=40,
         batch_size=32,
-        num_batches_per_epoch=20,
+        num_batches_per_epoch=20 * times,
         trainer_kwargs=arguments,
     )
     output = estimator.train_model(ListDataset(series, freq="h"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.lightning import LightningDataset
@@ -39,9 +41,11 @@ def graphs(num_graphs: int) -> list[Data]:
     return found
 
 
-def train(budget: str | None, folder: Path) -> nn.Module:
+def train(budget: str | None, folder: Path, callbacks: Sequence[Callback] = (), times: int = 1) -> nn.Module:
     """Train by the Trainer that PyG's classes are for."""
     model = Classifier()
-    data = LightningDataset(graphs(32 * 20), batch_size=32)
-    pl.Trainer(max_steps=lightnings.NUM_STEPS, **lightnings.trainer_arguments(budget)).fit(model, data)
+    data = LightningDataset(graphs(32 * 20 * times), batch_size=32)
+    pl.Trainer(max_steps=times * lightnings.NUM_STEPS, **lightnings.trainer_arguments(budget, callbacks)).fit(
+        model, data
+    )
     return model

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.clients.trainings import hf
 
 
-def train(budget: str | None, folder: Path) -> nn.Module:
-    """Train on rows of tokens of one length; the last batch of an epoch is smaller."""
+def model() -> nn.Module:
+    """With random weights."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=96,
@@ -21,5 +21,10 @@ def train(budget: str | None, folder: Path) -> nn.Module:
         max_position_embeddings=64,
         use_cache=False,
     )
-    rows = hf.tokens(340, 64)
-    return hf.train(LlamaForCausalLM(config), hf.Examples(input_ids=rows, labels=rows), budget, folder, batch_size=16)
+    return LlamaForCausalLM(config)
+
+
+def train(budget: str | None, folder: Path) -> nn.Module:
+    """Train on rows of tokens of one length; the last batch of an epoch is smaller."""
+    llama, rows = model(), hf.tokens(340, 64)
+    return hf.train(llama, hf.Examples(input_ids=rows, labels=rows), budget, folder, batch_size=16)

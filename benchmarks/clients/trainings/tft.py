@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
 import pandas as pd
+from lightning.pytorch import Callback
 from pytorch_forecasting import QuantileLoss, TemporalFusionTransformer, TimeSeriesDataSet
 from torch import nn
 
 from benchmarks.clients.trainings import lightnings
 
 
-def train(budget: str | None, folder: Path) -> nn.Module:
-    """Train on waves with noise, of several lengths."""
-    hours = np.arange(120)
+def waves(num_hours: int) -> pd.DataFrame:
+    """Twelve series with noise."""
+    hours = np.arange(num_hours)
     noise = 0.1 * np.random.default_rng(0).normal(size=12 * len(hours))
-    table = pd.DataFrame(
+    return pd.DataFrame(
         {
             "time": np.tile(hours, 12),
             "series": np.repeat([f"s{number}" for number in range(12)], len(hours)),
             "value": np.sin(np.tile(hours, 12) / 12) + noise,
         }
     )
+
+
+def train(budget: str | None, folder: Path, callbacks: Sequence[Callback] = (), times: int = 1) -> nn.Module:
+    """Train on waves of several lengths."""
     data = TimeSeriesDataSet(
-        table,
+        waves(120 * times),
         time_idx="time",
         target="value",
         group_ids=["series"],
@@ -45,6 +51,7 @@ def train(budget: str | None, folder: Path) -> nn.Module:
         loss=QuantileLoss(),
         learning_rate=1e-3,
     )
-    trainer = pl.Trainer(max_steps=lightnings.NUM_STEPS, gradient_clip_val=0.1, **lightnings.trainer_arguments(budget))
+    arguments = lightnings.trainer_arguments(budget, callbacks)
+    trainer = pl.Trainer(max_steps=times * lightnings.NUM_STEPS, gradient_clip_val=0.1, **arguments)
     trainer.fit(model, data.to_dataloader(train=True, batch_size=32, num_workers=0))
     return model
