@@ -282,7 +282,7 @@ def find_efficient_batch_size(
         steps_per_trial: Optimizer steps of a trial that are timed.
         warmup_steps: Optimizer steps before them; a memory plan is in force after 3 steps of a new size.
         max_trials: Most trials.
-        max_seconds: Most time for the search.
+        max_seconds: Time after which no further trial begins; None for no limit.
         remember: What else of the objects that the function uses is put back; for adapters.
         is_out_of_memory: Which errors say that a size does not fit, beside torch's own; for adapters.
 

@@ -172,11 +172,12 @@ class StepMeter:
         self.seen = seen
         self.peak_bytes = seen.recorded.peak_bytes
 
-    def step_took(self, seconds: float) -> None:
+    def step_took(self, seconds: float, *, counts: bool = True) -> None:
         """Count a step that has ended.
 
         Args:
             seconds: What it took, the device's work included.
+            counts: Whether it is one of the trial's size.
 
         Raises:
             TrialOver: There are enough, or a rank has to stop.
@@ -184,9 +185,9 @@ class StepMeter:
         if self.status is not None:
             raise TrialOver  # what trains went on after it was stopped
         settings = self._settings
-        self.num_steps += 1
+        self.num_steps += counts
         is_warm = self.num_steps > self._num_warmup
-        if is_warm:
+        if is_warm and counts:
             self.step_seconds.append(seconds)
             self._look_at_memory()
         status = RankStatus.GOES_ON
@@ -511,7 +512,7 @@ def _reason(meter: StepMeter, status: RankStatus, reason: str, settings: TrialSe
         return _STOPPED
     if not meter.step_seconds:
         needed = settings.warmup_steps + 1
-        early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps, a trial takes at least {needed}"
+        early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps of whole batches, a trial takes at least {needed}"
         return early if status is RankStatus.ENDED else _STOPPED
     return ""
 

@@ -143,14 +143,18 @@ def test_a_run_of_so_many_epochs_is_to_make_its_progress(make_trainer: MakeTrain
 
 
 def test_a_run_that_takes_little_time_is_not_tuned(make_trainer: MakeTrainer) -> None:
-    """A tuning takes a second whatever it tries, so 2% of the run have to be more; the first steps show that."""
-    for fixed, is_tuned in ((0.001, False), (100.0, True)):
+    """A tuning takes a second whatever it tries, so 2% of the run have to be more; the first trial shows that."""
+    for fixed, objective, is_tuned in (
+        (0.001, "goodput", False),
+        (0.001, "throughput", True),
+        (100.0, "goodput", True),
+    ):
         clock = Clock()
-        finder = goodput(clock, objective="throughput", max_seconds=None)
+        finder = goodput(clock, objective=objective, max_seconds=None)
         net = Bowl(100.0, clock, fixed=fixed)
         net.tick = lambda seconds, tick=net.tick, fixed=fixed: tick(fixed)
         make_trainer(callbacks=[finder, Stop()], max_steps=4000, max_epochs=-1).fit(net)
-        assert (len(finder.result.trials) > 1) == is_tuned
+        assert (len(finder.result.trials) > 1 or finder.result.noise_scale is not None) == is_tuned
         assert ("The configured 8 is kept: the run takes about 4.00 s" in finder.result.note) == (not is_tuned)
 
 
@@ -228,12 +232,12 @@ def test_a_micro_batch_that_is_no_faster_is_not_set(make_trainer: MakeTrainer) -
     assert set(net.sizes) == {4}
 
 
-@pytest.mark.parametrize(("objective", "most"), [("goodput", 3200), ("throughput", 100)])
+@pytest.mark.parametrize(("objective", "most"), [("goodput", 3200), ("keep_effective_batch", 100)])
 def test_a_run_that_is_too_short_is_not_tuned(make_trainer: MakeTrainer, objective: Any, most: int) -> None:
     """Where a pilot, or a single trial, is more than 2% of it; not a step is tried. A longer one is."""
     for num_steps, is_tuned in ((most - 50, False), (most + 50, True)):
         clock = Clock()
-        finder = goodput(clock, objective=objective, max_seconds=None)
+        finder = goodput(clock, objective=objective, max_seconds=None, base_batch_size=32)
         trainer = make_trainer(callbacks=[finder, Stop()], max_steps=num_steps, max_epochs=-1)
         trainer.fit(Bowl(100.0, clock))
         result = finder.result
@@ -241,6 +245,19 @@ def test_a_run_that_is_too_short_is_not_tuned(make_trainer: MakeTrainer, objecti
         assert (result.batch_size == 8) or is_tuned
         assert is_tuned or "The configured 8 is kept: " in result.note
         assert is_tuned or "2% of the run" in result.note or "are more than 2%" in result.note
+
+
+def test_no_run_is_too_short_where_throughput_is_asked_for(make_trainer: MakeTrainer) -> None:
+    """Trials may take a minute of it, however many steps it has."""
+    clock = Clock()
+    finder = goodput(clock, objective="throughput", max_seconds=None)
+    net = Bowl(100.0, clock)
+    net.tick = lambda seconds, tick=net.tick: tick(0.1)
+    make_trainer(callbacks=[finder, Stop()], max_steps=12, max_epochs=-1).fit(net)
+    result = finder.result
+    assert result.batch_size > 8
+    assert result.run_seconds == pytest.approx(1.2)
+    assert 1.2 < result.tuning_seconds < 61
 
 
 def test_trials_take_a_share_of_the_run(make_trainer: MakeTrainer) -> None:

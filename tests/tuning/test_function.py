@@ -366,3 +366,38 @@ def test_nowhere_to_keep_it() -> None:
 
     with pytest.raises(UnsupportedError, match="`train` has nowhere to keep the batch size"):
         _ = Slotted().train
+
+
+def test_steps_of_fewer_rows_do_not_count(clock: Clock) -> None:
+    """The last batch of an epoch, however often it comes: a step of it is no step of the trial's size."""
+
+    def train(batch_size: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in [batch_size, batch_size, 1] * 6:
+            clock.now += number / 8
+            model(input=torch.ones(number, 2)).sum().backward()
+            optimizer.step()
+
+    tuned = find_efficient_batch_size(train, 8, min_size=8, max_size=16, warmup_steps=0)
+    tuned()
+    for trial in tuned.result.trials:
+        assert trial.step_seconds == (trial.batch_size / 8,) * 5
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_rows_that_are_lengths_do_not_make_a_trial_longer(clock: Clock) -> None:
+    """Where lengths come first, and ever shorter ones, steps count though none is as long as the first."""
+    made: list[int] = []
+
+    def train(batch_size: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for length in range(100, 0, -1):
+            clock.now += 1.0
+            model(torch.ones(length, batch_size, 2)).sum().backward()
+            optimizer.step()
+            made.append(length)
+
+    find_efficient_batch_size(train, 8, min_size=8, max_size=8)()
+    assert len(made) < 100 + 20

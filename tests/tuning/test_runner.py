@@ -118,7 +118,7 @@ def test_too_short() -> None:
     training = Training(Clock(), num_steps=4)
     trial = tried(training)
     assert not trial.is_ok
-    assert trial.reason == "training ended after 4 optimizer steps, a trial takes at least 5"
+    assert trial.reason == "training ended after 4 optimizer steps of whole batches, a trial takes at least 5"
     training.num_steps = 5
     assert tried(training).is_ok
 

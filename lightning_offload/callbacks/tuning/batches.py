@@ -1,22 +1,17 @@
-"""The shapes in batches, and dataloaders of another batch size."""
+"""Dataloaders of a run, and the same of another batch size."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from
 
-__all__ = ["loaders_in", "map_loaders", "num_samples", "resized", "shapes_in", "sizes_of"]
-
-_DEEP = 6
-"""Objects within objects of a batch that are looked into."""
+__all__ = ["loaders_in", "map_loaders", "num_samples", "resized", "sizes_of"]
 
 
 def mapped(found: Mapping[Any, Any], of: Callable[[Any, Any], Any]) -> Any:
@@ -27,25 +22,6 @@ def mapped(found: Mapping[Any, Any], of: Callable[[Any, Any], Any]) -> Any:
     for key, value in list(found.items()):
         made[key] = of(key, value)
     return made
-
-
-def shapes_in(found: Any, depth: int = _DEEP) -> Iterator[tuple[int, ...]]:
-    """The shapes of all tensors and arrays in a batch: in mappings, sequences, and objects such as PyG's batches."""
-    if isinstance(found, Tensor) or type(found).__module__ == "numpy":
-        yield tuple(map(int, found.shape))
-    elif not depth or isinstance(found, (str, bytes, type)):
-        return
-    elif isinstance(found, Mapping):
-        for value in found.values():
-            yield from shapes_in(value, depth - 1)
-    elif isinstance(found, (list, tuple)):
-        for value in found:
-            yield from shapes_in(value, depth - 1)
-    elif dataclasses.is_dataclass(found):
-        for field in dataclasses.fields(found):
-            yield from shapes_in(getattr(found, field.name, None), depth - 1)
-    elif hasattr(found, "__dict__"):
-        yield from shapes_in(vars(found), depth - 1)
 
 
 def loaders_in(loaders: Any) -> list[DataLoader[Any]]:

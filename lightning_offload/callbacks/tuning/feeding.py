@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Size
 
-from lightning_offload.callbacks.tuning.batches import shapes_in
 from lightning_offload.errors import TuningError
+from lightning_offload.tuning.shapes import shapes_in
 
 __all__ = ["Feed", "Look", "num_elements"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_offload.callbacks.tuning.accumulation import accumulation_of
-from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, shapes_in, sizes_of
+from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, sizes_of
 from lightning_offload.callbacks.tuning.feeding import Feed, Look
 from lightning_offload.callbacks.tuning.length import is_number_of_batches
 from lightning_offload.callbacks.tuning.lengths import Lengths
@@ -20,6 +20,7 @@ from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.ranks import Coordinator
+from lightning_offload.tuning.shapes import shapes_in
 
 __all__ = ["Bounds", "TrialData", "end_workers"]
 
