@@ -242,7 +242,12 @@ class Session:
             host.recorder.forget()
 
     def _too_short(self) -> str:
-        """Why nothing is tried in a run of this length; empty where trials pay, or were asked for."""
+        """Why nothing is tried in this run, by counts alone; empty where a tuning pays, or was asked for."""
+        if self._objective.name == GOODPUT:
+            if why := why_no_noise_scale(self._trainer, self._module):
+                return f"the gradient noise scale is not known, since {why}; objective='throughput' does without"
+            if math.isfinite(self._num_steps) and self._pilot_plan(()) is None:
+                return self._why_no_pilot()
         if not self._is_limited or not math.isfinite(self._num_steps) or self._objective.name == THROUGHPUT:
             return ""
         trial = self._options.warmup_steps + self._options.steps_per_trial
@@ -274,26 +279,15 @@ class Session:
         """
         if self._objective.name != GOODPUT:
             return ""
-        why = why_no_noise_scale(self._trainer, self._module)
-        if why:
-            return f"the gradient noise scale is not known, since {why}; objective='throughput' does without"
-        base, shortest = self._targets.base_size, shortest_pilot(self._objective.configured_accumulation)
-        if self._pilot_plan(runner) is None:
-            return (
-                f"a pilot of {shortest} batches, which measures the gradient noise scale, is more than"
-                f" {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
-            )
+        base = self._targets.base_size
         tried = [trial for trial in runner.done if trial.batch_size == base]
         if not (tried[0] if tried else runner.run(base, is_recorded=True)).is_ok:
             self._objective = dataclasses.replace(self._objective, name=THROUGHPUT)
             self._most = base
             return ""
-        plan = self._agreement.broadcast(self._pilot_plan(runner))  # by what a step takes, which is known now
+        plan = self._agreement.broadcast(self._pilot_plan(runner.done))  # by what a step takes, which is known now
         if plan is None:
-            return (
-                f"a pilot of {shortest} batches, which measures the gradient noise scale, takes more than half of"
-                f" max_seconds={self._options.max_seconds:g}"
-            )
+            return self._why_no_pilot()
         num_steps = 0.0 if is_resumed(self._trainer) else self._num_steps
         began = self._clock()
         try:
@@ -319,6 +313,13 @@ class Session:
         self._most = self._largest_worth(self._noise.low)
         return ""
 
+    def _why_no_pilot(self) -> str:
+        shortest, seconds = shortest_pilot(self._objective.configured_accumulation), self._options.max_seconds
+        pilot = f"a pilot of {shortest} batches, which measures the gradient noise scale,"
+        if seconds is not None:
+            return f"{pilot} takes more than half of max_seconds={seconds:g}"
+        return f"{pilot} is more than {_TUNING_SHARE:.0%} of the run; max_seconds= sets another limit"
+
     def _late_after(self, began: float) -> Callable[[], bool]:
         """Whether a pilot has taken half of the time that the user gives: trials do not show how slow loaders are.
 
@@ -329,7 +330,7 @@ class Session:
             return lambda: False
         return lambda: self._clock() - began >= seconds / 2
 
-    def _pilot_plan(self, runner: TrialRunner) -> PilotPlan | None:
+    def _pilot_plan(self, trials: Sequence[Trial]) -> PilotPlan | None:
         """Plan a pilot: a share of the run, and half of the time that the user gives, as far as these are known."""
         accumulation = self._objective.configured_accumulation
         least = max(_LEAST_BATCHES, shortest_pilot(accumulation))
@@ -339,7 +340,7 @@ class Session:
             most = min(least, _TUNING_SHARE * self._agreement.broadcast(run_batches(self._trainer)))
         if not self._is_limited:
             most = max(most, least)
-        speeds = [each.samples_per_second for each in runner.done if each.batch_size == self._targets.base_size]
+        speeds = [each.samples_per_second for each in trials if each.batch_size == self._targets.base_size]
         if self._options.max_seconds is not None and speeds and speeds[0]:
             batch_seconds = self._targets.base_size * self._agreement.num_ranks / speeds[0]
             most = min(most, self._options.max_seconds / 2 / batch_seconds)
