@@ -33,6 +33,7 @@ from lightning_offload.callbacks.tuning.targets import (
     rate_to_set,
     warn_of_other_batch,
 )
+from lightning_offload.callbacks.tuning.trials import Start, roots_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import (
     current_package,
@@ -182,15 +183,25 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
 
     def _before_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
         package = package_of(trainer) or current_package()
+        is_known = self.result is not None and (self._is_restored or self._has_tuned(module))
+        start: Start | RandomStates = RandomStates.now()
         try:
+            if not is_known:
+                source = trainer.fit_loop._data_source
+                start = Start.now(roots_of(trainer, module, None if source.is_module() else source.instance))
             targets = find_targets(trainer, module, package, self._options)
-        except TuningError as error:
-            if self._options.on_failure == "raise" or self._early_exit:
+            start.restore()  # what is asked for loaders may draw random numbers
+        except Exception as error:
+            start.restore()
+            is_raised = self._options.on_failure == "raise" or self._early_exit
+            if is_raised and isinstance(error, TuningError):
                 raise misconfiguration(trainer, str(error)) from None
+            if is_raised or (trainer.world_size > 1 and not isinstance(error, TuningError)):
+                raise
             self.result = None  # of another model, or of this one before it was changed
             tell_kept(package, error)
             return
-        if self.result is not None and (self._is_restored or self._has_tuned(module)):
+        if self.result is not None and isinstance(start, RandomStates):
             if accumulation_of(trainer) == self.result.configured_accumulation != self.result.accumulation:
                 self._limits.accumulate(trainer, self.result.accumulation)
             warn_of_other_batch(trainer, package, self.result)
@@ -201,11 +212,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             self._limits.scale(trainer, self.result.batch_ratio, self.result.size_ratio, self.result.first_step)
             self._mark(module)
             return
+        assert isinstance(start, Start)  # nothing is known
         self.result, self._token, self._warmup_state = None, "", None  # of another model
         is_visible = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._session = Session(
-            self._options, targets, trainer, module, limits=self._limits, clock=self._clock, is_visible=is_visible,
-            is_alone=self._early_exit,
+            self._options, targets, trainer, module, start=start, limits=self._limits, clock=self._clock,
+            is_visible=is_visible, is_alone=self._early_exit,
         )  # fmt: skip
 
     def _has_tuned(self, module: Any) -> bool:

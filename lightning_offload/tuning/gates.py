@@ -71,30 +71,28 @@ def choose(
         base_size: The configured size.
         min_confidence: Probability from 0 to 1, below which nothing changes, that the found size is right, or else
             that a run surely ends earlier with the one that is set.
-        least: What the lower end of its speed-up has to exceed; None where throughput alone counts.
+        least: What the lower end of its speed-up has to exceed where the search is sure of it; None for nothing.
     """
     size, confidence = found.batch_size, found.confidence
     fails = found.smallest_failing
     best = Choice(batch_size=size, best_size=size, confidence=confidence)
-    if size == base_size or (fails is not None and base_size >= fails):
+    fits = fails is None or base_size < fails or any(t.is_ok for t in found.trials if t.batch_size == base_size)
+    if size == base_size or not fits:
         return best
-    is_sure = confidence >= min_confidence
+    is_sure, may_be_unsure = confidence >= min_confidence, min_confidence <= _SURE
     own = speedups.get(size)
-    if least is None:
-        if is_sure:
-            return best
-    else:
-        may_be_unsure = min_confidence <= _SURE
-        if own is not None and own.low > least and (is_sure or (own.low > LEAST_SPEEDUP and may_be_unsure)):
-            return best
-        others = {
-            other: each.low
-            for other, each in speedups.items()
-            if other != base_size and each.low > LEAST_SPEEDUP and (fails is None or other < fails)
-        }
-        if others and may_be_unsure:
-            other = max(others, key=lambda each: others[each])
-            return Choice(batch_size=other, best_size=other, confidence=0.0)
+    if is_sure and (least is None or (own is not None and own.low > least)):
+        return best
+    if own is not None and own.low > LEAST_SPEEDUP and may_be_unsure:
+        return best
+    others = {
+        other: each.low
+        for other, each in speedups.items()
+        if other != base_size and each.low > LEAST_SPEEDUP and (fails is None or other < fails)
+    }
+    if others and may_be_unsure:
+        other = max(others, key=lambda each: others[each])
+        return Choice(batch_size=other, best_size=other, confidence=0.0)
     why = _why_kept(found, own, is_sure=is_sure, min_confidence=min_confidence, least=least)
     return Choice(
         batch_size=base_size,
@@ -113,8 +111,8 @@ def _why_kept(
     if own is None:
         return f"{size} is not known to be faster, tuning included"
     return (
-        f"with {size} the run ends {own.low:.2f} to {own.high:.2f} times as early, tuning included, and {least:g} at"
-        " least is what pays"
+        f"with {size} the run ends {own.low:.2f} to {own.high:.2f} times as early, tuning included, and"
+        f" {LEAST_SPEEDUP if least is None else least:g} at least is what pays"
     )
 
 

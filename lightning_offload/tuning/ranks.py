@@ -33,7 +33,13 @@ TIMEOUT_SECONDS = 1800.0
 
 
 class Coordinator(abc.ABC):
-    """The ranks that tune together."""
+    """The ranks that tune together.
+
+    Attributes:
+        told: The last failure of this rank that all know of; None where there is none.
+    """
+
+    told: Exception | None = None
 
     @property
     @abc.abstractmethod
@@ -103,6 +109,7 @@ class Coordinator(abc.ABC):
         """
         texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}".partition("\n")[0])
         if failure is not None:
+            self.told = failure
             raise failure
         for rank, text in enumerate(texts):
             if text is not None:

@@ -455,6 +455,9 @@ class TrialRunner:
     def _measured(self, batch_size: int, meter: StepMeter) -> Trial:
         agreement = self._agreement
         status, reason, failure = self._trained(batch_size, meter)
+        if meter.status is None and meter.exchanges and agreement.num_ranks > 1 and status > RankStatus.ENDED:
+            # the others wait for its gradients, as they would in the training
+            raise failure or TuningError(f"batch size {batch_size} fit at first, and then not: {reason}")
         if meter.status is None:
             meter.ends(status)
         what = f"training at batch size {batch_size}"

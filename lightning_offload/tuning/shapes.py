@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["shapes_in"]
@@ -16,7 +17,11 @@ _DEEP = 6
 
 def shapes_in(found: Any, depth: int = _DEEP) -> Iterator[tuple[int, ...]]:
     """The shapes of all tensors and arrays in a batch: in mappings, sequences, and objects such as PyG's batches."""
-    if isinstance(found, Tensor) or type(found).__module__ == "numpy":
+    if isinstance(found, Tensor) and found.is_nested:
+        yield from (
+            shapes_in(found.unbind(), depth - 1) if found.layout is torch.strided else [tuple(found.values().shape)]
+        )
+    elif isinstance(found, Tensor) or type(found).__module__ == "numpy":
         yield tuple(map(int, found.shape))
     elif not depth or isinstance(found, (str, bytes, type)):
         return

@@ -98,7 +98,9 @@ _FOREIGN = (
     "concurrent", "multiprocessing", "asyncio", "io", "weakref", "functools", "inspect", "re", "rich", "tensorboard",
     "wandb",
 )  # fmt: skip
-_OPENED_PARTS = ("loops", "demos")  # of Lightning: progress is plain data
+_OPENED_PARTS = ("loops", "demos", "combined_loader")  # of Lightning: progress is plain data
+_MACHINERY = ("lightning_offload", "lightning", "pytorch_lightning", "torch")
+"""Packages whose hooks stay where hooks are kept."""
 _OPENED_TORCH = ("nn", "optim", "amp", "cuda", "utils", "ao")
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType,
@@ -111,7 +113,7 @@ class StateSnapshot:
 
     Args:
         roots: Where to begin; these are walked whatever they are.
-        keeps_hooks: Whether hooks of modules that come later stay, as those of a memory plugin that attaches then.
+        keeps_hooks: Whether hooks that come later stay where they are no program's, as those of a memory plugin.
     """
 
     def __init__(self, roots: Iterable[object], *, keeps_hooks: bool = False) -> None:
@@ -139,6 +141,7 @@ class StateSnapshot:
             undo()
 
     def _note(self, found: Any, waiting: collections.deque[tuple[object, bool]], *, is_data: bool) -> None:
+        waiting.extend((each, is_data) for each in self._behind(found))
         if isinstance(found, _ATOMS) or id(found) in self._known:
             return
         if isinstance(found, Tensor):
@@ -159,6 +162,21 @@ class StateSnapshot:
         elif _is_open(found):
             self._note_attributes(found, waiting, is_data=is_data)
 
+    def _behind(self, found: Any) -> Iterable[Any]:
+        """What a function goes by: the object that a method is of, what a partial gives, what a closure holds."""
+        if isinstance(found, functools.partial):
+            return [found.func, *found.args, *found.keywords.values()]
+        if isinstance(found, (types.MethodType, types.BuiltinFunctionType)):
+            return [found.__self__]
+        if not isinstance(found, types.FunctionType) or not found.__closure__ or id(found) in self._known:
+            return []
+        if found.__module__ is None or found.__module__.partition(".")[0] in (*_FOREIGN, "torch"):
+            return []
+        self._known[id(found)] = found
+        cells = [cell for cell in found.__closure__ if _is_set(cell)]
+        self._undo.extend(functools.partial(setattr, cell, "cell_contents", cell.cell_contents) for cell in cells)
+        return [cell.cell_contents for cell in cells]
+
     def _note_tensor(self, tensor: Tensor, *, is_data: bool) -> None:
         if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
             return
@@ -168,6 +186,7 @@ class StateSnapshot:
         if is_leaf(tensor):
             self._undo.append(_undo_gradient(tensor))
             self._undo.append(_undo_requires_grad(tensor))
+            self._undo.extend(_undo_tensor_hooks(tensor, name) for name in _TENSOR_HOOKS)
 
     def _note_container(self, found: Any, waiting: collections.deque[tuple[object, bool]], *, is_data: bool) -> None:
         members = copy.copy(dict(found)) if isinstance(found, dict) else list(found)
@@ -175,13 +194,26 @@ class StateSnapshot:
         if len(members) <= MAX_ITEMS:
             waiting.extend((item, is_data) for item in (members.values() if isinstance(members, dict) else members))
 
+    def _note_module(
+        self, module: torch.nn.Module, waiting: collections.deque[tuple[object, bool]], *, is_data: bool
+    ) -> None:
+        """What the attributes of a module do not tell: its class, tensors of a script, and whose its hooks are."""
+        self._undo.append(functools.partial(_set_class, module, type(module)))
+        if isinstance(module, torch.jit.ScriptModule):
+            waiting.extend((tensor, is_data) for tensor in (*module.parameters(), *module.buffers()))
+        if self._keeps_hooks:
+            for name, hooks in vars(module).items():
+                if "_hooks" in name and isinstance(hooks, dict):
+                    self._known[id(hooks)] = hooks
+                    self._undo.append(functools.partial(_refill_hooks, hooks, dict(hooks)))
+
     def _note_attributes(self, found: Any, waiting: collections.deque[tuple[object, bool]], *, is_data: bool) -> None:
         self._known[id(found)] = found
         attributes = getattr(found, "__dict__", None)
         if isinstance(attributes, dict) and id(attributes) not in self._known:
             self._known[id(attributes)] = attributes
-            if self._keeps_hooks and isinstance(found, torch.nn.Module):
-                self._known.update((id(hooks), hooks) for name, hooks in attributes.items() if "_hooks" in name)
+            if isinstance(found, torch.nn.Module):
+                self._note_module(found, waiting, is_data=is_data)
             self._note_container(attributes, waiting, is_data=is_data)
         for name in _slots(type(found)):
             if hasattr(found, name):
@@ -224,16 +256,70 @@ def _on_host(tensor: Tensor) -> Tensor:
 def _undo_tensor(tensor: Tensor) -> Restore:
     copied = _on_host(tensor.detach())
     is_strided = tensor.layout is torch.strided
+    num_bytes = tensor.untyped_storage().nbytes() if is_strided else 0
     target = tensor.detach() if is_strided else tensor  # the same memory, which others have none of their own
 
     def undo() -> None:
-        if is_strided and target.untyped_storage().nbytes() < copied.nbytes:
-            target.untyped_storage().resize_(copied.nbytes)  # a step may have emptied it
-        target.copy_(copied)
+        if is_strided and target.untyped_storage().nbytes() < num_bytes:
+            target.untyped_storage().resize_(num_bytes)  # a step may have emptied it
+        if not _has_same_bytes(target, copied):  # it may be that it cannot be written
+            target.copy_(copied)
         if is_strided and (tensor.device != target.device or not tensor.is_set_to(target)):
             tensor.data = target  # it was moved to another device, or given other memory
 
     return undo
+
+
+def _has_same_bytes(tensor: Tensor, copied: Tensor) -> bool:
+    """Whether a tensor in host memory is as its copy; of others that is not looked for."""
+    if tensor.device != copied.device or tensor.layout is not torch.strided or not is_plain(tensor):
+        return False
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.shape != copied.shape:
+        return False
+    one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, copied))
+    return torch.equal(one, other)
+
+
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _undo_tensor_hooks(tensor: Tensor, name: str) -> Restore:
+    before = dict(getattr(tensor, name, None) or {})
+
+    def undo() -> None:
+        hooks = getattr(tensor, name, None)
+        if hooks:
+            _refill_hooks(hooks, before)
+
+    return undo
+
+
+def _refill_hooks(hooks: Any, before: Mapping[Any, Any]) -> None:
+    """Leave the hooks that there were, and those that are no program's."""
+    kept = {**before, **{key: hook for key, hook in hooks.items() if key not in before and _is_machinery(hook)}}
+    if list(hooks) != list(kept):
+        hooks.clear()
+        hooks.update(kept)
+
+
+def _is_machinery(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__self__", None)
+    module = getattr(hook, "__module__", None) if owner is None else type(owner).__module__
+    return isinstance(hook, bool) or (module or type(hook).__module__).partition(".")[0] in _MACHINERY
+
+
+def _set_class(module: torch.nn.Module, cls: type) -> None:
+    if type(module) is not cls:
+        module.__class__ = cls
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def _undo_gradient(tensor: Tensor) -> Restore:

@@ -47,7 +47,7 @@ def tune() -> dict[str, Any]:
     """Peaks by size, and what was frozen in trials and after them."""
     torch.manual_seed(0)
     finder = EfficientBatchSizeFinder(
-        objective="throughput", max_seconds=60.0, lr_scaling="none", advanced={"max_trials": 4, "min_confidence": 0.0}
+        objective="throughput", max_seconds=60.0, lr_scaling="none", advanced={"max_trials": 8, "min_confidence": 0.0}
     )
     trainer = L.Trainer(
         accelerator="cpu", max_steps=2, callbacks=[finder], logger=False, enable_checkpointing=False,

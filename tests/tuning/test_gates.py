@@ -94,6 +94,16 @@ def test_a_smaller_sure_gain_is_set_where_the_likely_best_is_not_sure() -> None:
     assert size(128, least=1.0, speedups=slight) == 8, "nor is one of many that is 1% better to be sure of"
 
 
+def test_throughput_alone_counts_by_either() -> None:
+    """A size that the search is sure of is set whatever is expected of it; another one where it surely is faster."""
+    surely = {96: expected(4.0, 3.6), 64: expected(3.0, 2.9)}
+    unsure = {96: expected(1.3, 1.0), 64: expected(1.2, 1.1)}
+    assert chosen(found(96, 0.9), unsure, least=None) == Choice(batch_size=96, best_size=96, confidence=0.9)
+    assert chosen(found(96, 0.3), surely, least=None) == Choice(batch_size=96, best_size=96, confidence=0.3)
+    assert chosen(found(96, 0.3), unsure, least=None) == Choice(batch_size=64, best_size=64, confidence=0.0)
+    assert chosen(found(96, 0.3), {96: expected(1.3, 1.0)}, least=None).batch_size == 8
+
+
 def test_what_was_found_to_be_the_configured_size_needs_no_reason() -> None:
     """Nothing changes, so nothing is said."""
     assert chosen(found(16, 0.1), base_size=16) == Choice(batch_size=16, best_size=16, confidence=0.1)

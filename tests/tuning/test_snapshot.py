@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import functools
+import math
 import random
 import weakref
 from pathlib import Path
@@ -91,13 +93,79 @@ def test_everything_that_a_step_may_change_is_put_back() -> None:
 
 
 def test_hooks_that_came_later_stay() -> None:
-    """Where it is told so: a hook may be machinery of whoever put it there, such as a memory plugin."""
+    """Where it is told so, those of machinery, such as a memory plugin; the program's own do not."""
     model = Model()
+    model.linear.register_forward_hook(own := lambda *_: None)
     memento = StateSnapshot([model], keeps_hooks=True)
-    handle = model.linear.register_forward_hook(lambda *_: None)
+    handle = model.linear.register_forward_hook(functools.partial(take_snapshot, []))
+    for _ in range(2):
+        model.linear.register_forward_hook(lambda *_: None)
+        model.linear.register_forward_pre_hook(functools.partial(print, "mine"))
+        model.linear.weight.register_hook(lambda gradient: gradient)
+        model.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     memento.restore()
-    assert len(model.linear._forward_hooks) == 1
+    assert list(model.linear._forward_hooks.values()) == [own, model.linear._forward_hooks[handle.id]]
+    assert not model.linear._forward_pre_hooks
+    assert not model.linear.weight._backward_hooks
+    assert not model.linear.weight._post_accumulate_grad_hooks
     handle.remove()
+
+
+def test_what_functions_go_by_is_put_back() -> None:
+    """The owner of a method, be it a builtin one, what a partial gives, and the variables of a closure."""
+    numbers, generator, count = np.random.default_rng(3), torch.Generator().manual_seed(2), 0
+
+    def draw() -> float:
+        nonlocal count
+        count += 1
+        return float(torch.rand(1, generator=generator))
+
+    class Holder:
+        pass
+
+    model = Holder()
+    model.draw, model.normal, model.shuffle = (
+        draw,
+        numbers.normal,
+        functools.partial(Tensor.uniform_, generator=generator),
+    )
+    memento = StateSnapshot([model])
+
+    def drawn() -> list[float]:
+        return [model.draw(), model.normal(), float(model.shuffle(torch.zeros(1))), float(count)]
+
+    first = drawn()
+    drawn()
+    memento.restore()
+    assert drawn() == first
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_what_is_as_it_was_is_not_written() -> None:
+    """A tensor may be in memory that cannot be, or each of its elements in the same place."""
+    model = Model()
+    model.expanded = torch.ones(1).expand(4)
+    model.mapped = torch.from_numpy(np.broadcast_to(np.float32([math.nan, -0.0]), (3, 2)))
+    memento = StateSnapshot([model])
+    memento.restore()
+    with torch.no_grad():
+        model.linear.weight += 1
+    memento.restore()
+    assert model.expanded.tolist() == [1.0] * 4
+
+
+def test_a_scripted_module_and_one_of_another_class() -> None:
+    """Tensors of a script are no attributes; a class that a hook has changed is put back."""
+    model = Model()
+    model.norm = torch.jit.script(torch.nn.BatchNorm1d(2))
+    memento = StateSnapshot([model])
+    before = model.norm.running_mean.clone()
+    model.norm(torch.randn(5, 2))
+    torch.nn.utils.parametrizations.weight_norm(model.linear)
+    memento.restore()
+    assert torch.equal(model.norm.running_mean, before)
+    assert type(model.linear) is torch.nn.Linear
+    assert model.linear(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_cycles_and_depth_are_no_trouble() -> None:

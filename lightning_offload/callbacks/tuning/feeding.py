@@ -2,12 +2,14 @@
 
 A last batch that is smaller than the first one of its epoch is left out. Where batches of one size differ (lengths,
 graphs), the most that training needs is what the largest one needs: a few batches are read, and many where they differ,
-and the largest is fed again and again. So a memory plan has one shape to learn, and steps are alike.
+and then copies of the largest are fed in the place of those that come. So a memory plan has one shape to learn, steps
+are alike, and what loading takes counts all the same.
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
+import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,8 @@ __all__ = ["Feed", "Look", "num_elements"]
 
 _FEW, _MANY = 8, 256
 """Batches that are read where all are alike; and where they are not, of the configured size."""
+_SECONDS = 2.0
+"""What reading may take."""
 
 
 def num_elements(batch: Any) -> int:
@@ -50,6 +54,7 @@ class Look:
             batches: As dataloaders make them.
             most: How many are many.
         """
+        began = time.perf_counter()
         largest: Any = None
         elements: list[int] = []
         shapes: set[tuple[tuple[int, ...], ...]] = set()
@@ -60,7 +65,8 @@ class Look:
             if number > max(elements, default=-1):
                 largest = batch
             elements.append(number)
-            if len(elements) >= (_FEW if len(shapes) == 1 else max(most, _FEW)):
+            enough = _FEW if len(shapes) == 1 or time.perf_counter() - began > _SECONDS else max(most, _FEW)
+            if len(elements) >= enough:
                 break
         rows = {tuple(shape[:1] for shape in found) for found in shapes}
         return cls(elements=tuple(elements), is_varied=len(shapes) > 1, is_padded=len(rows) <= 1), largest
@@ -101,10 +107,15 @@ class Feed:
         if self._most:
             self.look, largest = Look.at(epoch, self._most)
             if self.look.is_varied:
-                yield from itertools.repeat(largest)
+                yield _copied(largest)
+                for _ in self._epochs(epoch):
+                    yield _copied(largest)
             waiting = [largest]
             del largest  # who is fed holds it
             yield waiting.pop()
+        yield from self._epochs(epoch)
+
+    def _epochs(self, epoch: Iterator[Any]) -> Iterator[Any]:
         while True:
             yield from epoch
             iter(self._fetcher)
@@ -125,3 +136,11 @@ class Feed:
             yield batch
         if first < 0:
             raise TuningError("there is no batch to train on: the train dataloader is empty, or limit_train_batches=0")
+
+
+def _copied(batch: Any) -> Any:
+    """A copy, since a step may write to its batch; the batch itself where there can be none."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:
+        return batch

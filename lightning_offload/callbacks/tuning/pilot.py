@@ -95,6 +95,8 @@ def why_no_noise_scale(trainer: Any, module: Any) -> str:
         return "with manual optimization its gradients cannot be told apart"
     if len(trainer.optimizers) != 1:
         return f"there are {len(trainer.optimizers)} optimizers"
+    if type(trainer.optimizers[0]).__name__ == "LBFGS":
+        return "L-BFGS calls for several backwards of a batch"
     if name := sharding_of(trainer):
         return f"{name} shards the gradients"
     if is_batch_norm_shared(trainer, module):
@@ -166,6 +168,8 @@ class Pilot:
         if self._num_batches < self._num_micro:
             return
         self._num_batches = 0
+        if self._watch is not None:
+            self._watch.end_step()
         self._num_made += 1
         self._num_left -= 1
         self._schedules.made_step(self._accumulation)
@@ -238,13 +242,14 @@ class _GradientWatch:
         self._trainer, self._module = trainer, module
         self._num_micro, self._micro_size, self._num_ranks = num_micro, micro_size, num_ranks
         self._squares: list[float] = []
+        self._sum_square = 0.0
         self._before: list[Tensor] = []
 
     @torch.no_grad()
     def note(self) -> None:
         """A backward has ended."""
         gradients = [each.grad.detach() for each in self._module.parameters() if each.grad is not None]
-        is_last = len(self._squares) == self._num_micro - 1
+        is_last = len(self._squares) >= self._num_micro - 1
         if self._num_ranks == 1:
             self._squares.append(self._added(gradients))
             self._before.clear()  # first: a third set of gradients may not fit
@@ -253,7 +258,7 @@ class _GradientWatch:
         else:  # the last ones are reduced, so they are no rank's own any more
             self._squares.append(_square(gradients) if not self._squares else 0.0)
         if is_last:
-            self._end(_square(gradients))
+            self._sum_square = _square(gradients)
 
     def _added(self, gradients: list[Tensor]) -> float:
         """The square of what the last backward added."""
@@ -263,13 +268,16 @@ class _GradientWatch:
             return math.inf
         return _square(after - before for after, before in zip(gradients, self._before, strict=True))
 
-    def _end(self, sum_square: float) -> None:
-        scale = self._scale() ** 2
-        squares = self._squares if self._num_ranks == 1 else self._squares[:1]
+    def end_step(self) -> None:
+        """Take the step, unless a batch had no backward, or several."""
+        found, self._squares = self._squares, []
+        self._before.clear()
+        if len(found) != self._num_micro:
+            return
+        scale, sum_square = self._scale() ** 2, self._sum_square
+        squares = found if self._num_ranks == 1 else found[:1]
         # each loss was divided by their number
         micro = self._num_micro**2 * sum(squares) / len(squares)
-        self._squares = []
-        self._before.clear()
         self.steps.append(
             GradientSquares(
                 micro=micro / scale,

@@ -82,7 +82,7 @@ class TrialData:
         loop._combined_loader = None
         targets.load(self._trainer, batch_size)
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _without_others(self._trainer.strategy):
                 warnings.simplefilter("ignore")  # of sizes that are only tried; the run says it of its own
                 loop.setup_data()
             most = math.ceil(_MANY * targets.base_size / batch_size) if is_repeated else 0
@@ -209,6 +209,18 @@ class TrialData:
                 f"the batch size was set from {base} to {other}, but the batches go on having {had}: build the"
                 " DataLoader, and its batch sampler or data set where that makes the batches, with this size"
             )
+
+
+@contextlib.contextmanager
+def _without_others(strategy: Any) -> Iterator[None]:
+    """Inside, a rank does not wait for the others, which may fail there: what loaders have is each rank's own."""
+    alone = {"barrier": lambda *_, **__: None, "reduce": lambda tensor, *_, **__: tensor}
+    vars(strategy).update(alone)
+    try:
+        yield
+    finally:
+        for name in alone:
+            vars(strategy).pop(name, None)
 
 
 def end_workers(loop: Any) -> None:

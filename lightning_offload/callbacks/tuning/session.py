@@ -43,11 +43,12 @@ from lightning_offload.callbacks.tuning.rates import (
 )
 from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult, tell_kept
 from lightning_offload.callbacks.tuning.sampling import Bounds, TrialData, end_workers
-from lightning_offload.callbacks.tuning.targets import Targets
-from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start, roots_of
+from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
+from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start
 from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.plugins.out_of_memory import release_frames
+from lightning_offload.tensors.compiled_code import may_run
 from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
 from lightning_offload.tuning.learning_rate import effective_batch, shown_warmup_steps
 from lightning_offload.tuning.noise_scale import (
@@ -89,6 +90,7 @@ class Session:
         targets: What is to be set.
         trainer: At the start of a fit.
         module: The model.
+        start: What the training is to begin from.
         limits: The Trainer's limits in steps, which are set for what is found.
         clock: Tells seconds.
         is_visible: Whether this rank shows progress.
@@ -102,6 +104,7 @@ class Session:
         trainer: Any,
         module: Any,
         *,
+        start: Start,
         limits: StepLimits,
         clock: Callable[[], float],
         is_visible: bool,
@@ -124,7 +127,7 @@ class Session:
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
         self._agreement: Coordinator = SingleProcess()
-        self._start = Start.now(roots_of(trainer, module, targets.loaders))
+        self._start = start
         self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
 
     def run(self) -> TuningResult | None:
@@ -137,6 +140,7 @@ class Session:
             TuningError: There is nothing to tune, or no size fits, and that ends the fit.
         """
         result: TuningResult | None = None
+        self._targets = with_rate_of_now(self._targets)
         before = base_rates(self._trainer.optimizers)
         lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
         try:
@@ -183,10 +187,10 @@ class Session:
         return dataclasses.replace(result, scaled_groups=places, note=note)
 
     def _goes_on_after(self, error: Exception) -> bool:
-        """Whether the fit goes on as configured. Ranks agree on our own errors, and on no others."""
+        """Whether the fit goes on as configured: with several ranks after what all of them know of."""
         if self._options.on_failure == "raise" or self._is_alone:
             return False
-        return isinstance(error, TuningError) or self._trainer.world_size == 1
+        return self._trainer.world_size == 1 or isinstance(error, TuningError) or error is self._agreement.told
 
     def _tell_of(self, error: Exception) -> None:
         tell_kept(self._targets.package, error, self._targets.base_size)
@@ -240,6 +244,8 @@ class Session:
         finally:
             host.restore()
             host.recorder.forget()
+            if may_run():  # code that was compiled for all sizes is not that of the one that is trained with
+                torch.compiler.reset()
 
     def _too_short(self) -> str:
         """Why nothing is tried in this run, by counts alone; empty where a tuning pays, or was asked for."""
@@ -291,10 +297,10 @@ class Session:
         num_steps = 0.0 if is_resumed(self._trainer) else self._num_steps
         began = self._clock()
         try:
-            first, steps = self._agreement.together(
-                lambda: host.pilot(batch_size=base, plan=plan, num_steps=num_steps, is_late=self._late_after(began)),
-                "measuring the gradient noise scale",
-            )
+            # ranks exchange gradients, so one that fails ends the job, as it would in the training
+            first, steps = host.pilot(
+                batch_size=base, plan=plan, num_steps=num_steps, is_late=self._late_after(began)
+            )  # fmt: skip
         except Exception as error:
             if self._agreement.num_ranks > 1 or not _is_out_of_memory(error, host):
                 raise
@@ -308,7 +314,7 @@ class Session:
         ]
         self._noise = self._agreement.broadcast(estimate_noise_scale(shared))
         if self._noise is None:
-            return "the pilot's gradients were not finite"
+            return "too few steps of the pilot had finite gradients of each of their batches"
         self._warmup_steps = self._agreement.broadcast(shown_warmup_steps(settled_after(first), len(first)))
         self._most = self._largest_worth(self._noise.low)
         return ""
@@ -481,10 +487,11 @@ class Session:
         typical = self._typical_share(predictions, base_size), self._typical_share(predictions, size)
         run_seconds = self._run_seconds(found.trials)
         run_seconds = None if run_seconds is None else typical[0] * run_seconds
+        counts_tuning = self._is_limited and self._objective.name != THROUGHPUT  # of a run of any length
         speedup = speedup_of(
             found, base_size=base_size, size=size, samples=self._effective(base_size) // base_size, noise=self._noise,
             typical=typical, tuning_seconds=self._clock() - self._began,
-            run_seconds=run_seconds if self._is_limited and run_seconds is not None else math.inf,
+            run_seconds=run_seconds if counts_tuning and run_seconds is not None else math.inf,
         )  # fmt: skip
         return _Expected(speedup=speedup, typical=typical, run_seconds=run_seconds)
 

@@ -14,6 +14,7 @@ attributes and mappings. A value is set in every place that has it, and in the h
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -129,7 +130,15 @@ def _follow(root: Any, parts: list[str]) -> _Place | None:
     key = parts[-1]
     if isinstance(root, Mapping):
         return _Place(holder=root, key=key) if key in root else None
-    return _Place(holder=root, key=key) if hasattr(root, key) else None
+    return _Place(holder=root, key=key) if _has(root, key) else None
+
+
+def _has(owner: Any, name: str) -> bool:
+    try:
+        getattr(owner, name)
+    except Exception:  # of a property that needs what is not there yet
+        return False
+    return True
 
 
 def _nested(root: Any, name: str) -> Iterator[_Place]:
@@ -203,6 +212,11 @@ class Targets:
         self.load(trainer, batch_size)
         if self.rate is not None and rate is not None:
             self.rate.set(rate)
+
+
+def with_rate_of_now(targets: Targets) -> Targets:
+    """The same with the rate that another callback has set since, as Lightning's `LearningRateFinder` does."""
+    return targets if targets.rate is None else dataclasses.replace(targets, base_rate=_checked_rate(targets.rate))
 
 
 class _Remade:

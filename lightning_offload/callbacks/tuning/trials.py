@@ -2,8 +2,8 @@
 
 The loop. What a batch goes through is what it goes through in the training: transfer, hooks of the model and the
 strategy, accumulation, precision, gradient clipping, manual optimization. In `quiet` one callback is in the place of
-all others, which tells when batches begin and end; loggers log nothing, `log` does nothing, schedules stand still, and
-there is no validation. The loop comes to no end by itself: what it counts is moved on, and what it is fed is endless.
+all others, which tells when batches begin and end; loggers log nothing, schedules stand still, nothing is warned of,
+and there is no validation. The loop comes to no end by itself: what it counts is moved on, what it is fed is endless.
 
 Recording. Under an offload strategy its own memory plugin records, and what it has learned of sizes that are only
 tried is dropped afterwards. Under any other strategy a plugin of our own watches a few steps and is taken off before
@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -239,6 +240,8 @@ class StepRecorder:
 
 Clock = Callable[[], float]
 
+_FAR = 512
+"""Optimizer steps that are more than a batch has."""
 _LOGGING = ("log", "log_dict", "print")
 _PLACES = ("name", "version", "save_dir", "root_dir", "log_dir")
 
@@ -253,6 +256,7 @@ def quiet(trainer: Any, module: Any, package: str, *callbacks: Any) -> Iterator[
         "profiler": import_from(package, "profilers").PassThroughProfiler(),
         "loggers": [_silent_logger(package)(logger) for logger in trainer.loggers],
         "limit_val_batches": 0,
+        "should_stop": False,
     }
     before = {name: getattr(trainer, name) for name in silent}
     summary = getattr(strategy, "_summary", None)  # of the plan, which an offload strategy prints
@@ -261,21 +265,25 @@ def quiet(trainer: Any, module: Any, package: str, *callbacks: Any) -> Iterator[
         setattr(trainer, name, value)
     if summary is not None:
         strategy._summary = None
-    for name in _LOGGING:
+    # a rank that logs may wait for the others
+    logging = _LOGGING if trainer.world_size > 1 else _LOGGING[-1:]
+    for name in logging:
         object.__setattr__(module, name, _nothing)
     for scheduler in schedulers:
         scheduler.step = _nothing  # under manual optimization the model calls it, and its end would come too soon
     loop.update_lr_schedulers = _nothing
     loop._broadcast_sigterm_tensor = _nothing  # a collective of every batch, in the model's own group
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run says it of its own
+            yield
     finally:
         vars(loop).pop("update_lr_schedulers", None)
         vars(loop).pop("_broadcast_sigterm_tensor", None)
         loop.max_steps, trainer.fit_loop.max_batches = limits
         for scheduler in schedulers:
             vars(scheduler).pop("step", None)
-        for name in _LOGGING:
+        for name in logging:
             vars(module).pop(name, None)
         if summary is not None:
             strategy._summary = summary
@@ -323,10 +331,8 @@ class LoopWatch:
         """Move the end on: no batch of a trial is the last one of anything, by the numbers that a step may use."""
         loop = trainer.fit_loop
         loop.max_batches = max(loop.max_batches, batch_idx + trainer.accumulate_grad_batches + 2)
-        if loop.epoch_loop.max_steps != -1:
-            loop.epoch_loop.max_steps = max(
-                loop.epoch_loop.max_steps, trainer.global_step + 1 + len(trainer.optimizers)
-            )
+        if loop.epoch_loop.max_steps != -1 and loop.epoch_loop.max_steps <= trainer.global_step + _FAR:
+            loop.epoch_loop.max_steps = trainer.global_step + 2 * _FAR
         self._before_batch()
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -478,7 +484,7 @@ class LightningHost:
 
     def train(self, batch_size: int, meter: StepMeter) -> None:
         """Run the fit loop with this size until the meter has enough."""
-        recorder, device = self.recorder, self._trainer.strategy.root_device
+        recorder = self.recorder
 
         def took(seconds: float) -> None:
             if not recorder.is_recording:
@@ -497,7 +503,7 @@ class LightningHost:
         )  # fmt: skip
         with self._data.fed(batch_size), self._thawed():
             # ranks ask for loaders together: one that goes without recording after all has them already
-            if recorder.is_able and (meter.is_recorded or not kind_of(device).counts_memory):
+            if recorder.is_able and meter.is_recorded:
                 recorder.begin()
             try:
                 self._run_timed(timer)
@@ -533,6 +539,8 @@ class LightningHost:
                 loop.run()
                 loop.epoch_progress.reset()
                 trainer.should_stop = False
+                if loop._data_fetcher.done:  # Lightning begins another epoch of it only after the first
+                    iter(loop._data_fetcher)
 
     def _begin_again(self) -> None:
         """Put back what steps have changed, but for what they are fed."""
