@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 
 from lightning_offload.accelerators import memory_in_use
-from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
@@ -456,8 +456,11 @@ class TrialRunner:
         agreement = self._agreement
         status, reason, failure = self._trained(batch_size, meter)
         if meter.status is None and meter.exchanges and agreement.num_ranks > 1 and status > RankStatus.ENDED:
-            # the others wait for its gradients, as they would in the training
-            raise failure or TuningError(f"batch size {batch_size} fit at first, and then not: {reason}")
+            # the others wait for its gradients, as they would in the training: no fit goes on after that
+            raise failure or OffloadError(
+                f"batch size {batch_size} fit this rank at first, and then not ({reason}), while others wait for its"
+                " gradients: set max_val below it"
+            )
         if meter.status is None:
             meter.ends(status)
         what = f"training at batch size {batch_size}"

@@ -256,6 +256,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 def _undo_tensor(tensor: Tensor) -> Restore:
     copied = _on_host(tensor.detach())
     is_strided = tensor.layout is torch.strided
+    is_plain_memory = is_strided and is_plain(tensor) and not tensor.is_quantized
     num_bytes = tensor.untyped_storage().nbytes() if is_strided else 0
     target = tensor.detach() if is_strided else tensor  # the same memory, which others have none of their own
 
@@ -264,7 +265,7 @@ def _undo_tensor(tensor: Tensor) -> Restore:
             target.untyped_storage().resize_(num_bytes)  # a step may have emptied it
         if not _has_same_bytes(target, copied):  # it may be that it cannot be written
             target.copy_(copied)
-        if is_strided and (tensor.device != target.device or not tensor.is_set_to(target)):
+        if is_plain_memory and (tensor.device != target.device or not tensor.is_set_to(target)):
             tensor.data = target  # it was moved to another device, or given other memory
 
     return undo

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_offload as lo
 from tests.callbacks.same_job import FIRST, MOST, STEPS, Job, by_decorator
 from tests.callbacks.test_objectives import Bowl
-from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted
+from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted, is_trial
 
 EDGE = 12
 NOISE_SCALE = 40.0
@@ -134,6 +134,41 @@ def broken(folder: Path) -> dict[str, Any]:
     return {}
 
 
+class Refusing(Net):
+    """Has no loader for a size above the edge, on rank one alone."""
+
+    def train_dataloader(self) -> Any:
+        if self.trainer.global_rank == 1 and self.batch_size > EDGE:
+            raise ValueError("too large a batch for my part")
+        return super().train_dataloader()
+
+
+class Reading(Net):
+    """Reads what it has logged of all ranks, which trials log of each."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("mean", self.average["loss"], sync_dist=True)
+        self.average["read"] = float(self.trainer.callback_metrics["loss"])
+
+
+class Shy(Net):
+    """Fails in trials, on all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if is_trial(self):
+            raise KeyError("not in a trial")
+        return super().training_step(batch, batch_idx)
+
+
+def kept_as_configured(folder: Path, net: type[Net]) -> dict[str, Any]:
+    """A rank, or both, cannot be tuned: all go on as without a finder, bit for bit."""
+    clock = Clock()
+    finder = finder_of(clock, on_failure="keep")
+    tuned = fitted(make_trainer(folder, callbacks=[finder]), net(clock=clock))
+    assert_same(tuned, fitted(make_trainer(folder), net()))
+    return {"is_kept": finder.result is None}
+
+
 def alike(folder: Path) -> dict[str, Any]:
     """The same job by the callback and by the decorator, where an exchange of gradients takes seconds."""
     clock = Clock()
@@ -240,6 +275,9 @@ CASES = {
     "collectives-in-hook": lambda folder: same(folder, dict, TalkingInHook),
     "synchronised": lambda folder: same(folder, dict, Synchronised),
     "sharded": lambda folder: same(folder, lambda: {"strategy": ModelParallelStrategy(2, 1)}, Sharded),
+    "refusing": lambda folder: kept_as_configured(folder, Refusing),
+    "shy": lambda folder: kept_as_configured(folder, Shy),
+    "reading": lambda folder: same(folder, dict, Reading),
     "broken": broken,
     "alike": alike,
 }

@@ -37,7 +37,7 @@ def test_lightnings_own_launcher(tmp_path: Path) -> None:
     assert [case["batch_size"] for case in first.values()] == [16, 12]
 
 
-@pytest.mark.parametrize("case", ["plain", "bf16-accumulated", "static-graph", "bucket-view", "offload"])
+@pytest.mark.parametrize("case", ["plain", "bf16-accumulated", "static-graph", "bucket-view", "offload", "reading"])
 def test_a_tuned_run_equals_an_untuned_one(ranks: Ranks, case: str) -> None:
     """On both ranks everything is bit for bit that of plain DDP at the found values, which are the same on both."""
     first, second = (rank[case] for rank in ranks)
@@ -107,6 +107,14 @@ def test_a_slow_hook_counts_as_it_does_in_the_run(ranks: Ranks) -> None:
     assert "error" not in first, first["error"]
     assert first == second
     assert first["found"] == pytest.approx(first["real"], rel=0.1)
+
+
+@pytest.mark.parametrize("case", ["refusing", "shy"])
+def test_ranks_go_on_together_where_they_cannot_be_tuned(ranks: Ranks, case: str) -> None:
+    """Be it that one of them fails where others wait for nothing, or all by an error of the model's own."""
+    first, second = (rank[case] for rank in ranks)
+    assert "error" not in first, first["error"]
+    assert first == second == {"is_kept": True}
 
 
 def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks) -> None:

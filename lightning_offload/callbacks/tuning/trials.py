@@ -242,7 +242,6 @@ Clock = Callable[[], float]
 
 _FAR = 512
 """Optimizer steps that are more than a batch has."""
-_LOGGING = ("log", "log_dict", "print")
 _PLACES = ("name", "version", "save_dir", "root_dir", "log_dir")
 
 
@@ -265,10 +264,9 @@ def quiet(trainer: Any, module: Any, package: str, *callbacks: Any) -> Iterator[
         setattr(trainer, name, value)
     if summary is not None:
         strategy._summary = None
-    # a rank that logs may wait for the others
-    logging = _LOGGING if trainer.world_size > 1 else _LOGGING[-1:]
-    for name in logging:
-        object.__setattr__(module, name, _nothing)
+    object.__setattr__(module, "print", _nothing)
+    for name in ("log", "log_dict"):
+        object.__setattr__(module, name, _by_itself(getattr(module, name)))
     for scheduler in schedulers:
         scheduler.step = _nothing  # under manual optimization the model calls it, and its end would come too soon
     loop.update_lr_schedulers = _nothing
@@ -283,7 +281,7 @@ def quiet(trainer: Any, module: Any, package: str, *callbacks: Any) -> Iterator[
         loop.max_steps, trainer.fit_loop.max_batches = limits
         for scheduler in schedulers:
             vars(scheduler).pop("step", None)
-        for name in logging:
+        for name in ("log", "log_dict", "print"):
             vars(module).pop(name, None)
         if summary is not None:
             strategy._summary = summary
@@ -304,6 +302,15 @@ def _silent_logger(package: str) -> Any:
         self._replaced = replaced
 
     return type("SilentLogger", (base,), {"__init__": init, **{name: place(name) for name in _PLACES}})
+
+
+def _by_itself(log: Callable[..., None]) -> Callable[..., None]:
+    """The same without waiting for other ranks; what was logged is there for hooks that read it."""
+
+    def log_by_itself(*args: Any, **kwargs: Any) -> None:
+        log(*args, **{**kwargs, "sync_dist": False})
+
+    return log_by_itself
 
 
 def _nothing(*_: Any, **__: Any) -> None:
