@@ -296,3 +296,13 @@ def test_epochs_are_left_whatever_batch_the_former_had(make_trainer: MakeTrainer
         make_trainer(callbacks=callbacks, max_epochs=max_epochs).fit(net, ckpt_path=tmp_path / "small.ckpt")
         assert (finder.result.noise_scale is not None) == is_tuned
         assert "the run has 0 steps" not in finder.result.note
+
+
+def test_the_accumulation_of_a_pilot_is_put_back(make_trainer: MakeTrainer) -> None:
+    """A schedule of accumulation leaves the Trainer's own number at 1 until an epoch begins."""
+    clock = Clock()
+    finder = goodput(clock, objective="goodput")
+    trainer = make_trainer(callbacks=[finder, GradientAccumulationScheduler({0: 4})], max_epochs=4)
+    result = finder.tune(trainer, Bowl(400.0, clock))
+    assert result.noise_scale is not None
+    assert trainer.accumulate_grad_batches == 1

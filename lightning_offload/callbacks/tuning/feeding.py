@@ -81,7 +81,7 @@ class Feed:
 
     Attributes:
         look: What the first batches showed; None before they were read, and where all are fed as they come.
-        done: Whether the last batch of an epoch was fed.
+        done: False, for the loop: no batch is the last one.
         fetched: For the loop, which counts.
     """
 

@@ -314,7 +314,7 @@ def _by_itself(log: Callable[..., None]) -> Callable[..., None]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What is logged in a trial is not for anyone."""
+    """What is shown in a trial is not for anyone."""
 
 
 class LoopWatch:
@@ -362,10 +362,11 @@ class StepTimer:
     """Times steps from the end of one to the end of the next: loading, transfer, hooks and optimizer included.
 
     A *step* is a batch's share of an accumulation window, or with manual optimization of as many batches as it takes
-    until each optimizer has stepped. Of a window only the last two batches are run.
+    until each optimizer has stepped. Of a longer window two batches are run, and stand for all: one that accumulates
+    and one with the optimizer's step.
 
     Args:
-        trainer: Its fit loop is to be run with :attr:`watch`'s hooks.
+        trainer: Its fit loop runs within :meth:`timing`, and tells of its batches.
         module: The model.
         accumulation: Micro-batches of an optimizer step, as the training will have them.
         clock: Tells seconds.
@@ -582,15 +583,16 @@ class LightningHost:
         Returns:
             Those of the first steps, and those of the measured ones.
         """
-        pilot = Pilot(
-            self._trainer, self._module, plan, micro_size=batch_size, num_ranks=self._agreement.num_ranks,
-            num_steps=num_steps, is_late=is_late,
-        )  # fmt: skip
-        try:
-            with self._data.fed(batch_size, is_repeated=False), contextlib.suppress(pilot.Over):
-                self._run(plan.accumulation, after_backward=pilot.after_backward, after_batch=pilot.after_batch)
-        finally:
-            self.restore()
+        with accumulating(self._trainer, plan.accumulation):
+            pilot = Pilot(
+                self._trainer, self._module, plan, micro_size=batch_size, num_ranks=self._agreement.num_ranks,
+                num_steps=num_steps, is_late=is_late,
+            )  # fmt: skip
+            try:
+                with self._data.fed(batch_size, is_repeated=False), contextlib.suppress(pilot.Over):
+                    self._run(plan.accumulation, after_backward=pilot.after_backward, after_batch=pilot.after_batch)
+            finally:
+                self.restore()
         return pilot.first, pilot.measured
 
     def restore(self) -> None:
