@@ -300,9 +300,16 @@ def test_epochs_are_left_whatever_batch_the_former_had(make_trainer: MakeTrainer
 
 def test_the_accumulation_of_a_pilot_is_put_back(make_trainer: MakeTrainer) -> None:
     """A schedule of accumulation leaves the Trainer's own number at 1 until an epoch begins."""
+    found: list[int] = []
+
+    class Starting(Bowl):
+        def on_train_start(self) -> None:
+            if not is_trial(self):
+                found.append(self.trainer.accumulate_grad_batches)
+
     clock = Clock()
     finder = goodput(clock, objective="goodput")
-    trainer = make_trainer(callbacks=[finder, GradientAccumulationScheduler({0: 4})], max_epochs=4)
-    result = finder.tune(trainer, Bowl(400.0, clock))
-    assert result.noise_scale is not None
-    assert trainer.accumulate_grad_batches == 1
+    callbacks = [finder, Stop(), GradientAccumulationScheduler({0: 4})]
+    make_trainer(callbacks=callbacks, max_epochs=4).fit(Starting(400.0, clock))
+    assert finder.result.noise_scale is not None
+    assert found == [1]
