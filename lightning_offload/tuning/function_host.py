@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -75,7 +76,9 @@ class _OptimizerSteps:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        with self._stack as stack:
+        with self._stack as stack, warnings.catch_warnings():
+            # of the hook that is gone before anything is compiled
+            warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             stack.callback(watch_backward(self._around_backward))
             first_call = register_module_forward_pre_hook(lambda module, _: self._follow(module, first_call))
