@@ -53,8 +53,8 @@ class TuningResult(Printed):
         noise_scale_interval: The values that it may have, with a probability of 95%.
         warmup_steps: How many optimizer steps a raised rate is warmed up for by what the pilot shows, unless the user
             or the length of the run says otherwise; None without a pilot.
-        expected_speedup: By how much the run is expected to end earlier for the same progress, tuning included, with
-            `found_batch_size`; None where that is not known.
+        expected_speedup: How many times as early the run is expected to end for the same progress with
+            `found_batch_size`, tuning included but for objective "throughput"; None where that is not known.
         expected_interval: Where that surely lies, by the noise of the trials and of the noise scale.
         tuning_seconds: What the tuning took.
         run_seconds: What was left of the configured run was estimated to take; None where its length is not known.

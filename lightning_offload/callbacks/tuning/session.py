@@ -438,7 +438,7 @@ class Session:
             efficiency=self._efficiency(runner),
         )
         is_tried = any(trial.batch_size == base for trial in found.trials)
-        if found.batch_size != base and not is_tried and self._objective.name != THROUGHPUT:
+        if found.batch_size != base and not is_tried:
             found = _with_trial(found, runner.run(base))  # what it is compared with
         return found
 
