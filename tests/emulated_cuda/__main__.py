@@ -119,8 +119,9 @@ SHARE = (  # the longest first
             f"{GPU}/test_structures.py",
             f"{GPU}/test_shapes.py",
             f"{GPU}/test_given_plans.py",
+            f"{GPU}/test_tuner.py",
         ),
-        only=f"({EXACT}) or {SETTINGS} or {WHOLE} or {STRUCTURES} or {SHAPES} or {GIVEN}",
+        only=f"({EXACT}) or {SETTINGS} or {WHOLE} or {STRUCTURES} or {SHAPES} or {GIVEN} or test_tuner",
     ),
     Run(
         name="two devices, lazy, random",
