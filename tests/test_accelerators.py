@@ -158,7 +158,6 @@ NAMED = {
     "runtime/materialize.py": "fake tensors are on a CPU",
     "runtime/tracking.py": "which ops are exact again is known for CPUs and for CUDA: tensors/op_facts.py",
     "tensors/op_facts.py": "which ops are exact again is known for CPUs and for CUDA",
-    "tuning/scaling.py": "data: the kind that a spec has",
     "tuning/snapshot.py": "parts of torch by name; host memory is compared",
 }
 """The files that ask by a kind's name, each with its reason."""
