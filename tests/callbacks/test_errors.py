@@ -227,8 +227,8 @@ def test_what_few_set_is_a_record_or_a_mapping() -> None:
     record = AdvancedTuning(tolerance=0.07)
     for advanced in (record, {"tolerance": 0.07}):
         assert lo.EfficientBatchSizeFinder(advanced=advanced)._options.tolerance == 0.07
-    with pytest.raises(TuningError, match=r"'tolerences'.* is not known: choose among init_val, .*tolerance"):
-        lo.EfficientBatchSizeFinder(advanced={"tolerences": 0.07})
+    with pytest.raises(TuningError, match=r"'tolerated'.* is not known: choose among init_val, .*tolerance"):
+        lo.EfficientBatchSizeFinder(advanced={"tolerated": 0.07})
     with pytest.raises(TuningError, match="advanced=3 is a int"):
         lo.EfficientBatchSizeFinder(advanced=3)
 
