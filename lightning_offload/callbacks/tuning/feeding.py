@@ -19,9 +19,9 @@ from torch import Size
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.shapes import shapes_in
 
-__all__ = ["Feed", "Look", "num_elements"]
+__all__ = ["MANY", "Feed", "Look"]
 
-_FEW, _MANY = 8, 256
+_FEW, MANY = 8, 256
 """Batches that are read where all are alike; and where they are not, of the configured size."""
 _SECONDS = 2.0
 """What reading may take."""
@@ -47,7 +47,7 @@ class Look:
     is_padded: bool
 
     @classmethod
-    def at(cls, batches: Iterable[Any], most: int = _MANY) -> tuple[Look, Any]:
+    def at(cls, batches: Iterable[Any], most: int = MANY) -> tuple[Look, Any]:
         """Read a few batches of one size, or many where they differ; return the largest too.
 
         Args:
@@ -85,7 +85,7 @@ class Feed:
         fetched: For the loop, which counts.
     """
 
-    def __init__(self, fetcher: Any, most: int = _MANY) -> None:
+    def __init__(self, fetcher: Any, most: int = MANY) -> None:
         self.look: Look | None = None
         self.done, self.fetched = False, 0
         self._fetcher, self._most = fetcher, most
@@ -132,7 +132,7 @@ class Feed:
             number = num_elements(batch)
             if self._fetcher.done and number < first:
                 break
-            first = max(first, number) if first < 0 else first
+            first = number if first < 0 else first
             yield batch
         if first < 0:
             raise TuningError("there is no batch to train on: the train dataloader is empty, or limit_train_batches=0")

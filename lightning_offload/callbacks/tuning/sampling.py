@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, sizes_of
-from lightning_offload.callbacks.tuning.feeding import Feed, Look
+from lightning_offload.callbacks.tuning.feeding import MANY, Feed, Look
 from lightning_offload.callbacks.tuning.length import is_number_of_batches
 from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import Objective
@@ -26,8 +26,6 @@ __all__ = ["Bounds", "TrialData", "end_workers"]
 
 Bounds = tuple[int, int, int]
 """The smallest, the largest and the first size to try."""
-_MANY = 256
-"""Batches of the configured size that are read where they differ."""
 
 
 class TrialData:
@@ -85,7 +83,7 @@ class TrialData:
             with warnings.catch_warnings(), _without_others(self._trainer.strategy):
                 warnings.simplefilter("ignore")  # of sizes that are only tried; the run says it of its own
                 loop.setup_data()
-            most = math.ceil(_MANY * targets.base_size / batch_size) if is_repeated else 0
+            most = math.ceil(MANY * targets.base_size / batch_size) if is_repeated else 0
             # one that draws from the loader itself is fed by Lightning alone
             if loop._data_fetcher is not None and type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
                 loop._data_fetcher = Feed(loop._data_fetcher, most)
