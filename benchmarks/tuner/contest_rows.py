@@ -151,8 +151,8 @@ def _point(run: Run) -> str:
     return f"{run.batch_size} at {run.lr:.4g} {how}"
 
 
-_INTRODUCTION = """A configured training, the same one with the finder among its callbacks, and the best of a grid of sizes
-and rates, one after the other for each seed. The clock runs from `fit` on, tuning included; no memory plan is involved. The
-finder is as it is by default, with `min_efficiency=0`, since the trainings end at a loss. It may spend 2% of the
-configured run on its pilot and 2% on trials. The rows *without tuning* tell what the choice itself is worth. Of the
-grid each size and rate is trained once, on a seed of its own, until the best so far would have arrived."""
+_INTRODUCTION = """A configured training, the same one with the finder among its callbacks, and the best of a grid of
+sizes and rates, one after the other for each seed. The clock runs from `fit` on, tuning included; no memory plan is
+involved. The finder is as it is by default, with `min_efficiency=0`, since the trainings end at a loss. It may spend 2%
+of the configured run on its pilot and 2% on trials. The rows *without tuning* tell what the choice itself is worth. Of
+the grid each size and rate is trained once, on a seed of its own, until the best so far would have arrived."""
