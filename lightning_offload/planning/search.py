@@ -141,13 +141,8 @@ class Search:
 Order = list[tuple[int, Action]]
 """Storages with their actions."""
 
-_SWAP_WEIGHTS = (
-    0.02,
-    0.1,
-    0.3,
-    1.0,
-    3.0,
-)  # that a second of copies is priced at, in seconds: from mostly hidden on
+# Share of its duration that a copy is priced at in an order: mostly hidden, to more than all of it.
+_SWAP_WEIGHTS = (0.02, 0.1, 0.3, 1.0, 3.0)
 _CHAIN_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)  # of a replay that a storage is priced at where others share it
 _BREAKS: tuple[Action, ...] = ("swap", "keep")
 _FEW_WEIGHTS = (0.02, 0.3, 3.0)  # the same for long steps
