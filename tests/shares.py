@@ -22,6 +22,11 @@ def is_all() -> bool:
     return os.environ.get(VARIABLE) == "all"
 
 
+def share(items: Sequence[_A], every: int) -> list[_A]:
+    """One in so many items; all of them where nothing is left out."""
+    return list(items[:: 1 if is_all() else every])
+
+
 def pairs(first: Sequence[_A], second: Sequence[_B], every: int) -> list[tuple[_A, _B]]:
     """One in so many pairs, in which each item comes as often as another; all pairs where nothing is left out.
 

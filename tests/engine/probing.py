@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
@@ -143,16 +144,25 @@ def plain_outcome(name: str) -> Outcome:
     return run(BY_NAME[name])
 
 
-def train_within(case: Case, budget_bytes: int, wrap: Wrap, *, is_tracked: bool) -> tuple[Training, int]:
+def train_within(
+    case: Case, budget_bytes: int, wrap: Wrap = Wrap.WHOLE, *, is_tracked: bool = False, **keywords: Any
+) -> tuple[Training, int]:
     """Train a case within a budget; one whose graph changes, or whose state grows, may raise it to what is needed then.
+
+    Args:
+        case: What to train.
+        budget_bytes: The budget at first.
+        wrap: Which part of a step the plugin surrounds.
+        is_tracked: Whether a tracker counts live bytes.
+        keywords: Of the plugin.
 
     Returns:
         The training, and its budget.
     """
     for _ in range(NUM_RETRIES):
         try:
-            found = train(case, MemoryPlugin(budget=budget_bytes), wrap=wrap, is_tracked=is_tracked)
-            return found, budget_bytes
+            memory = MemoryPlugin(budget=budget_bytes, **keywords)
+            return train(case, memory, wrap=wrap, is_tracked=is_tracked), budget_bytes
         except BudgetInfeasibleError as error:
             budget_bytes = _raised(case, budget_bytes, error)
     raise AssertionError(f"{case.name} found no feasible budget, the last was {budget_bytes}")
@@ -165,24 +175,3 @@ def _raised(case: Case, budget_bytes: int, error: BudgetInfeasibleError) -> int:
     if error.floor_bytes <= budget_bytes:
         raise AssertionError(f"{budget_bytes} is said to be infeasible and feasible") from error
     return error.floor_bytes
-
-
-def run_within(case: Case, budget_bytes: int, wrap: Wrap) -> tuple[Outcome, str]:
-    """Run a case within a budget; one whose graph changes, or whose state grows, may raise it to what is needed then.
-
-    Returns:
-        The outcome, and the phase in which the last step left the plugin.
-    """
-    for _ in range(NUM_RETRIES):
-        try:
-            return run_with(case, MemoryPlugin(budget=budget_bytes), wrap)
-        except BudgetInfeasibleError as error:
-            budget_bytes = _raised(case, budget_bytes, error)
-    raise AssertionError(f"{case.name} found no feasible budget, the last was {budget_bytes}")
-
-
-def run_with(case: Case, memory: MemoryPlugin, wrap: Wrap) -> tuple[Outcome, str]:
-    """Run a case under a plugin and return the outcome and the last phase."""
-    phases: list[str] = []
-    outcome = run(case, memory=memory, wrap=wrap, after_step=lambda _: phases.append(memory.report().phase))
-    return outcome, phases[-1]

@@ -18,6 +18,7 @@ from lightning_offload.capture.live import CensusClock
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins import baseline, plan_cache
 from tests.engine.live_tracker import LiveStorageTracker
+from tests.shares import pairs
 
 NUM_STEPS = 24
 NUM_LEARNING = 6
@@ -230,8 +231,7 @@ def _budget(name: str, height: float) -> int:
     return int(report.floor_bytes + height * (report.plain_peak_bytes - report.floor_bytes))
 
 
-@pytest.mark.parametrize("height", [0.5, 0.2])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "images", "sliced"])
+@pytest.mark.parametrize(("name", "height"), pairs(["gpt2", "t5", "images", "sliced"], [0.5, 0.2], every=2))
 def test_new_shapes_are_planned_and_within_the_budget(name: str, height: float) -> None:
     """From the first step of each shape on that is no larger than recorded ones; to the bit as without the plugin."""
     budget = _budget(name, height)
@@ -247,13 +247,16 @@ def test_new_shapes_are_planned_and_within_the_budget(name: str, height: float) 
     assert report.num_deviations == 0
 
 
-@pytest.mark.parametrize("looks", ["often", "once"])
-@pytest.mark.parametrize("how", [{}, {"is_zeroed": True}, {"every": 2}, {"is_zeroed": True, "every": 3}], ids=str)
-@pytest.mark.parametrize("name", ["images", "sliced"])
+WAYS = [(name, looks) for name in ("images", "sliced") for looks in ("often", "once")]
+ACCUMULATIONS: list[dict[str, Any]] = [{}, {"is_zeroed": True}, {"every": 2}, {"is_zeroed": True, "every": 3}]
+
+
+@pytest.mark.parametrize(("how", "way"), pairs(ACCUMULATIONS, WAYS, every=4), ids=str)
 def test_gradients_and_inputs_count_once(
-    name: str, how: dict[str, Any], looks: str, monkeypatch: pytest.MonkeyPatch
+    how: dict[str, Any], way: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients that stay, and inputs of other sizes, however seldom somebody looks at what is there."""
+    name, looks = way
     monkeypatch.setattr(CensusClock, "is_due", lambda *_: looks == "often")
     budget = _budget(name, 0.3)
     plain = Trained(name, **how)
@@ -265,8 +268,10 @@ def test_gradients_and_inputs_count_once(
     assert max(trained.peaks[NUM_LEARNING:]) > 0.5 * budget
 
 
-@pytest.mark.parametrize("height", [0.5, 0.2])
-@pytest.mark.parametrize("name", ["padded within", "cut off", "deeper", "shallower", "wide", "copied"])
+@pytest.mark.parametrize(
+    ("name", "height"),
+    pairs(["padded within", "cut off", "deeper", "shallower", "wide", "copied"], [0.5, 0.2], every=2),
+)
 def test_steps_that_a_family_does_not_foresee(name: str, height: float) -> None:
     """Shapes with other ops, or for which a law does not hold: exact, within the budget, and none is refused."""
     budget = _budget(name, height)
@@ -329,8 +334,7 @@ def test_named_policies_plan_new_shapes(policy: str, height: float | None) -> No
     assert report.swapped_bytes + report.recomputed_bytes > 0
 
 
-@pytest.mark.parametrize("height", [1.0, 0.4])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "images", "sliced"])
+@pytest.mark.parametrize(("name", "height"), pairs(["gpt2", "t5", "images", "sliced"], [1.0, 0.4], every=2))
 def test_recordings_of_smaller_shapes_need_not_swap_all_out(name: str, height: float) -> None:
     """What a larger one left of the budget may stay; the recorded step is the same, lifetimes and all, and its bits."""
     budget, (build, make, largest) = _budget(name, height), JOBS[name]

@@ -1,11 +1,10 @@
 """Over lanes of streams that dawdle, every bit is that of plain PyTorch: no memory is used before or after its time.
 
-The cases of the zoo and the tests of faults run over `tests.engine.streams` here.
+The tests of faults run over `tests.engine.streams` here; the cases of the zoo do in `tests.engine.test_cases`.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -18,7 +17,7 @@ from lightning_offload.runtime.stream_lanes import StreamCopy
 from tests.engine.faults import without_gc
 from tests.engine.harness import Outcome, Wrap, assert_same, differences, run
 from tests.engine.live_tracker import LiveStorageTracker
-from tests.engine.probing import plain_outcome, run_within
+from tests.engine.probing import plain_outcome
 from tests.engine.streams import Delays, Poison, only_in, only_out, streaming
 from tests.engine.test_faults import (
     test_a_graph_outlives_its_step_and_the_plugin as test_a_graph_outlives_its_step_and_the_plugin,
@@ -29,15 +28,10 @@ from tests.engine.test_faults import test_keyboard_interrupt_leaves_nothing as t
 from tests.one_thread import one_thread as one_thread
 from tests.runtime.fake_streams import FakeStreamMover
 from tests.zoo.case import Case
-from tests.zoo.cases import BY_NAME, CASES
+from tests.zoo.cases import BY_NAME
 from tests.zoo.models.sandwich import Sandwich, body_case, rows, square_loss
 
-SPARSE = 3
 TYPICAL = ("resnet-basic", "gpt2-sdpa", "views-of-one-storage")
-BACKWARDS = ("retain-graph", "gradient-penalty", "accumulation", "accumulation-one-backward", "checkpoint", "hessian")
-"""Cases with several backwards, or several forwards before one, that every run includes."""
-
-CHOSEN = [*CASES[::SPARSE], *(BY_NAME[name] for name in BACKWARDS if BY_NAME[name] not in CASES[::SPARSE])]
 
 
 @pytest.fixture(autouse=True)
@@ -47,31 +41,10 @@ def poison() -> Iterator[Poison]:
         yield poison
 
 
-def all_swapped(case: Case, *, wrap: Wrap = Wrap.WHOLE, **keywords: object) -> tuple[Outcome, int]:
-    """Train with everything swapped; the outcome, and a budget at a height of a quarter."""
+def all_swapped(case: Case, *, wrap: Wrap = Wrap.WHOLE, **keywords: object) -> Outcome:
+    """Train with everything swapped."""
     memory = MemoryPlugin(budget=None, policy="all-swap", **keywords)  # type: ignore[arg-type]
-    floors, peaks = [0], [0]
-
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        yield
-        report = memory.report()
-        floors.append(report.floor_bytes or 0)
-        peaks.append(report.plain_peak_bytes or 0)
-
-    outcome = run(case, memory=memory, wrap=wrap, around=around)
-    return outcome, max(floors) + (max(peaks) - max(floors)) // 4
-
-
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
-def test_same_bits(case: Case, poison: Poison) -> None:
-    """Everything swapped, and a budget of a quarter, change no bit."""
-    outcome, budget_bytes = all_swapped(case)
-    assert_same(plain_outcome(case.name), outcome)
-    assert poison.num_bytes > 0
-    outcome, phase = run_within(case, budget_bytes, Wrap.WHOLE)
-    assert_same(plain_outcome(case.name), outcome)
-    assert phase == "planned" or not case.static
+    return run(case, memory=memory, wrap=wrap)
 
 
 @pytest.mark.parametrize("delays", [only_out, only_in])
@@ -80,17 +53,13 @@ def test_same_bits(case: Case, poison: Poison) -> None:
 def test_same_bits_with_one_slow_stream(name: str, wrap: Wrap, delays: Delays) -> None:
     """Whichever direction is late, and wherever the step's scope ends, bits are the same."""
     with streaming(delays):
-        outcome, _ = all_swapped(BY_NAME[name], wrap=wrap)
-        assert_same(plain_outcome(name), outcome)
+        assert_same(plain_outcome(name), all_swapped(BY_NAME[name], wrap=wrap))
 
 
 @pytest.mark.parametrize("name", TYPICAL)
 def test_same_bits_on_disk(name: str, tmp_path: Path) -> None:
     """On the way to a disk, bytes pass the device's streams and the workers' threads."""
-    outcome, budget_bytes = all_swapped(BY_NAME[name], tier="disk", spill_dir=tmp_path)
-    assert_same(plain_outcome(name), outcome)
-    memory = MemoryPlugin(budget=budget_bytes, tier="disk", spill_dir=tmp_path)
-    assert_same(plain_outcome(name), run(BY_NAME[name], memory=memory))
+    assert_same(plain_outcome(name), all_swapped(BY_NAME[name], tier="disk", spill_dir=tmp_path))
 
 
 @pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
@@ -118,7 +87,7 @@ def test_outputs_never_backpropagated_leave_nothing(policy: str) -> None:
 def test_a_missing_wait_would_be_seen() -> None:
     """Where compute does not wait for copies, bits are wrong: these tests can fail."""
     case = body_case("waits", torch.sin)
-    assert_same(run(case), all_swapped(case)[0])
+    assert_same(run(case), all_swapped(case))
     wait = StreamCopy.wait
 
     def careless(self: StreamCopy) -> float:
@@ -126,7 +95,7 @@ def test_a_missing_wait_would_be_seen() -> None:
         return 0.0 if self in self._mover._in.under_way else wait(self)
 
     with streaming(late), mock.patch.object(StreamCopy, "wait", careless):
-        assert differences(run(case), all_swapped(case)[0])
+        assert differences(run(case), all_swapped(case))
 
 
 def late(mover: FakeStreamMover) -> None:

@@ -15,7 +15,7 @@ from tests.engine.live_tracker import LiveStorageTracker
 from tests.shares import is_all, pairs
 from tests.zoo.models import hugging_face
 
-NUM_STEPS = 50
+NUM_STEPS = 50 if is_all() else 32
 NUM_LEARNING = 20
 """From there on nine steps of ten are to be planned."""
 

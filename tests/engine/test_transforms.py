@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from lightning_offload import MemoryPlugin
 from tests.engine.harness import snapshot
 from tests.engine.live_tracker import LiveStorageTracker
+from tests.shares import pairs
 
 SIDE = 24
 NUM_ROWS = 2048
@@ -215,8 +216,7 @@ def _train(loss_of: Loss, memory: MemoryPlugin | None = None) -> tuple[list[list
         return steps, tracker.live_bytes
 
 
-@pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "policy"), pairs(list(TRANSFORMS), ["all-recompute", "all-swap"], every=2))
 def test_transform_is_exact(name: str, policy: str) -> None:
     """Losses and gradients are plain PyTorch's in every step, and no memory is left."""
     expected = _train(TRANSFORMS[name])

@@ -22,6 +22,7 @@ from lightning_offload import MemoryPlugin
 from lightning_offload.runtime import native
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.fuzz.running import random_planner
+from tests.shares import pairs, share
 
 SIDE = 64
 ROWS = 96
@@ -231,8 +232,7 @@ def forced_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return str(request.param)
 
 
-@pytest.mark.parametrize("policy", ["keep-all", "all-swap", "all-recompute"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("seed", "policy"), pairs(range(8), ["keep-all", "all-swap", "all-recompute"], every=3))
 def test_counts_are_exact(seed: int, policy: str, forced_engine: str) -> None:
     """Prediction, the count of a measured step and ours agree, and every bit is plain PyTorch's."""
     plain, _ = trained(seed, None, is_steady=True)
@@ -248,7 +248,7 @@ def test_counts_are_exact(seed: int, policy: str, forced_engine: str) -> None:
     assert abs(report.predicted_peak_bytes - measured) <= FEW_BYTES, (report.predicted_peak_bytes, measured)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", share(range(16), every=2))
 def test_bits_under_any_plan(seed: int, forced_engine: str) -> None:
     """Under plans by dice, also where steps resize from some step on what the plan knows nothing of."""
     plain, _ = trained(seed, None, is_steady=False)
