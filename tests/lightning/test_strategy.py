@@ -72,27 +72,24 @@ def test_without_budget_says_so_and_keeps_everything(make_trainer: MakeTrainer) 
     assert (report.swapped_bytes, report.recomputed_bytes, report.num_steps) == (0, 0, 5)
 
 
-@pytest.mark.parametrize("budget", ["12 bananas", 0, -1, 1.5, float("nan"), float("inf"), 1, True, "", "12G"])
-def test_bad_budget(budget: Any) -> None:
+def test_bad_budget(subtests: pytest.Subtests) -> None:
     """A budget that cannot be read is refused where it is written."""
-    with pytest.raises(BudgetError):
-        OffloadStrategy(budget)
+    for budget in ["12 bananas", 0, -1, 1.5, float("nan"), float("inf"), 1, True, "", "12G"]:
+        with subtests.test(budget=budget), pytest.raises(BudgetError):
+            OffloadStrategy(budget)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "value", "error"),
-    [
+def test_bad_keyword(subtests: pytest.Subtests) -> None:
+    """So is every other keyword."""
+    for keyword, value, error in [
         ("policy", "bananas", PolicyError),
         ("tier", "bananas", PolicyError),
         ("verify", "bananas", PolicyError),
         ("host_budget", "12 bananas", BudgetError),
         ("plan", "no/such/plan.json", (PlanError, OSError)),
-    ],
-)
-def test_bad_keyword(keyword: str, value: str, error: type[Exception]) -> None:
-    """So is every other keyword."""
-    with pytest.raises(error, match=value.split("/")[0]):
-        OffloadStrategy("1GiB", **{keyword: value})
+    ]:
+        with subtests.test(keyword=keyword), pytest.raises(error, match=value.split("/")[0]):
+            OffloadStrategy("1GiB", **{keyword: value})
 
 
 @pytest.mark.parametrize(
