@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 _SLEPT_CYCLES = 20_000_000  # some 10 ms of a GPU
-_LEAST_HERTZ, _MOST_HERTZ = 1e8, 4e9
+_LEAST_HERTZ, _MOST_HERTZ = 1e8, 4e9  # clocks of a GPU: whatever was measured, nothing is held for minutes
 _EXPANDABLE = "where reserved is well above allocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 

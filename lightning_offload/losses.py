@@ -41,7 +41,7 @@ __all__ = ["Autocast", "Cast", "Change", "Scale", "Shift", "Tanh", "chunked_line
 _REDUCTIONS = ("mean", "sum")
 _UNITS = (1e-30, 1e30)
 """What weights of classes are divided by is within these, so that it has a reciprocal."""
-_MOST_IN_FLOAT16 = 2.0**15
+_MOST_IN_FLOAT16 = 2.0**15  # half of the largest number of float16, for sums of a few
 _LEAST_ROWS = 128
 """Of a chunk whose number nobody gave: products of matrices are slow with fewer."""
 

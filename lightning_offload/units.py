@@ -37,7 +37,7 @@ _UNIT_BYTES = {
 _RATE_UNITS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 _QUANTITY = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")
 _PLAIN_NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|nan|inf|infinity)", re.IGNORECASE)
-_MAX_BYTES = (1 << 63) - 1
+_MAX_BYTES = (1 << 63) - 1  # that torch can count
 _ALLOWED = (
     'allowed are an int of bytes, a text such as "12GiB" or "500 MB", a float in (0, 1] as a fraction of '
     "device memory, or None"

@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from benchmarks.papers.figures import Figure
+from benchmarks.scale.cluster import Cluster, profile_step, scale
+from benchmarks.scale.collectives import Choice
+from benchmarks.scale.interconnects import interconnect
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.interconnects import interconnect
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.cluster import Cluster, profile_step, scale
-from lightning_offload.planning.collectives import Choice
 
 _NUM_GPUS = 8
 _CLAIM = 7.7

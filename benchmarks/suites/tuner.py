@@ -4,8 +4,8 @@ Two jobs (`benchmarks.tuner.jobs`): the finder under a budget at which plain tra
 that it had to judge, measured apart from it, and races to a training loss. Then searches on modules that sleep, whose
 curves are known, and contests, tuning included, of the finder with the configured values and with the best of a grid
 (`benchmarks.tuner.contests`). Other work on the machine makes the figures worthless: run it alone. It takes ten minutes
-and up to forty more for the contests; what is measured is stored at once, after `--minutes M` nothing further is begun,
-and the next call goes on from there. It begins anew with `--fresh`, or where the tuner's code has changed since.
+and up to an hour more for the contests; what is measured is stored at once, after `--minutes M` nothing further is
+begun, and the next call goes on from there. It begins anew with `--fresh`, or where the tuner's code has changed since.
 `--quick` tries tiny models.
 """
 

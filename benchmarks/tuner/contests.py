@@ -1,15 +1,14 @@
 """Does tuning pay? A configured training, the same one with the finder, and the best of a grid, side by side.
 
-Each contest is a job with a training loss to reach. First a grid of seven batch sizes with three learning rates each
-is tried on a seed of its own, one training each, which is given up where the best so far has arrived before. Then, seed
-by seed, three trainings follow one another, and who goes first turns from seed to seed: the configured size and rate
-(*base*), the same with the finder among the callbacks (*tuned*), and the best of the grid (*best*). Where a training
-takes seconds, and so shows the machine's moods, the three are repeated. The clock runs from `fit` on, so what tuning
-takes counts. No memory plan is involved. The held-out samples are looked at after the clock has stopped.
+Each contest is a job with a training loss to reach. First a grid of batch sizes with some learning rates each is tried
+on a seed of its own, one training each, which is given up where the best so far has arrived before. Then, seed by seed,
+three trainings follow one another, and who goes first turns from seed to seed: the configured size and rate (*base*),
+the same with the finder among the callbacks (*tuned*), and the best of the grid (*best*). The clock runs from `fit` on,
+so what tuning takes counts. No memory plan is involved. The held-out samples are looked at after the clock has stopped.
 
 A run is configured to see some times the samples that it takes to the loss, as one that ends at a loss is, and the
 finder spends shares of what is configured. It is as it is by default, but for `min_efficiency=0`, which its page gives
-for such trainings. So it may find that a run is too short to be tuned; the run's note says so.
+for such trainings.
 
 Every training is one :class:`Run`, plain data, so a contest goes on from those that are known.
 """
@@ -21,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -50,11 +49,10 @@ class Contest:
         held_out: Makes the held-out tensors.
         error: Of the model on held-out tensors: the sum over samples, lower is better.
         error_name: Its name and unit.
-        sizes: Batch sizes of the grid, the configured one among them.
+        sizes: Batch sizes of the grid; none where nothing but the configured values is compared with.
         rate_factors: Rates of the grid, by the rate that the job's rule gives for a size.
         give_up_seconds: After which any training is given up.
         seeds: Of the trainings that are compared.
-        num_repeats: How often they are compared with each seed.
     """
 
     job: Job
@@ -65,18 +63,17 @@ class Contest:
     rate_factors: tuple[float, ...]
     give_up_seconds: float
     seeds: tuple[int, ...]
-    num_repeats: int = 1
 
     def grid(self) -> list[tuple[int, float]]:
-        """Sizes and rates, those of the configured size first."""
+        """Sizes and rates, the largest size first: the sooner one arrives, the sooner the others are given up."""
         rule, base = RULES[self.job.lr_scaling], self.job.batch_size
-        sizes = sorted(self.sizes, key=lambda size: (size != base, size))
+        sizes = sorted(self.sizes, reverse=True)
         factors = sorted(self.rate_factors, key=lambda factor: factor != 1)
         return [(size, self.job.lr * rule(size / base) * factor) for size in sizes for factor in factors]
 
     def config(self) -> dict[str, Any]:
         """Sizes and settings, ready for JSON."""
-        own = {name: getattr(self, name) for name in ("error_name", "give_up_seconds", "num_repeats")}
+        own = {name: getattr(self, name) for name in ("error_name", "give_up_seconds")}
         lists = {name: list(getattr(self, name)) for name in ("sizes", "rate_factors", "seeds")}
         return {"title": self.job.title, **self.job.config(), **own, **lists}
 
@@ -99,7 +96,6 @@ class Run:
         held_out_error: At the end; None where it was not asked for, or is not finite.
         load_average: How many processes the machine had to run in the minute before; None where it does not tell.
         note: What the finder said.
-        repeat: How many trainings of the same entrant and seed came before.
     """
 
     contest: str
@@ -115,7 +111,6 @@ class Run:
     held_out_error: float | None
     load_average: float | None
     note: str = ""
-    repeat: int = 0
 
     def encoded(self) -> dict[str, Any]:
         """The run as JSON-able data."""
@@ -124,7 +119,7 @@ class Run:
 
 def num_runs(contest: Contest) -> int:
     """The most trainings that a contest takes."""
-    return len(contest.grid()) + len(ENTRANTS) * len(contest.seeds) * contest.num_repeats
+    return len(contest.grid()) + len(ENTRANTS) * len(contest.seeds)
 
 
 def best_of_grid(contest: Contest, known: Sequence[Run]) -> tuple[int, float] | None:
@@ -150,17 +145,15 @@ def runs_left(contest: Contest, known: Sequence[Run]) -> Iterator[Run]:
         yield done[-1]
     base = (contest.job.batch_size, contest.job.lr)
     best = best_of_grid(contest, done)
-    rounds = [(repeat, seed) for repeat in range(contest.num_repeats) for seed in contest.seeds]
-    for index, (repeat, seed) in enumerate(rounds):
+    for index, seed in enumerate(contest.seeds):
         for turn in range(len(ENTRANTS)):
             entrant = ENTRANTS[(index + turn) % len(ENTRANTS)]
-            if any((run.entrant, run.seed, run.repeat) == (entrant, seed, repeat) for run in done):
+            if any((run.entrant, run.seed) == (entrant, seed) for run in done):
                 continue
             if entrant == "best" and best in (None, base):  # base is timed anyway
                 continue
             size, lr = best if entrant == "best" and best is not None else base
-            trained = _train(contest, entrant, seed, size, lr, seconds=contest.give_up_seconds)
-            done.append(replace(trained, repeat=repeat))
+            done.append(_train(contest, entrant, seed, size, lr, seconds=contest.give_up_seconds))
             yield done[-1]
 
 

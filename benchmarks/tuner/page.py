@@ -169,7 +169,7 @@ def _bytes(value: int | None) -> str:
 _INTRODUCTION = """# The tuner, measured
 
 Written by `python -m benchmarks tables` from `benchmarks/results/`; do not edit. `python -m benchmarks tuner` measures
-it again, in less than an hour on two cores that have nothing else to do. How the tuner works is in
+it again, in an hour or two on a core that have nothing else to do. How the tuner works is in
 [tuning.md](tuning.md).
 
 How: two models on data that need no download, the digits of scikit-learn and the sources of modules of Python's

@@ -30,13 +30,13 @@ from lightning_offload.accelerators import kind_of, name_of, synchronize, total_
 from lightning_offload.graph.device_spec import DeviceSpec
 
 _ASSUMED_INTERFERENCE = 0.5  # of copies by a host that computes, where nothing was measured
-_OVERHEAD_SECONDS = 30e-6
-_NUM_TRIALS = 3
+_OVERHEAD_SECONDS = 30e-6  # of a copy, to begin with; plans take the measured one later
+_NUM_TRIALS = 3  # of each link, the fastest of which counts
 _NUM_COPIES = 4  # that compute is timed beside, at the least
 _PROBE_SECONDS = 0.05  # of compute, at the least
 _MOST_PROBE_SECONDS = 0.5  # on a machine that others load
 _NUM_ROUNDS = 8  # of compute, by which its speed is known
-_PROBE_SIZE, _PROBE_ELEMENTS = 256, 1 << 20
+_PROBE_SIZE, _PROBE_ELEMENTS = 256, 1 << 20  # a product of matrices and a sum: compute, and memory traffic
 
 Transfer = Callable[[torch.UntypedStorage], object]
 """Copies a storage and returns when the copy is complete."""

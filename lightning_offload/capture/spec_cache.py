@@ -35,7 +35,7 @@ __all__ = ["MAX_AGE_SECONDS", "Observed", "SpecKey", "cache_folder", "key_for", 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".device.json"
 
-MAX_AGE_SECONDS = 30 * 24 * 3600.0
+MAX_AGE_SECONDS = 30 * 24 * 3600.0  # of what was measured: disks age, drivers change
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,8 @@ from lightning_offload.tensors.op_facts import Effects, OpFacts
 
 _GAP_SECONDS = 5e-6  # between two ops; a device that is behind the host has a microsecond or two between marks
 _LEAST_SECONDS = 1e-6  # of an op
-_NUM_LAUNCHES = 15
-_HOLD_SECONDS = 0.01
+_NUM_LAUNCHES = 15  # of nothing, whose median is the least time between two marks
+_HOLD_SECONDS = 0.01  # the device waits for so long, while the host gets ahead of it
 _HOLD_AGAIN_SECONDS = 0.008  # before the last one is over
 _NUM_AHEAD = 128  # ops that the device has yet to do, or it may run out of them; a queue has room for 1,024 launches
 _FEW, _MAX_WASTED = 64, 8  # holds after so few ops, at the end of which the device is idle all the same

@@ -33,7 +33,7 @@ from typing_extensions import override
 from lightning_offload.accelerators import kind_of, memory_of
 from lightning_offload.capture.placement import indexed
 
-_PAGE_BYTES = 4096
+_PAGE_BYTES = 4096  # less is the bookkeeping of an op
 
 
 class MemoryStats(Protocol):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lightning_offload.errors import BudgetInfeasibleError, OffloadError
+
+if TYPE_CHECKING:
+    import typer
 
 NOT_INSTALLED = 1
 BAD_INPUT = 2
@@ -23,8 +27,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(run(arguments))
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def _commands() -> typer.Typer:
+    from lightning_offload.cli.commands import build_app
+
+    return build_app()
+
+
+def run(
+    arguments: Sequence[str] | None = None,
+    *,
+    build: Callable[[], typer.Typer] = _commands,
+    program: str = "lightning-offload",
+) -> int:
     """Run the command line.
+
+    Args:
+        arguments: What follows the program's name; by default what the process was given.
+        build: Makes the application, once Typer is known to be there.
+        program: The name that help calls it by.
 
     Returns:
         The exit code: 0; 1 without Typer; 2 for what the user can mend, bad input above all; 3 where no plan meets
@@ -34,12 +54,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         import typer
     except ImportError:
         return _complain("the command line needs typer: pip install 'lightning-offload[cli]'", NOT_INSTALLED)
-    from lightning_offload.cli.commands import build_app
-
-    command = typer.main.get_command(build_app())
+    command = typer.main.get_command(build())
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        code = command.main(arguments, prog_name="lightning-offload", standalone_mode=False)
+        code = command.main(arguments, prog_name=program, standalone_mode=False)
     except BudgetInfeasibleError as error:
         return _complain(str(error), INFEASIBLE)
     except OffloadError as error:

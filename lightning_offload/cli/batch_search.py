@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_FIRST_PROBE = 8
+_FIRST_PROBE = 8  # samples, from which sizes are extrapolated
 _GROWTH = 64  # the most by which an extrapolation may go beyond what is known
-_NUM_GRID = 7
-_NUM_REFINEMENTS = 2
+_NUM_GRID = 7  # sizes of a round, equally far apart in ratio
+_NUM_REFINEMENTS = 2  # rounds, each between the neighbours of the best
 
 
 def largest_within(num_bytes: Callable[[int], int], budget_bytes: int, limit: int) -> int:

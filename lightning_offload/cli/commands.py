@@ -28,7 +28,7 @@ from lightning_offload.cli.options import (
 )
 from lightning_offload.cli.output import say
 
-_EPILOG = (
+EPILOG = (
     "Exit codes: 0 done, 1 Typer is not installed or the demo failed, 2 bad input, 3 no plan meets the budget (the "
     "message names the smallest that one meets), 130 interrupted. Errors are one line on standard error."
 )
@@ -40,16 +40,15 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback(epilog=_EPILOG)(_about)
-    app.command("demo", epilog=_EPILOG)(_demo)
-    app.command("plan", epilog=_EPILOG)(_plan)
-    app.command("max-batch", epilog=_EPILOG)(_max_batch)
-    app.command("compare", epilog=_EPILOG)(_compare)
-    app.command("scale", epilog=_EPILOG)(_scale)
-    app.command("explain", epilog=_EPILOG)(_explain)
-    app.command("devices", epilog=_EPILOG)(_devices)
-    app.command("bench-links", epilog=_EPILOG)(_bench_links)
-    app.command("build-native", epilog=_EPILOG)(_build_native)
+    app.callback(epilog=EPILOG)(_about)
+    app.command("demo", epilog=EPILOG)(_demo)
+    app.command("plan", epilog=EPILOG)(_plan)
+    app.command("max-batch", epilog=EPILOG)(_max_batch)
+    app.command("compare", epilog=EPILOG)(_compare)
+    app.command("explain", epilog=EPILOG)(_explain)
+    app.command("devices", epilog=EPILOG)(_devices)
+    app.command("bench-links", epilog=EPILOG)(_bench_links)
+    app.command("build-native", epilog=EPILOG)(_build_native)
     return app
 
 
@@ -203,76 +202,6 @@ def _compare(
         chunked_loss=chunked_loss, optimizer=optimizer, keep=tuple(keep or ()),
     )  # fmt: skip
     compare(options, as_json=as_json)
-
-
-def _scale(
-    target: TargetArgument,
-    inputs: InputOption = None,
-    input_dtype: InputDtypeOption = None,
-    batch_size: BatchSizeOption = 64,
-    budget: BudgetOption = None,
-    host_budget: HostBudgetOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    loss: LossOption = None,
-    optimizer: OptimizerOption = None,
-    policy: PolicyOption = "auto",
-    keep: KeepOption = None,
-    devices: Annotated[
-        str, typer.Option(metavar="N,N,...", help="How many devices train, ascending; dots go on by the same ratio.")
-    ] = "1,2,4,...,1024",
-    intra: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LINK",
-            help="Between devices of a node: nvlink2 to nvlink5, pcie3 to pcie5, or a rate such as 25GB/s. "
-            "[default: what the device's machines have]",
-        ),
-    ] = None,
-    inter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LINK",
-            help="Between nodes, of one network card: edr100, hdr200, ndr400, 10gbe, 25gbe, 100gbe, or a rate. "
-            "[default: the same]",
-        ),
-    ] = None,
-    per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,
-    nics: Annotated[
-        int | None, typer.Option(metavar="N", help="Network cards of a node. [default: one a device]")
-    ] = None,
-    algorithm: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="How gradients are exchanged: ring, tree, auto (the cheaper), binary-tree (Caffe's), server.",
-        ),
-    ] = "auto",
-    accumulate: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one update.")] = 1,
-    bucket_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="DDP's bucket_cap_mb. [default: 25MiB, the first one 1MiB]")
-    ] = None,
-    no_overlap: Annotated[
-        bool, typer.Option("--no-overlap", help="Exchange all gradients at once after backward.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Simulate data-parallel training on many devices, gradients exchanged as DistributedDataParallel does."""
-    from lightning_offload.cli.scale import ScaleOptions, scale_step
-    from lightning_offload.cli.setting import PlanOptions
-
-    options = PlanOptions(
-        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
-        host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss,
-        optimizer=optimizer, policy=policy,
-        keep=tuple(keep or ()),
-    )  # fmt: skip
-    wanted = ScaleOptions(
-        devices=devices, intra=intra, inter=inter, per_node=per_node, nics=nics, algorithm=algorithm,
-        accumulate=accumulate, bucket_size=bucket_size, overlap=not no_overlap,
-    )  # fmt: skip
-    scale_step(options, wanted, as_json=as_json)
 
 
 def _explain(

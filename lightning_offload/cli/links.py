@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lightning_offload.capture.calibrate import LinkRates
 
-_MIN_SIZE_BYTES = 1 << 20
+_MIN_SIZE_BYTES = 1 << 20  # less takes as long as its launch
 _COPIES_AT_ONCE = 6  # device blocks and host blocks for both directions at once, on a CPU all in one memory
 
 

@@ -288,7 +288,7 @@ _ROWS_ADDED: dict[str, type[Any]] = {
 }
 
 _T = TypeVar("_T")
-_NUM_REMEMBERED = 4
+_NUM_REMEMBERED = 4  # structures; a budget is asked for more than once, other steps seldom
 
 
 def by_structure(function: Callable[[StepGraph], _T]) -> Callable[[StepGraph], _T]:

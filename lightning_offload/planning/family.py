@@ -35,7 +35,7 @@ from lightning_offload.planning.simulator import Simulator
 from lightning_offload.planning.step_model import Figures, StepModel
 
 _T = TypeVar("_T")
-_NUM_REMEMBERED = 2
+_NUM_REMEMBERED = 2  # choices of thorough searches, the latest
 _NUM_EXPECTED = 1000  # simulations of sizes to come: some fifty, each by bisections of several orders
 _SMALLER = 4  # times smaller than where a choice is worth it: at other sizes it may be
 

@@ -31,7 +31,7 @@ POLICIES: dict[str, Policy] = {
     "all-recompute": all_recompute,
     **PUBLISHED,
 }
-_MAX_RETRIES = 3
+_MAX_RETRIES = 3  # with less to plan for, where a plan takes more than was asked for
 _OF_ALL_PLANS = ("graph_digest", "floor_bytes", "floor_op", "bound_seconds")
 _LITTLE_LONGER = 1.02  # times the predicted step: what a plan may take more so that its steps need no dispatch mode
 _MOST_MODE_SECONDS = 100e-6  # on a slow host

@@ -145,11 +145,11 @@ def _law(start: Fraction, linear: Fraction, square: Fraction) -> SizePolynomial:
 Point = tuple[int, ...]
 """What a step may vary in: its batch size alone, or several numbers, such as two lengths."""
 
-_DIVISORS = (2, 4, 8, 16, 32, 64)
+_DIVISORS = (2, 4, 8, 16, 32, 64)  # by strides, patches and heads
 _MAX_DEGREE = 4  # of heights equal to widths, in attention between patches
 _MAX_POWER = 2  # of one of several
 _NUM_TELLING = 3  # values of a feature that make a law more than a guess
-_CLOSE = 1e-9
+_CLOSE = 1e-9  # relative: a law is exact, or none
 
 
 def _divided(number: int, divisor: int) -> int:

@@ -141,11 +141,12 @@ class Search:
 Order = list[tuple[int, Action]]
 """Storages with their actions."""
 
+# Share of its duration that a copy is priced at in an order: mostly hidden, to more than all of it.
 _SWAP_WEIGHTS = (0.02, 0.1, 0.3, 1.0, 3.0)
-_CHAIN_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)
+_CHAIN_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)  # of a replay that a storage is priced at where others share it
 _BREAKS: tuple[Action, ...] = ("swap", "keep")
-_FEW_WEIGHTS = (0.02, 0.3, 3.0)
-_FEW_FRACTIONS = (1.0, 0.1, 0.01)
+_FEW_WEIGHTS = (0.02, 0.3, 3.0)  # the same for long steps
+_FEW_FRACTIONS = (1.0, 0.1, 0.01)  # the same for long steps
 
 
 class Family(NamedTuple):
@@ -231,9 +232,9 @@ def _fit_host(request: PlanRequest, order: Order) -> Order:
     return fitting
 
 
-_MARGINS = (1.0, 0.9)
+_MARGINS = (1.0, 0.9)  # of the budget: rounding adds memory, so less may be asked for
 _ROUNDED_CHAIN_FRACTIONS = (None, 0.1)
-_HALF = 0.5
+_HALF = 0.5  # of a storage: what is away for more of it goes
 
 
 def roundings(request: PlanRequest) -> Iterator[tuple[Codes, Order]]:

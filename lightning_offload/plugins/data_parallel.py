@@ -241,7 +241,7 @@ def run_as_usual(model: DistributedDataParallel) -> None:
     ungraft(model, _UnseenAroundForward)
 
 
-_LEAST_SHARE = 0.5
+_LEAST_SHARE = 0.5  # of the link that copies get beside an exchange: both take turns
 
 
 def reduced_bytes(graph: StepGraph) -> int:

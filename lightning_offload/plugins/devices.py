@@ -52,7 +52,7 @@ def supported(device: torch.device | str) -> torch.device:
     return indexed(device)
 
 
-_LINK_BLOCK_BYTES = 32 << 20
+_LINK_BLOCK_BYTES = 32 << 20  # that rates of usual links are measured with
 _LARGE_LINK_BLOCK_BYTES = 256 << 20  # less is over before a link as fast as a chip's own is at its rate
 _SMALL_LINK_BLOCK_BYTES = (8 << 20, 2 << 20)  # on a device that is nearly full
 _NOMINAL_RATE = 1e9  # bytes per second of links that could not be measured: too slow, so plans avoid them

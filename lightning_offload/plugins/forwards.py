@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 from lightning_offload.plugins.shape_families import Sizes, StepShape, short
 
-_MOST_REMEMBERED = 1024
+_MOST_REMEMBERED = 1024  # chains of shapes; more are no habit
 
 Chain = tuple[StepShape, ...]
 

@@ -56,7 +56,7 @@ def _container_bytes(cgroup: Path) -> int | None:
 _log = logging.getLogger(__name__)
 _LINK_FRACTION = 0.8  # of a measured link that plans count on: too fast a link costs most of all wrong guesses
 _HOST_FRACTION = 0.8  # of the host memory that is free when a device is first used, where no host_budget is given
-_MUCH_SLOWER, _MUCH_FASTER = 0.95, 1.1
+_MUCH_SLOWER, _MUCH_FASTER = 0.95, 1.1  # ratios of a link to what plans count on: worth other plans
 _MUCH_LESS = 0.98  # of the budget: worth other plans
 
 # What plans count on where the native core executes them, in seconds of the host: a replay's own cost, recording

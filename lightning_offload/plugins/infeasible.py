@@ -16,7 +16,7 @@ from lightning_offload.plugins.shape_families import StepShape
 from lightning_offload.tensors.op_facts import is_plain, tensors_in
 from lightning_offload.units import format_bytes
 
-_NUM_SHOWN = 3
+_NUM_SHOWN = 3  # of the largest storages, in a message
 _LITTLE = 0.02  # of the budget: what is beside the step is not told of
 
 

@@ -54,7 +54,7 @@ from lightning_offload.tensors.saved_forms import SavedForm
 from lightning_offload.units import format_budget_exactly, format_bytes
 
 _log = logging.getLogger(__name__)
-_MAX_SURPRISES = 3
+_MAX_SURPRISES = 3  # recordings since backward wrote what the plan counted on; then the plan stays
 _MAX_REPLANS = 4  # each tier can be refused once
 _OF_ANOTHER_PLAN = 4  # what a plan did not foresee may be by a quarter more under another one
 _TIGHTER = 0.9  # of the peak that a device had no room for

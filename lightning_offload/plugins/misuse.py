@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_offload.graph.step_graph import StepGraph
 
 Kind = Literal["not entered", "not attached", "within another", "no step", "keep"]
-_SHOWN = 6
+_SHOWN = 6  # names in a message
 
 _MESSAGES: dict[Kind, str] = {
     "not entered": (

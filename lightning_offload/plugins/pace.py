@@ -22,9 +22,9 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.trace import follow
 
-_NUM_LAST = 9
+_NUM_LAST = 9  # steps whose median counts: odd, and few enough to follow a change
 _NUM_FIRST = 3  # steps that one that was slow once does not decide
-_MUCH = 0.1
+_MUCH = 0.1  # share of the step that reading of results takes, by which the host waits for the device
 _UNEVEN = 0.1  # share of a part that it may take longer since not every op is launched as fast as others
 _READING = frozenset(
     f"aten.{name}"

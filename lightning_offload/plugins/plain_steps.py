@@ -23,7 +23,7 @@ from lightning_offload.accelerators import DeviceMemory, memory_of
 _MORE = 1.25  # times what any step so far needed is what the next one may need
 _MUCH_MORE = 1.1  # times that is worth watching them again
 AMPLE = 4.0  # times that is a budget which steps will hardly exceed
-_MOST_UNWATCHED, _MOST_WHERE_AMPLE = 128, 1024
+_MOST_UNWATCHED, _MOST_WHERE_AMPLE = 128, 1024  # steps between two that are watched
 
 
 @dataclasses.dataclass(slots=True)

@@ -35,7 +35,7 @@ from lightning_offload.plugins.shape_families import Derived, Room, ShapeFamily,
 from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.tensors import custom_ops
 
-_SCHEMA = 1
+_SCHEMA = 1  # of what checkpoints keep
 
 
 _num_recording = 0
@@ -89,8 +89,8 @@ def _size_above(size: float, grain: int) -> float:
     return 2 ** (math.ceil(grain * math.log2(size) - _SLACK) / grain) if size > 0 else 1.0
 
 
-_GRAIN, _FINE_GRAIN = 4, 64
-_SLACK = 1e-6
+_GRAIN, _FINE_GRAIN = 4, 64  # parts of an octave
+_SLACK = 1e-6  # of a part: sizes on the grid stay where they are
 _MAX_SHAPES = 1 << 16  # that are told apart
 
 

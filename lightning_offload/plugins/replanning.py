@@ -16,8 +16,8 @@ from lightning_offload.planning.trace import simulate_plan
 
 _STALL_FACTOR = 1.1  # stalls beyond this multiple of the predicted ones, and beyond
 _SHARE = 0.02  # this share of the step, are worth another plan
-_MUCH_FASTER, _MUCH_SLOWER = 0.9, 1.1
-_MAX_CORRECTIONS = 3
+_MUCH_FASTER, _MUCH_SLOWER = 0.9, 1.1  # ratios of a measured step to the predicted one: noise is less
+_MAX_CORRECTIONS = 3  # plans made anew for one reason, before the last one stays
 _SLIGHTLY_TIGHTER = 0.95  # of a peak that the device had room for only by giving back what it held in reserve
 _SOON = 16  # planned steps, within which a second time is no accident
 

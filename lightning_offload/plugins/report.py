@@ -237,7 +237,7 @@ _METRICS = (
     "budget_bytes", "stall_seconds", "kept_bytes", "swapped_bytes", "recomputed_bytes", "host_peak_bytes", "num_shapes",
     "num_at_first_sight", "num_deviations", "num_aligned", "astray_bytes", "planning_seconds",
 )  # fmt: skip
-_FRAGMENTED = 1.1
+_FRAGMENTED = 1.1  # times what is used that the allocator holds: worth a line
 _NUM_OTHERS = 4  # shapes that have a line
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 

@@ -29,7 +29,7 @@ _SWITCH = "LIGHTNING_OFFLOAD"
 _BUDGET = "LIGHTNING_OFFLOAD_BUDGET"
 # Of a device's memory, where no budget is given:
 _MARGIN = 0.05  # left for what the allocator rounds up, for kernels that are loaded late and for other libraries
-_LEAST_MARGIN_BYTES = 1 << 30
+_LEAST_MARGIN_BYTES = 1 << 30  # what a context, its kernels and workspaces of libraries take
 _MOST_SLACK = 0.1  # counted as lost to fragmentation
 
 

@@ -55,7 +55,7 @@ MIN_SAMPLES = 3
 """Recorded shapes of one structure that a model needs: two do not tell a line from a parabola."""
 
 _MANY_SAMPLES = 5  # of which three are not alike: structures change
-_MAX_SAMPLES = 8
+_MAX_SAMPLES = 8  # recorded shapes that laws are fitted to; more have changed no law
 _MAX_VARYING = 4  # numbers: more than that are no lengths
 _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did

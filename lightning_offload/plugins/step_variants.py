@@ -21,7 +21,7 @@ from lightning_offload.planning.step_model import structure_of
 from lightning_offload.plugins.touched import Touched
 from lightning_offload.tensors.saved_forms import SavedForm, opened, sizes_that_vary
 
-_MAX_VARIANTS = 4
+_MAX_VARIANTS = 4  # structures in turns, with a plan each
 
 _LARGE = 0.5  # of the largest size
 

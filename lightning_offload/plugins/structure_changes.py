@@ -30,7 +30,7 @@ _MAX_DERIVED = 3  # those of steps of several sizes after which all that differ 
 _TYPICAL = 0.7  # of the largest size: steps that are recorded, since what they have is resized to others
 _MAX_FAILED = 3  # recordings that came to nothing
 _FORGIVEN = 32  # steps that follow their plan, for one that did not
-_FIRST_WAIT, _LAST_WAIT = 32, 1024
+_FIRST_WAIT, _LAST_WAIT = 32, 1024  # steps before planning is tried again; it doubles
 _NUM_TURNS = 3  # steps at equal distances that show that they come in turns
 _MUCH = 0.02  # of what the widest structure saves
 

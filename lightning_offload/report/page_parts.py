@@ -15,7 +15,7 @@ from lightning_offload.units import format_budget, format_bytes, format_seconds
 
 __all__ = ["figures", "footer", "heading", "in_words", "lead", "measured_table", "storages_table"]
 
-_NUM_STORAGES = 20
+_NUM_STORAGES = 20  # rows of the table
 _DOT = re.compile(r"(?<=\w)([._])(?=[A-Za-z_])")
 """Where a long name may be broken."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Printed", "PrintedTables", "html_of", "text_of"]
 
-_HTML_WIDTH = 100
+_HTML_WIDTH = 100  # characters
 _PRE = (
     "<pre style=\"white-space:pre;overflow-x:auto;line-height:normal;font-family:Menlo,'DejaVu Sans Mono',consolas,"
     "'Courier New',monospace\">{code}</pre>"

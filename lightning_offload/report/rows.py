@@ -12,7 +12,7 @@ from lightning_offload.report.plan_view import Stored
 __all__ = ["ModuleRow", "module_rows"]
 
 UNNAMED = "(no module)"
-_LARGE_PART = 0.3
+_LARGE_PART = 0.3  # of all bytes: a module with more is split up
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,8 @@ class _Threshold:
             del self._own[next(iter(self._own))]
 
 
-_LARGEST = 2**31 - 1
-_NUM_REMEMBERED = 64
+_LARGEST = 2**31 - 1  # the most that Python's collector takes as a threshold
+_NUM_REMEMBERED = 64  # thresholds that were raised
 _threshold = _Threshold()
 
 

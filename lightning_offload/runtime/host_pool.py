@@ -28,9 +28,9 @@ from lightning_offload.runtime.pinning import NotPinned, Pinning
 from lightning_offload.runtime.ranges import Ranges
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 64
-_MIN_SLAB_BYTES = 4 << 20
-_MAX_GROWTH_BYTES = 256 << 20
+_ALIGNMENT = 64  # bytes: a cache line, which vectorized copies want
+_MIN_SLAB_BYTES = 4 << 20  # page-locking less is all overhead
+_MAX_GROWTH_BYTES = 256 << 20  # at once, of a pool that doubles: host memory is not given back
 _MAX_WASTE = 1.05  # of the planned slab over what plans need
 
 

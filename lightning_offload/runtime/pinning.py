@@ -28,7 +28,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NODES = Path("/sys/devices/system/node")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1  # MPOL_PREFERRED: that node while it has memory, then any
-_BITS = 64
+_BITS = 64  # of a word of a node mask
 
 
 def node_of(device: torch.device) -> int | None:

@@ -105,7 +105,7 @@ class FormPlaces:
         return found
 
 
-_MAX_FORMS = 4096
+_MAX_FORMS = 4096  # forms of steps whose routes are kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from lightning_offload.runtime.spill_file import ALIGNMENT, SpillFile
 
 _log = logging.getLogger(__name__)
 
-_MIN_GROWTH_BYTES = 64 << 20
-_MAX_GROWTH_BYTES = 1 << 30
+_MIN_GROWTH_BYTES = 64 << 20  # at once: files that grow in small parts are scattered
+_MAX_GROWTH_BYTES = 1 << 30  # at once, of a file that doubles
 _MAX_WASTE = 1.05  # of the file over what plans need
 
 

@@ -27,7 +27,7 @@ ALIGNMENT = 4096
 """Bytes; what every device can transfer past the page cache."""
 
 _PREFIX = "lightning-offload-"
-_ZEROS_BYTES = 1 << 20
+_ZEROS_BYTES = 1 << 20  # written at once where a file cannot be allocated
 _UNNAMED = getattr(os, "O_TMPFILE", 0)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR}

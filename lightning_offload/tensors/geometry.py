@@ -90,7 +90,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return all(torch.equal(x.cpu(), y.cpu()) for x, y in chunks)
 
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20  # that are compared at once
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

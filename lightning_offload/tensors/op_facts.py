@@ -76,7 +76,7 @@ _SURE_BACKWARDS = (
 """Backward ops without sums between threads; the others are not replayed on CUDA."""
 
 CONVOLUTION = "aten.convolution.default"
-_TRANSPOSED = 6
+_TRANSPOSED = 6  # place of that argument
 
 # In-place ops whose result does not depend on what their first argument held. What is drawn on memory fresh from
 # ``empty`` (a dropout mask on a CPU) can be made again, though ``empty`` itself cannot.

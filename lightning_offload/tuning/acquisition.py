@@ -43,7 +43,7 @@ from lightning_offload.tuning.sizes import between, grid, round_down
 from lightning_offload.tuning.trial import Trial
 
 _SLACK = 0.018  # below the tolerance that still counts as right: noise cannot tell much less apart
-_MUCH_SMALLER = 0.8
+_MUCH_SMALLER = 0.8  # times as large a size that is as good: the larger one is wrong
 _NUM_ANSWERS = 24  # of a trial that are thought through, each with an error to either side
 _ERROR = 0.8  # the mean size of a normal number, in deviations
 _NOTHING = 1e-12  # weight that no draw falls below
@@ -137,10 +137,10 @@ def _crossing(sizes: Array, speeds: Array, level: Array) -> Array:
     return np.asarray(np.ceil(sizes[before] + share * (sizes[after] - sizes[before])))
 
 
-_CONFIDENT = 0.985
+_CONFIDENT = 0.985  # after which no trial is worth its time
 _MANY, _CONFIDENT_BY_NOW = 8, 0.9  # after so many trials with a prediction this is enough: further ones seldom help
 _NUM_PROMISING = 14  # sizes among which the next trial is chosen
-_GROWTH = 4
+_GROWTH = 4  # the most from one trial to the next, up
 _FEW = 48  # sizes that are all thought of
 _SLOW = 0.3  # of the best throughput: below the last such size nothing is modelled
 _FAR_BELOW = 4  # how much smaller than the edge a predicted answer is where the edge does not matter

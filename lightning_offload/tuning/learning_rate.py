@@ -346,9 +346,9 @@ RULES: Final[dict[str, Callable[[float], float]]] = {
 """By name: the factor of the rate, given the ratio of the batches."""
 AUTO: Final = "auto"
 """The name of the rule that the optimizers decide."""
-WARMUP_STEPS: Final = 50
-LEAST_WARMUP_STEPS: Final = 10
-WARMUP_SHARE: Final = 0.1
+WARMUP_STEPS: Final = 50  # at most
+LEAST_WARMUP_STEPS: Final = 10  # where the run has room for them
+WARMUP_SHARE: Final = 0.1  # of the run, at most
 
 
 def check_rule(rule: str) -> str:

@@ -61,9 +61,9 @@ from lightning_offload.tuning.trial import Trial
 
 Array = NDArray[np.float64]
 
-NUM_DRAWS = 384
+NUM_DRAWS = 384  # for a share to be known to 2.5%
 _OFFSET = 3.0  # deviation of the unknown factor's logarithm, about what the trials give
-_ROUGHNESS = 0.002
+_ROUGHNESS = 0.002  # deviation from size to size, which no neighbour tells
 _RESIDUALS = ((0.005, 6.0, 0.75), (0.04, 4.0, 0.15), (0.2, 2.0, 0.1))
 """Deviation of the residual, octaves over which it changes, and how likely that is before any trial."""
 _DRIFTS = ((0.0, 0.95), (0.05, 0.05))
@@ -179,8 +179,8 @@ _SHARPNESS = (1.0, 3.0, 64.0)  # seconds are the p-norm of both parts: their sum
 _NUM_FIXED = 128  # fixed costs that are considered; so close together that none is far from the truth
 _TILTS = np.linspace(-0.1, 0.1, 21)  # powers of the size that a prediction may be off by
 _BENDS = (0.3, 1.0, 3.0)  # what a sample costs in addition above the bend, in units of what it costs below
-_NUM_BENDS = 48
-_NUM_BENT_FIXED = 64
+_NUM_BENDS = 48  # places of bends that are considered, equally far apart in ratio
+_NUM_BENT_FIXED = 64  # fixed costs beside each
 _BENT = 0.3  # weight of all bends together, against 1 for the shapes without
 _PREDICTED = 0.3  # weight of a prediction, against the same
 

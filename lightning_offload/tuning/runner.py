@@ -49,7 +49,7 @@ _STOPPED = "another rank stopped"
 _RECORDED_SHARE = 4
 """Of so many trials one goes to a size that the performance model is fitted to."""
 _SMALLEST_RECORDED = 2  # libraries take shortcuts for a single sample
-_NO_TIME = 1e-9
+_NO_TIME = 1e-9  # seconds, where a clock showed none
 
 
 class TrialOver(BaseException):

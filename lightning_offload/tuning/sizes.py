@@ -11,7 +11,7 @@ from collections.abc import Iterable
 __all__ = ["between", "grid", "round_down"]
 
 _BITS = 3  # significant bits of a round size
-_NUM_HALVINGS = 3
+_NUM_HALVINGS = 3  # of a gap between two sizes
 
 
 def grid(low: int, high: int, others: Iterable[int] = (), *, bits: int = _BITS) -> list[int]:

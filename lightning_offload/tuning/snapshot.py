@@ -90,8 +90,8 @@ def _discard(_: object) -> None:
 Restore = Callable[[], None]
 """Puts something back as it was; may be called more than once."""
 
-MAX_ITEMS = 10_000
-MAX_DATA_BYTES = 1 << 20
+MAX_ITEMS = 10_000  # of a container that is copied; larger ones are data
+MAX_DATA_BYTES = 1 << 20  # of an array that is copied; larger ones are data
 
 _FOREIGN = (
     "lightning", "pytorch_lightning", "lightning_fabric", "lightning_offload", "accelerate", "logging", "threading",

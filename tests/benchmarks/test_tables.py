@@ -61,6 +61,24 @@ def test_marked_places_are_filled_and_stay_marked(results: Path):
     assert fill_markers(filled, results) == filled
 
 
+def test_gpu_in_short_has_what_lost(tmp_path: Path):
+    """Plans stand beside the peers at their peaks, also where these add less; what was not measured is left out."""
+    ours, theirs = "GPT-2 medium bf16, at the peak of checkpoint per block", "GPT-2 medium bf16, checkpoint per block"
+    rows = [
+        Row(case=ours, metric="ratio", value=1.372),
+        Row(case=ours, metric="peak_bytes", value=10 << 30),
+        Row(case=ours, metric="predicted_plain_peak_bytes", value=42 << 30),
+        Row(case=theirs, metric="ratio", value=1.29),
+        Row(case=theirs, metric="peak_bytes", value=11 << 30),
+    ]
+    config = {"contest-gpt2-medium-bf16": {"batch_size": 16, "precision": "bf16"}}
+    write_result(tmp_path / "gpu-x.json", "gpu", "x", Measurements(rows=rows, config=config, repeats=8), ENVIRONMENT)
+    header, _, *lines = fill_markers("<!-- benchmark: gpu-x -->\n<!-- end -->", tmp_path).splitlines()[1:-1]
+    assert header.startswith("| step | plain peak |")
+    expected = "42.0 GiB (predicted) | 10.0 GiB | +37.2% | checkpoint per block | 11.0 GiB | +29.0% |"
+    assert lines == [f"| GPT-2 medium, batch 16, bf16 | {expected}"]
+
+
 def test_documents_are_written(results: Path, tmp_path: Path):
     """The page is written, and the readme only if it changes."""
     readme = tmp_path / "README.md"

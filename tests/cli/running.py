@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,25 +12,27 @@ from lightning_offload import cli
 
 SMALL = ["tests.cli.models:small", "--input", "3x32x32", "--batch-size", "8", "--device", "k40c"]
 """A small net on an old GPU: plain peak 2.8 MiB, floor about a third of it."""
+Run = Callable[[Sequence[str]], int]
+"""Runs a command line, those of the package where no other is given; its exit code."""
 
 
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str, run: Run = cli.run) -> str:
     """What a command that succeeds prints; nothing on standard error."""
-    assert cli.run(arguments) == 0
+    assert run(arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return out
 
 
-def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: str, run: Run = cli.run) -> dict[str, Any]:
     """The JSON that a command prints."""
-    found: dict[str, Any] = json.loads(output_of(capsys, *arguments, "--json"))
+    found: dict[str, Any] = json.loads(output_of(capsys, *arguments, "--json", run=run))
     return found
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2, run: Run = cli.run) -> str:
     """The one line that a command line which cannot be served ends with."""
-    assert cli.run(arguments) == code
+    assert run(arguments) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1

@@ -23,7 +23,6 @@ COMMANDS = {
     "compare": ["--budget", "--json"],
     "explain": ["--graph", "--model", "--json"],
     "devices": ["--json"],
-    "scale": ["--devices", "--intra", "--inter", "--per-node", "--json"],
     "build-native": ["--force", "--in-package", "--json"],
     "bench-links": ["--device", "--spill-dir", "--size", "--json"],
 }
@@ -55,7 +54,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert output_of(capsys, "--version") == f"lightning-offload {lightning_offload.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["plan", "max-batch", "scale"])
+@pytest.mark.parametrize("command", ["plan", "max-batch"])
 def test_help_lists_the_policies(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

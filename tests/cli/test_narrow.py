@@ -89,12 +89,6 @@ def test_max_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert first_cells(output_of(capsys, "max-batch", *arguments)) == ["everything kept", "limit reached"]
 
 
-def test_scale(capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers of devices."""
-    out = output_of(capsys, "scale", *SMALL, "--budget", "2500000B", "--devices", "1,64,1024")
-    assert first_cells(out) == ["1", "64", "1,024"]
-
-
 def test_bench_links(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What each rate is of."""
     rates = LinkRates(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.scale import __main__ as scale
 from lightning_offload import cli
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, commands_of, name_of, shown
 from tests.one_thread import one_thread as one_thread
@@ -19,11 +20,14 @@ from tests.shares import is_all
 SLOW = ("max-batch", "compare")
 """Commands of tens of seconds, which run where nothing is left out."""
 
+RUNS = {"lightning-offload": cli.run, "python -m benchmarks.scale": scale.main}
+"""Command lines whose output pages show, by how they begin."""
+
 SESSIONS = [
     (page, block)
     for page in PAGES
     for block in blocks_of(page)
-    if block.language == "console" and block.text.startswith("$ lightning-offload")
+    if block.language == "console" and block.text.startswith(tuple(f"$ {program} " for program in RUNS))
 ]
 COMMANDS = [(name_of(page), command) for page in PAGES for command in commands_of(page)]
 IS_PINNED = f"torch=={torch.__version__.split('+')[0]}\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
@@ -54,10 +58,9 @@ def test_sessions(
         if command == "echo $?":
             assert expected == f"{code}\n"
             continue
-        name, *arguments = shlex.split(command.replace("\\\n", " "))
-        assert name == "lightning-offload"
+        (program,) = (program for program in RUNS if command.startswith(f"{program} "))
         capsys.readouterr()
-        code = cli.run(arguments)
+        code = RUNS[program](shlex.split(command.removeprefix(program).replace("\\\n", " ")))
         out, err = capsys.readouterr()
         printed = shown(out + (err if code else ""), is_exact=True)
         pattern = re.escape(shown(expected, is_exact=True)).replace(re.escape("..."), r"(.*\n)*?.*?")
@@ -84,19 +87,17 @@ def test_modules_and_targets_exist() -> None:
 
 def test_options_exist() -> None:
     """Each command of the package has the options that it is given."""
-    lines = [line for _, line in COMMANDS if line.startswith("lightning-offload ") and not line.endswith("--version")]
-    assert len(lines) > 5
-    for line in lines:
-        name, *arguments = shlex.split(line)[1:]
-        there = options_of(name)
-        assert {argument.split("=")[0] for argument in arguments if argument.startswith("--")} <= there, line
-
-
-def options_of(name: str) -> set[str]:
-    """The options of a command of the package."""
     import typer
 
+    from benchmarks.scale.command import build_app as build_scale
     from lightning_offload.cli.commands import build_app
 
-    command: Any = typer.main.get_command(build_app())
-    return {option for parameter in command.commands[name].params for option in parameter.opts}
+    own: Any = typer.main.get_command(build_app())
+    commands = {f"lightning-offload {name}": command for name, command in own.commands.items()}
+    commands["python -m benchmarks.scale"] = typer.main.get_command(build_scale())
+    lines = [line for _, line in COMMANDS if line.startswith(tuple(RUNS)) and not line.endswith("--version")]
+    assert len(lines) > 5
+    for line in lines:
+        (command,) = (command for start, command in commands.items() if f"{line} ".startswith(f"{start} "))
+        there = {option for parameter in command.params for option in parameter.opts}
+        assert {word.split("=")[0] for word in shlex.split(line) if word.startswith("--")} <= there, line

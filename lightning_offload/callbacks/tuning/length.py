@@ -31,7 +31,7 @@ _LIMITS = ("max_steps", "min_steps")
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 _KEYWORDS = ("num_training_steps", "total_steps", "max_steps", "num_steps")
 """What functions of a step are usually given, as those of transformers' schedules."""
-_ABOUT = 0.05
+_ABOUT = 0.05  # share of the run: a schedule of nearly its length is meant to be as long
 
 
 def run_steps(trainer: Any) -> float:

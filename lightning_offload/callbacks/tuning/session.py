@@ -73,12 +73,12 @@ _LEAST_SECONDS = 1.0
 """What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
 _THROUGHPUT_SECONDS = 60.0
 """What trials may take in a run of any length, where throughput was asked for."""
-_LARGEST = 1 << 31
+_LARGEST = 1 << 31  # samples: more than any device holds
 _WORTH_A_WORD = 1.1
 """How many times the samples per second are told of where they are not taken."""
 _LEAST_BATCHES = 128
 """Of a pilot that was asked for, or of a run whose length is not known."""
-_MANY = 1 << 16
+_MANY = 1 << 16  # sizes above the base that are searched
 _TRAINER_STATE = ("val_check_batch", "should_stop", "_train_start_time", "_last_val_time")
 
 

@@ -165,7 +165,7 @@ class Prepared(StateSnapshot):
 NUM_LEARNING_STEPS = 3
 """Steps of a new shape before its final plan: recorded, verified, measured."""
 
-_NO_LIMIT = 1 << 50
+_NO_LIMIT = 1 << 50  # steps: a trial ends by its callback
 _log = logging.getLogger(__name__)
 
 

@@ -16,7 +16,7 @@ from lightning_offload.planning.kernels.buffers import Annealing, Links, Moves, 
 from lightning_offload.planning.kernels.needs import walk
 from lightning_offload.planning.kernels.simulation import NEVER, ROUNDING, come_back, fill, least_seconds, leave, reset
 
-NUM_STATES = 4
+NUM_STATES = 4  # of a storage: kept, swapped, recomputed once, recomputed for each read
 ANEW = 3
 """The state of a storage that is recomputed for each of its reads."""
 MAX_DRAWS = 24
@@ -25,7 +25,7 @@ MAX_DRAWS = 24
 SINGLE = 0.2  # share of changes of one storage
 BOTH = 0.1  # share of changes of two neighbours, each to anything
 ALIKE = 0.4  # share of exchanges between two of the same size; the rest is between neighbours
-NEIGHBOURHOOD = 12
+NEIGHBOURHOOD = 12  # places in order of birth, either way, that count as near
 MAX_PAIRS = 8  # that are looked at for two that can exchange their actions
 
 NUM_TRIALS, NUM_PROPOSALS, NUM_DRAWN, KEY = 0, 1, 2, 3

@@ -18,7 +18,7 @@ from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host
 from lightning_offload.planning.policies.layers import layers_of
 from lightning_offload.planning.request import PlanRequest, build_plan
 
-_MAX_ROUNDS = 8
+_MAX_ROUNDS = 8  # in which swaps are given up or exchanged, while that gains
 
 
 def accudnn(request: PlanRequest) -> MemoryPlan:

@@ -24,7 +24,7 @@ from lightning_offload.planning.policies.fitting import Fitting, Tried, num_trie
 from lightning_offload.planning.policies.layers import Layers, layers_of
 from lightning_offload.planning.request import PlanRequest
 
-_MAX_BUDGETS = 96
+_MAX_BUDGETS = 96  # that are tried
 _SOON = 1e-9  # seconds: the least time since an access that counts
 
 

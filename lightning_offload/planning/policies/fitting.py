@@ -26,7 +26,7 @@ Ordered = Sequence[tuple[int, Action]]
 
 _MAX_ROWS = 40_000_000  # that one order's prefixes may take to simulate, in all: some seconds' worth
 _MAX_PLAIN_ROWS = 4_000_000  # the same where the simulation cannot be compiled
-_MIN_PREFIXES = 48
+_MIN_PREFIXES = 48  # however long the step is
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from lightning_offload.planning.policies.segments import by_block, equal_parts
 from lightning_offload.planning.request import PlanRequest
 
 _SLOTS = 192  # of memory
-_MAX_BUDGETS = 48
+_MAX_BUDGETS = 48  # that are tried
 _PRICES = (0.02, 0.2, 1.0)  # of a second of copies, in seconds
 _DEAR = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
 

@@ -66,14 +66,14 @@ from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.relaxation.program import Floats
 from lightning_offload.planning.simulator import Timeline, simulate
 
-MAX_ITEMS = 3000
+MAX_ITEMS = 3000  # storages; of more a thin program is solved, for its bound
 _MAX_TICKS = 160  # of the grid, where memory is limited, and as many where copies are counted
-_MANY_ITEMS = 256
+_MANY_ITEMS = 256  # storages
 _FEW_TICKS = 96  # the same for so many items: a third of the time, for a bound that is lower by 0.2% at most
-_MAX_ROUNDS = 4
-_MAX_THIN_TICKS = 24
+_MAX_ROUNDS = 4  # in which ticks are added where the solution is above the budget
+_MAX_THIN_TICKS = 24  # the same for a thin program
 _CLEAR = 1e-6  # fractions below it are the solver's tolerance
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # relative, of float64 sums
 _TOLERANCE = 1e-4  # share of the largest excess by which a solution may exceed the budget at other ticks
 
 

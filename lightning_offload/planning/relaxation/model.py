@@ -27,7 +27,7 @@ from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.relaxation.facts import Case, Clock, Events, Item
 from lightning_offload.planning.relaxation.program import Columns, Floats, LinearProgram, Solution, Terms, scaled
 
-_UNITS = 1000.0
+_UNITS = 1000.0  # near the square root of what the solver takes for nothing and for everything
 _ALL_BYTES = _UNITS * (1 + 1e-6)  # the most that bytes add up to, with room for rounding
 _MOST_REPLAYS = 8.0  # plain steps, beyond the time of all copies one by one
 
@@ -305,7 +305,7 @@ def _longest_copies(device: DeviceSpec, num_bytes: int) -> float:
     return num_bytes * sum(each.link + (each.disk if device.has_disk else 0.0) for each in rates)
 
 
-_MAX_HOST_ROWS = 64
+_MAX_HOST_ROWS = 64  # of the program that count host memory: more change no bound
 
 
 class Copies:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_MIN_STEPS = 10_000
+_MIN_STEPS = 10_000  # of the solver, however large the program is
 _MAX_WORK = 3e10  # steps of the simplex method times columns and coefficients: about half a minute
 
 _log = logging.getLogger(__name__)

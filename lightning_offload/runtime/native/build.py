@@ -37,7 +37,7 @@ COMPILERS = ("c++", "g++", "clang++")
 _OLDEST_TORCH = (2, 11)
 _JOBS = 2  # a compiler takes up to a gigabyte
 _SECONDS = 900.0  # by then it hangs
-_LINE = 120
+_LINE = 120  # characters of what the compiler said, in a message
 
 
 class BuildError(UnsupportedError):

@@ -37,9 +37,9 @@ __all__ = ["Stamp", "build_beside", "ensure", "find", "find_beside", "wanted"]
 _log = logging.getLogger(__name__)
 _STAMP = "stamp.json"
 _STAMP_BESIDE = "_core.json"
-_PATIENCE_SECONDS = 1800.0
-_FAILURE_SECONDS = 24 * 3600.0
-_UNUSED_SECONDS = 90 * 24 * 3600.0
+_PATIENCE_SECONDS = 1800.0  # that a process waits for another one to build
+_FAILURE_SECONDS = 24 * 3600.0  # before a build that failed is tried again
+_UNUSED_SECONDS = 90 * 24 * 3600.0  # before builds for other versions are removed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple, get_args
 
+from benchmarks.scale.interconnects import Interconnect
 from lightning_offload.errors import PlanError, UnsupportedError
-from lightning_offload.graph.interconnects import Interconnect
 
 Algorithm = Literal["ring", "tree", "binary-tree", "server"]
 Choice = Literal["auto", "ring", "tree", "binary-tree", "server"]

@@ -130,9 +130,6 @@ def interconnect(name: str) -> Interconnect:
 
     Raises:
         UnsupportedError: There is none of that name, and it is no rate.
-
-    >>> interconnect("NVLink4").bytes_per_second
-    370800000000.0
     """
     key = _key(name)
     if key in _BY_KEY:
@@ -157,14 +154,6 @@ def usual_interconnects(device: str) -> tuple[Interconnect, Interconnect]:
     except UnsupportedError:
         within, between = _OTHERS
     return _BY_KEY[within], _BY_KEY[between]
-
-
-def has_usual_interconnects(device: str) -> bool:
-    """Whether the links of :func:`usual_interconnects` are known to be usual for a device, and not just the oldest."""
-    try:
-        return catalog.find_card(device).name in _USUAL
-    except UnsupportedError:
-        return False
 
 
 def _of_rate(text: str) -> Interconnect:

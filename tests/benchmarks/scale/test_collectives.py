@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.scale.collectives import Choice, Cluster, check_algorithm, exchange_cost
 from lightning_offload.errors import PlanError, UnsupportedError
-from lightning_offload.planning.collectives import Choice, Cluster, check_algorithm, exchange_cost
-from tests.planning.clusters import clusters, faster, flat, link
+from tests.benchmarks.scale.clusters import clusters, faster, flat, link
 
 ALGORITHMS: tuple[Choice, ...] = ("auto", "ring", "tree", "binary-tree", "server")
 
@@ -123,8 +124,9 @@ def test_impossible_clusters() -> None:
         Cluster(intra=link(1.0), inter=link(1.0), devices_per_node=0)
     with pytest.raises(PlanError, match="0 network cards"):
         Cluster(intra=link(1.0), inter=link(1.0), nics_per_node=0)
-    with pytest.raises(PlanError, match="impossible rate or latency"):
-        Cluster(intra=link(1.0), inter=link(0.0))
+    for rate in (0.0, math.nan):
+        with pytest.raises(PlanError, match="impossible rate or latency"):
+            Cluster(intra=link(1.0), inter=link(rate))
     with pytest.raises(PlanError, match="0 devices cannot train"):
         flat(1.0).place(0)
     with pytest.raises(UnsupportedError, match="unknown algorithm 'star': choose one of auto, ring, tree, binary-tree"):

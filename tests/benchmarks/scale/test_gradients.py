@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import distributed
 
+from benchmarks.scale.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, gradients_of, make_buckets
 from examples.models import resnet50
 from lightning_offload.graph import StepGraph
-from lightning_offload.planning.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, gradients_of, make_buckets
 from lightning_offload.plugins.fake import record_fake_step
 from lightning_offload.plugins.memory import MemoryPlugin
 from tests.cli.models import small

@@ -7,8 +7,8 @@ import math
 
 from hypothesis import strategies as st
 
-from lightning_offload.graph.interconnects import Interconnect
-from lightning_offload.planning.cluster import Bucket, Cluster, StepProfile
+from benchmarks.scale.cluster import Bucket, Cluster, StepProfile
+from benchmarks.scale.interconnects import Interconnect
 
 
 def link(rate: float, latency: float = 0.0, *, uses_host_link: bool = False) -> Interconnect:

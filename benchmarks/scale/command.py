@@ -1,4 +1,4 @@
-"""``scale``: what many devices make of a planned step, by a simulated exchange of gradients; nothing is measured.
+"""What many devices make of a planned step, by a simulated exchange of gradients; nothing is measured.
 
 One device's step is planned with the memory of DistributedDataParallel's buckets counted, since that is how it runs on
 several. Like ``max-batch``, a step does not take less than the host needs to launch its ops, 5 us each.
@@ -9,18 +9,37 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from benchmarks.scale.cluster import Cluster, ClusterStep, StepProfile, profile_step, scaling
+from benchmarks.scale.collectives import Choice, check_algorithm
+from benchmarks.scale.gradients import BUCKET_BYTES, gradients_of
+from benchmarks.scale.interconnects import Interconnect, interconnect, usual_interconnects
+from lightning_offload.cli.commands import EPILOG
 from lightning_offload.cli.max_batch import LAUNCH_SECONDS
+from lightning_offload.cli.options import (
+    BatchSizeOption,
+    BudgetOption,
+    DeviceOption,
+    DtypeOption,
+    HostBudgetOption,
+    InputDtypeOption,
+    InputOption,
+    JsonOption,
+    KeepOption,
+    LossOption,
+    OptimizerOption,
+    PolicyOption,
+    PrecisionOption,
+    TargetArgument,
+)
 from lightning_offload.cli.output import console, progress, say, write_json
 from lightning_offload.cli.plan import planned, state_of
 from lightning_offload.cli.setting import Checked, PlanOptions, check_options
 from lightning_offload.errors import BudgetError, UnsupportedError
-from lightning_offload.graph.interconnects import Interconnect, interconnect, usual_interconnects
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.cluster import Cluster, ClusterStep, StepProfile, profile_step, scaling
-from lightning_offload.planning.collectives import Choice, check_algorithm
-from lightning_offload.planning.gradients import BUCKET_BYTES, gradients_of
 from lightning_offload.report.plan_view import overhead, predictions
 from lightning_offload.report.scale import format_share
 from lightning_offload.report.tables import add_row, make_table, two_columns
@@ -34,30 +53,38 @@ _MEBIBYTE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleOptions:
-    """What ``scale`` was given beside the planning options; cf. the options' help."""
-
-    devices: str = "1,2,4,...,1024"
-    intra: str | None = None
-    inter: str | None = None
-    per_node: int = 8
-    nics: int | None = None
-    algorithm: str = "auto"
-    accumulate: int = 1
-    bucket_size: str | None = None
-    overlap: bool = True
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The same, understood."""
+    """What was asked for beside the step of one device.
+
+    Attributes:
+        devices: How many train, ascending.
+        intra: Link of a device to the others of its node; None for what machines with the device have.
+        inter: Link of a network card; None for the same.
+        per_node: Devices of a node.
+        nics: Network cards of a node; None for one a device.
+        algorithm: How gradients are exchanged.
+        accumulation: Micro-batches of one update.
+        bucket_bytes: What fills a bucket; None for DDP's own.
+        overlap: Whether the exchange overlaps backward.
+    """
 
     devices: tuple[int, ...]
-    cluster: Cluster
+    intra: Interconnect | None
+    inter: Interconnect | None
+    per_node: int
+    nics: int | None
     algorithm: Choice
     accumulation: int
     bucket_bytes: int | None
     overlap: bool
+
+    def cluster(self, device: str) -> Cluster:
+        """The cluster of a device."""
+        intra, inter = usual_interconnects(device)
+        return Cluster(
+            intra=self.intra or intra, inter=self.inter or inter,
+            devices_per_node=self.per_node, nics_per_node=self.nics,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,40 +93,102 @@ class _Found:
 
     plan: MemoryPlan
     profile: StepProfile
+    cluster: Cluster
     rows: tuple[ClusterStep, ...]
 
 
-def scale_step(options: PlanOptions, wanted: ScaleOptions, *, as_json: bool) -> None:
-    """Plan a step, simulate it on clusters, and print what that gives.
+def build_app() -> typer.Typer:
+    """The application, which is one command."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(epilog=EPILOG)(_scale)
+    return app
 
-    Args:
-        options: What to plan for one device.
-        wanted: The clusters.
-        as_json: Whether to print JSON in place of tables.
 
-    Raises:
-        BudgetInfeasibleError: No plan meets the budget.
-        OffloadError: An option is wrong.
-    """
-    _check(wanted)
-    checked = check_options(options)
-    asked = _understand(wanted, checked.device.name)
-    with progress(f"capturing a step of {options.target}") as tell:
-        captured = checked.workload.capture(options.batch_size, checked.device)
+def _scale(
+    target: TargetArgument,
+    inputs: InputOption = None,
+    input_dtype: InputDtypeOption = None,
+    batch_size: BatchSizeOption = 64,
+    budget: BudgetOption = None,
+    host_budget: HostBudgetOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "float32",
+    precision: PrecisionOption = None,
+    loss: LossOption = None,
+    optimizer: OptimizerOption = None,
+    policy: PolicyOption = "auto",
+    keep: KeepOption = None,
+    devices: Annotated[
+        str, typer.Option(metavar="N,N,...", help="How many devices train, ascending; dots go on by the same ratio.")
+    ] = "1,2,4,...,1024",
+    intra: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINK",
+            help="Between devices of a node: nvlink2 to nvlink5, pcie3 to pcie5, or a rate such as 25GB/s. "
+            "[default: what the device's machines have]",
+        ),
+    ] = None,
+    inter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINK",
+            help="Between nodes, of one network card: edr100, hdr200, ndr400, 10gbe, 25gbe, 100gbe, or a rate. "
+            "[default: the same]",
+        ),
+    ] = None,
+    per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,
+    nics: Annotated[
+        int | None, typer.Option(metavar="N", help="Network cards of a node. [default: one a device]")
+    ] = None,
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How gradients are exchanged: ring, tree, auto (the cheaper), binary-tree (Caffe's), server.",
+        ),
+    ] = "auto",
+    accumulate: Annotated[int, typer.Option(metavar="N", help="Micro-batches of one update.")] = 1,
+    bucket_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="DDP's bucket_cap_mb. [default: 25MiB, the first one 1MiB]")
+    ] = None,
+    no_overlap: Annotated[
+        bool, typer.Option("--no-overlap", help="Exchange all gradients at once after backward.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate data-parallel training on many devices, gradients exchanged as DistributedDataParallel does."""
+    asked = _Asked(
+        per_node=_positive("--per-node", per_node),
+        nics=None if nics is None else _positive("--nics", nics),
+        accumulation=_positive("--accumulate", accumulate),
+        intra=None if intra is None else interconnect(intra),
+        inter=None if inter is None else interconnect(inter),
+        devices=parse_devices(devices),
+        algorithm=check_algorithm(algorithm),
+        bucket_bytes=None if bucket_size is None else _bucket_bytes(bucket_size),
+        overlap=not no_overlap,
+    )
+    options = PlanOptions(
+        target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,
+        host_budget=host_budget, device=device, dtype=dtype, precision=precision, loss=loss, optimizer=optimizer,
+        policy=policy, keep=tuple(keep or ()),
+    )  # fmt: skip
+    checked = check_options(options)  # imports the model, so it is last
+    with progress(f"capturing a step of {target}") as tell:
+        captured = checked.workload.capture(batch_size, checked.device)
         gradient_bytes = sum(gradient.num_bytes for gradient in gradients_of(captured.graph))
         graph = dataclasses.replace(captured.graph, extra_bytes=captured.graph.extra_bytes + gradient_bytes)
         captured = dataclasses.replace(captured, graph=graph)
         tell(f"planning {len(graph.ops)} ops")
         plan = planned(checked, graph)
-        profile = profile_step(
-            graph, plan, checked.device, batch_size=options.batch_size, bucket_bytes=asked.bucket_bytes
-        )
+        profile = profile_step(graph, plan, checked.device, batch_size=batch_size, bucket_bytes=asked.bucket_bytes)
         profile = profile.lasting(max(profile.step_seconds, LAUNCH_SECONDS * len(graph.ops)))
+        cluster = asked.cluster(checked.device.name)
         rows = scaling(
-            profile, asked.cluster, asked.devices, accumulation=asked.accumulation, algorithm=asked.algorithm,
-            overlap=asked.overlap,
-        )  # fmt: skip
-    found = _Found(plan=plan, profile=profile, rows=rows)
+            profile, cluster, asked.devices, accumulation=accumulate, algorithm=asked.algorithm, overlap=asked.overlap
+        )
+    found = _Found(plan=plan, profile=profile, cluster=cluster, rows=rows)
     if as_json:
         write_json(_payload(checked, captured, asked, found))
     else:
@@ -144,43 +233,13 @@ def _between(one: int, two: int, last: int, text: str) -> list[int]:
     return found
 
 
-def _check(wanted: ScaleOptions) -> None:
-    """Check what is cheap to check, before the model is imported."""
-    for option, number in (
-        ("--per-node", wanted.per_node),
-        ("--nics", wanted.nics),
-        ("--accumulate", wanted.accumulate),
-    ):
-        if number is not None and number < 1:
-            raise UnsupportedError(f"{option} {number} is not positive: give 1 or more")
-    for link in (wanted.intra, wanted.inter):
-        if link is not None:
-            interconnect(link)
-    parse_devices(wanted.devices)
-    check_algorithm(wanted.algorithm)
-    _bucket_bytes(wanted.bucket_size)
+def _positive(option: str, number: int) -> int:
+    if number < 1:
+        raise UnsupportedError(f"{option} {number} is not positive: give 1 or more")
+    return number
 
 
-def _understand(wanted: ScaleOptions, device: str) -> _Asked:
-    usual_intra, usual_inter = usual_interconnects(device)
-    return _Asked(
-        devices=parse_devices(wanted.devices),
-        cluster=Cluster(
-            intra=interconnect(wanted.intra) if wanted.intra is not None else usual_intra,
-            inter=interconnect(wanted.inter) if wanted.inter is not None else usual_inter,
-            devices_per_node=wanted.per_node,
-            nics_per_node=wanted.nics,
-        ),
-        algorithm=check_algorithm(wanted.algorithm),
-        accumulation=wanted.accumulate,
-        bucket_bytes=_bucket_bytes(wanted.bucket_size),
-        overlap=wanted.overlap,
-    )
-
-
-def _bucket_bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
+def _bucket_bytes(text: str) -> int:
     try:
         num_bytes = parse_bytes(text)
     except BudgetError as error:
@@ -201,10 +260,10 @@ def _payload(checked: Checked, captured: Captured, asked: _Asked, found: _Found)
         "gradient_bytes": found.profile.gradient_bytes,
         "bucket_cap_bytes": asked.bucket_bytes or BUCKET_BYTES,
         "num_buckets": len(found.profile.buckets),
-        "intra": _link_entry(asked.cluster.intra),
-        "inter": _link_entry(asked.cluster.inter),
-        "devices_per_node": asked.cluster.devices_per_node,
-        "nics_per_node": asked.cluster.nics_per_node or asked.cluster.devices_per_node,
+        "intra": _link_entry(found.cluster.intra),
+        "inter": _link_entry(found.cluster.inter),
+        "devices_per_node": found.cluster.devices_per_node,
+        "nics_per_node": found.cluster.nics_per_node or found.cluster.devices_per_node,
         "algorithm": asked.algorithm,
         "accumulation": asked.accumulation,
         "overlap": asked.overlap,
@@ -243,7 +302,7 @@ def _print(checked: Checked, asked: _Asked, found: _Found) -> None:
 
 
 def _about(checked: Checked, asked: _Asked, found: _Found) -> list[tuple[str, str]]:
-    plan, profile, cluster = found.plan, found.profile, asked.cluster
+    plan, profile, cluster = found.plan, found.profile, found.cluster
     devices = _count(cluster.devices_per_node, "device")
     cards = _count(cluster.nics_per_node or cluster.devices_per_node, "card")
     rows = [

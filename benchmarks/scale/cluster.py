@@ -20,27 +20,23 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Final
 
-from lightning_offload.errors import PlanError
-from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.collectives import Algorithm, Choice, Cluster, exchange_cost
-from lightning_offload.planning.gradients import (
+from benchmarks.scale.collectives import Algorithm, Choice, Cluster, exchange_cost
+from benchmarks.scale.gradients import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     Bucket,
     gradients_of,
     make_buckets,
 )
+from lightning_offload.errors import PlanError
+from lightning_offload.graph.device_spec import DeviceSpec
+from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import follow
 
-__all__ = ["DEVICES", "Bucket", "Cluster", "ClusterStep", "StepProfile", "profile_step", "scale", "scaling"]
-
-DEVICES: Final = tuple(2**power for power in range(11))
-"""1 to 1024, which tables show by default."""
+__all__ = ["Bucket", "Cluster", "ClusterStep", "StepProfile", "profile_step", "scale", "scaling"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +211,7 @@ def scale(
 def scaling(
     profile: StepProfile,
     cluster: Cluster,
-    devices: Sequence[int] = DEVICES,
+    devices: Sequence[int],
     *,
     accumulation: int = 1,
     algorithm: Choice = "auto",
