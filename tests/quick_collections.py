@@ -1,16 +1,13 @@
-"""A fixture for tests of code that collects garbage often: what the session has loaded is left out of it."""
+"""A fixture for tests that collect garbage often, or whose code does: what the session has loaded is left out of it."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """Collections look only at what is made in this file's tests."""
+@pytest.fixture(autouse=True)
+def quick_collections() -> None:
+    """Collections look only at what the test makes, whose end takes this back."""
     gc.freeze()
-    yield
-    gc.unfreeze()

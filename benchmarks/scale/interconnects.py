@@ -123,11 +123,6 @@ def _key(name: str) -> str:
 _BY_KEY = {entry.name: entry for entry in _INTERCONNECTS}
 
 
-def interconnects() -> tuple[Interconnect, ...]:
-    """All entries: within a machine, then between machines, by year."""
-    return _INTERCONNECTS
-
-
 def interconnect(name: str) -> Interconnect:
     """The entry of a name, in any case, blanks and dashes as one likes; or a rate such as "25GB/s" or "200Gbit/s".
 

@@ -115,11 +115,6 @@ class _Lifetimes:
         self.death.append(_ALIVE)
         return len(self.birth) - 1
 
-    def bytes_after(self, tick: int) -> int:
-        """Bytes of the storages that live on after a tick."""
-        lifetimes = zip(self.num_bytes, self.birth, self.death, strict=True)
-        return sum(size for size, birth, death in lifetimes if birth <= tick and (death == _ALIVE or death > tick))
-
 
 @dataclasses.dataclass(slots=True)
 class _Save:
@@ -190,7 +185,6 @@ class Recorder(LiveBytes):
         self._value_storage: list[int] = []
         self._value_producer: list[int] = []
         self._saves: list[_Save] = []
-        self._by_runtime = _Lifetimes()
         self._backward_module = ""
         self._given: dict[int, weakref.ref[Tensor]] = {}  # by storage from before the step: a tensor on it
         self._left: dict[int, int] = {}  # its version, as the last scope left it
@@ -344,8 +338,7 @@ class Recorder(LiveBytes):
     @override
     def on_allocation(self, storage: torch.UntypedStorage) -> None:
         if not self._closed:
-            counted = self._follow(storage, is_older=False)
-            counted.row, counted.deaths = self._by_runtime.add(counted.num_bytes, self._tick), self._by_runtime.death
+            self._follow(storage, is_older=False)
 
     def watch_gradients(self, trainable: Iterable[Tensor]) -> None:
         """Backward begins: note when it has made the gradient of each leaf that was read, and of some others.
@@ -545,20 +538,6 @@ class Recorder(LiveBytes):
         Read it when the step's scope ends: what is allocated afterwards, by an optimizer say, counts too.
         """
         return self._memory.peak_bytes if self._memory is not None else None
-
-    @property
-    def unseen_bytes(self) -> int:
-        """Bytes allocated on the device after the last op that no storage known to the recording explains.
-
-        They are what the step does not touch (optimizer state, other models), what libraries keep (the workspace
-        of cuBLAS), and what the allocator rounds up. 0 where it does not tell.
-        """
-        if self._memory is None or not self._ops:
-            return 0
-        tick = self._ops[-1].tick
-        self._forget_dead()
-        known = self._storages.bytes_after(tick) + self._by_runtime.bytes_after(tick)
-        return max(0, self._memory.allocated_bytes - known)
 
     def finish(self) -> StepGraph:
         """End the recording and build the graph; later events are ignored. Waits for an accelerator."""

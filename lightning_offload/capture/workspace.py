@@ -71,13 +71,9 @@ class OpMemory(Workspaces):
 
     Args:
         stats: The device's allocator.
-
-    Attributes:
-        allocated_bytes: What was allocated on the device after the last op.
     """
 
     def __init__(self, stats: MemoryStats) -> None:
-        self.allocated_bytes = 0
         self._stats = stats
         self._peak_bytes = 0
         self._open = _BeforeOp()
@@ -96,9 +92,9 @@ class OpMemory(Workspaces):
     @override
     def after_op(self) -> int:
         before, self._open.before_bytes = self._open.before_bytes, None
-        self.allocated_bytes, peak = self._stats.read()
+        after, peak = self._stats.read()
         self._peak_bytes = max(self._peak_bytes, peak)
-        return 0 if before is None else max(0, peak - max(before, self.allocated_bytes))
+        return 0 if before is None else max(0, peak - max(before, after))
 
 
 class _BeforeOp(threading.local):

@@ -76,11 +76,6 @@ class DeviceSpec:
         """Host cost of one replay beside its work, in seconds."""
         return self.overhead_seconds if self.replay_overhead_seconds is None else self.replay_overhead_seconds
 
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether modelled times are other than those of the peaks."""
-        return self != self.at_peak()
-
     def at_peak(self) -> DeviceSpec:
         """The device as its datasheet has it: its peaks reached by all ops, and launching them for nothing."""
         ones: dict[str, Any] = dict.fromkeys(_SHARES, 1.0)

@@ -94,7 +94,6 @@ class ModuleMemoryPlugin(MemoryPlugin):
             return
         self._steps.losses.attach(*modules)
         self.attach(modules[0], device)
-        _following.add(self)
         for module in modules:
             self._followed[id(module)] = weakref.ref(module)
             enter = module.register_forward_pre_hook(_Enter(self), prepend=True, with_kwargs=True)
@@ -112,7 +111,6 @@ class ModuleMemoryPlugin(MemoryPlugin):
         self.undo.close()
         self._followed.clear()
         self._wrappers.clear()
-        _following.discard(self)
         self._close_interrupted(None)
         super().detach()
 
@@ -185,14 +183,6 @@ class ModuleMemoryPlugin(MemoryPlugin):
             frame = frame.f_back
         while scopes and running.isdisjoint(scopes[-1].frames):
             scopes.pop().close(KeyboardInterrupt())
-
-
-_following: weakref.WeakSet[ModuleMemoryPlugin] = weakref.WeakSet()
-
-
-def following_plugins() -> list[ModuleMemoryPlugin]:
-    """The plugins of this process that follow a model now."""
-    return list(_following)
 
 
 @dataclasses.dataclass(slots=True)

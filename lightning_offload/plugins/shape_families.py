@@ -108,11 +108,6 @@ def shape_of_leaves(leaves: Sequence[Any], spec: TreeSpec) -> StepShape:
     return StepShape(signature, family, tuple([row.shape for row in rows if row.sizes]), sizes)
 
 
-def step_signature(inputs: Any) -> str:
-    """A key under which the step's plan is cached; cf. :func:`shape_of`."""
-    return shape_of(inputs).signature
-
-
 def short(text: str) -> str:
     """A key for a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]

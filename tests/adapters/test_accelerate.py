@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -302,13 +300,3 @@ def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(UnsupportedError, match=r"lightning-offload\[accelerate\]"):
         prepare_offload(None, net())  # type: ignore[arg-type]
-
-
-def test_copies_are_plain() -> None:
-    """Copies and pickles of a model, such as averaged weights, train without the plugin."""
-    _, model, memory = _prepared()
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for each in copies:
-        each(torch.ones(64, 32)).sum().backward()
-    assert memory.report().num_steps == 0
-    memory.detach()

@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from lightning_offload import PolicyError, UnsupportedError
 from lightning_offload.accelerate import find_efficient_batch_size
 from lightning_offload.errors import BudgetError
-from lightning_offload.plugins.module_steps import following_plugins
+from lightning_offload.plugins.memory import attached_plugins
 from lightning_offload.transformers import OffloadCallback
 from tests.adapters.nets import assert_same, state_of
 
@@ -177,7 +177,7 @@ def test_tuned(tmp_path: Path) -> None:
     tuned = find_efficient_batch_size(fit, starting_batch_size=4, max_size=8, max_trials=2)
     ours = tuned()
     assert all(trial.is_ok and trial.peak_bytes for trial in tuned.result.trials)
-    assert following_plugins() == []
+    assert attached_plugins() == []
     assert_same(ours, fit(tuned.result.batch_size))
 
 

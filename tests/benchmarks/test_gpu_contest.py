@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.checkpoints import BlockCheckpoints
-from benchmarks.gpu import contest as contests
 from benchmarks.gpu.contest import PEERS, contest
-from benchmarks.pairs import time_rounds
 from benchmarks.results import Measurements
 
 CPU = torch.device("cpu")
@@ -76,45 +72,6 @@ def test_budgets_at_the_peaks_of_peers():
         ours = figures(measured, f"R, at the peak of {name}")
         assert ours["peak_bytes"] <= ours["budget_bytes"] == max(peak, ours["floor_bytes"])
     assert measured.notes == {}
-
-
-@pytest.mark.parametrize("who", ["R, plain", "R, h = 0.5"])
-def test_who_fails_several_steps_in_a_row_keeps_its_other_figures(who: str, monkeypatch: pytest.MonkeyPatch):
-    """It is noted; where it is the plain step, nobody has a ratio of runs."""
-    monkeypatch.setattr(contests, "time_rounds", functools.partial(_failing_in_a_row, who == "R, plain"))
-    measured = run()
-    found = figures(measured, "R, h = 0.5")
-    assert {"ratio", "step_seconds", "peak_bytes"} <= found.keys()
-    assert "run_ratio" not in found
-    assert measured.notes == {who: "several steps in a row: RuntimeError: out of memory"}
-
-
-def _failing_in_a_row(is_plain: bool, steps: Any, *, num_steps: int = 1, on_error: Any, **how: Any) -> Any:
-    if num_steps > 1:
-        name = "plain" if is_plain else "h=0.5"
-        on_error(name, RuntimeError("out of memory"))
-        steps = {other: step for other, step in steps.items() if other != name}
-    return time_rounds(steps, num_steps=num_steps, on_error=on_error, **how)
-
-
-def test_peers_that_are_not_asked_for_take_no_part():
-    """A contest may be one with some of them alone."""
-    measured = run(budgets=["peak=selective checkpoint"], peers=PEERS[1:2])
-    titles = ["R, plain", "R, selective checkpoint", "R, at the peak of selective checkpoint"]
-    assert {row.case for row in measured.rows} == set(titles)
-
-
-def test_a_peer_that_fails_leaves_no_peak(monkeypatch: pytest.MonkeyPatch):
-    """Its own error is noted; there is no budget at a peak that nobody knows."""
-    monkeypatch.setattr(BlockCheckpoints, "on", _broken)
-    measured = run(budgets=["peak=checkpoint per block", "h=0.5"], peers=PEERS)
-    assert figures(measured, "R, checkpoint per block") == {"error": 1.0}
-    assert figures(measured, "R, at the peak of checkpoint per block") == {}
-    assert "ratio" in figures(measured, "R, h = 0.5")
-
-
-def _broken(checkpoints: BlockCheckpoints) -> None:
-    raise RuntimeError("no checkpoints today")
 
 
 @pytest.mark.parametrize("text", ["half", "peak=nothing", "peak=save_on_cpu"])

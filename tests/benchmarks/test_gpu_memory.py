@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.gpu.memory import CudaMeter, measure_peak
-from benchmarks.gpu.models import workload
+from benchmarks.gpu.memory import CudaMeter
 
 
 class Allocator:
@@ -49,12 +48,3 @@ def test_a_reset_inside_hides_nothing(allocator: Allocator):
     assert (meter.peak.allocated_bytes, meter.peak.reserved_bytes) == (60, 120)
     torch.cuda.reset_peak_memory_stats()
     assert meter.peak.allocated_bytes == 60
-
-
-def test_a_cpu_is_measured_by_the_tracker():
-    """More than the weights and their gradients, and nothing is reserved."""
-    trained = workload("resnet50", torch.device("cpu"), quick=True)
-    peak = measure_peak(trained, trained.step)
-    weights = sum(weight.nbytes for weight in trained.model.parameters())
-    assert peak.allocated_bytes > 2 * weights
-    assert peak.reserved_bytes is None

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import paper
-from benchmarks.gpu.cases import SETTINGS, all_cases, card_bytes
 from benchmarks.results import Measurements
-from lightning_offload.planning.policies import PUBLISHED
 
 CPU = torch.device("cpu")
 
@@ -65,24 +63,3 @@ def test_depths_are_tried_within_a_cap():
     plain = paper.depth(CPU, quick=True, cap_bytes=1 << 20, batch_size=16, is_managed=False, depth=4)
     assert not plain["fits"]
     assert plain["reason"]
-
-
-def test_networks_are_known_by_name():
-    """Those of all settings, and no others."""
-    for setting in SETTINGS:
-        paper.example_of(setting.network, quick=False)
-        paper.example_of(setting.network, quick=True)
-    assert sum(p.requires_grad for p in paper.example_of("resnet-182", quick=False).build().parameters()) > 500
-    for name in ("resnet-deep", "seq2seq-", "nothing"):
-        with pytest.raises(ValueError, match=name):
-            paper.example_of(name, quick=False)
-
-
-def test_every_case_is_short():
-    """Each ends within ten minutes, under a key of its own; every published policy runs the same step."""
-    cases = [case for case in all_cases("cuda", quick=False) if case.key.startswith("paper-")]
-    assert len({case.key for case in cases}) == len(cases) == len(SETTINGS) + 2
-    assert all(case.seconds < 600 for case in cases)
-    everyone = next(setting for setting in SETTINGS if setting.key == "policies-resnet152")
-    assert set(everyone.policies) == {*PUBLISHED, "auto"}
-    assert 10 << 30 < card_bytes("k40c") < 12 << 30

@@ -30,18 +30,14 @@ def test_what_a_job_returns_comes_back():
     assert ended.seconds > 0
 
 
-def test_an_exception_is_told_in_one_line():
-    """The message is the traceback's last line, and the log holds the rest."""
+def test_an_exception_and_a_crash_are_told_in_one_line():
+    """The traceback's last line, or the signal of a process that dies without a word; the log holds the rest."""
     ended = launch(job("raises"), 120)
     assert ended.state == "error"
     assert "CUDA out of memory. Tried to allocate 3 GiB (status 1)" in ended.message
     assert "\n" not in ended.message
     assert "some chatter" in ended.log
     assert "Traceback" in ended.log
-
-
-def test_a_crash_is_told():
-    """A process that dies without a word is an error that names the signal."""
     ended = launch(job("crashes"), 120)
     assert (ended.state, ended.message) == ("error", "ended with signal 9 and said nothing")
 

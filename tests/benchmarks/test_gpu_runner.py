@@ -11,9 +11,8 @@ import pytest
 
 from benchmarks.gpu.cases import Case, Search
 from benchmarks.gpu.process import Ended, Job
-from benchmarks.gpu.runner import Runner, _summary
+from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.store import Store
-from benchmarks.results import Measurements, Row
 
 
 @dataclass
@@ -157,30 +156,3 @@ def test_a_search_is_compared_with_the_plain_one(run: Callable[..., Runner], mac
     rows = {(row.case, row.metric): row.value for row in runner.store.measured.rows}
     assert rows["title of managed", "batch_size_over_plain"] == 2.5
     assert ("title of plain", "batch_size_over_plain") not in rows
-
-
-def test_a_search_that_fails_is_an_error(run: Callable[..., Runner], machine: Machine):
-    """What its trials showed is forgotten with it: they may be as wrong."""
-    machine.outcomes["a"] = lambda job: "a bug"
-    runner = run(searching("a"))
-    assert runner.store.measured.notes == {"title of a": "a bug"}
-    assert runner.store.trials == {}
-
-
-def test_a_search_in_which_nothing_fits_says_so(run: Callable[..., Runner], machine: Machine):
-    """The largest batch is zero."""
-    machine.outcomes["a"] = fits_up_to(0)
-    runner = run(searching("a"), seconds=1000)
-    assert [(row.metric, row.value) for row in runner.store.measured.rows] == [("batch_size", 0), ("num_trials", 3)]
-
-
-def test_a_note_stands_beside_the_figures():
-    """What a reader has to know does not take their place; a case that failed has its reason alone."""
-    rows = [Row(case="a", metric="step_seconds", value=0.5), Row(case="a", metric="forward_idle_seconds", value=0.1)]
-    measured = Measurements(
-        rows=[*rows, Row(case="b", metric="error", value=1.0)], config={}, repeats=1,
-        notes={"a": "idle longest: 90 ms", "b": "out of memory"},
-    )  # fmt: skip
-    assert _summary(measured) == [
-        "a: step_seconds 500.0 ms, forward_idle_seconds 100.0 ms; idle longest: 90 ms", "b: out of memory",
-    ]  # fmt: skip

@@ -45,15 +45,6 @@ def test_few_trials_are_enough():
         assert num_trials <= 7, (largest, first)
 
 
-def test_a_line_that_was_refuted_is_not_followed():
-    """Where memory runs out below what steps say they need, halving takes over."""
-    state = BatchSearch(cap_bytes=10 * 70, first=4)
-    while (size := state.next()) is not None:
-        state.trials[size] = Trial(fits=size <= 40, need_bytes=10 * size if size <= 40 else None)
-    assert state.best >= 39
-    assert len(state.trials) <= 8
-
-
 def test_nothing_fits():
     """Zero, if not even a single sample fits."""
     state, _ = search(0, first=64)
@@ -61,10 +52,10 @@ def test_nothing_fits():
     assert state.ceiling == 1
 
 
-def test_a_search_goes_on_where_it_was_left():
-    """Trials known from an earlier run are not repeated."""
-    full, num_trials = search(200, first=50, tells=False)
-    known = dict(list(full.trials.items())[:2])
-    rest = BatchSearch(cap_bytes=full.cap_bytes, first=50, trials=known)
-    assert rest.next() == list(full.trials)[2]
-    assert num_trials > 2
+def test_a_line_that_was_refuted_is_not_followed():
+    """Where memory runs out below what steps say they need, halving takes over."""
+    state = BatchSearch(cap_bytes=10 * 70, first=4)
+    while (size := state.next()) is not None:
+        state.trials[size] = Trial(fits=size <= 40, need_bytes=10 * size if size <= 40 else None)
+    assert state.best >= 39
+    assert len(state.trials) <= 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -52,23 +51,6 @@ def test_rows_stand_in_the_order_of_the_cases(path: Path):
     for key, title in (("gone", "z"), ("third", "c"), ("first", "a")):
         kept.put(key, done(title, 1.0))
     assert [row.case for row in kept.measured.rows if row.metric == "ratio"] == ["a", "c", "z"]
-
-
-def test_the_file_has_the_shape_of_all_result_files(path: Path):
-    """Rows, config, repeats and spread as elsewhere; an error is a row, and the reason a note."""
-    kept = store(path)
-    kept.put("first", done("a", 1.2))
-    kept.put("second", failed("b", "out of memory", seconds=3.0, commit="abc"))
-    content = json.loads(path.read_text())
-    assert content["suite"] == "gpu"
-    assert content["environment"] == ENVIRONMENT
-    assert content["repeats"] == 5
-    assert content["config"] == {"first": {"batch_size": 8}}
-    assert content["spread"] == {"a": {"step_seconds": [1.0, 2.0, 3.0]}}
-    assert content["rows"][-1] == {"case": "b", "metric": "error", "value": 1.0, "goal": None}
-    assert content["notes"] == {"b": "out of memory"}
-    assert content["cases"]["second"]["state"] == "error"
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_new_result_takes_the_place_of_the_old(path: Path):

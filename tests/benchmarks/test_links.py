@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.gpu.links import measure_disk
 
 CPU = torch.device("cpu")
 
@@ -28,10 +26,3 @@ def test_links_are_measured_in_all_directions(capsys: pytest.CaptureFixture[str]
     goals = {row["metric"]: row["goal"] for row in rows if row["goal"] is not None}
     assert goals == {f"{name}_plain_over_lane": pytest.approx(1 / 0.9) for name in ("d2h", "h2d", "both")}
     assert all(math.isfinite(row["value"]) for row in rows)
-
-
-def test_a_disk_that_cannot_be_used_is_noted(tmp_path: Path):
-    """The case is an error, and its note names the folder."""
-    measured = measure_disk(CPU, quick=True, spill_dir=str(tmp_path / "missing"))
-    assert [row.metric for row in measured.rows] == ["error"]
-    assert "missing" in measured.notes[measured.rows[0].case]

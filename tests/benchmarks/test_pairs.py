@@ -47,22 +47,14 @@ def test_everybody_takes_a_turn_in_every_round():
     assert times == {"plain": [2.0] * 4, "other": [3.0] * 4}
 
 
-def test_untimed_steps_are_of_the_same_kind_and_count_nowhere():
-    """Each timed step follows those of its own kind, and only its own time is told."""
-    machine = FakeMachine()
-    steps = {"plain": machine.plain, "other": machine.other}
-    times = time_rounds(steps, num_rounds=2, num_untimed=2, on_error=_fail, clock=machine.clock)
-    assert machine.order == "ppp" + "ooo" + "ooo" + "ppp"
-    assert times == {"plain": [2.0] * 2, "other": [3.0] * 2}
-
-
-def test_steps_in_a_row_are_timed_as_one():
-    """What is told is the time of one of them; the order of turns stays."""
-    machine = FakeMachine()
-    steps = {"plain": machine.plain, "other": machine.other}
-    times = time_rounds(steps, num_rounds=2, num_steps=3, on_error=_fail, clock=machine.clock)
-    assert machine.order == "ppp" + "ooo" + "ooo" + "ppp"
-    assert times == {"plain": [2.0] * 2, "other": [3.0] * 2}
+def test_untimed_steps_and_steps_in_a_row():
+    """Each follows those of its own kind in the same turns: untimed ones count nowhere, those in a row as one."""
+    for how in ({"num_untimed": 2}, {"num_steps": 3}):
+        machine = FakeMachine()
+        steps = {"plain": machine.plain, "other": machine.other}
+        times = time_rounds(steps, num_rounds=2, on_error=_fail, clock=machine.clock, **how)
+        assert machine.order == "ppp" + "ooo" + "ooo" + "ppp", how
+        assert times == {"plain": [2.0] * 2, "other": [3.0] * 2}, how
 
 
 def test_who_fails_takes_no_further_part():

@@ -10,11 +10,9 @@ import torch
 from rich.progress import Progress
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import workloads
 from benchmarks.checkpoints import KEPT_OPS, BlockCheckpoints
 from benchmarks.results import Measurements, Options
 from benchmarks.suites import peers
-from benchmarks.workloads import Workload
 
 CPU = torch.device("cpu")
 NAMES = [*peers.PEERS, *(f"ours at the peak of {name}" for name in peers.PEERS)]
@@ -49,18 +47,6 @@ def test_ours_peaks_at_no_more_than_the_peer(measured: Measurements) -> None:
     peaks = _values(measured, "peak_bytes")
     for name in peers.PEERS:
         assert 0.9 * peaks[name] <= peaks[f"ours at the peak of {name}"] <= peaks[name] < peaks["plain"]
-
-
-def test_the_short_table_has_a_line_for_each_peer(measured: Measurements) -> None:
-    """What both add, side by side, at the peer's peak."""
-    rows = [{"case": row.case, "metric": row.metric, "value": row.value} for row in measured.rows]
-    lines = peers.short_table({"rows": rows}).splitlines()[2:]
-    overheads = _values(measured, "overhead")
-    assert [line.split(" | ")[1] for line in lines] == list(peers.PEERS)
-    for line, name in zip(lines, peers.PEERS, strict=True):
-        assert line.split(" | ")[3:5] == [
-            f"{overheads[name]:+.1%}", f"{overheads[f'ours at the peak of {name}']:+.1%}"
-        ]  # fmt: skip
 
 
 def test_ratios_are_those_of_the_overheads(measured: Measurements) -> None:
@@ -108,12 +94,3 @@ def test_checkpoints_change_no_gradient(title: str) -> None:
     assert everything.num_kept > selective.num_kept == plain.num_kept == off.num_kept
     assert everything.num_others > plain.num_others == off.num_others
     assert selective.num_others > plain.num_others
-
-
-def test_workloads_are_transformers_of_their_kind() -> None:
-    """Each has blocks, and a loss that all its parameters take part in."""
-    for name in ("gpt2", "bert", "llama"):
-        trained: Workload = workloads.transformer(name, CPU, quick=True)
-        trained.step()
-        assert len(peers.blocks_of(trained.model)) == 2
-        assert sum(parameter.grad is not None for parameter in trained.model.parameters()) > 10

@@ -180,9 +180,9 @@ def test_a_model_that_fails_in_a_trial_alone(make_trainer: MakeTrainer) -> None:
         finder.tune(make_trainer(callbacks=[finder]), Failing(clock=clock))
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [
+def test_a_keyword_that_is_not_possible(subtests: pytest.Subtests) -> None:
+    """It is an error when the finder is made; the message repeats the value."""
+    for keywords in [
         {"base_batch_size": 0},
         {"min_val": 0},
         {"min_val": 20, "max_val": 10},
@@ -213,13 +213,11 @@ def test_a_model_that_fails_in_a_trial_alone(make_trainer: MakeTrainer) -> None:
         {"allow_oom": "no"},
         {"on_failure": "ignore"},
         {"plot_dir": 3},
-    ],
-)
-def test_a_keyword_that_is_not_possible(keywords: Any) -> None:
-    """It is an error when the finder is made; the message repeats the value."""
-    with pytest.raises(TuningError) as caught:
-        lo.EfficientBatchSizeFinder(**with_advanced(keywords))
-    assert str(next(iter(keywords.values()))) in str(caught.value)
+    ]:
+        with subtests.test(keywords=keywords):
+            with pytest.raises(TuningError) as caught:
+                lo.EfficientBatchSizeFinder(**with_advanced(keywords))
+            assert str(next(iter(keywords.values()))) in str(caught.value)
 
 
 def test_what_few_set_is_a_record_or_a_mapping() -> None:

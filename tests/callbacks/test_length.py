@@ -78,12 +78,11 @@ def test_a_batch_is_no_more_than_a_limited_epoch(make_trainer: MakeTrainer) -> N
         assert max(trial.batch_size for trial in finder.result.trials) == expected
 
 
-@pytest.mark.parametrize(
-    ("steps", "done", "expected"), [(100, 0, 25), (101, 0, 26), (-1, 0, -1), (100, 60, 70), (50, 60, 50)]
-)
-def test_steps_for_a_batch_four_times_as_large(steps: int, done: int, expected: int) -> None:
+def test_steps_for_a_batch_four_times_as_large(subtests: pytest.Subtests) -> None:
     """What is left of them is divided, rounded up; no limit stays none."""
-    assert scaled_steps(steps, Fraction(4), done) == expected
+    for steps, done, expected in [(100, 0, 25), (101, 0, 26), (-1, 0, -1), (100, 60, 70), (50, 60, 50)]:
+        with subtests.test(steps=steps):
+            assert scaled_steps(steps, Fraction(4), done) == expected
 
 
 class Stale(Net):

@@ -150,15 +150,17 @@ def test_the_source_was_written() -> None:
     assert set(seen) == {64}
 
 
-@pytest.mark.parametrize(
-    ("alone", "beside", "copies", "share"),
-    [(1.0, 1.5, 1.0, 0.5), (1.0, 1.0, 1.0, 0.0), (1.0, 0.9, 1.0, 0.0), (1.0, 9.0, 1.0, 1.0), (1.0, 2.0, 0.0, 0.0)],
-)
-def test_what_compute_lost_is_a_share_of_what_copies_take(
-    alone: float, beside: float, copies: float, share: float
-) -> None:
+def test_what_compute_lost_is_a_share_of_what_copies_take(subtests: pytest.Subtests) -> None:
     """Noise makes it neither negative nor more than all of it."""
-    assert share_lost(alone, beside, copies) == share
+    for alone, beside, copies, share in [
+        (1.0, 1.5, 1.0, 0.5),
+        (1.0, 1.0, 1.0, 0.0),
+        (1.0, 0.9, 1.0, 0.0),
+        (1.0, 9.0, 1.0, 1.0),
+        (1.0, 2.0, 0.0, 0.0),
+    ]:
+        with subtests.test(alone=alone):
+            assert share_lost(alone, beside, copies) == share
 
 
 def test_interference_is_measured_while_another_thread_copies() -> None:

@@ -38,23 +38,25 @@ UNKNOWN: list[Callable[[], Tensor]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "expected"), KNOWN)
-def test_computed_from_nothing(make: Callable[[], Tensor], expected: list[int]) -> None:
+def test_computed_from_nothing(subtests: pytest.Subtests) -> None:
     """Through views, sums and comparisons; a program may ask for any of them."""
-    made = make()
-    value = value_of(made)
-    assert value is not None
-    assert [int(item) for item in made] == expected
-    assert value.dtype is made.dtype
-    assert value.shape == made.shape
+    for make, expected in KNOWN:
+        with subtests.test(make=make):
+            made = make()
+            value = value_of(made)
+            assert value is not None
+            assert [int(item) for item in made] == expected
+            assert value.dtype is made.dtype
+            assert value.shape == made.shape
 
 
-@pytest.mark.parametrize("make", UNKNOWN)
-def test_not_known(make: Callable[[], Tensor]) -> None:
+def test_not_known(subtests: pytest.Subtests) -> None:
     """Random, uninitialised, real or large."""
-    assert value_of(make()) is None
-    with pytest.raises(DataDependentOutputException):
-        bool((make() == 0).all())
+    for make in UNKNOWN:
+        with subtests.test(make=make):
+            assert value_of(make()) is None
+            with pytest.raises(DataDependentOutputException):
+                bool((make() == 0).all())
 
 
 def test_a_write_is_the_end_of_it() -> None:

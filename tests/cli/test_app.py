@@ -37,15 +37,16 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "3 no plan meets the budget" in out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_the_options(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """Each command lists its options and the exit codes."""
-    monkeypatch.setenv("COLUMNS", "160")
-    out = output_of(capsys, command, "--help")
-    assert all(word in out for word in COMMANDS[command])
-    assert "2 bad input" in out
+    for command in COMMANDS:
+        with subtests.test(command=command):
+            monkeypatch.setenv("COLUMNS", "160")
+            out = output_of(capsys, command, "--help")
+            assert all(word in out for word in COMMANDS[command])
+            assert "2 bad input" in out
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,9 +116,11 @@ def test_explain_ignores_the_step_of_another_plan(
     assert err == "lightning-offload: plan.graph.json is the step of another plan and is ignored\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_explain_refuses(
+    capsys: pytest.CaptureFixture[str], written: dict[str, object], subtests: pytest.Subtests
+) -> None:
+    """One line says what is wrong."""
+    for arguments, message in [
         (["none.json"], "plan 'none.json' cannot be read"),
         (["bad.json"], "not a memory_plan file: invalid JSON"),
         (["plan.json", "--graph", "none.json"], "graph 'none.json' cannot be read"),
@@ -127,11 +129,7 @@ def test_explain_ignores_the_step_of_another_plan(
         (["plan.json", "--graph", "g.json", "--model", "a:b"], "--graph and --model both give the step"),
         (["plan.json", "--model", "a:b", "--device", "abacus"], "unknown device 'abacus'"),
         (["plan.json", "--device", "abacus"], "unknown device 'abacus'"),
-    ],
-)
-def test_explain_refuses(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], written: dict[str, object]
-) -> None:
-    """One line says what is wrong."""
-    Path("bad.json").write_text("{")
-    assert message in refused(capsys, "explain", *arguments)
+    ]:
+        with subtests.test(arguments=arguments):
+            Path("bad.json").write_text("{")
+            assert message in refused(capsys, "explain", *arguments)

@@ -11,21 +11,19 @@ from lightning_offload.cli.inputs import ExampleInputs, parse_dtype, parse_input
 from lightning_offload.errors import UnsupportedError
 
 
-@pytest.mark.parametrize(
-    ("text", "shape", "dtype"),
-    [
+def test_shapes(subtests: pytest.Subtests) -> None:
+    """The batch dimension is put in front; a type of its own wins over the default."""
+    for text, shape, dtype in [
         ("3x224x224", (4, 3, 224, 224), torch.float16),
         ("3,8,8", (4, 3, 8, 8), torch.float16),
         ("7", (4, 7), torch.float16),
         ("int64:128", (4, 128), torch.int64),
         ("bf16:2x2", (4, 2, 2), torch.bfloat16),
         ("int64:", (4,), torch.int64),
-    ],
-)
-def test_shapes(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The batch dimension is put in front; a type of its own wins over the default."""
-    (made,) = parse_inputs([text]).build(4, torch.float16)
-    assert (tuple(made.shape), made.dtype) == (shape, dtype)
+    ]:
+        with subtests.test(text=text):
+            (made,) = parse_inputs([text]).build(4, torch.float16)
+            assert (tuple(made.shape), made.dtype) == (shape, dtype)
 
 
 def test_several_inputs() -> None:
@@ -67,9 +65,9 @@ def test_the_same_tensor_twice_stays_one() -> None:
     assert same[0] is same[1]
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
+def test_bad_inputs(subtests: pytest.Subtests) -> None:
+    """Each error echoes the text and says what is allowed."""
+    for texts, message in [
         ([], "--input is missing: write a shape without its batch dimension, such as 3x224x224"),
         (["3y224"], "--input '3y224' is not understood"),
         ([""], "--input '' is not understood"),
@@ -82,13 +80,11 @@ def test_the_same_tensor_twice_stays_one() -> None:
         (["tests.cli.models:two_inputs", "3"], "cannot go with others"),
         (["tests.cli.models:NUMBER"], "is an int: name a function of the batch size"),
         (["tests.cli.models:missing"], "has no attribute 'missing'"),
-    ],
-)
-def test_bad_inputs(texts: list[str], message: str) -> None:
-    """Each error echoes the text and says what is allowed."""
-    with pytest.raises(UnsupportedError) as error:
-        parse_inputs(texts)
-    assert message in str(error.value)
+    ]:
+        with subtests.test(texts=texts):
+            with pytest.raises(UnsupportedError) as error:
+                parse_inputs(texts)
+            assert message in str(error.value)
 
 
 def test_types() -> None:

@@ -97,9 +97,9 @@ def test_cuda_is_measured_where_there_is_one(
     assert "'cuda:2' is not there" in refused(capsys, "bench-links", "--device", "cuda:2")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_input(measuring: Measuring, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    """One line says what is wrong and what is allowed, the exit code is 2, and nothing is measured."""
+    for arguments, message in [
         (["--size", "12G"], "--size '12G' is ambiguous: write '12GiB'"),
         (["--size", "much"], "--size 'much' is not a number of bytes"),
         (["--size", "-1MiB"], "'-1MiB' is negative"),
@@ -113,14 +113,10 @@ def test_cuda_is_measured_where_there_is_one(
         (["--spill-dir", __file__], "is no folder"),
         (["--sizes", "1MiB"], "No such option: --sizes"),
         (["cpu"], "unexpected extra argument"),
-    ],
-)
-def test_bad_input(
-    arguments: list[str], message: str, measuring: Measuring, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line says what is wrong and what is allowed, the exit code is 2, and nothing is measured."""
-    assert message in refused(capsys, "bench-links", *arguments)
-    assert measuring.calls == []
+    ]:
+        with subtests.test(arguments=arguments):
+            assert message in refused(capsys, "bench-links", *arguments)
+            assert measuring.calls == []
 
 
 @pytest.mark.parametrize(

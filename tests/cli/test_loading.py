@@ -35,9 +35,9 @@ def test_the_current_directory_is_searched(folder: Path) -> None:
     assert load_attribute("./mine_here.py:answer", "model") == 42
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_what_is_not_there(subtests: pytest.Subtests) -> None:
+    """The error names what is missing, and what is near."""
+    for text, message in [
         ("models", "model 'models' is not understood: write MODULE:ATTRIBUTE, such as examples.models:resnet152"),
         (":net", "is not understood"),
         ("a:b:c", "is not understood"),
@@ -48,13 +48,11 @@ def test_the_current_directory_is_searched(folder: Path) -> None:
         ("tests.cli.models:Container.nest", "'Container' has no attribute 'nest'; did you mean 'net'?"),
         ("none.py:net", "importing 'none.py' failed: FileNotFoundError: there is no file 'none.py'"),
         ("..:net", "importing '..' failed"),
-    ],
-)
-def test_what_is_not_there(text: str, message: str) -> None:
-    """The error names what is missing, and what is near."""
-    with pytest.raises(UnsupportedError) as error:
-        load_attribute(text, "model")
-    assert message in str(error.value)
+    ]:
+        with subtests.test(text=text):
+            with pytest.raises(UnsupportedError) as error:
+                load_attribute(text, "model")
+            assert message in str(error.value)
 
 
 def test_a_module_that_cannot_be_imported(folder: Path) -> None:

@@ -198,9 +198,9 @@ def test_an_infeasible_budget(capsys: pytest.CaptureFixture[str], folder: Path) 
     assert found["floor_bytes"] == int(floor) >= found["predicted_peak_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_input(capsys: pytest.CaptureFixture[str], folder: Path, subtests: pytest.Subtests) -> None:
+    """One line says what is wrong and what is allowed, the exit code is 2, and nothing is written."""
+    for arguments, message in [
         (option("--device", "h20"), "unknown device 'h20': did you mean 'h200'? choose one of k40c"),
         (option("--device", "none.json"), "--device 'none.json' cannot be read"),
         (option("--batch-size", "0"), "--batch-size 0 is not positive"),
@@ -226,12 +226,10 @@ def test_an_infeasible_budget(capsys: pytest.CaptureFixture[str], folder: Path) 
         (SMALL[:1] + SMALL[3:], "--input is missing"),
         ([], "Missing argument 'MODULE:ATTRIBUTE'"),
         ([*SMALL, "--bugdet", "1GiB"], "No such option: --bugdet"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    """One line says what is wrong and what is allowed, the exit code is 2, and nothing is written."""
-    assert message in refused(capsys, "plan", *arguments)
-    assert list(folder.iterdir()) == []
+    ]:
+        with subtests.test(arguments=arguments):
+            assert message in refused(capsys, "plan", *arguments)
+            assert list(folder.iterdir()) == []
 
 
 def test_no_device_and_none_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,9 +202,9 @@ def test_losses() -> None:
             loss_of(nothing)
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "message"),
-    [
+def test_what_cannot_be_a_step(subtests: pytest.Subtests) -> None:
+    """One error says what is wrong."""
+    for model, inputs, message in [
         ("NUMBER", ["3"], "model 'tests.cli.models:NUMBER' is an int: name a torch.nn.Module, or what makes one"),
         ("with_arguments", ["3"], "needs the arguments width, depth"),
         ("broken", ["3"], "model 'tests.cli.models:broken' could not be made without memory: ValueError: no"),
@@ -213,13 +213,11 @@ def test_losses() -> None:
         ("small", ["3x32"], "a step of 'tests.cli.models:small' on these inputs failed: RuntimeError"),
         ("small", ["3x32x31"], "check --input"),
         ("Heads", ["y=16"], "TypeError: Heads.forward() got an unexpected keyword argument 'y'"),
-    ],
-)
-def test_what_cannot_be_a_step(model: str, inputs: list[str], message: str) -> None:
-    """One error says what is wrong."""
-    with pytest.raises(OffloadError) as error:
-        captured(model, *inputs)
-    assert message in str(error.value)
+    ]:
+        with subtests.test(model=model):
+            with pytest.raises(OffloadError) as error:
+                captured(model, *inputs)
+            assert message in str(error.value)
 
 
 def test_a_model_that_cannot_be_copied() -> None:

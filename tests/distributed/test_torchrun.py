@@ -23,14 +23,15 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         return folder, str(error)
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_check(launched: tuple[Path, str], check: str) -> None:
+def test_check(launched: tuple[Path, str], subtests: pytest.Subtests) -> None:
     """Each check passes on both ranks; what it checks is its docstring or its name."""
-    folder, output = launched
-    for rank in (0, 1):
-        path = folder / f"rank{rank}.json"
-        done = json.loads(path.read_text()) if path.exists() else []
-        assert check in done, f"rank {rank} did not get to the end of {check}:\n{output}"
+    for check in [check.__name__ for check in CHECKS]:
+        with subtests.test(check=check):
+            folder, output = launched
+            for rank in (0, 1):
+                path = folder / f"rank{rank}.json"
+                done = json.loads(path.read_text()) if path.exists() else []
+                assert check in done, f"rank {rank} did not get to the end of {check}:\n{output}"
 
 
 def test_a_budget_that_one_rank_cannot_meet_ends_the_job(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.planning.trace import follow
 from lightning_offload.plugins import hardware
 from lightning_offload.plugins import step as run
-from lightning_offload.plugins.shape_families import step_signature
+from lightning_offload.plugins.shape_families import shape_of
 from lightning_offload.tensors.observer import observe_all
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.engine.test_slow_links import STEP_SECONDS, Subject, clocked_tiers, take_gradients
@@ -92,7 +92,7 @@ def train(subject: Subject, device: DeviceSpec, budget_bytes: int, wrong: Wrong,
     graph = scaled(subject.graph, wrong.ops)
     placeholder = make_plan(graph, believed, None)  # a plan of an earlier run, for a device that is not this one
     plan = dataclasses.replace(placeholder, budget_bytes=budget_bytes)
-    row = {"signature": step_signature(((), {})), "graph": graph.to_json(), "plan": plan.to_json()}
+    row = {"signature": shape_of(((), {})).signature, "graph": graph.to_json(), "plan": plan.to_json()}
     memory.load_state_dict({"schema": 1, "plans": [row]})
     steps = []
     with _in_virtual_time(clock, device, believed), memory, tracker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import get_args
 
 import pytest
@@ -33,24 +34,25 @@ def test_names_are_pinned() -> None:
     assert list(names()) == EXPECTED
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-@pytest.mark.parametrize("dtype", get_args(DType))
-def test_each_entry_is_a_possible_device(name: str, dtype: str) -> None:
+def test_each_entry_is_a_possible_device(subtests: pytest.Subtests) -> None:
     """A spec passes its own check, survives JSON, and can price ops and copies."""
-    spec = device_spec(name, dtype=dtype)
-    spec.check()
-    assert DeviceSpec.from_json(spec.to_json()) == spec
-    assert (spec.kind, spec.has_disk, spec.is_calibrated) == ("cuda", False, True)
-    assert 0.005 < spec.copy_interference < 0.1
-    assert 0.2 < spec.convolution_efficiency < 1.5
-    assert 0.2 < spec.matmul_efficiency < 1.1
-    assert 0.3 < spec.reduction_bandwidth < spec.elementwise_bandwidth < 1.0
-    assert 1e-6 < spec.launch_seconds < 2e-5
-    assert spec.memory_bytes is not None
-    assert 8 << 30 < spec.memory_bytes < 200 << 30
-    assert 1e12 < spec.flops_per_second < 1e16
-    assert 1e11 < spec.memory_bytes_per_second < 1e13
-    assert spec.h2d_bytes_per_second < spec.memory_bytes_per_second
+    for name, dtype in itertools.product(EXPECTED, get_args(DType)):
+        with subtests.test(name=name, dtype=dtype):
+            spec = device_spec(name, dtype=dtype)
+            spec.check()
+            assert DeviceSpec.from_json(spec.to_json()) == spec
+            assert (spec.kind, spec.has_disk) == ("cuda", False)
+            assert spec != spec.at_peak()
+            assert 0.005 < spec.copy_interference < 0.1
+            assert 0.2 < spec.convolution_efficiency < 1.5
+            assert 0.2 < spec.matmul_efficiency < 1.1
+            assert 0.3 < spec.reduction_bandwidth < spec.elementwise_bandwidth < 1.0
+            assert 1e-6 < spec.launch_seconds < 2e-5
+            assert spec.memory_bytes is not None
+            assert 8 << 30 < spec.memory_bytes < 200 << 30
+            assert 1e12 < spec.flops_per_second < 1e16
+            assert 1e11 < spec.memory_bytes_per_second < 1e13
+            assert spec.h2d_bytes_per_second < spec.memory_bytes_per_second
 
 
 def test_every_figure_has_its_source_and_none_repeats_a_name() -> None:
@@ -86,21 +88,17 @@ def test_copies_take_their_share_of_the_memory() -> None:
     assert spec.copy_interference == spec.h2d_bytes_per_second / spec.memory_bytes_per_second
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ("K40c", "k40c"), ("Tesla K40c", "k40c"), (" k 40 ", "k40c"), ("a100", "a100-80gb"), ("A100_40GB", "a100-40gb"),
-        ("RTX 3090", "3090"), ("nvidia geforce rtx 4090", "4090"), ("titan x", "titan-x"),
-        ("GTX Titan X", "gtx-titan-x"), ("NVIDIA GeForce GTX TITAN X", "gtx-titan-x"), ("NVIDIA TITAN X", "titan-x"),
-        ("TITAN X (Pascal)", "titan-x"), ("NVIDIA Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200"), ("V100", "v100-16gb"),
-        ("NVIDIA H200", "h200"), ("GH-200", "gh200"),
-    ],
-)  # fmt: skip
-def test_names_are_found_as_people_write_them(written: str, name: str) -> None:
+def test_names_are_found_as_people_write_them() -> None:
     """Case, blanks, dashes and the maker's words do not matter; "a100" is the one of 80 GB."""
-    assert find_card(written).name == name
-    assert device_spec(written) == device_spec(name)
+    known = {
+        "K40c": "k40c", "Tesla K40c": "k40c", " k 40 ": "k40c", "a100": "a100-80gb", "A100_40GB": "a100-40gb",
+        "RTX 3090": "3090", "nvidia geforce rtx 4090": "4090", "titan x": "titan-x", "GTX Titan X": "gtx-titan-x",
+        "NVIDIA GeForce GTX TITAN X": "gtx-titan-x", "NVIDIA TITAN X": "titan-x", "TITAN X (Pascal)": "titan-x",
+        "NVIDIA Tesla V100-SXM2-32GB": "v100-32gb", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GH200 480GB": "gh200",
+        "V100": "v100-16gb", "NVIDIA H200": "h200", "GH-200": "gh200",
+    }  # fmt: skip
+    assert {written: find_card(written).name for written in known} == known
+    assert device_spec("Tesla K40c") == device_spec("k40c")
 
 
 def test_half_precision_where_there_is_any() -> None:
@@ -118,20 +116,18 @@ def test_half_precision_where_there_is_any() -> None:
         assert dataclasses.replace(found, flops_per_second=plain.flops_per_second) == plain
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "cores"),
-    [
-        ("k40c", "float16", "float32"), ("p100", "float16", "float32"), ("v100", "bfloat16", "float32"),
-        ("v100", "float16", "half"), ("3090", "bfloat16", "half"), ("a100", "float32", "float32"),
-        ("a100", "tf32", "tf32"), ("v100", "tf32", "float32"), ("t4", "float16", "half"),
-    ],
-)  # fmt: skip
-def test_shares_are_those_of_the_cores(name: str, dtype: DType, cores: Arithmetic) -> None:
+def test_shares_are_those_of_the_cores() -> None:
     """What a card has no tensor cores for is computed on the others, at their shares."""
-    card = find_card(name)
-    assert arithmetic_of(card, dtype) == cores
-    factor = calibration.FACTORS.get((card.generation, cores), 1.0)
-    assert device_spec(name, dtype=dtype).matmul_efficiency == factor * calibration.SHARES[cores].matmul
+    known: dict[tuple[str, DType], Arithmetic] = {
+        ("k40c", "float16"): "float32", ("p100", "float16"): "float32", ("v100", "bfloat16"): "float32",
+        ("v100", "float16"): "half", ("3090", "bfloat16"): "half", ("a100", "float32"): "float32",
+        ("a100", "tf32"): "tf32", ("v100", "tf32"): "float32", ("t4", "float16"): "half",
+    }  # fmt: skip
+    assert {(name, dtype): arithmetic_of(find_card(name), dtype) for name, dtype in known} == known
+    for (name, dtype), cores in known.items():
+        factor = calibration.FACTORS.get((find_card(name).generation, cores), 1.0)
+        expected = factor * calibration.SHARES[cores].matmul
+        assert device_spec(name, dtype=dtype).matmul_efficiency == expected, (name, dtype)
 
 
 def test_tf32_is_float32_in_memory() -> None:
@@ -153,13 +149,9 @@ def test_an_unknown_device() -> None:
         device_spec("abacus")
 
 
-@pytest.mark.parametrize("written", ["fp32", "torch.float32", "FLOAT32", "float"])
-def test_types_by_their_usual_names(written: str) -> None:
-    """Short and torch's names of a type mean the same."""
-    assert check_dtype(written) == "float32"
-
-
-def test_an_unknown_type() -> None:
-    """It lists those that there are figures for."""
+def test_types_by_their_usual_names() -> None:
+    """Short and torch's names of a type mean the same; another is refused with those that there are figures for."""
+    for written in ("fp32", "torch.float32", "FLOAT32", "float"):
+        assert check_dtype(written) == "float32", written
     with pytest.raises(UnsupportedError, match="unknown dtype 'int8': choose one of float32, float16, bfloat16"):
         device_spec("a100", dtype="int8")

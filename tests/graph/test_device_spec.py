@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,58 +71,32 @@ def test_round_trip_is_exact(device: DeviceSpec) -> None:
     assert DeviceSpec.from_json(device.to_json()) == device
 
 
-@pytest.mark.parametrize(
-    ("field", "item"),
-    [
-        ("d2h_bytes_per_second", 0.0),
-        ("h2d_bytes_per_second", -1.0),
-        ("h2d_bytes_per_second", float("nan")),
-        ("h2d_bytes_per_second", 10**400),
-        ("copy_interference", 1.5),
-        ("copy_interference", -0.1),
-        ("copy_interference", float("nan")),
-        ("overhead_seconds", -1e-6),
-        ("memory_bytes", "80GB"),
-        ("memory_bytes", 1.5),
-        ("memory_bytes", -1),
-        ("host_memory_bytes", -1),
-        ("host_memory_bytes", 1.5),
-        ("host_memory_bytes", "12GiB"),
-        ("disk_write_bytes_per_second", -1.0),
-        ("disk_write_bytes_per_second", 0.0),
-        ("disk_read_bytes_per_second", 0.0),
-        ("disk_read_bytes_per_second", float("inf")),
-        ("disk_read_bytes_per_second", None),
-        ("name", None),
-        ("kind", 3),
-        ("schema", 0),
-        ("lightning_offload", "step_graph"),
-        ("colour", "red"),
-        ("launch_seconds", -1e-6),
-        ("replay_overhead_seconds", -1e-6),
-        ("seeing_seconds", -1e-6),
-        ("convolution_efficiency", 0.0),
-        ("matmul_efficiency", -1.0),
-        ("reduction_bandwidth", 0.0),
-        ("elementwise_bandwidth", None),
-    ],
-    ids=lambda item: str(item)[:24],
-)
-def test_corrupt_device_is_a_plan_error(field: str, item: Any) -> None:
-    """Wrong types, unknown fields and impossible rates are refused, a disk with one direction among them."""
-    data = json.loads(WITH_DISK.to_json())
-    data[field] = item
-    with pytest.raises(PlanError):
-        DeviceSpec.from_json(json.dumps(data))
+CORRUPT = [
+    ("d2h_bytes_per_second", 0.0), ("h2d_bytes_per_second", -1.0), ("h2d_bytes_per_second", float("nan")),
+    ("h2d_bytes_per_second", 10**400), ("copy_interference", 1.5), ("copy_interference", -0.1),
+    ("copy_interference", float("nan")), ("overhead_seconds", -1e-6), ("memory_bytes", "80GB"), ("memory_bytes", 1.5),
+    ("memory_bytes", -1), ("host_memory_bytes", -1), ("host_memory_bytes", 1.5), ("host_memory_bytes", "12GiB"),
+    ("disk_write_bytes_per_second", -1.0), ("disk_write_bytes_per_second", 0.0), ("disk_read_bytes_per_second", 0.0),
+    ("disk_read_bytes_per_second", float("inf")), ("disk_read_bytes_per_second", None), ("name", None), ("kind", 3),
+    ("schema", 0), ("lightning_offload", "step_graph"), ("colour", "red"), ("launch_seconds", -1e-6),
+    ("replay_overhead_seconds", -1e-6), ("seeing_seconds", -1e-6), ("convolution_efficiency", 0.0),
+    ("matmul_efficiency", -1.0), ("reduction_bandwidth", 0.0), ("elementwise_bandwidth", None),
+]  # fmt: skip
+"""Values of fields: wrong types, unknown fields and impossible rates, a disk with one direction among them."""
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DeviceSpec) if field.name not in ADDED])
-def test_missing_field_is_a_plan_error(field: str) -> None:
-    """No field that was there from the start has a default that could hide its absence."""
-    data = json.loads(DEVICE.to_json())
-    del data[field]
-    with pytest.raises(PlanError, match=field):
-        DeviceSpec.from_json(json.dumps(data))
+def test_corrupt_device_is_a_plan_error(subtests: pytest.Subtests) -> None:
+    """So is a field that is missing: none that was there from the start has a default that could hide its absence."""
+    for field, item in CORRUPT:
+        data = json.loads(WITH_DISK.to_json())
+        data[field] = item
+        with subtests.test(field=field, item=str(item)[:24]), pytest.raises(PlanError):
+            DeviceSpec.from_json(json.dumps(data))
+    for field in {field.name for field in dataclasses.fields(DeviceSpec)} - ADDED:
+        data = json.loads(DEVICE.to_json())
+        del data[field]
+        with subtests.test(missing=field), pytest.raises(PlanError, match=field):
+            DeviceSpec.from_json(json.dumps(data))
 
 
 def test_whole_number_is_a_rate() -> None:
@@ -141,7 +114,7 @@ def test_file_from_before_there_were_tiers_is_read() -> None:
         del data[field]
     device = DeviceSpec.from_json(json.dumps(data))
     assert device == DEVICE
-    assert (device.host_memory_bytes, device.has_disk, device.is_calibrated) == (None, False, False)
+    assert (device.host_memory_bytes, device.has_disk) == (None, False)
 
 
 def test_calibrated_device_survives_json() -> None:
@@ -149,40 +122,27 @@ def test_calibrated_device_survives_json() -> None:
     assert DeviceSpec.from_json(CALIBRATED.to_json()) == CALIBRATED
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_arithmetic", "by_memory"),
-    [
-        (WorkKind.CONVOLUTION, 2, 2),
-        (WorkKind.DEPTHWISE, 10, 2),
-        (WorkKind.MATMUL, 4, 2),
-        (WorkKind.ATTENTION, 5, 2),
-        (WorkKind.RECURRENT, 0.5, 2),
-        (WorkKind.REDUCTION, 1, 4),
-        (WorkKind.ELEMENTWISE, 1, 2),
-    ],
-)
-def test_work_takes_a_launch_and_the_longer_of_arithmetic_and_traffic(
-    kind: WorkKind, by_arithmetic: float, by_memory: float
-) -> None:
-    """Each at the share of the peak that the kind of work reaches."""
-    assert CALIBRATED.work_seconds(kind, 1e6, 1) == 2 + 1e3 * by_arithmetic
-    assert CALIBRATED.work_seconds(kind, 1, 10**6) == 2 + 1e4 * by_memory
+def test_work_takes_a_launch_and_the_longer_of_arithmetic_and_traffic() -> None:
+    """Each at the share of the peak that the kind of work reaches; a view launches nothing."""
+    shares = {
+        WorkKind.CONVOLUTION: (2, 2), WorkKind.DEPTHWISE: (10, 2), WorkKind.MATMUL: (4, 2), WorkKind.ATTENTION: (5, 2),
+        WorkKind.RECURRENT: (0.5, 2), WorkKind.REDUCTION: (1, 4), WorkKind.ELEMENTWISE: (1, 2),
+    }  # fmt: skip
+    assert set(shares) == set(WorkKind)
+    for kind, (by_arithmetic, by_memory) in shares.items():
+        assert CALIBRATED.work_seconds(kind, 1e6, 1) == 2 + 1e3 * by_arithmetic, kind
+        assert CALIBRATED.work_seconds(kind, 1, 10**6) == 2 + 1e4 * by_memory, kind
+    assert CALIBRATED.work_seconds(WorkKind.ELEMENTWISE, 0.0, 0) == 0
 
 
-@pytest.mark.parametrize("kind", WorkKind)
-def test_at_peak_is_the_roofline(kind: WorkKind) -> None:
+def test_at_peak_is_the_roofline() -> None:
     """Without shares and launches an op takes what its arithmetic or its traffic takes at the peaks, to the bit."""
     peak = CALIBRATED.at_peak()
-    assert CALIBRATED.is_calibrated
-    assert not peak.is_calibrated
+    assert peak != CALIBRATED
     assert peak == dataclasses.replace(DEVICE, flops_per_second=1e3, memory_bytes_per_second=1e2)
-    for flops, num_bytes in ((7e6, 3), (7.0, 10**9)):
-        assert peak.work_seconds(kind, flops, num_bytes) == max(flops / 1e3, num_bytes / 1e2)
-
-
-def test_no_work_takes_no_time() -> None:
-    """A view launches nothing."""
-    assert CALIBRATED.work_seconds(WorkKind.ELEMENTWISE, 0.0, 0) == 0
+    for kind in WorkKind:
+        for flops, num_bytes in ((7e6, 3), (7.0, 10**9)):
+            assert peak.work_seconds(kind, flops, num_bytes) == max(flops / 1e3, num_bytes / 1e2), kind
 
 
 def test_derated_scales_every_link() -> None:
@@ -201,8 +161,8 @@ def test_derated_by_one_is_the_device(device: DeviceSpec) -> None:
     assert device.derated(1.0) == device
 
 
-@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
-def test_derating_takes_a_fraction(fraction: float) -> None:
+def test_derating_takes_a_fraction(subtests: pytest.Subtests) -> None:
     """A rate can be made neither zero, negative nor faster than it was measured."""
-    with pytest.raises(PlanError, match="fraction"):
-        DEVICE.derated(fraction)
+    for fraction in (0.0, -0.5, 1.5, float("nan")):
+        with subtests.test(fraction=fraction), pytest.raises(PlanError, match="fraction"):
+            DEVICE.derated(fraction)

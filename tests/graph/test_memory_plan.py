@@ -96,14 +96,15 @@ CORRUPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("corruption", CORRUPTIONS)
-def test_corrupt_plan_is_a_plan_error(corruption: str) -> None:
+def test_corrupt_plan_is_a_plan_error(subtests: pytest.Subtests) -> None:
     """Each way to break a file ends in a PlanError."""
-    graph = chain(40, 50)
-    data = json.loads(plan_for(graph, Decision(storage=1, action="swap")).to_json())
-    CORRUPTIONS[corruption](data)
-    with pytest.raises(PlanError):
-        MemoryPlan.from_json(json.dumps(data))
+    for corruption in CORRUPTIONS:
+        with subtests.test(corruption=corruption):
+            graph = chain(40, 50)
+            data = json.loads(plan_for(graph, Decision(storage=1, action="swap")).to_json())
+            CORRUPTIONS[corruption](data)
+            with pytest.raises(PlanError):
+                MemoryPlan.from_json(json.dumps(data))
 
 
 def test_plan_of_another_graph_is_refused() -> None:
@@ -114,9 +115,9 @@ def test_plan_of_another_graph_is_refused() -> None:
     assert chain(40, 51).digest() in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "decisions",
-    [
+def test_decision_outside_the_graph_is_refused(subtests: pytest.Subtests) -> None:
+    """Indices of storages, ops and unpacks are checked against the graph."""
+    for decisions in [
         (Decision(storage=-1, action="swap"),),
         (Decision(storage=99, action="swap"),),
         (Decision(storage=1, action="swap"), Decision(storage=1, action="keep")),
@@ -124,14 +125,11 @@ def test_plan_of_another_graph_is_refused() -> None:
         (Decision(storage=1, action="swap", release_op=99),),
         (Decision(storage=1, action="swap", prefetch_unpack=-2),),
         (Decision(storage=1, action="swap", prefetch_unpack=2),),
-    ],
-    ids=["negative", "beyond", "twice", "release-2", "release-beyond", "prefetch-2", "prefetch-beyond"],
-)
-def test_decision_outside_the_graph_is_refused(decisions: tuple[Decision, ...]) -> None:
-    """Indices of storages, ops and unpacks are checked against the graph."""
-    graph = chain(40, 50)
-    with pytest.raises(PlanError, match="decisions"):
-        plan_for(graph, *decisions).check(graph)
+    ]:
+        with subtests.test(decisions=decisions):
+            graph = chain(40, 50)
+            with pytest.raises(PlanError, match="decisions"):
+                plan_for(graph, *decisions).check(graph)
 
 
 def test_decision_at_the_edges_is_accepted() -> None:

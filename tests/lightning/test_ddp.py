@@ -101,13 +101,6 @@ def test_offload_under_torchrun(make_trainer: MakeTrainer, monkeypatch: pytest.M
     assert isinstance(make_trainer(strategy="offload").strategy, OffloadStrategy)
 
 
-def test_one_device_names_the_other_strategy(make_trainer: MakeTrainer) -> None:
-    """Several devices or nodes for OffloadStrategy are one error that names DDPOffloadStrategy."""
-    for several in ({"devices": 2}, {"num_nodes": 2}):
-        with pytest.raises(UnsupportedError, match="DDPOffloadStrategy"):
-            make_trainer(strategy=OffloadStrategy("1GiB"), **several)
-
-
 def test_unknown_device() -> None:
     """A device that is neither a CPU nor CUDA is one clear error."""
     with pytest.raises(UnsupportedError, match=r"'mps:0' yet.*accelerator='cpu'"):

@@ -72,27 +72,15 @@ def test_without_budget_says_so_and_keeps_everything(make_trainer: MakeTrainer) 
     assert (report.swapped_bytes, report.recomputed_bytes, report.num_steps) == (0, 0, 5)
 
 
-@pytest.mark.parametrize("budget", ["12 bananas", 0, -1, 1.5, float("nan"), float("inf"), 1, True, "", "12G"])
-def test_bad_budget(budget: Any) -> None:
-    """A budget that cannot be read is refused where it is written."""
-    with pytest.raises(BudgetError):
-        OffloadStrategy(budget)
-
-
-@pytest.mark.parametrize(
-    ("keyword", "value", "error"),
-    [
-        ("policy", "bananas", PolicyError),
-        ("tier", "bananas", PolicyError),
-        ("verify", "bananas", PolicyError),
-        ("host_budget", "12 bananas", BudgetError),
-        ("plan", "no/such/plan.json", (PlanError, OSError)),
-    ],
-)
-def test_bad_keyword(keyword: str, value: str, error: type[Exception]) -> None:
-    """So is every other keyword."""
-    with pytest.raises(error, match=value.split("/")[0]):
-        OffloadStrategy("1GiB", **{keyword: value})
+def test_bad_keyword() -> None:
+    """What the plugin refuses, a budget among it, is refused where it is written."""
+    with pytest.raises(BudgetError, match="12 bananas"):
+        OffloadStrategy("12 bananas")
+    for keyword in ("policy", "tier", "verify"):
+        with pytest.raises(PolicyError, match="bananas"):
+            OffloadStrategy("1GiB", **{keyword: "bananas"})
+    with pytest.raises(BudgetError, match="12 bananas"):
+        OffloadStrategy("1GiB", host_budget="12 bananas")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +128,7 @@ def test_several_devices(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPa
     """More than one device, node or process is one clear error."""
     with pytest.raises(UnsupportedError, match=r"2 were asked for.*devices=1"):
         make_trainer(strategy="offload", devices=2)
-    with pytest.raises(UnsupportedError, match="num_nodes=2"):
+    with pytest.raises(UnsupportedError, match=r"num_nodes=2.*DDPOffloadStrategy"):
         make_trainer(strategy="offload", num_nodes=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UnsupportedError, match="4 were asked for"):

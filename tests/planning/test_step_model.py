@@ -169,14 +169,15 @@ def test_gradients_stay_consistent_when_only_some_grow() -> None:
     assert predicted.accumulated_bytes == predicted.old_gradient_bytes == 5000
 
 
-@pytest.mark.parametrize("size", [0, -3, 2.5, True, "8", None])
-def test_sizes_must_be_positive_integers(size: object) -> None:
+def test_sizes_must_be_positive_integers(subtests: pytest.Subtests) -> None:
     """In a fit and in a prediction."""
-    model = StepModel.fit({2: chain(10), 4: chain(20)})
-    with pytest.raises(TuningError, match=r"batch size .* is not a positive integer"):
-        model.at(size)  # type: ignore[arg-type]
-    with pytest.raises(TuningError, match=r"batch size .* is not a positive integer"):
-        StepModel.fit({size: chain(10), 4: chain(20)})  # type: ignore[dict-item]
+    for size in [0, -3, 2.5, True, "8", None]:
+        with subtests.test(size=size):
+            model = StepModel.fit({2: chain(10), 4: chain(20)})
+            with pytest.raises(TuningError, match=r"batch size .* is not a positive integer"):
+                model.at(size)  # type: ignore[arg-type]
+            with pytest.raises(TuningError, match=r"batch size .* is not a positive integer"):
+                StepModel.fit({size: chain(10), 4: chain(20)})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("graphs", [{}, {4: chain(10)}], ids=["none", "one"])

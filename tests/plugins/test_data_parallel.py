@@ -28,7 +28,7 @@ from lightning_offload.plugins.data_parallel import (
 )
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.shape_families import step_signature
+from lightning_offload.plugins.shape_families import shape_of
 from lightning_offload.runtime.hooks import StepMode, bypass_mode
 
 CPU = torch.device("cpu")
@@ -167,8 +167,8 @@ def test_forward_is_the_models_own(keywords: dict[str, Any]) -> None:
 def test_kinds_of_step() -> None:
     """A step that all-reduces gradients and one that only accumulates them have a plan each."""
     x = torch.ones(2)
-    assert step_signature((x, InSync())) != step_signature((x, WithoutSync()))
-    assert step_signature((x, InSync())) == step_signature((x, InSync()))
+    assert shape_of((x, InSync())).signature != shape_of((x, WithoutSync())).signature
+    assert shape_of((x, InSync())).signature == shape_of((x, InSync())).signature
 
 
 NUM_PARAMETERS = 4

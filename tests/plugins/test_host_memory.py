@@ -29,19 +29,17 @@ def container(folder: Path, limit: str, used: int, cached: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("limit", "used", "cached", "left"),
-    [
+def test_lesser_of_machine_and_container(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """A limit less what is used counts, the page cache aside; never below 0, never more than the machine has."""
+    for limit, used, cached, left in [
         ("500", 200, 0, 300),
         ("500", 200, 50, 350),
         ("500", 700, 0, 0),
         ("5000", 200, 0, FREE),
         ("max", 200, 0, FREE),
-    ],
-)
-def test_lesser_of_machine_and_container(limit: str, used: int, cached: int, left: int, tmp_path: Path) -> None:
-    """A limit less what is used counts, the page cache aside; never below 0, never more than the machine has."""
-    assert available_bytes(container(tmp_path, limit, used, cached)) == left
+    ]:
+        with subtests.test(limit=limit):
+            assert available_bytes(container(tmp_path, limit, used, cached)) == left
 
 
 @pytest.mark.parametrize("broken", ["memory.max", "memory.current", "memory.stat"])

@@ -303,13 +303,14 @@ def good_state() -> str:
     return json.dumps(state_of(policy="all-swap"))
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
-def test_malformed_state_is_a_plan_error(kind: str, good_state: str) -> None:
+def test_malformed_state_is_a_plan_error(good_state: str, subtests: pytest.Subtests) -> None:
     """Whatever is wrong with a state, it ends in a PlanError and leaves the plugin as it was."""
-    memory = MemoryPlugin(policy="all-swap")
-    with pytest.raises(PlanError):
-        memory.load_state_dict(MALFORMED[kind](json.loads(good_state)))
-    assert memory.state_dict()["plans"] == []
+    for kind in MALFORMED:
+        with subtests.test(kind=kind):
+            memory = MemoryPlugin(policy="all-swap")
+            with pytest.raises(PlanError):
+                memory.load_state_dict(MALFORMED[kind](json.loads(good_state)))
+            assert memory.state_dict()["plans"] == []
 
 
 def test_half_good_state_changes_nothing(good_state: str) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import PolicyError, UnsupportedError
-from lightning_offload.plugins.module_steps import ModuleMemoryPlugin, following_plugins
+from lightning_offload.plugins.memory import attached_plugins
+from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from tests.plugins.training import Net, net, rows
 
 
@@ -41,7 +42,7 @@ def test_steps(memory: ModuleMemoryPlugin) -> None:
     """Forwards with gradients are steps, forwards without are not, and gradients are the plain ones."""
     model, plain = net(), backward(net())
     memory.follow(model)
-    assert following_plugins() == [memory]
+    assert attached_plugins() == [memory]
     for i in range(4):
         assert backward(model) == plain
         with torch.no_grad():
@@ -52,7 +53,7 @@ def test_steps(memory: ModuleMemoryPlugin) -> None:
     memory.detach()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    assert following_plugins() == []
+    assert attached_plugins() == []
 
 
 def test_evaluation_mode(memory: ModuleMemoryPlugin) -> None:
@@ -180,11 +181,11 @@ def test_gone(memory: ModuleMemoryPlugin) -> None:
     models.pop()
     gc.collect()
     assert memory.num_followed == 1
-    assert following_plugins() == [memory]
+    assert attached_plugins() == [memory]
     models.pop()
     gc.collect()
     assert memory.num_followed == 0
-    assert following_plugins() == []
+    assert attached_plugins() == []
 
 
 def test_gone_in_another_thread() -> None:
@@ -199,7 +200,7 @@ def test_gone_in_another_thread() -> None:
     for each in threading.enumerate():
         if each.name == "lightning-offload-detach":
             each.join(10)
-    assert following_plugins() == []
+    assert attached_plugins() == []
 
 
 def test_refused(memory: ModuleMemoryPlugin) -> None:

@@ -7,18 +7,18 @@ import pytest
 from lightning_offload.report.scale import bytes_unit, escape, format_share, or_dash, seconds_unit, shorten
 
 
-@pytest.mark.parametrize(
-    ("largest", "name"), [(0, "B"), (1023, "B"), (1024, "KiB"), (5 << 20, "MiB"), (1 << 30, "GiB"), (1 << 60, "TiB")]
-)
-def test_bytes_have_the_largest_unit_that_is_not_too_large(largest: int, name: str) -> None:
+def test_bytes_have_the_largest_unit_that_is_not_too_large(subtests: pytest.Subtests) -> None:
     """So that the axis ends at one or more."""
-    assert bytes_unit(largest).name == name
+    for largest, name in [(0, "B"), (1023, "B"), (1024, "KiB"), (5 << 20, "MiB"), (1 << 30, "GiB"), (1 << 60, "TiB")]:
+        with subtests.test(largest=largest):
+            assert bytes_unit(largest).name == name
 
 
-@pytest.mark.parametrize(("largest", "name"), [(3.0, "s"), (1.2, "ms"), (0.003, "ms"), (0.0003, "us"), (0.0, "us")])
-def test_seconds_have_a_unit_of_two_or_more(largest: float, name: str) -> None:
+def test_seconds_have_a_unit_of_two_or_more(subtests: pytest.Subtests) -> None:
     """A step of 1.2 s is read better in milliseconds."""
-    assert seconds_unit(largest).name == name
+    for largest, name in [(3.0, "s"), (1.2, "ms"), (0.003, "ms"), (0.0003, "us"), (0.0, "us")]:
+        with subtests.test(largest=largest):
+            assert seconds_unit(largest).name == name
 
 
 def test_names_are_safe_and_short() -> None:

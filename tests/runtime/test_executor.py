@@ -700,6 +700,21 @@ def test_nothing_leaks_without_backward() -> None:
         gc.enable()
 
 
+def check_left(begins: str, x: Tensor, other: Callable[[], Tensor]) -> None:
+    """A step leaves the plan that kept or swapped all, and has the gradients of plain training."""
+    expected = plain(other, x)[:1]
+    program = compiled(lambda: step(x), "keep" if begins == "kept" else "swap")
+    x.grad = None
+    executor = StepExecutor(
+        device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
+        verifier=None, sees_ops=False, keeps_all=begins == "kept",
+    )  # fmt: skip
+    with executing(executor):
+        other().backward()
+    assert executor.has_deviated
+    assert gradients((x,)) == expected
+
+
 @pytest.mark.parametrize("begins", ["kept", "swapped"])
 def test_what_was_handed_out_is_not_emptied(begins: str) -> None:
     """A step leaves its plan: what somebody has read of what was saved stays as it is, whatever is saved later."""
@@ -714,17 +729,7 @@ def test_what_was_handed_out_is_not_emptied(begins: str) -> None:
         w = z.sin() + z.exp()
         return y + w.sum() * seen.sum()
 
-    expected = plain(other, x)[:1]
-    program = compiled(lambda: step(x), "keep" if begins == "kept" else "swap")
-    x.grad = None
-    executor = StepExecutor(
-        device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
-        verifier=None, sees_ops=False, keeps_all=begins == "kept",
-    )  # fmt: skip
-    with executing(executor):
-        other().backward()
-    assert executor.has_deviated
-    assert gradients((x,)) == expected
+    check_left(begins, x, other)
 
 
 @pytest.mark.parametrize("begins", ["kept", "swapped"])
@@ -738,14 +743,4 @@ def test_double_backward_of_a_step_that_left_its_plan(begins: str) -> None:
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + grad.square().sum()
 
-    expected = plain(other, x)[:1]
-    program = compiled(lambda: step(x), "keep" if begins == "kept" else "swap")
-    x.grad = None
-    executor = StepExecutor(
-        device=CPU, tiers=Tiers(inline_lanes(), HostPool()), program=program, observer=None,
-        verifier=None, sees_ops=False, keeps_all=begins == "kept",
-    )  # fmt: skip
-    with executing(executor):
-        other().backward()
-    assert executor.has_deviated
-    assert gradients((x,)) == expected
+    check_left(begins, x, other)

@@ -99,15 +99,16 @@ def test_geometry_is_frozen() -> None:
         Geometry.of(torch.ones(1)).offset = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_holds_for_a_copy_and_fails_for_one_bit(dtype: torch.dtype) -> None:
+def test_same_bits_holds_for_a_copy_and_fails_for_one_bit(subtests: pytest.Subtests) -> None:
     """Arbitrary bits equal themselves; any single bit that flips is noticed."""
-    a = filled(16 * dtype.itemsize, dtype)
-    assert same_bits(a, a.clone())
-    for byte in range(0, 16 * dtype.itemsize, 5):
-        b = a.clone()
-        b.view(torch.uint8)[byte] ^= 1
-        assert not same_bits(a, b)
+    for dtype in DTYPES:
+        with subtests.test(dtype=dtype):
+            a = filled(16 * dtype.itemsize, dtype)
+            assert same_bits(a, a.clone())
+            for byte in range(0, 16 * dtype.itemsize, 5):
+                b = a.clone()
+                b.view(torch.uint8)[byte] ^= 1
+                assert not same_bits(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)

@@ -192,36 +192,30 @@ def test_every_op_with_a_generator_is_random() -> None:
     assert missed == []
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
+def test_random_ops_replay(subtests: pytest.Subtests) -> None:
+    """Random ops may be replayed, with the generator's state of the first time."""
+    for op in [
         aten.rand.default,
         aten.bernoulli_.float,
         aten.native_dropout.default,
         aten.randperm.default,
         aten.normal_.default,
-    ],
-    ids=str,
-)
-def test_random_ops_replay(op: Any) -> None:
-    """Random ops may be replayed, with the generator's state of the first time."""
-    assert facts_of(op).is_random
-    assert facts_of(op).replayable
+    ]:
+        with subtests.test(op=op):
+            assert facts_of(op).is_random
+            assert facts_of(op).replayable
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
+def test_ops_that_never_replay(subtests: pytest.Subtests) -> None:
+    """Undefined contents, hidden state and side effects are not replayed."""
+    for op in [
         aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
         aten.set_.source_Storage, aten.resize_.default, aten._local_scalar_dense.default, aten.record_stream.default,
         aten._cudnn_rnn.default, aten._assert_async.default, aten.to_sparse.default, aten.batch_norm_stats.default,
-    ],
-    ids=str,
-)  # fmt: skip
-def test_ops_that_never_replay(op: Any) -> None:
-    """Undefined contents, hidden state and side effects are not replayed."""
-    assert not facts_of(op).may_replay("cpu", ())
-    assert not facts_of(op).may_replay("cuda", ())
+    ]:  # fmt: skip
+        with subtests.test(op=op):
+            assert not facts_of(op).may_replay("cpu", ())
+            assert not facts_of(op).may_replay("cuda", ())
 
 
 @pytest.mark.parametrize(
@@ -233,19 +227,20 @@ def test_atomic_kernels_replay_on_cpu_alone(op: Any) -> None:
     assert not facts_of(op).may_replay("cuda", ())
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
+def test_backward_kernels_that_sum_replay_on_cpu_alone(subtests: pytest.Subtests) -> None:
+    """On CUDA backward ops are replayed only if each result depends on its own elements alone."""
+    for op in [
         aten.convolution_backward.default, aten._scaled_dot_product_flash_attention_backward.default,
         aten.embedding_dense_backward.default, aten.max_pool2d_with_indices_backward.default, aten.cumsum.default,
-    ],
-    ids=str,
-)  # fmt: skip
-def test_backward_kernels_that_sum_replay_on_cpu_alone(op: Any) -> None:
-    """On CUDA backward ops are replayed only if each result depends on its own elements alone."""
-    assert not facts_of(op).may_replay("cuda", ())
-    for sure in (aten.gelu_backward.default, aten._softmax_backward_data.default, aten.threshold_backward.default):
-        assert facts_of(sure).may_replay("cuda", ())
+    ]:  # fmt: skip
+        with subtests.test(op=op):
+            assert not facts_of(op).may_replay("cuda", ())
+            for sure in (
+                aten.gelu_backward.default,
+                aten._softmax_backward_data.default,
+                aten.threshold_backward.default,
+            ):
+                assert facts_of(sure).may_replay("cuda", ())
 
 
 def test_convolutions_replay_on_cuda_unless_their_algorithm_may_change() -> None:

@@ -19,20 +19,17 @@ def test_form_of_a_tensor() -> None:
     assert form_of(torch.eye(3).to_sparse(), is_plain=False) == SavedForm(None, ())
 
 
-@pytest.mark.parametrize(
-    ("other", "admits"),
-    [
+def test_open_sizes_admit_any(subtests: pytest.Subtests) -> None:
+    """And nothing else does."""
+    for other, admits in [
         (_form(2, 3), True),
         (_form(2, 4), False),
         (_form(9, 3), True),
         (_form(2, 3, 1), False),
         (_form(2, 3, dtype=torch.float64), False),
-    ],
-    ids=["same", "size", "open size", "rank", "dtype"],
-)
-def test_open_sizes_admit_any(other: SavedForm, admits: bool) -> None:
-    """And nothing else does."""
-    assert _form(OPEN, 3).admits(other) == admits
+    ]:
+        with subtests.test(other=other):
+            assert _form(OPEN, 3).admits(other) == admits
 
 
 def test_sizes_are_opened_wherever_they_are() -> None:

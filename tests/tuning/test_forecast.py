@@ -64,17 +64,14 @@ def test_interpolation() -> None:
     assert np.exp(at[1]) == pytest.approx(saturating(10)(80), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "predict",
-    [
+def test_predictions_that_cannot_be_used(subtests: pytest.Subtests) -> None:
+    """Without throughputs, or where nothing is predicted to fit, there is no forecast."""
+    for predict in [
         None,
         lambda size: None,
         lambda size: Prediction(batch_size=size, is_feasible=False),
         lambda size: Prediction(batch_size=size, is_feasible=True),
         lambda size: Prediction(batch_size=size, is_feasible=True, samples_per_second=0.0),
-    ],
-    ids=["no model", "cannot tell", "nothing fits", "no throughput", "no speed"],
-)
-def test_predictions_that_cannot_be_used(predict: Predict | None) -> None:
-    """Without throughputs, or where nothing is predicted to fit, there is no forecast."""
-    assert Forecast.of(predict, low=1, high=4096, tolerance=0.03) is None
+    ]:
+        with subtests.test(predict=predict):
+            assert Forecast.of(predict, low=1, high=4096, tolerance=0.03) is None

@@ -245,9 +245,9 @@ def test_decorator_forms() -> None:
     assert (with_arguments.__name__, with_arguments.result) == ("with_arguments", None)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
+def test_bad_numbers(subtests: pytest.Subtests) -> None:
+    """Numbers out of range are errors when the function is decorated."""
+    for keywords, message in [
         ({"starting_batch_size": 0}, "starting_batch_size=0 is not a batch size"),
         ({"starting_batch_size": 1.5}, "starting_batch_size=1.5 is not a batch size"),
         ({"max_size": 64}, "starting_batch_size=128 is not between min_size=1 and max_size=64"),
@@ -262,13 +262,11 @@ def test_decorator_forms() -> None:
         ({"tolerance": 1}, "tolerance=1 is not a fraction"),
         ({"tolerance": "3%"}, "tolerance='3%' is not a fraction"),
         ({"memory": "12GiB"}, "memory='12GiB' is a str: give a MemoryPlugin"),
-    ],
-)
-def test_bad_numbers(keywords: dict[str, Any], message: str) -> None:
-    """Numbers out of range are errors when the function is decorated."""
-    decorate: Callable[..., Any] = find_efficient_batch_size
-    with pytest.raises(TuningError, match=message):
-        decorate(**keywords)
+    ]:
+        with subtests.test(keywords=keywords):
+            decorate: Callable[..., Any] = find_efficient_batch_size
+            with pytest.raises(TuningError, match=message):
+                decorate(**keywords)
 
 
 def test_not_connected(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
@@ -312,9 +310,9 @@ class _AsynchronousCall:
     async def __call__(self, batch_size: int) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
+def test_not_a_function(subtests: pytest.Subtests) -> None:
+    """What cannot train when it is called is refused when it is decorated."""
+    for function, message in [
         (64, "64 is a int, not a training function"),
         (_generator, "`_generator` does not train when it is called, it makes a generator"),
         (functools.partial(_generator), "`_generator` does not train when it is called, it makes a generator"),
@@ -322,12 +320,9 @@ class _AsynchronousCall:
         (_asynchronous_generator, "makes an asynchronous generator"),
         (_AsynchronousCall(), "`_AsynchronousCall` does not train when it is called, it makes a coroutine"),
         (staticmethod(print), "write @staticmethod above the decorator"),
-    ],
-)
-def test_not_a_function(function: Any, message: str) -> None:
-    """What cannot train when it is called is refused when it is decorated."""
-    with pytest.raises(TuningError, match=message):
-        find_efficient_batch_size(function)
+    ]:
+        with subtests.test(function=function), pytest.raises(TuningError, match=message):
+            find_efficient_batch_size(function)
 
 
 class Runner:

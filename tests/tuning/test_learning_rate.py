@@ -93,12 +93,13 @@ def test_effective_batch() -> None:
     assert effective_batch(32, 8, 4) == 1024
 
 
-@pytest.mark.parametrize("base", [0, -256, 2.5, True, "256", None])
-def test_base_batch_must_be_a_positive_integer(base: object) -> None:
+def test_base_batch_must_be_a_positive_integer(subtests: pytest.Subtests) -> None:
     """By the rules that need it, with its value in the error."""
-    for rule in ("linear", "sqrt"):
-        with pytest.raises(TuningError, match=r"base_batch_size .* is not a positive integer"):
-            learning_rate_factor(effective_batch=64, base_batch=base, rule=rule)  # type: ignore[arg-type]
+    for base in [0, -256, 2.5, True, "256", None]:
+        with subtests.test(base=base):
+            for rule in ("linear", "sqrt"):
+                with pytest.raises(TuningError, match=r"base_batch_size .* is not a positive integer"):
+                    learning_rate_factor(effective_batch=64, base_batch=base, rule=rule)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("batches", [(0, 1, 1), (8, 0, 1), (8, 2, -1), (8.0, 1, 1)], ids=str)
@@ -115,15 +116,16 @@ def test_unknown_rules_are_listed(rule: object) -> None:
         check_rule(rule)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1, "fast", None, 1e308])
-def test_impossible_rates_are_refused(rate: object) -> None:
+def test_impossible_rates_are_refused(subtests: pytest.Subtests) -> None:
     """Not finite, negative, no number, or not finite once scaled."""
-    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], 0.1)
-    optimizer.param_groups[1]["lr"] = rate
-    with pytest.raises(TuningError, match="learning rate"):
-        scale_optimizer(optimizer, 1024.0)
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    for rate in [math.nan, math.inf, -0.1, "fast", None, 1e308]:
+        with subtests.test(rate=rate):
+            parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+            optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], 0.1)
+            optimizer.param_groups[1]["lr"] = rate
+            with pytest.raises(TuningError, match="learning rate"):
+                scale_optimizer(optimizer, 1024.0)
+            assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def _optimizer(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -335,16 +337,15 @@ def test_nothing_to_warm_up(num_steps: int, scale: float) -> None:
     assert warmup_factor(0, num_steps, scale) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("step", "num_steps", "scale"), [(-1, 4, 2.0), (0, -4, 2.0), (0, 4, 0.0), (0, 4, -2.0), (0, 4, math.nan)]
-)
-def test_bad_arguments_are_refused(step: int, num_steps: int, scale: float) -> None:
+def test_bad_arguments_are_refused(subtests: pytest.Subtests) -> None:
     """With the value in the error."""
-    with pytest.raises(TuningError):
-        warmup_factor(step, num_steps, scale)
-    if step == 0:
-        with pytest.raises(TuningError):
-            Warmup(num_steps, scale)
+    for step, num_steps, scale in [(-1, 4, 2.0), (0, -4, 2.0), (0, 4, 0.0), (0, 4, -2.0), (0, 4, math.nan)]:
+        with subtests.test(step=step):
+            with pytest.raises(TuningError):
+                warmup_factor(step, num_steps, scale)
+            if step == 0:
+                with pytest.raises(TuningError):
+                    Warmup(num_steps, scale)
 
 
 def _parameter() -> nn.Parameter:
@@ -511,9 +512,9 @@ class LARS(SGD):
     """By its name."""
 
 
-@pytest.mark.parametrize(
-    ("kinds", "rule"),
-    [
+def test_auto_is_the_rule_of_the_optimizers(subtests: pytest.Subtests) -> None:
+    """Linear where a step is proportional to gradients, for all optimizers; the square root is the careful one."""
+    for kinds, rule in [
         ((SGD,), "linear"),
         ((LARS,), "linear"),
         ((SGD, SGD), "linear"),
@@ -522,13 +523,11 @@ class LARS(SGD):
         ((torch.optim.Adagrad,), "sqrt"),
         ((SGD, AdamW), "sqrt"),
         ((), "sqrt"),
-    ],
-)
-def test_auto_is_the_rule_of_the_optimizers(kinds: tuple[type[Any], ...], rule: str) -> None:
-    """Linear where a step is proportional to gradients, for all optimizers; the square root is the careful one."""
-    optimizers = [kind([nn.Parameter(torch.zeros(1))], lr=0.1) for kind in kinds]
-    assert resolved_rule("auto", optimizers) == rule
-    assert [resolved_rule(each, optimizers) for each in RULES] == list(RULES)
+    ]:
+        with subtests.test(kinds=kinds):
+            optimizers = [kind([nn.Parameter(torch.zeros(1))], lr=0.1) for kind in kinds]
+            assert resolved_rule("auto", optimizers) == rule
+            assert [resolved_rule(each, optimizers) for each in RULES] == list(RULES)
 
 
 def test_auto_is_no_rule_for_numbers() -> None:
@@ -540,16 +539,22 @@ def test_auto_is_no_rule_for_numbers() -> None:
         check_scaling("cubic")
 
 
-@pytest.mark.parametrize(("num_steps", "expected"), [(1, 1), (60, 6), (400, 40), (10**6, 50), (math.inf, 50)])
-def test_the_usual_warm_up(num_steps: float, expected: int) -> None:
+def test_the_usual_warm_up(subtests: pytest.Subtests) -> None:
     """50 steps, but no more than a tenth of the run."""
-    assert default_warmup_steps(num_steps) == expected
+    for num_steps, expected in [(1, 1), (60, 6), (400, 40), (10**6, 50), (math.inf, 50)]:
+        with subtests.test(num_steps=num_steps):
+            assert default_warmup_steps(num_steps) == expected
 
 
-@pytest.mark.parametrize(
-    ("settled", "num_steps", "expected"),
-    [(0, 1000, 10), (12, 1000, 24), (12, 100, 10), (None, 1000, 64), (None, math.inf, 64), (16, math.inf, 32)],
-)
-def test_a_warm_up_by_what_a_pilot_shows(settled: int | None, num_steps: float, expected: int) -> None:
+def test_a_warm_up_by_what_a_pilot_shows(subtests: pytest.Subtests) -> None:
     """Twice as long as gradients took to settle, or twice the pilot of 32 where they had not; a tenth of the run."""
-    assert default_warmup_steps(num_steps, shown_warmup_steps(settled, 32)) == expected
+    for settled, num_steps, expected in [
+        (0, 1000, 10),
+        (12, 1000, 24),
+        (12, 100, 10),
+        (None, 1000, 64),
+        (None, math.inf, 64),
+        (16, math.inf, 32),
+    ]:
+        with subtests.test(settled=settled):
+            assert default_warmup_steps(num_steps, shown_warmup_steps(settled, 32)) == expected

@@ -195,14 +195,15 @@ def test_the_edge_of_a_model_is_that_of_its_recordings() -> None:
         plan(recorded("lstm", largest + 1).on(A100), A100, budget, is_provisional=True)
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
-def test_sizes_must_be_positive_integers(size: object) -> None:
+def test_sizes_must_be_positive_integers(subtests: pytest.Subtests) -> None:
     """One clear error, in a prediction and in a range."""
-    predict = Predictor(MODEL, FAST, None)
-    with pytest.raises(TuningError, match="is not a positive integer"):
-        predict(size)  # type: ignore[arg-type]
-    with pytest.raises(TuningError, match="is not a positive integer"):
-        predict.largest_feasible(size, 8)  # type: ignore[arg-type]
+    for size in [0, -1, 2.5, True, "8"]:
+        with subtests.test(size=size):
+            predict = Predictor(MODEL, FAST, None)
+            with pytest.raises(TuningError, match="is not a positive integer"):
+                predict(size)  # type: ignore[arg-type]
+            with pytest.raises(TuningError, match="is not a positive integer"):
+                predict.largest_feasible(size, 8)  # type: ignore[arg-type]
 
 
 def test_bad_settings_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
@@ -16,14 +15,10 @@ from lightning_offload.tuning.trial import Prediction, Trial
 from tests.shares import is_all
 from tests.tuning.curves import Case, FakeMachine, draw_case, kinked, peaked, right_sizes, saturating, stepped
 
-TILES = ("tiles64", "tiles128")
-"""Shapes of large tiles."""
 KINDS = ("measured", "biased", "exact", "blind")
 """What is known before a search: nothing but trials, or predictions of several qualities."""
-NUM_SEEDS = {"measured": 100, "biased": 100, "exact": 40, "blind": 40} if is_all() else dict.fromkeys(KINDS, 40)
-"""Of each shape, by what is predicted."""
-NUM_ODD_SEEDS = 100 if is_all() else 40
-"""The same for machines that disturb, tiles, and slow rises."""
+NUM_SEEDS = 100 if is_all() else 8
+"""Searches of each kind on each shape."""
 
 
 def search(
@@ -35,79 +30,68 @@ def search(
     return find_batch_size(machine.run, predict=predict, clock=machine.clock, **limits), machine
 
 
-def wrong_seeds(shape: str, kind: str, *, count: int, **scatter: float) -> list[int]:
-    """Search many drawn machines, each within its trials; list those where the size is not a right one."""
-    wrong = []
+def searches(
+    shape: str, kind: str, *, count: int = NUM_SEEDS, max_trials: int | None = None, **scatter: float
+) -> list[tuple[bool, int]]:
+    """Search many drawn machines: whether the size is a right one, and the number of trials, which is within limits."""
     is_predicted = kind != "measured"
+    most = max_trials or (12 if is_predicted else 24)
+    done = []
     for seed in range(count):
         case = draw_case(shape, seed, is_blind=kind == "blind", is_exact=kind == "exact")
-        found, ran = search(case, seed, is_predicted=is_predicted, **scatter)
+        found, ran = search(case, seed, is_predicted=is_predicted, max_trials=max_trials, **scatter)
         assert [trial.batch_size for trial in found.trials] == ran.sizes
-        assert len(ran.sizes) <= (12 if is_predicted else 24)
-        if found.batch_size not in right_sizes(case.curve, min(case.edge, case.max_size)):
-            wrong.append(seed)
-    return wrong
+        assert len(ran.sizes) <= most
+        is_right = found.batch_size in right_sizes(case.curve, min(case.edge, case.max_size))
+        done.append((is_right, len(ran.sizes)))
+    return done
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def check_shares(cells: dict[str, list[tuple[bool, int]]], wrong_share: float) -> None:
+    """Fail if more of all searches are wrong, or more of one kind, of which there are few: there one more may be."""
+    wrong = {name: sum(not is_right for is_right, _ in done) for name, done in cells.items()}
+    assert sum(wrong.values()) <= wrong_share * sum(map(len, cells.values())), wrong
+    assert all(num <= wrong_share * len(cells[name]) + (not is_all()) for name, num in wrong.items()), wrong
+
+
+@pytest.mark.timeout(3000 if is_all() else 300)
 @pytest.mark.parametrize("shape", ["saturating", "peaked", "stepped"])
-def test_picks_a_right_size(shape: str, kind: str) -> None:
-    """In at least 95% of runs that scatter by 5%; of sizes up to 4096, with 24 trials, or 12 and any prediction."""
-    assert len(wrong_seeds(shape, kind, count=NUM_SEEDS[kind])) <= 0.05 * NUM_SEEDS[kind]
+def test_picks_a_right_size(shape: str) -> None:
+    """In at least 95% of runs that scatter by 5%; of sizes up to 4096, with 24 trials, or 12 and any prediction.
+
+    So too where 15% of the steps are slowed by 1.2 to 2.5: a disturbance only ever slows. With any prediction the
+    median search takes at most eight trials.
+    """
+    # Two of 40 may be wrong: a search that is right in 90% passes with a probability of 0.22, on all shapes of 0.01.
+    cells = {kind: searches(shape, kind) for kind in KINDS}
+    for kind in KINDS[1:]:
+        assert statistics.median(num_trials for _, num_trials in cells[kind]) <= 8, kind
+    check_shares({**cells, "stalls": searches(shape, "measured", spikes=0.15)}, 0.05)
 
 
-@pytest.mark.parametrize("shape", ["saturating", "peaked", "stepped"])
-def test_on_a_machine_that_drifts(shape: str) -> None:
-    """Where whole trials are off by 5%, which none of their repeats tells, nine in ten picks are right all the same."""
-    wrong = wrong_seeds(shape, "measured", count=NUM_ODD_SEEDS, noise=0.02, drift=0.05)
-    assert len(wrong) <= 0.1 * NUM_ODD_SEEDS
+@pytest.mark.timeout(3000 if is_all() else 300)
+def test_picks_where_it_is_harder() -> None:
+    """Nine in ten are right where whole trials are off by 5%, which no repeat tells, where work is done in tiles of 64
+    or 128 samples, and where each doubling gains a few percent, for ever.
+    """
+    # Four of 48 may be wrong: a search that is right in 80% passes with a probability of 0.02.
+    shapes = ("saturating", "peaked", "stepped")
+    drifting = {f"drift, {shape}": searches(shape, "measured", noise=0.02, drift=0.05) for shape in shapes}
+    odd = {shape: searches(shape, "measured") for shape in ("tiles64", "tiles128", "creeping")}
+    check_shares({**drifting, **odd}, 0.1)
 
 
-@pytest.mark.parametrize("shape", ["saturating", "peaked", "stepped"])
-def test_on_a_machine_that_stalls(shape: str) -> None:
-    """Where 15% of the steps are slowed by 1.2 to 2.5, 95% of the picks are right: a disturbance only ever slows."""
-    assert len(wrong_seeds(shape, "measured", count=NUM_ODD_SEEDS, spikes=0.15)) <= 0.05 * NUM_ODD_SEEDS
-
-
-@pytest.mark.parametrize("shape", TILES)
-def test_with_large_tiles(shape: str) -> None:
-    """Where work is done in whole tiles of 64 or of 128 samples, nine in ten picks are right."""
-    assert len(wrong_seeds(shape, "measured", count=NUM_ODD_SEEDS)) <= 0.1 * NUM_ODD_SEEDS
-
-
-def test_where_throughput_rises_slowly() -> None:
-    """Nine in ten picks are right where each doubling gains a few percent, for ever."""
-    assert len(wrong_seeds("creeping", "measured", count=NUM_ODD_SEEDS)) <= 0.1 * NUM_ODD_SEEDS
-
-
-@pytest.mark.parametrize("kind", ["biased", "exact", "blind"])
-def test_a_prediction_saves_trials(kind: str) -> None:
-    """With any prediction the median search takes at most eight."""
-    num_trials = []
-    for shape, seed in itertools.product(["saturating", "peaked", "stepped"], range(10)):
-        case = draw_case(shape, seed, is_blind=kind == "blind", is_exact=kind == "exact")
-        num_trials.append(len(search(case, seed, is_predicted=True)[0].trials))
-    assert statistics.median(num_trials) <= 8
-
-
-@pytest.mark.parametrize("shape", ["saturating", "peaked"])
-def test_with_few_trials(shape: str) -> None:
+def test_with_few_trials() -> None:
     """Eight without a prediction are enough for eight in ten picks."""
-    wrong = 0
-    for seed in range(20):
-        case = draw_case(shape, seed)
-        found, ran = search(case, seed, is_predicted=False, max_trials=8)
-        assert len(ran.sizes) <= 8
-        wrong += found.batch_size not in right_sizes(case.curve, min(case.edge, case.max_size))
-    assert wrong <= 4
+    # Four of 20 may be wrong: a search that is right in 60% passes with a probability of 0.05.
+    shapes = ("saturating", "peaked")
+    check_shares({shape: searches(shape, "measured", count=10, max_trials=8) for shape in shapes}, 0.2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind", "most"), [("kinked", "measured", 2), ("kinked", "biased", 2), ("two_humps", "measured", 5)]
-)
-def test_harder_shapes(shape: str, kind: str, most: int) -> None:
-    """Sharp knees and dips with sharp edges are right nearly as often."""
-    assert len(wrong_seeds(shape, kind, count=20)) <= most
+def test_harder_shapes() -> None:
+    """Sharp knees are right in nine of ten, dips with sharp edges in three of four."""
+    check_shares({kind: searches("kinked", kind, count=10) for kind in ("measured", "biased")}, 0.1)
+    check_shares({"two humps": searches("two_humps", "measured", count=12)}, 0.25)
 
 
 def exact(curve: Any, edge: int, **arguments: Any) -> tuple[SearchResult, FakeMachine]:
@@ -253,9 +237,9 @@ def test_no_size_fits_within_the_trials() -> None:
         exact(saturating(5), 3, init_size=512, max_trials=1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_that_leave_nothing_to_search(subtests: pytest.Subtests) -> None:
+    """They are refused in one line that echoes the value, before any trial."""
+    for arguments, message in [
         ({"min_size": 8, "max_size": 4}, "min_size=8 is above max_size=4"),
         ({"min_size": 0}, "min_size=0 is not a batch size"),
         ({"max_size": -1}, "max_size=-1 is not a batch size"),
@@ -266,16 +250,14 @@ def test_no_size_fits_within_the_trials() -> None:
         ({"tolerance": math.nan}, "tolerance=nan is not a fraction"),
         ({"max_trials": 0}, "max_trials=0 allows no trial"),
         ({"max_seconds": 0.0}, "max_seconds=0.0 allows no trial"),
-    ],
-)
-def test_arguments_that_leave_nothing_to_search(arguments: dict[str, Any], message: str) -> None:
-    """They are refused in one line that echoes the value, before any trial."""
-    machine = FakeMachine(curve=saturating(1), edge=10)
-    with pytest.raises(TuningError, match="^" + re.escape(message)) as caught:
-        find_batch_size(machine.run, **arguments)
-    assert isinstance(caught.value, OffloadError)
-    assert "\n" not in str(caught.value)
-    assert machine.sizes == []
+    ]:
+        with subtests.test(arguments=arguments):
+            machine = FakeMachine(curve=saturating(1), edge=10)
+            with pytest.raises(TuningError, match="^" + re.escape(message)) as caught:
+                find_batch_size(machine.run, **arguments)
+            assert isinstance(caught.value, OffloadError)
+            assert "\n" not in str(caught.value)
+            assert machine.sizes == []
 
 
 def test_a_trial_of_another_size() -> None:

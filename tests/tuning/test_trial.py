@@ -24,11 +24,11 @@ def test_a_trial_needs_timed_steps(steps: tuple[float, ...]) -> None:
     assert str(steps) in str(caught.value)
 
 
-@pytest.mark.parametrize("speed", [None, 0.0, -1.0, math.inf, math.nan])
-def test_an_ok_trial_has_a_throughput(speed: float | None) -> None:
+def test_an_ok_trial_has_a_throughput(subtests: pytest.Subtests) -> None:
     """A trial that is ok without a usable throughput is refused."""
-    with pytest.raises(TuningError, match="is ok but gives"):
-        Trial(batch_size=8, is_ok=True, samples_per_second=speed)
+    for speed in [None, 0.0, -1.0, math.inf, math.nan]:
+        with subtests.test(speed=speed), pytest.raises(TuningError, match="is ok but gives"):
+            Trial(batch_size=8, is_ok=True, samples_per_second=speed)
 
 
 def test_size_zero() -> None:

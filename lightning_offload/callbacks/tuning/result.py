@@ -314,28 +314,19 @@ NAME = "batch_size"
 
 def curve_of(result: TuningResult) -> TuningCurve:
     """The points and marks of a result."""
-    measured = [
-        TuningPoint(
-            batch_size=trial.batch_size,
-            is_predicted=False,
-            samples_per_second=trial.samples_per_second,
-            peak_bytes=trial.peak_bytes,
-            is_feasible=trial.is_ok,
-            goodput=_goodput(result, trial),
+
+    def point(found: Trial | Prediction, *, is_feasible: bool) -> TuningPoint:
+        return TuningPoint(
+            batch_size=found.batch_size,
+            is_predicted=isinstance(found, Prediction),
+            samples_per_second=found.samples_per_second,
+            peak_bytes=found.peak_bytes,
+            is_feasible=is_feasible,
+            goodput=_goodput(result, found),
         )
-        for trial in result.trials
-    ]
-    predicted = [
-        TuningPoint(
-            batch_size=prediction.batch_size,
-            is_predicted=True,
-            samples_per_second=prediction.samples_per_second,
-            peak_bytes=prediction.peak_bytes,
-            is_feasible=prediction.is_feasible,
-            goodput=_goodput(result, prediction),
-        )
-        for prediction in result.predictions
-    ]
+
+    measured = [point(trial, is_feasible=trial.is_ok) for trial in result.trials]
+    predicted = [point(prediction, is_feasible=prediction.is_feasible) for prediction in result.predictions]
     return TuningCurve(
         points=(*measured, *predicted),
         chosen=result.batch_size,

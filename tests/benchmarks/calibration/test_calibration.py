@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.calibration import fitting, own, recording
 from benchmarks.calibration.checking import check, seconds_of, share_close
-from benchmarks.calibration.models import MODELS
 from benchmarks.calibration.page import page
-from benchmarks.calibration.public import DTYPES, SOURCES, card_of, is_held, rows
+from benchmarks.calibration.public import is_held, rows
 from benchmarks.calibration.recording import Step
 from benchmarks.results import RESULTS_FOLDER
 from lightning_offload.capture.roofline import Work
-from lightning_offload.graph.catalog import device_spec, find_card, spec_of
+from lightning_offload.graph.catalog import find_card, spec_of
 from lightning_offload.graph.work_kinds import WorkKind
 
 ROWS = rows()
@@ -30,16 +26,6 @@ STORED: dict[str, Any] = json.loads((RESULTS_FOLDER / "calibration-cpu.json").re
 def steps() -> list[Step]:
     """The stored step of each row."""
     return recording.stored_steps(ROWS)
-
-
-def test_rows_are_told_apart_and_have_sources() -> None:
-    """Every second one by name is held out."""
-    names = [row.name for row in ROWS]
-    assert names == sorted(set(names))
-    assert len(names) >= 20
-    assert {row.source for row in ROWS} == set(SOURCES)
-    assert {row.model for row in ROWS} == set(MODELS)
-    assert abs(sum(is_held(at) for at in range(len(ROWS))) - len(ROWS) / 2) <= 1
 
 
 def test_figures_of_the_review_are_among_them() -> None:
@@ -102,45 +88,11 @@ def test_rows_of_a_new_source_are_predicted_less_well(steps: list[Step]) -> None
         assert seconds / ROWS[at].seconds - 1 == pytest.approx(errors[key][at], abs=0.01)
 
 
-def test_the_committed_numbers_are_the_catalogues() -> None:
-    """What a fit makes of a card is what the catalogue makes of it."""
-    for row in ROWS[::7]:
-        assert fitting.device_of(row, fitting.COMMITTED) == spec_of(card_of(row), DTYPES[row.precision])
-
-
-def test_a_row_without_its_like(steps: list[Step]) -> None:
-    """Each is predicted by a fit to those of another key."""
-    chosen = [at for at, row in enumerate(ROWS) if row.model in ("vgg19", "alexnet-owt")]
-    some, theirs = [ROWS[at] for at in chosen], [steps[at] for at in chosen]
-    found = dict(fitting.fits_without(some, theirs, lambda row: row.model))
-    assert sorted(found) == list(range(len(some)))
-    for at, row in enumerate(some):
-        others = [i for i, other in enumerate(some) if other.model != row.model]
-        assert found[at] == fitting.fit([some[i] for i in others], [theirs[i] for i in others])
-
-
-def test_every_far_row_has_a_reason() -> None:
-    """Nothing is left unexplained."""
-    assert "unexplained" not in page(STORED)
-
-
 @pytest.mark.parametrize("name", ["resnet18 b16 float32", "alexnet-owt b128 float32", "mpt-125m b32 half"])
 def test_stored_steps_are_what_recording_gives(name: str) -> None:
     """Some of them; `python -m benchmarks calibration --fresh` makes all of them again."""
     row = next(row for row in ROWS if row.step == name)
     assert recording._encoded(*recording.record(row)) == recording._load()[name]
-
-
-def test_half_precision_is_recorded_as_cuda_runs_it() -> None:
-    """Under autocast LayerNorm and softmax are in float32; with the model cast, in what it is cast to."""
-
-    def reductions(casting: str) -> int:
-        row = next(row for row in ROWS if row.model == "vit-s16")
-        row = dataclasses.replace(row, batch_size=1, casting=casting)  # type: ignore[arg-type]
-        step, _ = recording.record(row)
-        return sum(count * work.num_bytes for work, count in step if work.kind is WorkKind.REDUCTION)
-
-    assert 1.5 < reductions("autocast") / reductions("model") <= 2.2
 
 
 def test_the_optimizers_traffic_and_transposes() -> None:
@@ -150,28 +102,6 @@ def test_the_optimizers_traffic_and_transposes() -> None:
     assert recording.with_optimizer(step, 10, "sgd") == (*step, (Work(0.0, 440), 1))
     assert recording.with_transposes(step, "float32") == step
     assert recording.with_transposes(step, "tf32") == (*step, (Work(0.0, 6), 2))
-
-
-def test_a_step_takes_the_sum_of_its_work() -> None:
-    """As often as each is done."""
-    device = device_spec("a100").at_peak()
-    step: Step = ((Work(19.5e12, 1, WorkKind.MATMUL), 2), (Work(0.0, 2039 * 10**9), 3))
-    assert seconds_of(step, device) == 5.0
-
-
-def test_the_fit_predicts_as_the_catalogue_does(steps: list[Step]) -> None:
-    """The committed numbers as the fit's vector give the times that the catalogue's devices give."""
-    problem = fitting._Problem(ROWS, steps)
-    numbers = _numbers(fitting.COMMITTED)
-    kinds = ("convolution", "depthwise", "matmul", "attention")
-    x = [
-        *(numbers[f"{core} {kind}"] for core in ("float32", "tf32", "half") for kind in kinds),
-        *(numbers[" ".join(key)] for key in problem.factors),
-        *(numbers[generation] for generation in problem.generations),
-        *(numbers[name] for name in ("reduction_bandwidth", "elementwise_bandwidth", "launch_seconds")),
-    ]
-    errors = [math.log(1 + checked.error) for checked in check(ROWS, steps)]
-    assert list(problem.residuals(np.log(x))) == pytest.approx(errors, abs=1e-9)
 
 
 def test_own_measurements_are_those_of_the_stored_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +118,3 @@ def test_own_measurements_are_those_of_the_stored_results(monkeypatch: pytest.Mo
         assert step.modelled_seconds == seconds_of(((Work(0.0, 1 << 40), step.sizes["batch_size"]),), h200)
     for step in stored:
         assert f"| {step.model} | {step.sizes['batch_size']} | {step.device} |" in page(STORED)
-
-
-def test_own_measurements_on_unknown_gpus_are_left_out(tmp_path: Path) -> None:
-    """They have no figures to be modelled by."""
-    (tmp_path / "gpu-toy.json").write_text(json.dumps({"device": "Toy", "rows": [], "config": {}}), encoding="utf-8")
-    assert own.measured_here(tmp_path) == []

@@ -29,14 +29,6 @@ def test_nothing_moves_on_the_gpu_of_the_paper(batch_size: int) -> None:
     assert cache.cached_bytes(alexnet(batch_size), free) == 0
 
 
-def test_traffic_begins_at_the_peak_under_liveness() -> None:
-    """The cache needs exactly what liveness leaves, and moves something with one byte less."""
-    layers = alexnet(8)
-    peak = route.peak(layers, "liveness").num_bytes
-    assert cache.cached_bytes(layers, peak) == 0
-    assert cache.cached_bytes(layers, peak - 1) > 0
-
-
 def test_least_recently_used_goes_first_and_comes_back() -> None:
     """Five equal tensors in room for four: the first output goes out once and comes back once."""
     size = chain(1)[0].num_bytes
@@ -45,10 +37,3 @@ def test_least_recently_used_goes_first_and_comes_back() -> None:
     assert cache.cached_bytes(layers, 6 * size) == 0
     assert cache.cached_bytes(layers, 5 * size) == 2 * size
     assert cache.cached_bytes(layers, 4 * size) == 2 * 2 * size
-
-
-def test_room_for_less_than_a_layer_is_refused() -> None:
-    """Where one layer's tensors do not fit there is nothing to evict."""
-    size = chain(1)[0].num_bytes
-    with pytest.raises(ValueError, match=f"{2 * size} bytes do not hold the tensors of one layer"):
-        cache.cached_bytes(chain(3), 2 * size)

@@ -34,11 +34,6 @@ def test_sizes_between_and_beyond_are_exact(family: Family, batch_size: int) -> 
     assert found.floor_op == expected.floor_op
 
 
-def test_times_between_are_close(family: Family) -> None:
-    """Between the two recordings a step takes within a hundredth of what one recorded there takes."""
-    assert family.at(11).seconds == pytest.approx(family.recorded_at(11).seconds, rel=0.01)
-
-
 def test_momentum_counts(example: Example, family: Family) -> None:
     """The state that is there before a step holds the parameters and as many bytes of momentum."""
     recorded = captures.record(example, 8, family.spec)

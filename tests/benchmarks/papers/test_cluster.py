@@ -26,11 +26,3 @@ def test_eight_gpus_by_hand() -> None:
     assert [figure.claim for figure in found] == [7.7, 7.7, 7.7, None]
     (alone_figure,) = cluster.eight_gpus(recorded.graph, plan, spec, 4, 0.5, (cluster.CAFFE,))
     assert alone_figure == found[0]
-
-
-def test_one_machine() -> None:
-    """Eight devices, whose links are as fast as their copies."""
-    spec = captures.device("k40c")
-    made = cluster.machine(spec)
-    assert made.place(8).num_nodes == 1
-    assert made.intra.bytes_per_second == spec.d2h_bytes_per_second == spec.h2d_bytes_per_second

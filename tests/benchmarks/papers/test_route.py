@@ -59,16 +59,3 @@ def test_extra_forwards_of_residual_networks(blocks: tuple[int, int, int, int], 
         assert {how: each.num_extra_forwards for how, each in found.items()} == num_extra
         assert found["cost-aware"].peak == found["memory"].peak
         assert found["memory"].peak.num_bytes < found["speed"].peak.num_bytes
-
-
-def test_bytes_grow_with_the_batch_alone() -> None:
-    """All figures are linear in the batch size, and peaks do not hang on the depth."""
-    assert route.peak(alexnet(10), "offload").num_bytes * 20 == route.peak(alexnet(200), "offload").num_bytes
-    assert route.recompute(resnet(RESNET50, 4), "speed").peak == route.recompute(resnet(RESNET101, 4), "speed").peak
-
-
-def test_network_has_the_depth_of_its_name() -> None:
-    """Convolutions off the shortcuts and the classifier are 50 and 101."""
-    for blocks, depth in ((RESNET50, 50), (RESNET101, 101)):
-        weighted = sum(layer.kind in ("conv", "fc") for layer in resnet(blocks, 1))
-        assert weighted - 4 == depth

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,21 +29,3 @@ def test_secant_of_a_line_takes_few_measurements() -> None:
 
     assert searches.secant(measure, 7 + 13 * 788, low=60, high=600) == 788
     assert len(measured) <= 4
-
-
-@pytest.mark.parametrize("kink", [3, 500, 1999])
-def test_kinks_cost_no_more_than_bisection(kink: int) -> None:
-    """Where the measure is steep at first, or flat, three times the measurements of a bisection are enough."""
-    measured: list[int] = []
-
-    def measure(n: int) -> int:
-        measured.append(n)
-        return 1000 * min(n, kink) + max(0, n - kink)
-
-    assert searches.secant(measure, measure(1700), low=1, high=2000) == 1700
-    assert len(measured) <= 3 * 11 + 3
-
-
-def test_secant_says_zero_where_nothing_fits() -> None:
-    """The lower end must fit."""
-    assert searches.secant(lambda n: n, 3, low=4, high=9) == 0

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.papers import rows_batch, rows_depth
 from benchmarks.papers.figures import Figure
-from benchmarks.results import ERROR, Measurements, Options, result_path, write_result
+from benchmarks.results import ERROR, Measurements, Options
 from benchmarks.suites import papers
-from benchmarks.tables import performance_page, write_documents
-
-ENVIRONMENT = {
-    "processor": "a processor",
-    "num_threads": 1,
-    "system": "Linux",
-    "versions": {"torch": "2.13"},
-    "commit": "abc",
-}
 
 
 @pytest.fixture(scope="module")
@@ -72,64 +58,3 @@ def test_failure_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.case for row in found.rows if row.metric == ERROR] == ["broken"]
     assert found.notes == {"broken": "RuntimeError: no luck"}
     assert len(papers.figures_of(found.config)) == 6
-
-
-def test_document_is_made_from_the_stored_result(quick: Measurements, tmp_path: Path) -> None:
-    """The page has a table for each system; the page of measured times has none of it."""
-    results = tmp_path / "results"
-    write_result(result_path("papers", "cpu", results), "papers", "cpu", quick, ENVIRONMENT)
-    assert json.loads((results / "papers-cpu.json").read_text())["config"]["figures"]
-    written = write_documents(tmp_path, results)
-    assert [path.name for path in written] == ["performance.md", "papers.md"]
-    page = written[1].read_text()
-    assert "## SuperNeurons" in page
-    assert "| peak, + liveness | AlexNet, b=200 | 1,489.36 MiB | 1,489.36 MiB | matched | layers |" in page
-    assert "SuperNeurons" not in performance_page(results)
-
-
-def test_document_names_what_failed() -> None:
-    """An error stands on the page with its reason."""
-    result = {
-        "environment": ENVIRONMENT,
-        "config": {"figures": []},
-        "rows": [{"case": "broken", "metric": "error", "value": 1.0, "goal": None}],
-        "notes": {"broken": "RuntimeError: no luck"},
-    }
-    assert "- broken: RuntimeError: no luck" in papers.page(result)
-
-
-def test_document_counts_verdicts_and_says_what_is_missing(quick: Measurements) -> None:
-    """At the top stands how many figures of each system have which verdict, at the end what has no figure of ours."""
-    page = papers.page({"environment": ENVIRONMENT, "config": quick.config, "rows": []})
-    counts = Counter(f.verdict for f in papers.figures_of(quick.config) if f.system == "SuperNeurons")
-    names = ("beaten", "matched", "not reached", "not comparable")
-    assert f"| SuperNeurons | {' | '.join(str(counts[name]) for name in names)} |" in page
-    assert "| Meng et al. | largest batch of a GAN | 48 of 24 |" in page
-
-
-def test_table_for_a_terminal(quick: Measurements) -> None:
-    """Claims stand beside ours."""
-    console = Console(width=250, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
-    console.print(papers.table(quick))
-    text = console.export_text()
-    console.file.close()
-    assert "largest batch" in text
-    assert "published" in text
-
-
-def test_every_claim_has_a_task() -> None:
-    """The full run has a task for each batch, depth and memory claim; names do not collide."""
-    names = set(papers.tasks(quick=False))
-    num_claims = len(rows_batch.CLAIMS) + len(rows_depth.DEPTH_CLAIMS) + len(rows_depth.MEMORY_CLAIMS)
-    assert len(names) == 4 + num_claims + 6
-    systems = {claim.system for claim in (*rows_batch.CLAIMS, *rows_depth.DEPTH_CLAIMS, *rows_depth.MEMORY_CLAIMS)}
-    assert systems <= set(papers.SOURCES)
-    assert set(papers.tasks(quick=True)) <= names
-
-
-def test_network_of_a_depth() -> None:
-    """A depth is shared out with the third stage taking what the others leave; too small a one is refused."""
-    model = rows_depth.network(134 + 3 * 3, 1).build()
-    assert len(model.stages[2]) == 3  # type: ignore[union-attr,index,arg-type]
-    with pytest.raises(ValueError, match="a depth of 134 is not above 134"):
-        rows_depth.network(134, 1)

@@ -10,7 +10,6 @@ import pytest
 from rich.progress import Progress
 
 from benchmarks.planner.cells import BEATEN, DEVICES, HEIGHTS, Cell, cells
-from benchmarks.planner.page import page
 from benchmarks.results import Measurements, Options, result_path, write_result
 from benchmarks.suites import planner
 
@@ -44,28 +43,6 @@ def test_losses_are_counted_and_goals_depend_on_the_height() -> None:
     rows = {(row.case, row.metric): row for row in planner._summary([*found, slow])}
     row = rows["all cells of resnet152", "planning_seconds_most"]
     assert (row.value, row.goal) == (1.5, 1.0)
-
-
-def test_page_shows_every_cell() -> None:
-    """Added time in percent: ours, the bound, the best other policy and its name."""
-    found = [cell(0.4, auto=12.0, layup=11.5), cell(0.05, auto=15.0)]
-    rows = [vars_of(row) for row in planner._summary(found)]
-    result = {
-        "config": {"cells": [c.encoded() for c in found]},
-        "environment": {"versions": {"numpy": "2"}, "commit": "abc"},
-        "rows": rows,
-    }
-    text = page(result)
-    assert "| net | **20.0** / 10.0 / 15.0 layup | **50.0** / 10.0 / none |" in text
-    assert "| layup | 1 of 2 | 1 |" in text
-    assert "**2 cells: at most 36.4% above" in text
-    assert "; 1 lost to a published policy" in text
-    assert "| net, a100 float32, h=0.4 | 20.0 | 10.0 | 15.0 layup | 1.0435 |" in text
-
-
-def vars_of(row: planner.Row) -> dict[str, object]:
-    """A row as it is stored."""
-    return {name: getattr(row, name) for name in ("case", "metric", "value", "goal")}
 
 
 def test_a_real_cell() -> None:

@@ -20,9 +20,9 @@ def seconds(num_bytes: int, cluster: Cluster, num_devices: int, algorithm: Choic
     return exchange_cost(num_bytes, cluster.place(num_devices), algorithm).seconds
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "algorithm", "expected"),
-    [
+def test_closed_forms_between_equal_nodes(subtests: pytest.Subtests) -> None:
+    """800 bytes over links of 100 bytes a second, half a second a hop, one device a node."""
+    for num_devices, algorithm, expected in [
         (2, "ring", 2 * 1 / 2 * 800 / 100 + 2 * 1 * 0.5),
         (8, "ring", 2 * 7 / 8 * 800 / 100 + 2 * 7 * 0.5),
         (8, "tree", 2 * 800 / 100 + 2 * 3 * 0.5),
@@ -31,11 +31,9 @@ def seconds(num_bytes: int, cluster: Cluster, num_devices: int, algorithm: Choic
         (8, "binary-tree", 2 * 3 * (800 / 100 + 0.5)),
         (6, "binary-tree", 2 * 3 * (800 / 100 + 0.5)),
         (8, "server", 2 * (8 * 800 / 100 + 0.5)),
-    ],
-)
-def test_closed_forms_between_equal_nodes(num_devices: int, algorithm: Choice, expected: float) -> None:
-    """800 bytes over links of 100 bytes a second, half a second a hop, one device a node."""
-    assert seconds(800, flat(100.0, 0.5), num_devices, algorithm) == expected
+    ]:
+        with subtests.test(num_devices=num_devices):
+            assert seconds(800, flat(100.0, 0.5), num_devices, algorithm) == expected
 
 
 def test_two_levels_of_links() -> None:
@@ -80,16 +78,17 @@ def test_auto_takes_the_cheaper() -> None:
     assert exchange_cost(10, cluster.place(256)).algorithm == "tree"
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_device_exchanges_nothing(algorithm: Choice) -> None:
+def test_one_device_exchanges_nothing(subtests: pytest.Subtests) -> None:
     """It costs no time, and no bytes of any link."""
-    cost = exchange_cost(10**9, flat(1.0, 1.0, uses_host_link=True).place(1), algorithm)
-    assert (cost.seconds, cost.link_bytes) == (0.0, 0.0)
+    for algorithm in ALGORITHMS:
+        with subtests.test(algorithm=algorithm):
+            cost = exchange_cost(10**9, flat(1.0, 1.0, uses_host_link=True).place(1), algorithm)
+            assert (cost.seconds, cost.link_bytes) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("intra", "inter", "num_devices", "algorithm", "expected"),
-    [
+def test_what_passes_the_host_link(subtests: pytest.Subtests) -> None:
+    """In one direction, of the busiest device: what a ring passes on, or its share of the node's cards."""
+    for intra, inter, num_devices, algorithm, expected in [
         (True, True, 8, "ring", 2 * 7 / 8 * 800),  # PCIe within the node
         (False, True, 8, "ring", 0.0),  # NVLink within the node
         (False, True, 16, "ring", 2 * 15 / 16 * 800 / 8),  # NVLink, and a card for each device
@@ -99,14 +98,10 @@ def test_one_device_exchanges_nothing(algorithm: Choice) -> None:
         (True, True, 16, "binary-tree", 4 * 800),
         (False, True, 16, "server", 800),
         (False, False, 16, "ring", 0.0),
-    ],
-)
-def test_what_passes_the_host_link(
-    intra: bool, inter: bool, num_devices: int, algorithm: Choice, expected: float
-) -> None:
-    """In one direction, of the busiest device: what a ring passes on, or its share of the node's cards."""
-    cluster = Cluster(intra=link(10.0, uses_host_link=intra), inter=link(10.0, uses_host_link=inter))
-    assert exchange_cost(800, cluster.place(num_devices), algorithm).link_bytes == expected
+    ]:
+        with subtests.test(intra=intra):
+            cluster = Cluster(intra=link(10.0, uses_host_link=intra), inter=link(10.0, uses_host_link=inter))
+            assert exchange_cost(800, cluster.place(num_devices), algorithm).link_bytes == expected
 
 
 @given(

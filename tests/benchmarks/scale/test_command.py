@@ -133,31 +133,31 @@ def test_copies_share_the_link_to_the_host(capsys: pytest.CaptureFixture[str]) -
     assert "contention" not in output_of(capsys, *SCALE, "--budget", "100MiB")
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
+def test_numbers_of_devices(subtests: pytest.Subtests) -> None:
+    """Dots go on by the ratio of the two before them."""
+    for text, numbers in [
         ("1", (1,)), ("3,5,100", (3, 5, 100)),
         ("1,2,4,...,32", (1, 2, 4, 8, 16, 32)), ("8, 16, ..., 64", (8, 16, 32, 64)),
         ("1,10,...,1000,2000", (1, 10, 100, 1000, 2000)), ("1,2,...,8,24,...,216", (1, 2, 4, 8, 24, 72, 216)),
         ("1,2,...,4", (1, 2, 4)),
-    ],
-)  # fmt: skip
-def test_numbers_of_devices(text: str, numbers: tuple[int, ...]) -> None:
-    """Dots go on by the ratio of the two before them."""
-    assert parse_devices(text) == numbers
+    ]:  # fmt: skip
+        with subtests.test(text=text):
+            assert parse_devices(text) == numbers
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_is_no_list_of_numbers(subtests: pytest.Subtests) -> None:
+    """Refused with what to write."""
+    for text in [
         "", "0", "-1", "1,1", "4,2", "a", "1,...,8", "1,2,...", "...,4", "1,2,...,...,8", "1.5", "1,,2", "99999999999",
         "²",
-    ],
-)  # fmt: skip
-def test_what_is_no_list_of_numbers(text: str) -> None:
-    """Refused with what to write."""
-    with pytest.raises(UnsupportedError, match=r"is no list of numbers: write 1,8,64 or 1,2,4,\.\.\.,1024, ascending"):
-        parse_devices(text)
+    ]:  # fmt: skip
+        with (
+            subtests.test(text=text),
+            pytest.raises(
+                UnsupportedError, match=r"is no list of numbers: write 1,8,64 or 1,2,4,\.\.\.,1024, ascending"
+            ),
+        ):
+            parse_devices(text)
 
 
 @pytest.mark.parametrize("text", ["1,2,...,7", "2,3,...,9", "1,2,4,...,5"])
@@ -167,9 +167,9 @@ def test_dots_that_lead_elsewhere(text: str) -> None:
         parse_devices(text)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_input(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    """One line says what is allowed, before the model is looked for."""
+    for arguments, message in [
         (["--devices", "none"], "--devices 'none' is no list of numbers"),
         (["--intra", "nvlink9"], "unknown interconnect 'nvlink9': did you mean 'nvlink"),
         (["--inter", "5Gb/s"], "interconnect '5Gb/s' is no rate"),
@@ -180,11 +180,9 @@ def test_dots_that_lead_elsewhere(text: str) -> None:
         (["--bucket-size", "25M"], "--bucket-size: '25M' is ambiguous"),
         (["--bucket-size", "0"], "--bucket-size '0' holds nothing"),
         (["--bucket-size", "25"], "--bucket-size 25 is ambiguous, it may mean bytes or DDP's MiB: write 25B or 25MiB"),
-    ],
-)
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says what is allowed, before the model is looked for."""
-    assert message in refused(capsys, "no.such:model", *arguments)
+    ]:
+        with subtests.test(arguments=arguments):
+            assert message in refused(capsys, "no.such:model", *arguments)
 
 
 def test_the_same_bad_input_as_other_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from benchmarks.results import Measurements, Options
 from benchmarks.suites import tuner
 from benchmarks.tuner import contests as contests_module
-from benchmarks.tuner.contest_jobs import contests, quick_contests
+from benchmarks.tuner.contest_jobs import quick_contests
 from benchmarks.tuner.contest_rows import contest_lines, contest_rows
 from benchmarks.tuner.contests import Contest, Run, best_of_grid, num_runs, runs_left
 from lightning_offload.demo.training import quiet_lightning
@@ -71,12 +71,6 @@ def test_a_contest_goes_on_where_it_stopped(contest: Contest) -> None:
         assert [*known, *runs_left(contest, known)] == whole
 
 
-def test_the_best_is_not_timed_twice_where_it_is_the_base(contest: Contest) -> None:
-    """Of a grid that the configured values win there is no third training."""
-    one = dataclasses.replace(contest, sizes=(2, 4))
-    assert {run.entrant for run in runs_left(one, [])} == {"grid", "base", "tuned"}
-
-
 def test_without_a_grid_the_configured_values_alone_are_compared_with(contest: Contest) -> None:
     """There is no best of nothing."""
     none = dataclasses.replace(contest, sizes=(), rate_factors=())
@@ -124,17 +118,6 @@ def test_a_training_that_never_arrives_is_no_ratio() -> None:
     assert "1 min 30 s, given up" in "\n".join(contest_lines(runs, [CONFIG]))
 
 
-def test_the_contests_that_count() -> None:
-    """The configured size is in the grid where there is one; held-out samples are in no training."""
-    for contest in contests():
-        assert not contest.sizes or contest.job.batch_size in contest.sizes
-        assert json.dumps(contest.config())
-        train, held_out = contest.job.tensors(), contest.held_out()
-        assert len(held_out[0]) == pytest.approx(len(train[0]) / 4, abs=1)
-        assert train[0][:4].shape == held_out[0][:4].shape
-        assert not train[0][0].equal(held_out[0][0])
-
-
 def measured(folder: Any, **options: Any) -> Measurements:
     """A quick run of the suite, contests alone."""
     with pytest.MonkeyPatch.context() as patch, Progress(disable=True) as progress:
@@ -176,13 +159,3 @@ def test_trainings_are_stored_as_they_end(tmp_path: Any, monkeypatch: pytest.Mon
     assert again.config["contest_runs"] == found.config["contest_runs"]
     monkeypatch.setattr(tuner.environment, "digest_of", lambda *_: "other")
     assert measured(tmp_path, minutes=0).config["contest_runs"] == []
-
-
-def test_notes_that_differ_in_figures_alone_are_shown_once(contest: Contest) -> None:
-    """The first of them, and how many trainings had it."""
-    notes = ["Kept: 3.5 s of 40 s.", "Kept: 120 ms of 41.25 s.", "Raised by 8.", "Kept: 2 s of 9 s."]
-    runs = [ran("tuned", seed, 10.0, note=note) for seed, note in enumerate(notes)]
-    lines = list(contest_lines(runs, [{"key": KEY, **contest.config()}]))
-    assert [line for line in lines if line.startswith("- ")] == [
-        "- The finder, in 3 of 4: Kept: 3.5 s of 40 s.", "- The finder, in 1 of 4: Raised by 8.",
-    ]  # fmt: skip

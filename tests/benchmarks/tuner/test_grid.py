@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmarks.tuner import grid
 from benchmarks.tuner.finding import budget_of
@@ -30,14 +29,6 @@ def test_rounds_are_interleaved() -> None:
     rounds = [(2, "warm"), (2, "time"), (4, "warm"), (4, "time")]
     turned = [(2, "warm"), (2, "time"), (4, "warm"), (4, "time")]  # begins with 4, backwards
     assert schedule == [(2, "learn"), *learned, *rounds, *turned]
-
-
-def test_samples_own_their_memory_and_repeat(job: Job) -> None:
-    """A batch is no view of the data set, whose bytes would count; too few samples begin again."""
-    (tokens,) = job.tensors()
-    first = grid._first(tokens, len(tokens) + 2)
-    assert torch.equal(first[-2:], tokens[:2])
-    assert grid._first(tokens, 2).untyped_storage().nbytes() == 2 * tokens[0].nbytes
 
 
 def test_throughput_is_that_of_the_median_round() -> None:

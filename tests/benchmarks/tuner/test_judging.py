@@ -29,14 +29,6 @@ def test_a_verdict_names_the_sizes() -> None:
     assert verdict.best_over_chosen == pytest.approx((400 / 410) / (200 / 210))
     assert verdict.smaller_over_best == pytest.approx((100 / 110) / (400 / 410))
     assert verdict.is_right
-
-
-def test_the_smallest_size_has_none_below_it() -> None:
-    """Where nothing is much smaller only the speed counts."""
-    verdict = judge(10, {10: 100.0, 20: 101.0}, 0.03)
-    assert (verdict.smaller_size, verdict.smaller_over_best, verdict.is_right) == (None, None, True)
-
-
-def test_of_equal_sizes_the_smaller_is_named() -> None:
-    """A tie does not depend on the order of the sizes."""
+    least = judge(10, {10: 100.0, 20: 101.0}, 0.03)  # nothing is much smaller: only the speed counts
+    assert (least.smaller_size, least.smaller_over_best, least.is_right) == (None, None, True)
     assert judge(16, {16: 5.0, 8: 5.0}, 0.03).best_size == 8

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-import torch
 
 from benchmarks.tuner import sleeping
-from benchmarks.tuner.sleeping import NOISE, SHAPES, Machine, Sleeper, draw, measure_overhead, search
+from benchmarks.tuner.sleeping import SHAPES, measure_overhead, search
 
 
 class FakeTime:
@@ -51,25 +48,6 @@ def test_overhead_is_what_a_step_costs_beside_its_sleep(fake_time: FakeTime) -> 
     assert measure_overhead() == pytest.approx(1e-3)
 
 
-def test_memory_ends_above_the_edge(fake_time: FakeTime) -> None:
-    """At the edge a step sleeps for as long as the curve says, one sample more is out of memory."""
-    model = Sleeper(Machine(shape="", seconds=lambda size: size * 0.5, edge=4, noise=0.0), 0)
-    model(torch.ones(4)).backward()
-    assert fake_time.now == 2.0
-    with pytest.raises(torch.OutOfMemoryError, match="the edge is 4"):
-        model(torch.ones(5))
-
-
-def test_a_machine_is_drawn_by_its_seed() -> None:
-    """The same seed draws the same, another one another; only one shape is noisy."""
-    for shape in SHAPES:
-        first, again, other = draw(shape, 1), draw(shape, 1), draw(shape, 2)
-        assert first.edge == again.edge
-        assert [first.seconds(n) for n in (1, 40, 500)] == [again.seconds(n) for n in (1, 40, 500)]
-        assert first.seconds(1) != other.seconds(1)
-        assert first.noise == (NOISE if shape == "noisy" else 0.0)
-
-
 def test_a_search_that_fails_is_an_outcome(fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts as wrong and keeps its reason."""
 
@@ -79,11 +57,3 @@ def test_a_search_that_fails_is_an_outcome(fake_time: FakeTime, monkeypatch: pyt
     monkeypatch.setattr(sleeping, "find_batch_size", fail)
     outcome = search("peaked", 0, tolerance=0.03, overhead_seconds=0.0)
     assert (outcome.is_right, outcome.chosen, outcome.error) == (False, None, "RuntimeError: no")
-
-
-def test_it_sleeps_for_real_otherwise() -> None:
-    """Without the fake a step takes at least its sleep on the real clock."""
-    model = Sleeper(Machine(shape="", seconds=lambda size: 0.01, edge=1, noise=0.0), 0)
-    start = time.perf_counter()
-    model(torch.ones(1))
-    assert time.perf_counter() - start >= 0.01

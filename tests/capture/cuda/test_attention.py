@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,9 +17,9 @@ def heads(*shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = Tr
     return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=needs_grad)
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "width", "how", "kernel"),
-    [
+def test_kernel_by_type_width_and_gpu(subtests: pytest.Subtests) -> None:
+    """Without a mask."""
+    for capability, dtype, width, how, kernel in [
         (80, torch.float32, 64, {}, Kernel.EFFICIENT),
         (80, torch.float32, 66, {}, Kernel.MATH),  # not a multiple of 128 bits
         (80, torch.float64, 64, {}, Kernel.MATH),
@@ -42,14 +40,10 @@ def heads(*shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = Tr
         (90, torch.float32, 64, {}, Kernel.EFFICIENT),
         (120, HALF, 64, {}, Kernel.FLASH),
         (35, torch.float32, 64, {}, Kernel.MATH),
-    ],
-)
-def test_kernel_by_type_width_and_gpu(
-    capability: int, dtype: torch.dtype, width: int, how: dict[str, Any], kernel: Kernel
-) -> None:
-    """Without a mask."""
-    tensor = heads(2, 4, 32, width, dtype=dtype)
-    assert kernel_for(capability, tensor, tensor, tensor, **how) is kernel
+    ]:
+        with subtests.test(capability=capability):
+            tensor = heads(2, 4, 32, width, dtype=dtype)
+            assert kernel_for(capability, tensor, tensor, tensor, **how) is kernel
 
 
 def test_mask_rules_flash_attention_out_and_a_trained_one_cudnn() -> None:

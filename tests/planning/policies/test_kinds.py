@@ -7,9 +7,9 @@ import pytest
 from lightning_offload.planning.policies.kinds import Kind, kind_of
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
+def test_kinds_of_aten_ops(subtests: pytest.Subtests) -> None:
+    """Forward, backward, in-place and vendors' kernels of a layer are of its kind; others are of none."""
+    for kind, names in [
         (Kind.CONV, "convolution cudnn_convolution convolution_backward conv_depthwise3d _conv_depthwise2d"),
         (Kind.LINEAR, "mm addmm _scaled_mm mkldnn_linear mv addmv"),
         (Kind.MATMUL, "bmm baddbmm dot"),
@@ -23,12 +23,10 @@ from lightning_offload.planning.policies.kinds import Kind, kind_of
         (Kind.JOIN, "add add_"),
         (Kind.CONCAT, "cat stack"),
         (Kind.OTHER, "mul clone embedding _to_copy scatter nll_loss_forward linalg_vector_norm convert where"),
-    ],
-)
-def test_kinds_of_aten_ops(kind: Kind, names: str) -> None:
-    """Forward, backward, in-place and vendors' kernels of a layer are of its kind; others are of none."""
-    for name in names.split():
-        assert kind_of(f"aten.{name}.default") is kind, name
+    ]:
+        with subtests.test(kind=kind):
+            for name in names.split():
+                assert kind_of(f"aten.{name}.default") is kind, name
 
 
 def test_names_without_a_namespace() -> None:

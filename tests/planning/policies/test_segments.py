@@ -72,13 +72,14 @@ def test_by_block_numbers_ops() -> None:
     assert by_block(Problem(conv_relu())) is None
 
 
-@pytest.mark.parametrize(("num", "segments"), [(2, 1), (3, 2), (4, 2), (9, 3), (12, 3), (16, 4), (48, 7)])
-def test_grouped_makes_the_square_root(num: int, segments: int) -> None:
+def test_grouped_makes_the_square_root(subtests: pytest.Subtests) -> None:
     """Successive segments are joined to about the square root of their number; ops outside stay outside."""
-    found = grouped([OUTSIDE, *range(num)], sqrt_size(num))
-    assert found[0] == OUTSIDE
-    assert found[1:] == sorted(found[1:])
-    assert len(set(found[1:])) == segments
+    for num, segments in [(2, 1), (3, 2), (4, 2), (9, 3), (12, 3), (16, 4), (48, 7)]:
+        with subtests.test(num=num):
+            found = grouped([OUTSIDE, *range(num)], sqrt_size(num))
+            assert found[0] == OUTSIDE
+            assert found[1:] == sorted(found[1:])
+            assert len(set(found[1:])) == segments
 
 
 def test_equal_parts_cut_where_least_crosses() -> None:
