@@ -1,9 +1,9 @@
 """Autocasts fake CPU tensors by CUDA's lists: what a CPU's leave out, above all functions that need float32.
 
-The lists are those of ``aten/src/ATen/autocast_mode.h``, as far as this torch has them (``rms_norm`` is cast from 2.12
-on). Shortfall: a CPU's own few more functions in float32
-(``avg_pool3d``, ``grid_sampler``, those of ``torch.fft``) stay so, and ``cross_entropy``, which takes a copy of float16
-that CUDA's kernel goes without.
+Which functions are cast is asked of torch. How is that of ``aten/src/ATen/autocast_mode.h``: those that take the type
+of their result as an argument are given float32; those below go in half precision or in the widest type; all others in
+float32. Shortfall: a CPU's own few more functions in float32 (``avg_pool3d``, ``grid_sampler``, those of ``torch.fft``)
+stay so, and ``cross_entropy``, which takes a copy of float16 that CUDA's kernel goes without.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_offload.capture.cuda.overrides import has_kernel, overload_of, replacing
+from lightning_offload.capture.cuda.overrides import overload_of, replacing
 
 _KEY = "AutocastCPU"
 _CUDA_KEY = "AutocastCUDA"
@@ -26,28 +26,16 @@ _HERE = torch._C.DispatchKey.AutocastCPU
 _AUTOCAST = torch._C.DispatchKeySet(_HERE)
 _HALVES = (torch.float16, torch.bfloat16)
 
-_IN_FLOAT32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
-    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist",
-    "pdist", "renorm", "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d",
-    "_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d",
-    "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d",
-    "_upsample_bicubic2d_aa", "norm.Scalar", "norm.ScalarOpt_dim",
+_IN_HALF = frozenset(
+    {
+        "_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "addmv", "addr", "mv",
+        "einsum", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell",
+        "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention",
+    }
 )  # fmt: skip
-_TO_FLOAT32 = (
-    "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList", "linalg_vector_norm",
-    "linalg_matrix_norm", "linalg_matrix_norm.str_ord",
-)  # fmt: skip
-"""Those that take the type of their result as an argument: it is given them."""
-_IN_HALF = (
-    "_convolution", "convolution", "addmv", "addr", "mv", "einsum", "chain_matmul", "linalg_multi_dot",
-    "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
-    "_scaled_dot_product_flash_attention",
-)  # fmt: skip
-_IN_WIDEST = (
-    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "tensordot", "scatter_add",
-)  # fmt: skip
+_IN_WIDEST = frozenset(
+    {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "tensordot", "scatter_add"}
+)
 """Those whose arguments have to have one type: float32 where any of them has."""
 
 
@@ -68,17 +56,7 @@ _caster = _Caster()
 @contextlib.contextmanager
 def casting() -> Iterator[None]:
     """Inside, this thread's autocast on a CPU is CUDA's."""
-    table = {
-        **{name: _cast(name, lambda _: torch.float32) for name in _IN_FLOAT32},
-        **{name: _cast(name, lambda _: torch.get_autocast_dtype("cpu")) for name in _IN_HALF},
-        **{name: _cast(name, _widest) for name in _IN_WIDEST},
-        **{name: _cast_within(name) for name in _TO_FLOAT32},
-    }
-    lacking = {
-        name: _elsewhere(name, function)
-        for name, function in table.items()
-        if has_kernel(name, _CUDA_KEY) and not has_kernel(name, _KEY)
-    }
+    lacking = {name: _elsewhere(name, _caster_for(name)) for name in cast_on(_CUDA_KEY) - cast_on(_KEY)}
     autocast: Any = torch.amp.autocast_mode.autocast
     leave = autocast.__exit__
     with replacing(_KEY, lacking):
@@ -88,6 +66,22 @@ def casting() -> Iterator[None]:
         finally:
             _caster.is_on, autocast.__exit__ = False, leave
             _caster.casts.clear()
+
+
+def cast_on(key: str) -> set[str]:
+    """The overloads of aten's that torch casts under a dispatch key."""
+    registered: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
+
+
+def _caster_for(name: str) -> Callable[..., Any]:
+    if name in _IN_HALF:
+        return _cast(name, lambda _: torch.get_autocast_dtype("cpu"))
+    if name in _IN_WIDEST:
+        return _cast(name, _widest)
+    if any(argument.name == "dtype" for argument in overload_of(name)._schema.arguments):
+        return _cast_within(name)
+    return _cast(name, lambda _: torch.float32)
 
 
 def _forgetting(leave: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 Each takes the place of torch's own for CPU tensors, in the thread and for the time of :func:`choosing`, wherever it is
 called from, C++ included. Sources, all in ``aten/src/ATen/native``: ``Dropout.cpp`` (a mask of one byte an element),
-``Normalization.cpp`` (which batch norms are cuDNN's), ``layer_norm.cpp`` (RMS norm is one kernel),
-``SoftMax.cpp`` (float16 in, float32 out), ``RNN.cpp``, and those of :mod:`~.attention`.
+``layer_norm.cpp`` (RMS norm is one kernel), ``RNN.cpp``, and those of :mod:`~.attention`. Batch norms stay as they are:
+cuDNN's save the same. Shortfall: a softmax of float16 in float32 takes a copy, which CUDA's goes without.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from lightning_offload.capture.cuda.overrides import overload_of, replacing
 
 _aten: Any = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_MOST_IMAGES = {True: 880801, False: 65535}
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
-_MOST_ELEMENTS = (1 << 31) - 1
 
 
 class _Chooser(threading.local):
@@ -75,32 +73,6 @@ def _dropout(data: Tensor, p: float, train: bool) -> Any:
     return _aten.native_dropout(data, p, True)[0] if is_fused else NotImplemented
 
 
-def _batch_norm(
-    data: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    _cudnn_enabled: bool,
-) -> Any:
-    if weight is None or bias is None or (mean is None) != (variance is None) or (mean is None and not training):
-        return NotImplemented
-    is_mixed = data.dtype is torch.float16 and weight.dtype is not torch.float32
-    if is_mixed or torch.bfloat16 in (data.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
-        return NotImplemented
-    if data.dim() < 3 or data.shape[0] > _MOST_IMAGES[training] or not 0 < data.numel() < _MOST_ELEMENTS:
-        return NotImplemented
-    layout = torch.contiguous_format
-    if data.dim() in (4, 5) and not data.is_contiguous():
-        last = torch.channels_last if data.dim() == 4 else torch.channels_last_3d
-        layout = last if data.is_contiguous(memory_format=last) else layout
-    data = data.contiguous(memory_format=layout)
-    return _aten.cudnn_batch_norm(data, weight, bias, mean, variance, training, momentum, eps)[0]
-
-
 def _rms_norm(data: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
     if (weight is not None and weight.dtype is not data.dtype) or suggest_memory_format(data) in _CHANNELS_LAST:
         return NotImplemented
@@ -129,16 +101,6 @@ class _FusedRMSNorm(torch.autograd.Function):
         return made[0], None, made[1] if wanted[1] else None, None
 
 
-def _softmax(kernel: Any) -> Callable[..., Any]:
-    """A softmax of float16 in float32 takes no copy; of bfloat16 it does, there too."""
-
-    def run(data: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-        is_fused = data.dtype is torch.float16 and dtype is torch.float32
-        return kernel(data, dim, True) if is_fused else NotImplemented
-
-    return run
-
-
 def _on_cudnn(function: Callable[..., Any]) -> Callable[..., Any]:
     """A recurrence where cuDNN takes its input."""
 
@@ -155,10 +117,7 @@ def _plain(mode: int) -> Callable[..., Any]:
 
 _TABLE: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
-    "batch_norm": _batch_norm,
     "rms_norm": _rms_norm,
-    "softmax.int": _softmax(_aten._softmax),
-    "log_softmax.int": _softmax(_aten._log_softmax),
     "lstm.input": _on_cudnn(recurrent.lstm),
     "gru.input": _plain(recurrent.GRU),
     "rnn_tanh.input": _plain(recurrent.TANH),

@@ -19,12 +19,6 @@ def overload_of(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def has_kernel(name: str, key: str) -> bool:
-    """Whether an overload of aten's has a kernel of its own for a dispatch key."""
-    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
-    return found
-
-
 @contextlib.contextmanager
 def replacing(key: str, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Inside, aten's overloads of these names run these functions, under a dispatch key that has no kernel for them.

@@ -8,8 +8,8 @@ bytes was printed for an LSTM and one of 864,000,000 for a GRU, of models whose 
 layers of width 320. For 25,000 steps of sequences both are, at each step, the output of each layer but the last, and
 for each layer five times the width for an LSTM (its gates and its cell) and six times for a GRU, for a plain recurrence
 once the width. On an H200 (torch 2.11, cuDNN 9.19) an LSTM of two layers in float32 and in bfloat16, a GRU of both
-directions and a plain recurrence kept that and 256 bytes each. For dropout between layers we assume one more bit an
-element. The state of dropout's random numbers, a few MiB that are kept from step to step, does not count.
+directions and a plain recurrence kept that and 256 bytes each. What dropout between layers keeps was not measured and
+does not count; nor does the state of its random numbers, a few MiB that are kept from step to step.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ class Shape(NamedTuple):
     hidden: int
 
 
-def reserve_bytes(mode: int, shape: Shape, element_size: int, *, has_dropout: bool) -> int:
+def reserve_bytes(mode: int, shape: Shape, element_size: int) -> int:
     """What cuDNN keeps for backward: Note [cuDNN's reserve]."""
     per_layer = shape.steps * shape.batch * shape.hidden * shape.num_directions
-    num_between = shape.num_layers - 1
-    kept = per_layer * (shape.num_layers * _WIDTHS_KEPT[mode] + num_between) * element_size
-    return _HEAD_BYTES + kept + (num_between * -(-per_layer // 8) if has_dropout else 0)
+    widths = shape.num_layers * _WIDTHS_KEPT[mode] + shape.num_layers - 1
+    return _HEAD_BYTES + per_layer * widths * element_size
 
 
 def is_acceptable(tensor: Tensor) -> bool:
@@ -143,7 +142,7 @@ def cudnn_rnn(
     projected: int,
     num_layers: int,
     batch_first: bool,
-    dropout: float,
+    _dropout: float,
     train: bool,
     bidirectional: bool,
     _batch_sizes: Sequence[int],
@@ -156,7 +155,7 @@ def cudnn_rnn(
     output = data.new_empty(steps, batch, width)
     output = output.transpose(0, 1) if batch_first else output
     shape = Shape(steps, batch, num_layers, directions, hidden)
-    kept = reserve_bytes(mode, shape, data.element_size(), has_dropout=dropout > 0) if train else 0
+    kept = reserve_bytes(mode, shape, data.element_size()) if train else 0
     if buffer is None:  # they do not lie in one, and are copied into one
         buffer = data.new_empty(sum(weight.numel() for weight in weights))
     last = hx.new_empty(num_layers * directions, batch, projected or hidden)
