@@ -96,8 +96,8 @@ def _changing(
     for length in lengths:
         graph = model.at((length,))
         plain.append(graph.seconds)
-        derived = family.find((_BATCH_SIZE, length))
-        if derived is None:
+        extrapolated = family.find((_BATCH_SIZE, length))
+        if extrapolated is None:
             num_recorded += 1
             room = family.room_for((_BATCH_SIZE, length), budget_bytes, graph.persistent_bytes)
             taken.append(_floor_seconds(graph, spec, room.spare_bytes if room is not None else 0))
@@ -105,7 +105,7 @@ def _changing(
             family.learn(str(length), (_BATCH_SIZE, length), graph, bare_bytes=bare_bytes)
             continue
         planner = family.planner
-        figures = planner.model.figures_at(derived.point)
+        figures = planner.model.figures_at(extrapolated.point)
         made = planner.plan(planner.model.sized(figures), figures, spec, budget_bytes)
         taken.append(graph.seconds * made.predicted_step_seconds / made.plain_step_seconds)
     return taken, plain, num_recorded

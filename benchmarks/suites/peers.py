@@ -115,10 +115,10 @@ def _model(
     with contextlib.ExitStack() as stack:
         plain_peak = _peak_bytes(trained, contextlib.nullcontext)
         peaks = {name: _peak_bytes(trained, context) for name, context in contexts.items()}
-        beside_bytes = _planned_plain_peak(trained) - plain_peak
+        baseline_bytes = _planned_plain_peak(trained) - plain_peak
         ours: dict[str, _Ours] = {}
         for name, context in contexts.items():
-            ours[name] = _at_peak(trained, peaks[name], beside_bytes, stack)
+            ours[name] = _at_peak(trained, peaks[name], baseline_bytes, stack)
             steps[name] = functools.partial(trained.step, context)
             steps[_name_of_ours(name)] = functools.partial(trained.step, _context_of(ours[name].memory, trained))
         _warm(steps)
@@ -189,16 +189,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(max((part for part in model.modules() if isinstance(part, nn.ModuleList)), key=lambda part: len(part)))
 
 
-def _at_peak(trained: Workload, peak_bytes: int, beside_bytes: int, stack: contextlib.ExitStack) -> _Ours:
+def _at_peak(trained: Workload, peak_bytes: int, baseline_bytes: int, stack: contextlib.ExitStack) -> _Ours:
     """Find the budget under which our steps peak at no more than that, and leave its plugin to the stack.
 
     Args:
         trained: The model.
         peak_bytes: The peer's true peak.
-        beside_bytes: What counts in a budget and not in a true peak: whatever else is alive in the process.
+        baseline_bytes: What counts in a budget and not in a true peak: whatever else is alive in the process.
         stack: What ends the plugin.
     """
-    budget_bytes, best = peak_bytes + beside_bytes, None
+    budget_bytes, best = peak_bytes + baseline_bytes, None
     held = contextlib.ExitStack()
     for _ in range(_MAX_BUDGETS):
         with contextlib.ExitStack() as trial:

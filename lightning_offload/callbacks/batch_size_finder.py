@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from lightning_offload.callbacks.tuning.accumulation import accumulation_of
-from lightning_offload.callbacks.tuning.freezing import num_trainable, will_thaw
+from lightning_offload.callbacks.tuning.freezing import num_trainable, unfreezes_later
 from lightning_offload.callbacks.tuning.length import StepLimits
 from lightning_offload.callbacks.tuning.options import (
     AdvancedTuning,
@@ -249,7 +249,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
                 return
             self.optimal_batch_size = self.result.batch_size
             self._mark(pl_module)
-            self._num_trainable = None if will_thaw(trainer) else num_trainable(pl_module)
+            self._num_trainable = None if unfreezes_later(trainer) else num_trainable(pl_module)
             rewrite_configuration(trainer, package_of(trainer) or current_package(), self.result, **self._names)
             show(self.result, trainer, package_of(trainer) or current_package(), self._plot_dir)
         if self._early_exit:

@@ -174,7 +174,7 @@ def measure_interference(copy: Callable[[], object], copy_seconds: float) -> flo
     seconds, num_done = compute(_NUM_ROUNDS)
     num_rounds = math.ceil(max(_PROBE_SECONDS, _NUM_COPIES * copy_seconds) * num_done / seconds)
 
-    def beside() -> tuple[float, int, int]:
+    def overlapped() -> tuple[float, int, int]:
         begun, done = threading.Event(), threading.Event()
 
         def copy_on() -> int:
@@ -199,20 +199,22 @@ def measure_interference(copy: Callable[[], object], copy_seconds: float) -> flo
 
     found = []
     for _ in range(_NUM_TRIALS):
-        (alone_seconds, num_alone), (beside_seconds, num_beside, num_copies) = compute(num_rounds), beside()
-        found.append(share_lost(alone_seconds * num_beside / num_alone, beside_seconds, num_copies * copy_seconds))
+        (alone_seconds, num_alone), (overlapped_seconds, num_overlapped, num_copies) = compute(num_rounds), overlapped()
+        found.append(
+            share_lost(alone_seconds * num_overlapped / num_alone, overlapped_seconds, num_copies * copy_seconds)
+        )
     return statistics.median(found)
 
 
-def share_lost(alone_seconds: float, beside_seconds: float, copy_seconds: float) -> float:
+def share_lost(alone_seconds: float, overlapped_seconds: float, copy_seconds: float) -> float:
     """Share of the copies' duration that compute lost to them, in [0, 1].
 
     Args:
         alone_seconds: What it takes alone.
-        beside_seconds: What it took beside the copies.
+        overlapped_seconds: What it took beside the copies.
         copy_seconds: What these take alone.
     """
-    lost_seconds = beside_seconds - alone_seconds
+    lost_seconds = overlapped_seconds - alone_seconds
     return min(max(lost_seconds / copy_seconds, 0.0), 1.0) if copy_seconds > 0 else 0.0
 
 

@@ -1,13 +1,13 @@
 """Counts live device bytes where the device itself does not: the peak of a step on a CPU.
 
-Two sources. A census lists the storages of all tensors that Python knows of, whoever made them. From there on
-storages are counted by live identity: those of the census until they die, those made in the step from birth to
+Two sources. A live scan lists the storages of all tensors that Python knows of, whoever made them. From there on
+storages are counted by live identity: those of the scan until they die, those made in the step from birth to
 death, what the runtime itself allocates, and what an op reads that neither of these knows; and while an op runs, what
 it allocates within (:mod:`~.workspace`), which is not measured of replays. One that the program gives another size (a
 sharded parameter, which is there for a while only) counts for what it has: the program's ``UntypedStorage.resize_`` is
 heard, and what other ways have resized shows at the next op that has to do with it. On CUDA the allocator's own figures
 are used instead. Memory that torch did not allocate (numpy's, the runtime's own host buffers), and tensors that only
-C++ knows of, are in no census.
+C++ knows of, are in no live scan.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from lightning_offload.capture.workspace import Workspaces
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import Effects, OpFacts, effects, is_plain
 
-Census = dict[int, torch.UntypedStorage]
+LiveStorages = dict[int, torch.UntypedStorage]
 """Storages by identity."""
 
 
-def live_storages(device: torch.device) -> Census:
-    """Take a census: the storages on a device of all tensors that Python knows of.
+def live_storages(device: torch.device) -> LiveStorages:
+    """Scan the live storages: the storages on a device of all tensors that Python knows of.
 
     Looks through every object that the garbage collector tracks, which takes a tenth of a second in a large process
     (:func:`heap_set_aside` is for many in a row); what ``gc.freeze`` has set aside does not count. A gradient is among
@@ -84,7 +84,7 @@ _aside = _Aside()
 
 @contextlib.contextmanager
 def heap_set_aside() -> Iterator[None]:
-    """For many short trainings in a row: within it a census, and a pass of the garbage collector, takes milliseconds.
+    """For many short trainings: within it a live scan, and a pass of the garbage collector, takes milliseconds.
 
     Objects that are alive when it begins are frozen (``gc.freeze``), their tensors remembered: cycles among them that
     are dropped within are collected afterwards. Does nothing where the program has frozen objects of its own.
@@ -103,14 +103,14 @@ def heap_set_aside() -> Iterator[None]:
         _aside.references = []
 
 
-class CensusClock:
-    """Tells when a census may be taken, so that censuses take no more than a share of the time."""
+class LiveScanClock:
+    """Tells when a live scan may begin, so that scans take no more than a share of the time."""
 
     def __init__(self) -> None:
         self._began = self._ended = 0.0
 
     def __enter__(self) -> None:
-        """Begin a census."""
+        """Begin a scan."""
         self._began = time.perf_counter()
 
     def __exit__(self, *exc: object) -> None:
@@ -118,7 +118,7 @@ class CensusClock:
         self._ended = time.perf_counter()
 
     def is_due(self, share: float) -> bool:
-        """Whether the last census took at most this share of the time since."""
+        """Whether the last scan took at most this share of the time since."""
         return (self._ended - self._began) <= share * (time.perf_counter() - self._ended)
 
 
@@ -163,7 +163,7 @@ class LiveBytes(StepObserver):
         lap_peak_bytes: The same, since :meth:`begin_lap`.
         by_op: By op of the step, in order: the same, since the op before it; None unless that is asked for.
         made_bytes: Peak of storages made in the step.
-        touched: Those of the storages that were there when it began that an op of it had to do with: a weak reference
+        external: Those of the storages that were there when it began that an op of it had to do with: a weak reference
             and bytes by identity.
     """
 
@@ -187,7 +187,7 @@ class LiveBytes(StepObserver):
         self._live: dict[int, Counted] = {}
         self._dead: deque[Counted] = deque()
         self._untouched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self.touched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.external: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         for storage in there:
             counted = self._count(storage, is_older=True)
             self._untouched[counted.key] = (counted, counted.num_bytes)
@@ -283,7 +283,7 @@ class LiveBytes(StepObserver):
     def _touch(self, counted: Counted) -> None:
         entry = self._untouched.pop(counted.key, None)
         if entry is not None:
-            self.touched[counted.key] = entry
+            self.external[counted.key] = entry
 
     def _follow(self, storage: torch.UntypedStorage, *, is_older: bool) -> Counted:
         """Count a storage from now on."""

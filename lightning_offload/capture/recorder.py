@@ -1,6 +1,6 @@
 """Records one step as a :class:`~lightning_offload.graph.StepGraph`, as an observer of the step.
 
-The step runs under the floor policy meanwhile (everything saved is swapped out at once), so that the lifetimes
+The step runs under the offload-all fallback meanwhile (everything saved is swapped out at once), so that the lifetimes
 seen are those of the program's own references, and a step that would not fit can be recorded all the same. A
 storage's death is seen through a weak reference to its Python object, which torch keeps for as long as the
 storage lives; the same references count the live bytes. Works the same under FakeTensorMode, with modelled in
@@ -11,9 +11,9 @@ one ends and the next begins. Its memory is the program's to give and to take: w
 saved before a resize holds no memory of its own, so it stands in the graph on a storage without bytes. The last life
 ends where the storage dies, with whoever holds it, autograd included: nothing on it has left the device.
 
-Note [what no census knows]: what a census knew was there when the step began. What it does not know and an op reads was
-made out of sight (autograd without a mode, compiled code, C++). If it dies in the step, it was there from where it was
-first seen until then. If it lives on it counts from the beginning: it may be older and known to C++ alone, as DDP's
+Note [what no scan knows]: what a live scan found was there when the step began. What it does not know and an op reads
+was made out of sight (autograd without a mode, compiled code, C++). If it dies in the step, it was there from where it
+was first seen until then. If it lives on it counts from the beginning: it may be older and known to C++ alone, as DDP's
 buckets are, or lie on memory that torch did not allocate. What is saved on it stays, but where the process has compiled
 code: then that has made it, and it may leave.
 
@@ -163,8 +163,8 @@ class Recorder(LiveBytes):
     ) -> None:
         is_real = price is None
         super().__init__(device, there or (), workspaces=memory or (workspaces_on(device) if is_real else None))
-        self._has_census = there is not None
-        self._unseen: set[int] = set()  # storages that no census knows
+        self._has_live_scan = there is not None
+        self._unseen: set[int] = set()  # storages that no scan knows
         self._saves_on: dict[int, list[_Save]] = {}
         self._kind = kind or kind_of(self._device)
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
@@ -186,7 +186,7 @@ class Recorder(LiveBytes):
         self._value_producer: list[int] = []
         self._saves: list[_Save] = []
         self._backward_module = ""
-        self._given: dict[int, weakref.ref[Tensor]] = {}  # by storage from before the step: a tensor on it
+        self._external_tensors: dict[int, weakref.ref[Tensor]] = {}  # by storage from before the step: a tensor on it
         self._left: dict[int, int] = {}  # its version, as the last scope left it
         self._made_gradients: dict[int, int] = {}  # by storage: the tick from which on it is a gradient
         self._had_no_gradient: set[int] = set()  # leaves, as backward began
@@ -396,7 +396,7 @@ class Recorder(LiveBytes):
             before, self._random_state = self._random_state, None
             self.draws_numbers |= before != self._random_state_now()
         self._left = {}
-        for storage, reference in self._given.items():
+        for storage, reference in self._external_tensors.items():
             tensor = reference()
             if tensor is not None and not tensor.is_inference():
                 self._left[storage] = tensor._version
@@ -417,7 +417,7 @@ class Recorder(LiveBytes):
     def _note_unseen_writes(self) -> None:
         """What was written since the last scope ended holds another value now."""
         for storage, version in self._left.items():
-            tensor = self._given[storage]()
+            tensor = self._external_tensors[storage]()
             if tensor is not None and tensor._version != version:
                 self._new_value(storage, -1)
         self._left = {}
@@ -431,7 +431,7 @@ class Recorder(LiveBytes):
         return self._tick - 1
 
     def _value_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
-        """The value a tensor holds; a storage not seen before is older than the step: Note [what no census knows]."""
+        """The value a tensor holds; a storage not seen before is older than the step: Note [what no scan knows]."""
         found = self._live.get(storage._cdata)
         if found is None or found() is not storage:
             found = self._follow(storage, is_older=True)
@@ -443,9 +443,9 @@ class Recorder(LiveBytes):
                 self._resized(found, storage.nbytes())
         index = found.index
         if found.is_older:
-            known = self._given.get(index)
+            known = self._external_tensors.get(index)
             if known is None or known() is None:
-                self._given[index] = weakref.ref(tensor)
+                self._external_tensors[index] = weakref.ref(tensor)
             if tensor.requires_grad and is_leaf(tensor):
                 self.leaves.setdefault(id(tensor), weakref.ref(tensor))
         return self._latest[index]
@@ -453,8 +453,8 @@ class Recorder(LiveBytes):
     def _meet(self, counted: Counted) -> None:
         """Enter a storage that the step did not make in our sight."""
         self._touch(counted)
-        known = self.touched.get(counted.key)
-        is_unseen = self._has_census and (known is None or known[0] is not counted)
+        known = self.external.get(counted.key)
+        is_unseen = self._has_live_scan and (known is None or known[0] is not counted)
         index = self._entered(counted, self._tick if is_unseen else -1)
         if is_unseen:
             counted.stays = not compiled_code.is_in_use()  # else it is taken for what that has made

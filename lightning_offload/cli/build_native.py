@@ -63,7 +63,7 @@ def _built(*, renew: bool, in_package: bool) -> Built:
         raise UnsupportedError(f"no native core can be built here: {reason}; planned steps run in Python")
     path, seconds = None, None
     if not renew:
-        path = builds.find_beside() if in_package else builds.find()
+        path = builds.find_in_package() if in_package else builds.find()
     if path is None:
         start = time.monotonic()
         path = _compiled(in_package=in_package, renew=renew)
@@ -81,7 +81,7 @@ def _compiled(*, in_package: bool, renew: bool) -> Path:
 
     with progress("building the native core"):
         try:
-            return builds.build_beside() if in_package else builds.ensure(renew=renew, retry=True)
+            return builds.build_in_package() if in_package else builds.ensure(renew=renew, retry=True)
         except build.BuildError as error:
             if error.output:
                 note(error.output)

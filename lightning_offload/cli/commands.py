@@ -127,10 +127,10 @@ def _plan(
     """
     from lightning_offload.cli.plan import Outputs, plan_step
     from lightning_offload.cli.setting import PlanOptions
-    from lightning_offload.graph.files import beside
+    from lightning_offload.graph.files import sibling_graph
 
     plan_path = Path(output) if output else None
-    default = beside(plan_path) if plan_path is not None else None
+    default = sibling_graph(plan_path) if plan_path is not None else None
     graph_path = default if graph is None else Path(graph) if graph else None
     options = PlanOptions(
         target=target, inputs=tuple(inputs or ()), input_dtype=input_dtype, batch_size=batch_size, budget=budget,

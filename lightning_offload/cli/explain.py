@@ -17,7 +17,7 @@ from lightning_offload.cli.setting import Checked, PlanOptions, check_options, f
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.catalog import check_dtype
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.files import beside, read_file
+from lightning_offload.graph.files import read_file, sibling_graph
 from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.findings import FloorFinding, explain_floor
@@ -103,11 +103,11 @@ def _graph_of(plan: MemoryPlan, path: Path, graph_path: Path | None, checked: Ch
     if checked is not None:
         with progress(f"capturing a step of {checked.options.target}"):
             return checked.workload.capture(checked.options.batch_size, checked.device).graph
-    if not beside(path).is_file():
+    if not sibling_graph(path).is_file():
         return None
-    graph = StepGraph.from_json(_read(beside(path), "graph"))
+    graph = StepGraph.from_json(_read(sibling_graph(path), "graph"))
     if graph.digest() != plan.graph_digest:
-        note(f"{beside(path)} is the step of another plan and is ignored")
+        note(f"{sibling_graph(path)} is the step of another plan and is ignored")
         return None
     return graph
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from lightning_offload.units import format_bytes
 
-__all__ = ["MAX_FILE_BYTES", "beside", "read_file"]
+__all__ = ["MAX_FILE_BYTES", "read_file", "sibling_graph"]
 
 MAX_FILE_BYTES = 256 << 20
 """A step of 10,000 ops takes a few MB. What is larger was not written by this package, and is not read into memory."""
 
 
-def beside(path: str | os.PathLike[str]) -> Path:
+def sibling_graph(path: str | os.PathLike[str]) -> Path:
     """Where the step of a plan is unless it was put elsewhere: plan.json and plan.graph.json."""
     return Path(path).with_suffix(".graph.json")
 

@@ -83,7 +83,7 @@ class LiveRanges:
             end = max((ends[values[v].storage] if v in self._saved else until[v] for v in made), default=0)
             for v in self._graph.ops[i].inputs if end else ():
                 storage = values[v].storage
-                if self._is_given(v):
+                if self._is_external(v):
                     continue
                 if v in self._saved:
                     ends[storage] = max(ends[storage], end)
@@ -93,7 +93,7 @@ class LiveRanges:
                     until[v] = max(until.get(v, 0), end)
         return ends
 
-    def _is_given(self, value: int) -> bool:
+    def _is_external(self, value: int) -> bool:
         storage = self._graph.values[value].storage
         return self._graph.storages[storage].is_persistent and self._last[storage] == value
 

@@ -105,7 +105,7 @@ def in_chunks(graph: StepGraph, logits: Logits, num_chunks: int) -> StepGraph:
     """
     chunk_bytes = max(-(-logits.cut_bytes // num_chunks), -(-logits.num_bytes // num_chunks) + logits.part_bytes)
 
-    def beside(op: Op) -> Op:
+    def with_part(op: Op) -> Op:
         num_bytes = op.workspace_bytes + logits.accumulated_bytes
         num_bytes += chunk_bytes if op.tick < logits.product_tick else 0
         return dataclasses.replace(op, workspace_bytes=num_bytes)
@@ -113,7 +113,7 @@ def in_chunks(graph: StepGraph, logits: Logits, num_chunks: int) -> StepGraph:
     storages = tuple(
         dataclasses.replace(s, num_bytes=0) if i in logits.storages else s for i, s in enumerate(graph.storages)
     )
-    ops = tuple(beside(op) if logits.first_tick <= op.tick <= logits.last_tick else op for op in graph.ops)
+    ops = tuple(with_part(op) if logits.first_tick <= op.tick <= logits.last_tick else op for op in graph.ops)
     return dataclasses.replace(graph, storages=storages, ops=ops)
 
 
@@ -177,13 +177,13 @@ def _product(graph: StepGraph, softmax: Op) -> tuple[Op, int, list[int]] | None:
 
 def _parameter(graph: StepGraph, product: Op) -> int | None:
     """The storage of the largest parameter, or cast of one, that a product reads beside what is made in the step."""
-    given = [s for v in product.inputs if (s := _given(graph, v)) is not None]
-    if not given or len(given) == len(product.inputs):
+    external = [s for v in product.inputs if (s := _external_storage(graph, v)) is not None]
+    if not external or len(external) == len(product.inputs):
         return None
-    return max(given, key=lambda s: graph.storages[s].num_bytes)
+    return max(external, key=lambda s: graph.storages[s].num_bytes)
 
 
-def _given(graph: StepGraph, value: int) -> int | None:
+def _external_storage(graph: StepGraph, value: int) -> int | None:
     """The storage of a value that was there before the step, or is a cast of one that was."""
     storage, producer = graph.values[value].storage, graph.values[value].producer
     if graph.storages[storage].is_persistent:
@@ -242,6 +242,6 @@ def _is_half(graph: StepGraph, product: Op, parameter: int, softmax: Op) -> bool
         return True
     loss = next(op for op in graph.ops if "nll_loss" in op.name and not set(op.inputs).isdisjoint(softmax.outputs))
     targets = [graph.values[v].storage for v in loss.inputs if v not in softmax.outputs]
-    hidden = max(size[graph.values[v].storage] for v in product.inputs if _given(graph, v) is None)
+    hidden = max(size[graph.values[v].storage] for v in product.inputs if _external_storage(graph, v) is None)
     num_rows = size[targets[0]] / 8 if targets else 0
     return num_rows > 0 and num_bytes * hidden / (size[parameter] * num_rows**2) < 3

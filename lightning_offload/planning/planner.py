@@ -396,7 +396,7 @@ def _simulated(problem: Problem, made: MemoryPlan, decisions: list[Decision], de
     )
 
 
-def beside(made: MemoryPlan, num_bytes: int) -> MemoryPlan:
+def with_margin(made: MemoryPlan, num_bytes: int) -> MemoryPlan:
     """The same plan beside so many bytes more, or fewer, that are on the device all the time."""
     return dataclasses.replace(
         made,

@@ -245,7 +245,7 @@ class Problem:
     @functools.cached_property
     def saved_storages(self) -> list[int]:
         """The storages that have numbers, by number."""
-        others = (s for s, v in self.last_value.items() if self.is_saved_for_good(v) and not self.is_given(v))
+        others = (s for s, v in self.last_value.items() if self.is_saved_for_good(v) and not self.is_external(v))
         return [*self.candidates, *(s for s in others if s not in self.candidates)]
 
     def _may_leave(self, storage: int, group: list[Save]) -> bool:
@@ -271,9 +271,9 @@ class Problem:
         producer = self.graph.values[value].producer
         if producer < 0 or not self.graph.ops[producer].name.startswith("aten._to_copy"):
             return False
-        return all(self.is_given(v) for v in self.graph.ops[producer].inputs)
+        return all(self.is_external(v) for v in self.graph.ops[producer].inputs)
 
-    def is_given(self, value: int) -> bool:
+    def is_external(self, value: int) -> bool:
         """Whether a value existed before the step and still does after it."""
         storage = self.graph.values[value].storage
         return self.graph.storages[storage].is_persistent and self.last_value[storage] == value
@@ -299,7 +299,7 @@ class Problem:
         return replayable
 
     def _can_have(self, value: int, replayable: list[bool]) -> bool:
-        return replayable[value] or self.is_saved_for_good(value) or self.is_given(value)
+        return replayable[value] or self.is_saved_for_good(value) or self.is_external(value)
 
     def _when_storages_stand(self, saves: dict[int, list[Save]]) -> tuple[Bytes, Bytes]:
         """By storage: the first and the last tick plus one at which no plan changes that it is there."""
@@ -435,7 +435,7 @@ def find_walk(problem: Problem, candidate: Candidate) -> Walk | None:
         for v in ops[producer].inputs:
             if problem.is_saved_for_good(v):
                 saved[v] = None
-            elif not problem.is_given(v):
+            elif not problem.is_external(v):
                 stack.append(v)
     return Walk(ops=tuple(seen), saved=tuple(saved))
 
@@ -477,8 +477,8 @@ def step_arrays(problem: Problem) -> StepArrays:
     number = {storage: i for i, storage in enumerate(saved)}
     op_at = np.zeros(graph.num_ticks + 3, dtype=bool)
     op_at[problem.op_ticks] = True
-    given = [problem.is_given(v) for v in range(len(graph.values))]
-    inputs = [[v for v in dict.fromkeys(op.inputs) if not given[v]] for op in graph.ops]
+    external = [problem.is_external(v) for v in range(len(graph.values))]
+    inputs = [[v for v in dict.fromkeys(op.inputs) if not external[v]] for op in graph.ops]
     outputs = [list(dict.fromkeys(op.outputs)) for op in graph.ops]
     in_begin, flat_inputs = _ragged(inputs)
     out_begin, flat_outputs = _ragged(outputs)

@@ -21,7 +21,7 @@ Shapes = tuple[tuple[int, ...], ...]
 """Of tensors: those that a step is given, or those that it saves, by pack."""
 
 
-class GivenShapes:
+class InputShapes:
     """What is known of how the shapes vary that steps are given, and with them those of what they save."""
 
     def __init__(self) -> None:
@@ -30,22 +30,22 @@ class GivenShapes:
         self._varies: tuple[list[bool], ...] = ()  # by tensor and dimension
         self._shared: frozenset[int] = frozenset()  # sizes that all of them save
 
-    def learn(self, given: Shapes, saved: Shapes) -> None:
+    def learn(self, input_shapes: Shapes, saved: Shapes) -> None:
         """A step was recorded.
 
         Args:
-            given: The shapes of what it was given.
+            input_shapes: The shapes of what it was given.
             saved: The shapes of what it saved.
         """
-        if tuple(map(len, given)) != tuple(map(len, self._first)):
-            self._first, self._most = given, tuple(map(math.prod, given))
-            self._varies = tuple([False] * len(shape) for shape in given)
+        if tuple(map(len, input_shapes)) != tuple(map(len, self._first)):
+            self._first, self._most = input_shapes, tuple(map(math.prod, input_shapes))
+            self._varies = tuple([False] * len(shape) for shape in input_shapes)
             self._shared = _sizes_in(saved)
             return
-        for varies, first, shape in zip(self._varies, self._first, given, strict=True):
+        for varies, first, shape in zip(self._varies, self._first, input_shapes, strict=True):
             varies[:] = (known or n != m for known, n, m in zip(varies, first, shape, strict=True))
-        self._most = tuple(map(max, zip(self._most, map(math.prod, given), strict=True)))
-        if given != self._first:
+        self._most = tuple(map(max, zip(self._most, map(math.prod, input_shapes), strict=True)))
+        if input_shapes != self._first:
             self._shared &= _sizes_in(saved)
 
     @property
@@ -63,18 +63,18 @@ class GivenShapes:
         """How many dimensions of one tensor vary, at most."""
         return max(map(sum, self._varies), default=0)
 
-    def size_of(self, given: Shapes) -> float:
+    def size_of(self, input_shapes: Shapes) -> float:
         """The size of a step that is given tensors of these shapes; more than 1 where none was recorded as large."""
-        if len(given) != len(self._most):
+        if len(input_shapes) != len(self._most):
             return 1.0
-        rows = zip(given, self._most, self._varies, strict=True)
+        rows = zip(input_shapes, self._most, self._varies, strict=True)
         return max((math.prod(shape) / most for shape, most, varies in rows if any(varies) and most), default=1.0)
 
-    def varying_in(self, given: Shapes, saved: Shapes) -> frozenset[int]:
+    def varying_in(self, input_shapes: Shapes, saved: Shapes) -> frozenset[int]:
         """Sizes in a recorded step that are other ones in others: those that it was given, and what not all save."""
         if not self.vary:
             return frozenset()
-        rows = zip(given, self._varies, strict=True)
+        rows = zip(input_shapes, self._varies, strict=True)
         lengths = {n for shape, varies in rows for n, is_varying in zip(shape, varies, strict=True) if is_varying}
         return frozenset(lengths) | (_sizes_in(saved) - self._shared)
 

@@ -192,7 +192,7 @@ def simulate(
         device: Links, tiers and overheads.
         limit_bytes: Releases and prefetches are chosen so that memory stays below this where they can.
         no_memo: Recomputed storages that are not kept when they are replayed on the way to another.
-        overlap: Whether copies may overlap compute; False is the floor policy, which waits for each.
+        overlap: Whether copies may overlap compute; False is the offload-all fallback, which waits for each.
         schedule: When to release and to prefetch; by default chosen for the limit.
     """
     simulator = Simulator(problem, device, limit_bytes)

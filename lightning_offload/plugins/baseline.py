@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_offload.capture.departures import Dropped
-from lightning_offload.capture.live import Census, CensusClock
+from lightning_offload.capture.live import LiveScanClock, LiveStorages
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.tensors.op_facts import is_plain
 
@@ -45,15 +45,15 @@ class There(NamedTuple):
         storages: Those that are known.
         state: Identities of those that belong to the training.
         was_other_bytes: What of that, or of earlier such, was counted before it was known to.
-        given: Identities of those that the step is given.
+        inputs: Identities of those that the step is given.
         replaced: Bytes of those that the last scan found, and that have died: others lie in their place.
         is_whole: Whether there are no others: a scan listed them.
     """
 
-    storages: Census
+    storages: LiveStorages
     state: Collection[int] = ()
     was_other_bytes: int = 0
-    given: Collection[int] = ()
+    inputs: Collection[int] = ()
     replaced: Sequence[int] = ()
     is_whole: bool = True
 
@@ -100,11 +100,11 @@ class Baseline:
         self.num_scans = 0
         self.scan_seconds = 0.0
         self._state = state
-        self._clock = CensusClock()
+        self._clock = LiveScanClock()
         self._others: dict[int, _Followed] = {}
         self._dead: deque[_Followed] = deque()
         self._replaced: dict[int, _Followed] = {}  # dead, by their own identities
-        self._given: dict[str, list[_Followed]] = {}  # by what is alike: what the last one was given
+        self._inputs: dict[str, list[_Followed]] = {}  # by what is alike: what the last one was given
         self._left: dict[str, list[_Followed]] = {}  # by the same: what the last watched one left behind
         self._was_other_bytes = 0
         self._is_doubtful = False
@@ -115,7 +115,7 @@ class Baseline:
         """A step begins."""
         self._num_steps += 1
 
-    def note_given(self, device: torch.device, leaves: Iterable[Any], like: str) -> None:
+    def note_inputs(self, device: torch.device, leaves: Iterable[Any], like: str) -> None:
         """Follow what a forward is given: a later step that is not given it may find it there.
 
         Args:
@@ -124,16 +124,16 @@ class Baseline:
             like: Forwards of the same are given the next one of each.
         """
         self._bury()
-        given, before = _storages_of(leaves, device), self._given.get(like, [])
+        inputs, before = _storages_of(leaves, device), self._inputs.get(like, [])
         now: list[_Followed] = []
-        for (key, storage), last in itertools.zip_longest(given.items(), before[: len(given)]):
+        for (key, storage), last in itertools.zip_longest(inputs.items(), before[: len(inputs)]):
             found = self._others.get(key)
             if found is None or found() is not storage:
                 found = self._follow(storage, is_replaced=last is not None and last.is_replaced)
                 if last is not None:
                     self._replaced.pop(id(last), None)
             now.append(found)
-        _remember(self._given, like, now)
+        _remember(self._inputs, like, now)
 
     @property
     def is_due(self) -> bool:
@@ -157,10 +157,10 @@ class Baseline:
             has_ample_room: Whether there is room for much more than was seen so far.
         """
         must_scan = not (self.num_scans if is_recorded or has_ample_room else self._num_planned_scans)
-        given = _storages_of(leaves, device)
+        inputs = _storages_of(leaves, device)
         self._bury()
         if not (must_scan or self.is_due):
-            return self._listed(device, given)
+            return self._listed(device, inputs)
         began = time.perf_counter()
         with self._clock:
             if is_recorded and self._clock.is_due(_COLLECTING_SHARE):
@@ -173,7 +173,7 @@ class Baseline:
             for key, storage in others.items():
                 found = before.get(key)
                 if found is None or found() is not storage:
-                    found = _Followed(storage, are_replaced and key not in given, self._dead)
+                    found = _Followed(storage, are_replaced and key not in inputs, self._dead)
                     if found.is_replaced:
                         new.setdefault(found.num_bytes, []).append(found)
                 self._others[key] = found
@@ -187,9 +187,9 @@ class Baseline:
         self.num_scans += 1
         self._num_planned_scans += not is_recorded
         self._is_doubtful, self._num_steps = False, 0
-        return There(storages, known & storages.keys(), self._was_other_bytes, given.keys())
+        return There(storages, known & storages.keys(), self._was_other_bytes, inputs.keys())
 
-    def _known(self, device: torch.device) -> Census:
+    def _known(self, device: torch.device) -> LiveStorages:
         """What belongs to the training: other things may have been found to, which were counted before."""
         state = self._state.known_storages(device)
         for key in self._others.keys() & state.keys():
@@ -197,15 +197,15 @@ class Baseline:
                 self._was_other_bytes += state[key].nbytes()
         return state
 
-    def _listed(self, device: torch.device, given: Census) -> There:
+    def _listed(self, device: torch.device, inputs: LiveStorages) -> There:
         """What is there as it was followed."""
         state = self._known(device)
-        storages = {**state, **given}
+        storages = {**state, **inputs}
         for key, found in self._others.items():
             if (storage := found()) is not None:
                 storages[key] = storage
         replaced = [found.num_bytes for found in self._replaced.values()]
-        return There(storages, state.keys(), self._was_other_bytes, given.keys(), replaced, is_whole=False)
+        return There(storages, state.keys(), self._was_other_bytes, inputs.keys(), replaced, is_whole=False)
 
     def _bury(self) -> None:
         """Follow those no more that have died: in place of some lie others, which nobody saw come."""
@@ -261,7 +261,7 @@ def _remember(known: dict[str, list[_Followed]], key: str, found: list[_Followed
         del known[next(iter(known))]
 
 
-def _storages_of(leaves: Iterable[Any], device: torch.device) -> Census:
+def _storages_of(leaves: Iterable[Any], device: torch.device) -> LiveStorages:
     """The storages of the tensors among some objects."""
     found = {}
     with torch._C.DisableTorchFunction():  # nobody's subclass is to hear of it

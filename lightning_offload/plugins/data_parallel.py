@@ -151,9 +151,9 @@ class GradientBuckets:
         """Bytes on a device of those whose place is not known yet."""
         return sum(sum(of) for model, of in self._expected.items() if model.device == device)
 
-    def are_gone_from(self, touched: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> bool:
+    def are_gone_from(self, external: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> bool:
         """Whether storages that a step touched were buckets that are no more: of another layout, or of another fit."""
-        return any(key in self._made and ref() is None for key, ref in touched.items())
+        return any(key in self._made and ref() is None for key, ref in external.items())
 
 
 class DataParallelModels:
@@ -250,7 +250,7 @@ def reduced_bytes(graph: StepGraph) -> int:
     return sum(graph.storages[graph.values[v].storage].num_bytes for v in values)
 
 
-def beside_all_reduce(spec: DeviceSpec, graph: StepGraph, num_peers: int) -> DeviceSpec:
+def under_all_reduce(spec: DeviceSpec, graph: StepGraph, num_peers: int) -> DeviceSpec:
     """The device with the rate at which copies come back while gradients are all-reduced over the same link."""
     num_bytes = 2 * (num_peers - 1) / num_peers * reduced_bytes(graph)
     if not num_bytes:
@@ -265,7 +265,7 @@ def shared_spec(spec: DeviceSpec, graph: StepGraph, device: torch.device) -> Dev
     """The device as this rank's copies find it."""
     if not kind_of(device).has_streams or num_ranks() == 1 or has_nvlink(device):
         return spec
-    return beside_all_reduce(spec, graph, num_ranks())
+    return under_all_reduce(spec, graph, num_ranks())
 
 
 def has_nvlink(device: torch.device, nvml: Any = None) -> bool:

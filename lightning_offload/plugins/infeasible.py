@@ -62,12 +62,12 @@ def shapes_of(shape: StepShape) -> str:
     return f"this step is given tensors of the shapes {shapes}" if shapes else ""
 
 
-def what_is_beside(
+def baseline_parts(
     num_bytes: int,
     budget_bytes: int,
     state: PersistentState,
     device: torch.device,
-    touched: Collection[int],
+    external: Collection[int],
     num_waiting: int = 0,
 ) -> str:
     """What is on the device and no part of the step, for an error's end.
@@ -77,13 +77,13 @@ def what_is_beside(
         budget_bytes: The budget.
         state: The state of the training.
         device: The device.
-        touched: Identities of storages that the step has to do with.
+        external: Identities of storages that the step has to do with.
         num_waiting: How many earlier steps have saved what no backward has come for yet.
     """
     if num_bytes <= _LITTLE * budget_bytes:
         return ""
     parts = []
-    optimizers = _bytes_of(tensors_in(state.optimizer_states()), device, touched)
+    optimizers = _bytes_of(tensors_in(state.optimizer_states()), device, external)
     if optimizers:
         parts.append(f"{format_bytes(optimizers)} are optimizer state")
     if num_waiting:
@@ -92,7 +92,7 @@ def what_is_beside(
             "has come yet: where several forwards belong to one backward, put `with memory.step(batch):` around all "
             "of them and the backward"
         )
-    own = state.identities() | state.gradients().keys() | set(touched)
+    own = state.identities() | state.gradients().keys() | set(external)
     others = {key: tensor for key, tensor in _others(device) if key not in own}
     if others:
         total = sum(tensor.untyped_storage().nbytes() for tensor in others.values())

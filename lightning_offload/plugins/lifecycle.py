@@ -1,9 +1,9 @@
 """The life of a plan: a step's shape is recorded, planned, verified, measured, planned once more, and then run.
 
-The only place where a kind of step comes to another phase (:mod:`~lightning_offload.plugins.phases`). Before a step
+The only place where a specialization comes to another phase (:mod:`~lightning_offload.plugins.phases`). Before a step
 :func:`begin_step` and :func:`ensure_plan` say what it does. What it showed comes in as a :class:`StepShown`, and
-:func:`learn` says what the next ones do. Nothing here plans but :func:`ensure_plan`: a kind of step whose plan is given
-up has none until its next step begins.
+:func:`learn` says what the next ones do. Nothing here plans but :func:`ensure_plan`: a specialization whose plan is
+given up has none until its next step begins.
 
 The budget is a promise. What is on the device beside the step is counted before each plan is made, and again when it
 grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards, or memory of the
@@ -33,18 +33,18 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import mode_share
 from lightning_offload.planning.step_model import with_lifetimes_of
-from lightning_offload.plugins.beside import OldGradients
 from lightning_offload.plugins.data_parallel import shared_spec
+from lightning_offload.plugins.external_storages import ExternalStorages, StorageRef
 from lightning_offload.plugins.hardware import Hardware
-from lightning_offload.plugins.pace import Halves, LaunchTimes, StepTimes
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, ShapeBucket, Superset
+from lightning_offload.plugins.planned_baseline import OldGradients
 from lightning_offload.plugins.replanning import with_unforeseen
 from lightning_offload.plugins.settings import Settings
+from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import Next
-from lightning_offload.plugins.touched import StorageRef, Touched
 from lightning_offload.runtime.ledger import Ledger
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
@@ -70,7 +70,7 @@ class Recording:
 
     Attributes:
         graph: The step.
-        touched: The persistent storages that it touched.
+        external: The persistent storages that it touched.
         forms: By pack: what was saved.
         open_sizes: Sizes that depended on data.
         has_backward: Whether anything was read back.
@@ -87,7 +87,7 @@ class Recording:
     """
 
     graph: StepGraph
-    touched: dict[int, StorageRef]
+    external: dict[int, StorageRef]
     forms: tuple[SavedForm, ...]
     open_sizes: frozenset[int]
     has_backward: bool
@@ -162,176 +162,176 @@ class StepShown:
     drops: Departures | None = None
 
 
-def learn(kind: PlanEntry, shown: StepShown, budget_bytes: int | None) -> None:
+def learn(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) -> None:
     """Take over what a step showed.
 
     Args:
-        kind: The kind of step.
+        entry: The specialization.
         shown: That.
         budget_bytes: The budget.
     """
-    seen = kind.seen
+    seen = entry.seen
     if shown.num_nodes is not None:
-        kind.hooks.note(shown.num_nodes)
-    kind.takes_data |= shown.took_data
+        entry.hooks.note(shown.num_nodes)
+    entry.takes_data |= shown.took_data
     if shown.moved is not None:
         seen.swapped_bytes, seen.stayed_bytes = shown.moved
     if shown.plain is not None:
-        kind.plain.learn(*shown.plain)
+        entry.plain.learn(*shown.plain)
     if shown.peaks is not None:
         seen.measured_peak_bytes = shown.peaks.step
         seen.forward_peak_bytes = shown.peaks.forward or seen.forward_peak_bytes
         seen.backward_peak_bytes = shown.peaks.backward or seen.backward_peak_bytes
     if shown.recording is not None:
-        _take_recording(kind, shown.recording, shown.live, shown.gradients)
-    elif not (shown.has_backward and _has_followed(kind, shown, budget_bytes)):
+        _take_recording(entry, shown.recording, shown.live, shown.gradients)
+    elif not (shown.has_backward and _has_followed(entry, shown, budget_bytes)):
         return
     if shown.drops is not None:
-        kind.note_drops(shown.drops, budget_bytes)
+        entry.note_drops(shown.drops, budget_bytes)
 
 
-def _has_followed(kind: PlanEntry, shown: StepShown, budget_bytes: int | None) -> bool:
+def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) -> bool:
     """Take over what a step under a plan showed; whether it ran to its end under the plan that is in force."""
-    kind.note_gradients(shown.old_gradients)
+    entry.note_gradients(shown.old_gradients)
     if shown.has_deviated:
-        if kind.family is None and not (kind.source.is_captured or shown.is_other):
-            kind.begin_anew()
-            _go_on(kind, kind.changes.deviated())
+        if entry.family is None and not (entry.source.is_captured or shown.is_other):
+            entry.begin_anew()
+            _go_on(entry, entry.changes.deviated())
         return False
-    if kind.phase == "planned" and kind.source.follows_ops:
-        kind.changes.followed()  # which makes up for earlier ones that did not
-    superset = kind.superset
+    if entry.phase == "planned" and entry.source.follows_ops:
+        entry.changes.followed()  # which makes up for earlier ones that did not
+    superset = entry.superset
     if shown.ledger is not None and superset is not None:
-        _go_on(kind, superset.followed(shown.ledger, kind.saved_bytes))
-        if not kind.changes.aligns:
-            kind.shortfall_bytes = 0  # of another structure
+        _go_on(entry, superset.followed(shown.ledger, entry.saved_bytes))
+        if not entry.changes.aligns:
+            entry.shortfall_bytes = 0  # of another structure
     if shown.has_surprised:
-        _surprised(kind)
-    kind.verified.update(shown.verified)
+        _surprised(entry)
+    entry.verified.update(shown.verified)
     if shown.live is not None:
-        kind.learn_touched(shown.live, shown.gradients)
-    if kind.program is not shown.program:
+        entry.learn_external(shown.live, shown.gradients)
+    if entry.program is not shown.program:
         return False
     if shown.op_times is not None:
-        _take_measured(kind, shown.op_times, shown.bytes_by_op)
+        _take_measured(entry, shown.op_times, shown.bytes_by_op)
     elif shown.is_watched:
-        check_peak(kind, budget_bytes, shown.bytes_by_op)
-    elif shown.times is not None and kind.plan is not None and kind.phase == "planned" and kind.source.is_own:
-        kind.seen.pace.note(kind.plan, shown.times)
+        check_peak(entry, budget_bytes, shown.bytes_by_op)
+    elif shown.times is not None and entry.plan is not None and entry.phase == "planned" and entry.source.is_own:
+        entry.seen.step_time_estimate.note(entry.plan, shown.times)
     return True
 
 
 # ---- phases
 
 
-def begin_step(kind: PlanEntry) -> None:
+def begin_step(entry: PlanEntry) -> None:
     """A step is about to begin: it may be its turn to be recorded."""
-    if not kind.spans_sizes:  # else it is counted for all sizes
-        kind.plain.begin_step()
-    if kind.phase not in ("planned", "unplanned"):
+    if not entry.spans_sizes:  # else it is counted for all sizes
+        entry.plain.begin_step()
+    if entry.phase not in ("planned", "unplanned"):
         return
-    size = kind.changes.variants.size_of(kind.given) if kind.spans_sizes else 1.0
-    following = kind.changes.begins(is_planned=kind.phase == "planned", size=size)
-    if following == "record" and kind.phase == "unplanned":
-        kind.shortfall_bytes = 0  # there may be more room
-    _go_on(kind, following)
+    size = entry.changes.variants.size_of(entry.input_shapes) if entry.spans_sizes else 1.0
+    following = entry.changes.begins(is_planned=entry.phase == "planned", size=size)
+    if following == "record" and entry.phase == "unplanned":
+        entry.shortfall_bytes = 0  # there may be more room
+    _go_on(entry, following)
 
 
-def _go_on(kind: PlanEntry, following: Next | None) -> None:
+def _go_on(entry: PlanEntry, following: Next | None) -> None:
     if following == "record":
-        record_again(kind)
+        record_again(entry)
     elif following == "align":
-        align(kind)
+        align(entry)
     elif following == "unplan":
-        kind.program = None
-        kind.stage.enter("unplanned")
+        entry.program = None
+        entry.stage.enter("unplanned")
 
 
-def record_again(kind: PlanEntry) -> None:
+def record_again(entry: PlanEntry) -> None:
     """Record the next step in place of what is planned for."""
-    if kind.superset is not None and not kind.changes.aligns:
-        kind.source = Recorded(kind.source.touched)
-    kind.drop_plan()
-    kind.stage.enter("recording")
+    if entry.superset is not None and not entry.changes.aligns:
+        entry.source = Recorded(entry.source.external)
+    entry.drop_plan()
+    entry.stage.enter("recording")
 
 
-def align(kind: PlanEntry) -> None:
+def align(entry: PlanEntry) -> None:
     """Have steps follow the widest of the recorded structures, each as far as it can."""
-    superset = kind.superset
+    superset = entry.superset
     size, guesses = (superset.size, superset.guesses_margin) if superset is not None else (1.0, True)
-    kind.follow(Superset(kind.changes, size, guesses_margin=guesses, before=superset))
-    kind.stage.enter("planned")
+    entry.follow(Superset(entry.changes, size, guesses_margin=guesses, before=superset))
+    entry.stage.enter("planned")
 
 
-def follow_other_sizes(kind: PlanEntry) -> None:
+def follow_other_sizes(entry: PlanEntry) -> None:
     """Take over what steps of other sizes have shown since, where structures change along with these."""
-    superset = kind.superset
+    superset = entry.superset
     if superset is None:
         return
-    if not superset.is_up_to_date and kind.phase == "planned":
-        align(kind)
-    more_bytes = kind.changes.margin_at(superset.size) - kind.shortfall_bytes
+    if not superset.is_up_to_date and entry.phase == "planned":
+        align(entry)
+    more_bytes = entry.changes.margin_at(superset.size) - entry.shortfall_bytes
     if more_bytes > 0:
-        kind.shortfall_bytes += more_bytes
-        kind.program = None
+        entry.shortfall_bytes += more_bytes
+        entry.program = None
 
 
-def take_given(kind: PlanEntry, plan: MemoryPlan, step: StepGraph | None) -> None:
+def take_imported(entry: PlanEntry, plan: MemoryPlan, step: StepGraph | None) -> None:
     """Follow a plan that the user gave.
 
     What is on the device beside the step is counted here, as are gradients of earlier steps where they are more.
 
     Args:
-        kind: The kind of step.
+        entry: The specialization.
         plan: The plan.
         step: The step that it was captured with, which is followed from the first one on; None for the recorded one.
     """
-    before = kind.source
-    kind.source = Imported(plan, step, before.touched if step is None else None)
-    kind.source.was_restored = before.was_restored
-    kind.drop_plan()
+    before = entry.source
+    entry.source = Imported(plan, step, before.external if step is None else None)
+    entry.source.was_restored = before.was_restored
+    entry.drop_plan()
     if step is not None:
-        kind.graph = step
-        kind.beside.gradients = OldGradients.of(step)
-        kind.stage.enter("planned")
+        entry.graph = step
+        entry.baseline.gradients = OldGradients.of(step)
+        entry.stage.enter("planned")
 
 
-def leave_given(kind: PlanEntry) -> None:
+def leave_imported(entry: PlanEntry) -> None:
     """Record the next step in place of a plan that was not made for it."""
-    kind.has_left_given = True
-    source = kind.source
+    entry.has_left_imported = True
+    source = entry.source
     if not isinstance(source, Imported):
         return
-    kind.source = Recorded(None if source.is_captured else source.touched, was_restored=source.was_restored)
+    entry.source = Recorded(None if source.is_captured else source.external, was_restored=source.was_restored)
     if source.is_captured:
-        kind.graph, kind.shortfall_bytes, kind.beside.headroom_bytes = None, 0, 0
-        kind.beside.gradients = OldGradients()
-        kind.mismatched.clear()
-        record_again(kind)
+        entry.graph, entry.shortfall_bytes, entry.baseline.headroom_bytes = None, 0, 0
+        entry.baseline.gradients = OldGradients()
+        entry.mismatched.clear()
+        record_again(entry)
 
 
-def gives_up(kind: PlanEntry, error: BudgetInfeasibleError) -> bool:
+def gives_up(entry: PlanEntry, error: BudgetInfeasibleError) -> bool:
     """Whether a step that cannot be planned is planned otherwise, or not at all: no error ends what ran so far.
 
     Where structures change, a margin goes that was only guessed, then the next widest one is planned for.
 
     Args:
-        kind: The kind of step.
+        entry: The specialization.
         error: Why it cannot be planned.
     """
-    superset, changes = kind.superset, kind.changes
+    superset, changes = entry.superset, entry.changes
     if superset is not None and superset.guesses_margin:
         superset.guesses_margin = False
-        if 0 < kind.shortfall_bytes <= superset.guess_bytes:
-            kind.shortfall_bytes = 0  # what steps were seen to need comes before what they might
-            align(kind)
+        if 0 < entry.shortfall_bytes <= superset.guess_bytes:
+            entry.shortfall_bytes = 0  # what steps were seen to need comes before what they might
+            align(entry)
             return True
-    following: Next | None = "unplan" if kind.spans_sizes else changes.gives_up()  # others may be planned
+    following: Next | None = "unplan" if entry.spans_sizes else changes.gives_up()  # others may be planned
     if superset is not None:
-        kind.shortfall_bytes = 0  # of another structure
-    _go_on(kind, following)
-    if following == "unplan" and not kind.spans_sizes:
-        kind.graph, kind.source = None, Recorded()  # of a step that is not like the others
+        entry.shortfall_bytes = 0  # of another structure
+    _go_on(entry, following)
+    if following == "unplan" and not entry.spans_sizes:
+        entry.graph, entry.source = None, Recorded()  # of a step that is not like the others
     if superset is not None and following is not None and not changes.has_told:
         changes.has_told = True
         _log.warning(
@@ -343,33 +343,33 @@ def gives_up(kind: PlanEntry, error: BudgetInfeasibleError) -> bool:
     return following is not None
 
 
-def demote(kind: PlanEntry, storage: int) -> None:
+def demote(entry: PlanEntry, storage: int) -> None:
     """Plan again without recomputing a storage whose replay did not give the same bits."""
-    if storage in kind.mismatched:
+    if storage in entry.mismatched:
         return
-    kind.mismatched.add(storage)
-    kind.drop_plan()
-    if kind.family is not None:
-        kind.family.version += 1
-    elif kind.phase in ("verifying", "measuring", "planned") and not kind.source.is_captured:
-        kind.stage.enter("verifying")
+    entry.mismatched.add(storage)
+    entry.drop_plan()
+    if entry.family is not None:
+        entry.family.version += 1
+    elif entry.phase in ("verifying", "measuring", "planned") and not entry.source.is_captured:
+        entry.stage.enter("verifying")
 
 
-def _surprised(kind: PlanEntry) -> None:
+def _surprised(entry: PlanEntry) -> None:
     """Backward wrote what the plan counts on, which took memory: record a step that does, a few times at most."""
-    if kind.family is not None:
+    if entry.family is not None:
         return
-    kind.num_surprises += 1
-    if kind.num_surprises <= _MAX_SURPRISES and kind.phase in ("verifying", "measuring", "planned"):
-        record_again(kind)
+    entry.num_surprises += 1
+    if entry.num_surprises <= _MAX_SURPRISES and entry.phase in ("verifying", "measuring", "planned"):
+        record_again(entry)
 
 
-def _take_recording(kind: PlanEntry, recording: Recording, live: LiveBytes | None, gradients: Collection[int]) -> None:
-    kind.made.state_version = -1
-    kind.seen.bare_bytes = recording.bare_bytes
-    known = Touched.seen(live, gradients).known if live is not None else kind.source.touched.known
-    touched, graph = Touched(recording.touched, known), recording.graph
-    kind.source.touched = touched
+def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | None, gradients: Collection[int]) -> None:
+    entry.made.state_version = -1
+    entry.seen.bare_bytes = recording.bare_bytes
+    known = ExternalStorages.seen(live, gradients).known if live is not None else entry.source.external.known
+    external, graph = ExternalStorages(recording.external, known), recording.graph
+    entry.source.external = external
     if recording.draws_numbers:
         compiled_code.check_recomputation()
     if custom_ops.learn(recording.custom_ops):
@@ -377,41 +377,41 @@ def _take_recording(kind: PlanEntry, recording: Recording, live: LiveBytes | Non
     if recording.larger is not None:
         found = with_lifetimes_of(graph, recording.larger)
         if found is None:
-            kind.differs = True  # it is recorded again, with all swapped out
+            entry.differs = True  # it is recorded again, with all swapped out
             return
         graph = found
     if not (recording.has_backward and recording.is_typical):
-        if kind.changes.failed() == "unplan":
-            kind.stage.enter("unplanned")
+        if entry.changes.failed() == "unplan":
+            entry.stage.enter("unplanned")
         return
-    if kind.graph is None or kind.graph.digest() != graph.digest():
-        kind.mismatched.clear()
-        kind.verified.clear()
-    kind.graph, kind.program, kind.num_demoted = graph, None, len(custom_ops.demoted())
+    if entry.graph is None or entry.graph.digest() != graph.digest():
+        entry.mismatched.clear()
+        entry.verified.clear()
+    entry.graph, entry.program, entry.num_demoted = graph, None, len(custom_ops.demoted())
     old = recording.old_gradients
-    kind.beside.recorded(graph, recording.gradient_bytes, recording.made_gradients, recording.left)
-    kind.changes.num_failed = 0
-    kind.hooks.restart()
-    kind.stage.enter("verifying")
-    kind.changes.variants.learn(
-        Variant(graph, recording.forms, recording.open_sizes, touched, recording.gradient_bytes, kind.given)
+    entry.baseline.recorded(graph, recording.gradient_bytes, recording.made_gradients, recording.left)
+    entry.changes.num_failed = 0
+    entry.hooks.restart()
+    entry.stage.enter("verifying")
+    entry.changes.variants.learn(
+        Variant(graph, recording.forms, recording.open_sizes, external, recording.gradient_bytes, entry.input_shapes)
     )
-    if kind.changes.aligns:
-        align(kind)
+    if entry.changes.aligns:
+        align(entry)
     else:
-        kind.source = Recorded(touched)
-    kind.note_gradients(old)
+        entry.source = Recorded(external)
+    entry.note_gradients(old)
 
 
 # ---- plans
 
 
-def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: PersistentState, settings: Settings) -> None:
-    """Have a plan for a recorded kind of step, for the state and the hardware that there are now, and room for it.
+def ensure_plan(key: str, entry: PlanEntry, hardware: Hardware, state: PersistentState, settings: Settings) -> None:
+    """Have a plan for a recorded specialization, for the state and the hardware that there are now, and room for it.
 
     Args:
-        key: What the kind of step is known by.
-        kind: The kind of step.
+        key: What the specialization is known by.
+        entry: The specialization.
         hardware: Where it runs.
         state: What is on the device beside it.
         settings: How to plan.
@@ -421,44 +421,44 @@ def ensure_plan(key: str, kind: PlanEntry, hardware: Hardware, state: Persistent
         PlanError: A plan that was given cannot be carried out.
         SpillError: The disk has no room, and only disk may be used.
     """
-    if kind.graph is None:
+    if entry.graph is None:
         return
-    touched, made = kind.source.touched.references, kind.made
-    if (touched or kind.family is not None) and made.state_version != state.version:
+    external, made = entry.source.external.references, entry.made
+    if (external or entry.family is not None) and made.state_version != state.version:
         made.state_version = state.version
-        if not kind.source.was_restored and state.buckets.are_gone_from(touched):
-            record_again(kind)  # it touched what is not there any more
-    if kind.has_ops_among(custom_ops.demoted()):
-        record_again(kind)  # they are not as they seemed
-    if kind.is_seen_by_core not in (None, is_seen_by_core(kind, hardware.device)):
-        record_again(kind)  # it has other ops now
-    if kind.phase == "recording":
+        if not entry.source.was_restored and state.buckets.are_gone_from(external):
+            record_again(entry)  # it touched what is not there any more
+    if entry.has_ops_among(custom_ops.demoted()):
+        record_again(entry)  # they are not as they seemed
+    if entry.is_seen_by_core not in (None, is_seen_by_core(entry, hardware.device)):
+        record_again(entry)  # it has other ops now
+    if entry.phase == "recording":
         return
     hardware.refresh()
     for _ in range(_MAX_REPLANS):
-        if kind.program is None or made.hardware_version != hardware.version:
+        if entry.program is None or made.hardware_version != hardware.version:
             made.hardware_version = hardware.version
-            if isinstance(kind.source, Imported):
-                kind.source.plan_here = hardware.adapted(kind.source.plan)
-            spec = shared_spec(hardware.planning_spec(kind.saved_bytes), kind.graph, hardware.device)
-            make_plan(kind, spec, hardware.budget_bytes, settings.policy, settings.keep)
-        assert kind.program is not None
-        if kind.phase == "unplanned" or hardware.prepare(key, kind.program.layout):
+            if isinstance(entry.source, Imported):
+                entry.source.plan_here = hardware.adapted(entry.source.plan)
+            spec = shared_spec(hardware.planning_spec(entry.saved_bytes), entry.graph, hardware.device)
+            make_plan(entry, spec, hardware.budget_bytes, settings.policy, settings.keep)
+        assert entry.program is not None
+        if entry.phase == "unplanned" or hardware.prepare(key, entry.program.layout):
             break  # steps without a plan go on with the slabs that they have made
 
 
-def is_seen_by_core(kind: PlanEntry, device: torch.device) -> bool:
-    """Whether the native core sees the ops of a kind of step now."""
-    return not isinstance(kind.source, Imported) and core_on(device) is not None
+def is_seen_by_core(entry: PlanEntry, device: torch.device) -> bool:
+    """Whether the native core sees the ops of a specialization now."""
+    return not isinstance(entry.source, Imported) and core_on(device) is not None
 
 
 def make_plan(
-    kind: PlanEntry, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]
+    entry: PlanEntry, device: DeviceSpec, budget_bytes: int | None, policy: str, keep: tuple[str, ...]
 ) -> None:
-    """Make the plan for a kind of step; it comes into force.
+    """Make the plan for a specialization; it comes into force.
 
     Args:
-        kind: The kind of step.
+        entry: The specialization.
         device: What is planned for.
         budget_bytes: Peak of live device bytes allowed, None for no limit.
         policy: The policy.
@@ -468,58 +468,60 @@ def make_plan(
         BudgetInfeasibleError: The budget is below the floor.
         PlanError: The given plan is for another graph, or cannot be carried out.
     """
-    assert kind.graph is not None
-    made, beside = kind.made, kind.beside
+    assert entry.graph is not None
+    made, baseline = entry.made, entry.baseline
     made.spec, made.seen_by_op, made.superseded, made.is_doubted = device, (), None, False
-    kind.corrections.begin_plan()
-    kind.begin_anew()
-    if isinstance(kind.source, ShapeBucket):
-        kind.shortfall_bytes = kind.source.family.shortfall_bytes
+    entry.corrections.begin_plan()
+    entry.begin_anew()
+    if isinstance(entry.source, ShapeBucket):
+        entry.shortfall_bytes = entry.source.family.shortfall_bytes
     task = PlanTask(
-        graph=kind.graph, device=device, budget_bytes=budget_bytes, usable_bytes=kind.usable_bytes, policy=policy,
-        keep=kind.graph.storages_saved_in(keep), mismatched=frozenset(kind.mismatched),
-        mode_seconds=kind.corrections.mode_seconds, is_provisional=kind.phase != "planned",
-        is_thorough=made.must_search, margin_bytes=kind.margin_bytes,
+        graph=entry.graph, device=device, budget_bytes=budget_bytes, usable_bytes=entry.usable_bytes, policy=policy,
+        keep=entry.graph.storages_saved_in(keep), mismatched=frozenset(entry.mismatched),
+        mode_seconds=entry.corrections.mode_seconds, is_provisional=entry.phase != "planned",
+        is_thorough=made.must_search, margin_bytes=entry.margin_bytes,
     )  # fmt: skip
     try:
-        plan = kind.source.make(task)
-        if beside.headroom_bytes:  # which is given up where there is no room for it: a smaller budget does
-            plan = dataclasses.replace(plan, floor_bytes=plan.floor_bytes - beside.headroom_bytes)
+        plan = entry.source.make(task)
+        if baseline.headroom_bytes:  # which is given up where there is no room for it: a smaller budget does
+            plan = dataclasses.replace(plan, floor_bytes=plan.floor_bytes - baseline.headroom_bytes)
     except BudgetInfeasibleError as error:
-        without_margin_bytes = error.floor_bytes - kind.margin_bytes
-        needed_bytes = without_margin_bytes + kind.shortfall_bytes
+        without_margin_bytes = error.floor_bytes - entry.margin_bytes
+        needed_bytes = without_margin_bytes + entry.shortfall_bytes
         is_margin_too_much = budget_bytes is not None and without_margin_bytes <= budget_bytes
-        is_accepted = (made.is_over and is_margin_too_much) or kind.is_slightly_over(needed_bytes, budget_bytes)
-        if not (beside.headroom_bytes or is_accepted):
+        is_accepted = (made.is_over and is_margin_too_much) or entry.is_slightly_over(needed_bytes, budget_bytes)
+        if not (baseline.headroom_bytes or is_accepted):
             raise
-        beside.headroom_bytes = 0
-        plan = kind.source.make(dataclasses.replace(task, margin_bytes=kind.shortfall_bytes, must_fit=not is_accepted))
+        baseline.headroom_bytes = 0
+        plan = entry.source.make(
+            dataclasses.replace(task, margin_bytes=entry.shortfall_bytes, must_fit=not is_accepted)
+        )
     if budget_bytes is not None and made.is_over and plan.predicted_peak_bytes > budget_bytes:
-        kind.warn(budget_bytes, plan.predicted_peak_bytes)
-    made.must_search = kind.changes.is_retried = False
-    kind.program = kind.source.compile(kind.graph, plan)
-    made.last = kind.plan
+        entry.warn(budget_bytes, plan.predicted_peak_bytes)
+    made.must_search = entry.changes.is_retried = False
+    entry.program = entry.source.compile(entry.graph, plan)
+    made.last = entry.plan
 
 
-def weigh_search(kind: PlanEntry) -> None:
+def weigh_search(entry: PlanEntry) -> None:
     """Have a hasty plan made again, thoroughly, once its steps have lost so much that the search pays.
 
     Plans are made in haste where sizes or structures change, so that few steps may run under each. A search takes off a
     tenth of what a plan costs, or less: so it is due when that much of what the steps took beyond plain ones is what a
     search takes.
     """
-    made, plan = kind.made, kind.plan
-    if plan is None or made.is_searched or plan.policy != "auto" or kind.source.is_own:
+    made, plan = entry.made, entry.plan
+    if plan is None or made.is_searched or plan.policy != "auto" or entry.source.is_own:
         return
-    note_loss(kind, plan)
-    if pays(kind.made.lost_seconds, kind.search_seconds):
+    note_loss(entry, plan)
+    if pays(entry.made.lost_seconds, entry.search_seconds):
         made.is_searched = made.must_search = True
-        kind.program = None
+        entry.program = None
 
 
-def note_loss(kind: PlanEntry, plan: MemoryPlan | None) -> None:
+def note_loss(entry: PlanEntry, plan: MemoryPlan | None) -> None:
     """Note what the coming step takes beyond a plain one, under a plan that was made in haste, or is for others."""
-    kind.made.lost_seconds += lost_seconds(plan)
+    entry.made.lost_seconds += lost_seconds(plan)
 
 
 def lost_seconds(plan: MemoryPlan | None) -> float:
@@ -535,23 +537,23 @@ def pays(lost_seconds: float, planning_seconds: float) -> bool:
 # ---- measured steps
 
 
-def _take_measured(kind: PlanEntry, times: OpTimes, bytes_by_op: Sequence[int]) -> None:
+def _take_measured(entry: PlanEntry, times: OpTimes, bytes_by_op: Sequence[int]) -> None:
     """Take over what a step showed whose ops were timed; its peaks were noted before."""
-    assert kind.graph is not None
-    assert kind.plan is not None
-    kind.graph = retime(kind.graph, times)
-    if kind.phase == "verifying":
-        kind.made.seen_by_op = tuple(bytes_by_op)
-        kind.stage.enter("measuring")
-    elif kind.phase == "measuring":
-        kind.stage.enter("planned")
-        unforeseen_bytes, known_bytes = kind.unforeseen_bytes, kind.shortfall_bytes
-        if not _is_final(kind.plan, unforeseen_bytes):
-            _take_over_unforeseen(kind, bytes_by_op)
-            kind.program = None
+    assert entry.graph is not None
+    assert entry.plan is not None
+    entry.graph = retime(entry.graph, times)
+    if entry.phase == "verifying":
+        entry.made.seen_by_op = tuple(bytes_by_op)
+        entry.stage.enter("measuring")
+    elif entry.phase == "measuring":
+        entry.stage.enter("planned")
+        unforeseen_bytes, known_bytes = entry.unforeseen_bytes, entry.shortfall_bytes
+        if not _is_final(entry.plan, unforeseen_bytes):
+            _take_over_unforeseen(entry, bytes_by_op)
+            entry.program = None
         else:  # what it keeps stays; its figures are those of the step as it was seen
-            kind.shortfall_bytes = unforeseen_bytes
-            kind.count_more(unforeseen_bytes - known_bytes)
+            entry.shortfall_bytes = unforeseen_bytes
+            entry.count_more(unforeseen_bytes - known_bytes)
 
 
 def _is_final(plan: MemoryPlan, unforeseen_bytes: int) -> bool:
@@ -561,85 +563,85 @@ def _is_final(plan: MemoryPlan, unforeseen_bytes: int) -> bool:
     return plan.budget_bytes is None or plan.predicted_peak_bytes + unforeseen_bytes <= plan.budget_bytes
 
 
-def check_peak(kind: PlanEntry, budget_bytes: int | None, bytes_by_op: Sequence[int] = ()) -> None:
+def check_peak(entry: PlanEntry, budget_bytes: int | None, bytes_by_op: Sequence[int] = ()) -> None:
     """Plan anew where a step under the final plan was measured above the budget; tell of one without a plan.
 
     Args:
-        kind: The kind of step.
+        entry: The specialization.
         budget_bytes: The budget.
         bytes_by_op: The peak between the op before and each; empty where that was not counted.
     """
-    measured, plan, superset, made = kind.seen.measured_peak_bytes, kind.plan, kind.superset, kind.made
-    if kind.family is not None and plan is not None:  # others of it may be closer to the budget
-        kind.family.shortfall_bytes = max(kind.family.shortfall_bytes, kind.unforeseen_bytes)
-    if superset is not None and plan is not None and kind.graph is not None and measured is not None:
-        needed_bytes = superset.wider_margin(kind.measured(kind.graph, plan, measured))
-        _widen_margin(kind, superset, needed_bytes - kind.shortfall_bytes, budget_bytes)
+    measured, plan, superset, made = entry.seen.measured_peak_bytes, entry.plan, entry.superset, entry.made
+    if entry.family is not None and plan is not None:  # others of it may be closer to the budget
+        entry.family.shortfall_bytes = max(entry.family.shortfall_bytes, entry.unforeseen_bytes)
+    if superset is not None and plan is not None and entry.graph is not None and measured is not None:
+        needed_bytes = superset.wider_margin(entry.measured(entry.graph, plan, measured))
+        _widen_margin(entry, superset, needed_bytes - entry.shortfall_bytes, budget_bytes)
         return
     if budget_bytes is None or measured is None or measured <= budget_bytes:
         return
     if plan is None:
-        kind.warn(budget_bytes, measured)
-    elif kind.unforeseen_bytes > kind.shortfall_bytes:
-        more_bytes = kind.unforeseen_bytes - kind.shortfall_bytes
+        entry.warn(budget_bytes, measured)
+    elif entry.unforeseen_bytes > entry.shortfall_bytes:
+        more_bytes = entry.unforeseen_bytes - entry.shortfall_bytes
         has_no_better = plan.predicted_peak_bytes <= budget_bytes < plan.floor_bytes + more_bytes
         if has_no_better and not (made.is_doubted or made.is_over):
-            _doubt(kind, budget_bytes, bytes_by_op)
+            _doubt(entry, budget_bytes, bytes_by_op)
             return
-        _take_over_unforeseen(kind, bytes_by_op)
+        _take_over_unforeseen(entry, bytes_by_op)
         made.is_over = True
-        made.superseded, kind.program = plan, None
+        made.superseded, entry.program = plan, None
 
 
-def _doubt(kind: PlanEntry, budget_bytes: int, bytes_by_op: Sequence[int]) -> None:
+def _doubt(entry: PlanEntry, budget_bytes: int, bytes_by_op: Sequence[int]) -> None:
     """Measure the next step under the plan as well: what was there once may have been there by chance."""
-    assert kind.plan is not None
-    kind.made.is_doubted, kind.made.seen_by_op = True, tuple(bytes_by_op)
-    kind.begin_anew()
+    assert entry.plan is not None
+    entry.made.is_doubted, entry.made.seen_by_op = True, tuple(bytes_by_op)
+    entry.begin_anew()
     _log.warning(
         "a step was measured at %s, above the budget of %s, where its plan needs %s and none needs less: the next step "
         "is measured again",
-        format_bytes(kind.seen.measured_peak_bytes or 0), format_budget_exactly(budget_bytes),
-        format_bytes(kind.plan.predicted_peak_bytes),
+        format_bytes(entry.seen.measured_peak_bytes or 0), format_budget_exactly(budget_bytes),
+        format_bytes(entry.plan.predicted_peak_bytes),
     )  # fmt: skip
 
 
-def _widen_margin(kind: PlanEntry, superset: Superset, more_bytes: int, budget_bytes: int | None) -> None:
+def _widen_margin(entry: PlanEntry, superset: Superset, more_bytes: int, budget_bytes: int | None) -> None:
     """A step of another structure needed more than foreseen, as others may: plan anew where that does not fit."""
-    assert kind.plan is not None
+    assert entry.plan is not None
     if more_bytes <= 0:
         return
-    if budget_bytes is None or kind.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
-        kind.shortfall_bytes += more_bytes
-        kind.count_more(more_bytes)
+    if budget_bytes is None or entry.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
+        entry.shortfall_bytes += more_bytes
+        entry.count_more(more_bytes)
     else:
-        kind.shortfall_bytes += more_bytes + more_bytes // _OF_ANOTHER_PLAN
-        kind.made.superseded, kind.program = kind.plan, None
-        kind.changes.counted_sizes.discard(superset.size)
-    if kind.spans_sizes:
-        kind.changes.note_margin(kind.shortfall_bytes, superset.size)
+        entry.shortfall_bytes += more_bytes + more_bytes // _OF_ANOTHER_PLAN
+        entry.made.superseded, entry.program = entry.plan, None
+        entry.changes.counted_sizes.discard(superset.size)
+    if entry.spans_sizes:
+        entry.changes.note_margin(entry.shortfall_bytes, superset.size)
 
 
-def _take_over_unforeseen(kind: PlanEntry, bytes_by_op: Sequence[int]) -> None:
+def _take_over_unforeseen(entry: PlanEntry, bytes_by_op: Sequence[int]) -> None:
     """Note by how much a measured peak exceeded what was predicted, and where memory is that the graph lacks."""
-    assert kind.graph is not None
-    assert kind.plan is not None
-    made, measured = kind.made, kind.seen.measured_peak_bytes
-    kind.shortfall_bytes = kind.unforeseen_bytes
-    if kind.family is not None:
-        kind.family.shortfall_bytes = max(kind.family.shortfall_bytes, kind.shortfall_bytes)
-    if not kind.source.is_own:  # its ops are not those of the graph
+    assert entry.graph is not None
+    assert entry.plan is not None
+    made, measured = entry.made, entry.seen.measured_peak_bytes
+    entry.shortfall_bytes = entry.unforeseen_bytes
+    if entry.family is not None:
+        entry.family.shortfall_bytes = max(entry.family.shortfall_bytes, entry.shortfall_bytes)
+    if not entry.source.is_own:  # its ops are not those of the graph
         return
     before, made.seen_by_op = made.seen_by_op, tuple(bytes_by_op)
     is_seen_twice = len(before) == len(bytes_by_op) > 0  # once may be by chance: a copy that was late
-    if kind.shortfall_bytes and is_seen_twice and made.spec is not None and measured is not None:
-        kind.graph, kind.shortfall_bytes = with_unforeseen(
-            kind.graph, kind.plan, made.spec, measured, tuple(map(min, before, bytes_by_op))
+    if entry.shortfall_bytes and is_seen_twice and made.spec is not None and measured is not None:
+        entry.graph, entry.shortfall_bytes = with_unforeseen(
+            entry.graph, entry.plan, made.spec, measured, tuple(map(min, before, bytes_by_op))
         )
 
 
 def compare(
-    kind: PlanEntry,
+    entry: PlanEntry,
     step_seconds: float,
     stall_seconds: float,
     launched: LaunchTimes | None = None,
@@ -652,61 +654,61 @@ def compare(
     That is done a few times at most.
 
     Args:
-        kind: The kind of step.
+        entry: The specialization.
         step_seconds: What the step took.
         stall_seconds: The part of it in which compute waited for copies.
         launched: What took an accelerator and its host how long; None where that is not known.
         is_link_slower: Whether a link turned out slower; that matters if it shows in stalls.
         is_link_faster: Whether one turned out faster; that matters if the plan costs time.
     """
-    plan, spec = kind.plan, kind.made.spec
-    if plan is None or kind.graph is None or spec is None or not kind.source.is_own:
+    plan, spec = entry.plan, entry.made.spec
+    if plan is None or entry.graph is None or spec is None or not entry.source.is_own:
         return
-    waits = launched.waits(kind.graph, plan, stall_seconds) if launched is not None else Halves(0.0, 0.0)
-    kind.seen.pace.note_waits(plan, sum(waits))
-    factor = kind.corrections.by_time(
+    waits = launched.waits(entry.graph, plan, stall_seconds) if launched is not None else Halves(0.0, 0.0)
+    entry.seen.step_time_estimate.note_waits(plan, sum(waits))
+    factor = entry.corrections.by_time(
         plan, spec, step_seconds, stall_seconds, sum(waits), is_slower=is_link_slower, is_faster=is_link_faster
     )
     if factor is not None:
-        kind.graph = scaled(kind.graph, factor) if factor != 1 else kind.graph
+        entry.graph = scaled(entry.graph, factor) if factor != 1 else entry.graph
     elif not (
-        _may_go_without_mode(kind) and kind.corrections.by_mode(plan, spec, mode_share(kind.graph, waits.forward))
+        _may_go_without_mode(entry) and entry.corrections.by_mode(plan, spec, mode_share(entry.graph, waits.forward))
     ):
         return
-    kind.made.superseded, kind.program = plan, None
+    entry.made.superseded, entry.program = plan, None
 
 
-def _may_go_without_mode(kind: PlanEntry) -> bool:
+def _may_go_without_mode(entry: PlanEntry) -> bool:
     """Whether another plan would spare its steps the dispatch mode."""
-    is_ours = kind.plan is not None and kind.plan.policy == "auto" and not isinstance(kind.source, Imported)
-    return is_ours and not (kind.takes_data or kind.changes.num_deviations)
+    is_ours = entry.plan is not None and entry.plan.policy == "auto" and not isinstance(entry.source, Imported)
+    return is_ours and not (entry.takes_data or entry.changes.num_deviations)
 
 
-def ran_out_of_memory(kind: PlanEntry) -> None:
+def ran_out_of_memory(entry: PlanEntry) -> None:
     """Plan tighter: the device has less than the plan counted on."""
-    if kind.plan is None:
+    if entry.plan is None:
         return
-    kind.usable_bytes = max(kind.plan.floor_bytes, int(_TIGHTER * kind.plan.predicted_peak_bytes))
-    kind.program = kind.seen.measured_peak_bytes = None
-    kind.begin_anew()
-    if kind.superset is not None:
-        kind.changes.counted_sizes.discard(kind.superset.size)
+    entry.usable_bytes = max(entry.plan.floor_bytes, int(_TIGHTER * entry.plan.predicted_peak_bytes))
+    entry.program = entry.seen.measured_peak_bytes = None
+    entry.begin_anew()
+    if entry.superset is not None:
+        entry.changes.counted_sizes.discard(entry.superset.size)
 
 
-def note_retries(kind: PlanEntry, num_retries: int) -> None:
+def note_retries(entry: PlanEntry, num_retries: int) -> None:
     """Plan tighter where the allocator gives its reserve back again and again, for which the device stands still.
 
     Once is no sign of that: the first step under a new plan finds the reserve cut for the one before.
 
     Args:
-        kind: The kind of step.
+        entry: The specialization.
         num_retries: How often it had to in the last step, and after it.
     """
-    if not num_retries or kind.phase != "planned" or kind.plan is None:
+    if not num_retries or entry.phase != "planned" or entry.plan is None:
         return
-    usable_bytes = kind.corrections.by_retries(kind.plan, kind.made.num_steps)
+    usable_bytes = entry.corrections.by_retries(entry.plan, entry.made.num_steps)
     if usable_bytes is not None:
-        kind.usable_bytes, kind.program = usable_bytes, None
+        entry.usable_bytes, entry.program = usable_bytes, None
         _log.info(
             "the device's allocator had to give back its reserve under the plan: steps are planned for %s",
             format_bytes(usable_bytes),

@@ -221,13 +221,13 @@ class MemoryPlugin:
         steps = self._steps
         steps.finish_if_read()
         cache, hardware = steps.cache, steps.hardware
-        kind = cache.kind if of_last else cache.neediest
-        if kind is not cache.kind and kind.shown_plan is None:  # steps run plainly, and nobody counted
-            steps.look_ahead(kind)
+        entry = cache.entry if of_last else cache.neediest
+        if entry is not cache.entry and entry.shown_plan is None:  # steps run plainly, and nobody counted
+            steps.look_ahead(entry)
         return make_report(
-            kind,
-            others=cache.others_than(kind),
-            is_last=kind is cache.kind,
+            entry,
+            others=cache.others_than(entry),
+            is_last=entry is cache.entry,
             device=steps.device,
             budget=self.budget,
             budget_bytes=self.budget_bytes,
@@ -254,7 +254,7 @@ class MemoryPlugin:
     @property
     def step_kinds(self) -> frozenset[str]:
         """Signatures of the kinds of step that it has met, or was given plans of."""
-        return frozenset(self._steps.cache.kinds)
+        return frozenset(self._steps.cache.entries)
 
     def forget(self, *, keep: Collection[str] = ()) -> None:
         """Drop what was learned of kinds of step: they are recorded and planned anew when they come again.

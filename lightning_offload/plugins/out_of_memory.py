@@ -121,11 +121,11 @@ def with_second_attempt(
 
 
 def out_of_memory(
-    error: torch.OutOfMemoryError, device: torch.device, kind: PlanEntry, budget_bytes: int | None
+    error: torch.OutOfMemoryError, device: torch.device, entry: PlanEntry, budget_bytes: int | None
 ) -> torch.OutOfMemoryError:
     """Free what can be freed, plan tighter, and give the error with all that is known."""
-    told = _explained(error, device, kind, budget_bytes)
-    ran_out_of_memory(kind)
+    told = _explained(error, device, entry, budget_bytes)
+    ran_out_of_memory(entry)
     release_frames(error)
     gc.collect()
     memory = memory_of(device)
@@ -144,21 +144,21 @@ def release_frames(error: BaseException) -> None:
 
 
 def _explained(
-    error: torch.OutOfMemoryError, device: torch.device, kind: PlanEntry, budget_bytes: int | None
+    error: torch.OutOfMemoryError, device: torch.device, entry: PlanEntry, budget_bytes: int | None
 ) -> torch.OutOfMemoryError:
     """The same error with the plan's figures and what to do."""
     figures = []
     if budget_bytes is not None:
         figures.append(f"budget {format_budget(budget_bytes)}")
-    if kind.plan is not None:
-        figures.append(f"predicted peak {format_bytes(kind.plan.predicted_peak_bytes)}")
-        figures.append(f"smallest feasible budget {format_bytes(kind.plan.floor_bytes)}")
+    if entry.plan is not None:
+        figures.append(f"predicted peak {format_bytes(entry.plan.predicted_peak_bytes)}")
+        figures.append(f"smallest feasible budget {format_bytes(entry.plan.floor_bytes)}")
     memory = memory_of(device)
     if memory is not None:
         figures.append(f"allocated at most {format_bytes(memory.peak_bytes())}")
         figures.append(f"reserved {format_bytes(memory.reserved_bytes())}")
-    what = "the next step of this shape is planned tighter" if kind.plan is not None else "there was no plan yet"
-    if kind.phase == "unplanned":
+    what = "the next step of this shape is planned tighter" if entry.plan is not None else "there was no plan yet"
+    if entry.phase == "unplanned":
         what = "steps of this shape run without a plan, the next one keeps nothing that it saves"
     advice = "; ".join(filter(None, ("lower the budget or the batch size", kind_of(device).advice)))
     return torch.OutOfMemoryError(f"{error}\nlightning-offload: {', '.join(figures) or 'no figures'}; {what}; {advice}")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_offload.capture.live import Census, live_storages
+from lightning_offload.capture.live import LiveStorages, live_storages
 from lightning_offload.plugins.buffer_copies import BufferCopies
 from lightning_offload.plugins.data_parallel import DataParallelModels, GradientBuckets
 from lightning_offload.tensors.op_facts import is_plain, parts_of, tensors_in
@@ -154,11 +154,11 @@ class PersistentState:
             found[storage._cdata] = storage.nbytes(), version + found.get(storage._cdata, (0, 0))[1]
         return found
 
-    def storages(self, device: torch.device) -> Census:
+    def storages(self, device: torch.device) -> LiveStorages:
         """All storages on a device: those of every tensor that Python knows of, and those known here."""
         return {**live_storages(device), **self.known_storages(device)}
 
-    def known_storages(self, device: torch.device) -> Census:
+    def known_storages(self, device: torch.device) -> LiveStorages:
         """Those of what belongs to the training, on a device."""
         known = _plain_parts(itertools.chain(self.tensors(), self._gradients()))
         storages = (tensor.untyped_storage() for tensor in known if tensor.device == device)

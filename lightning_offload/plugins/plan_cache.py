@@ -1,10 +1,10 @@
-"""The kinds of step that a memory plugin has met, each with its plan, and the families of those that differ in sizes.
+"""The specializations that a memory plugin has met, each with its plan, and the families of those that differ in sizes.
 
 A shape that was recorded has a plan of its own. One that was not is served by its family, if that can predict it:
 several shapes by one plan, made for the largest of them.
 
-Memory: graphs and plans take at most :data:`MAX_BYTES`; the kinds that did not run for longest are dropped, and come
-back by being derived, or recorded, again.
+Memory: graphs and plans take at most :data:`MAX_BYTES`; the specializations that did not run for longest are dropped,
+and come back by being extrapolated, or recorded, again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_offload.plugins.lifecycle import (
 from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import ShapeBucket
-from lightning_offload.plugins.shape_families import Derived, Room, ShapeFamily, StepShape
+from lightning_offload.plugins.shape_families import Extrapolated, Room, ShapeFamily, StepShape
 from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.tensors import custom_ops
 
@@ -55,23 +55,23 @@ def every_shape_recorded() -> Iterator[None]:
 MAX_BYTES = 128 << 20
 """Most memory for graphs and plans, half of it for what families are known by; the longest unused are dropped."""
 
-_KIND_BYTES = 4096  # of one without a graph: its entry, its signature, what it touches
+_ENTRY_BYTES = 4096  # of one without a graph: its entry, its signature, what it touches
 
 
 def _bytes_of_graph(graph: StepGraph, *, with_ops: bool = True) -> int:
     """What a graph takes in memory, roughly."""
-    own_ops = 300 * len(graph.ops) if with_ops else 0  # those of a derived step are its family's
+    own_ops = 300 * len(graph.ops) if with_ops else 0  # those of an extrapolated step are its family's
     return own_ops + 110 * (len(graph.storages) + len(graph.values) + len(graph.saves))
 
 
-def _bytes_of(kind: PlanEntry) -> int:
-    """What a kind of step takes in memory, roughly."""
-    if kind.graph is None:
-        return _KIND_BYTES
-    graph = _bytes_of_graph(kind.graph, with_ops=not isinstance(kind.source, ShapeBucket) or kind.source.has_own_ops)
-    plan = 160 * (len(kind.program.op_names) + 2 * len(kind.program.decisions)) if kind.program is not None else 0
-    variants = 0 if kind.spans_sizes else _bytes_of_variants(kind.changes)
-    return _KIND_BYTES + graph + plan + variants
+def _bytes_of(entry: PlanEntry) -> int:
+    """What a specialization takes in memory, roughly."""
+    if entry.graph is None:
+        return _ENTRY_BYTES
+    graph = _bytes_of_graph(entry.graph, with_ops=not isinstance(entry.source, ShapeBucket) or entry.source.has_own_ops)
+    plan = 160 * (len(entry.program.op_names) + 2 * len(entry.program.decisions)) if entry.program is not None else 0
+    variants = 0 if entry.spans_sizes else _bytes_of_variants(entry.changes)
+    return _ENTRY_BYTES + graph + plan + variants
 
 
 def _bytes_of_variants(changes: StructureChanges) -> int:
@@ -81,7 +81,7 @@ def _bytes_of_variants(changes: StructureChanges) -> int:
 def _bytes_of_family(family: ShapeFamily) -> int:
     """What a family takes: the steps that it is known by, and a model and a planner of about two more."""
     graphs = [_bytes_of_graph(sample.graph) for sample in family.samples.values()]
-    return _KIND_BYTES + sum(graphs) + 2 * max(graphs, default=0) + _bytes_of_variants(family.changes)
+    return _ENTRY_BYTES + sum(graphs) + 2 * max(graphs, default=0) + _bytes_of_variants(family.changes)
 
 
 def _size_above(size: float, grain: int) -> float:
@@ -135,39 +135,39 @@ class ShapeFigures:
             self.planning_seconds += time.perf_counter() - start
 
 
-def _plain_peak_bytes(kind: PlanEntry) -> int:
-    plan = kind.shown_plan
+def _plain_peak_bytes(entry: PlanEntry) -> int:
+    plan = entry.shown_plan
     return plan.plain_peak_bytes if plan is not None else 0
 
 
-def _saved_bytes(kind: PlanEntry) -> int:
-    return kind.saved_bytes
+def _saved_bytes(entry: PlanEntry) -> int:
+    return entry.saved_bytes
 
 
 HasRoom = Callable[[ShapeFamily, StepShape], bool]
 
 
 class PlanCache:
-    """The kinds of step that a memory plugin has met, each with its plan, and the figures of the one that ran last.
+    """The specializations that a memory plugin has met, each with its plan, and the figures of the one that ran last.
 
     Attributes:
-        kinds: By the signature of their inputs, or of a family and the sizes that a derived one is for; the one that
-            ran last comes last.
+        entries: By the signature of their inputs, or of a family and the sizes that an extrapolated one is for; the one
+            that ran last comes last.
         families: Kinds that differ in sizes alone, by what they have in common.
         figures: How that went.
-        key: Signature of the kind that ran last.
-        kind: That kind.
+        key: Signature of the specialization that ran last.
+        entry: That specialization.
         phase: What its last step did.
-        num_steps: Steps so far, of all kinds.
+        num_steps: Steps so far, of all specializations.
         num_planned: Those of them that ran under a plan.
     """
 
     def __init__(self) -> None:
-        self.kinds: OrderedDict[str, PlanEntry] = OrderedDict()
+        self.entries: OrderedDict[str, PlanEntry] = OrderedDict()
         self.families: OrderedDict[str, ShapeFamily] = OrderedDict()
         self.figures = ShapeFigures()
         self.key = ""
-        self.kind = PlanEntry()
+        self.entry = PlanEntry()
         self.phase: Phase = "idle"
         self.num_steps = 0
         self.num_planned = 0
@@ -178,7 +178,7 @@ class PlanCache:
     def choose(
         self, shape: StepShape, has_room: HasRoom | None = None, *, is_exact: bool = False, may_wait: bool = True
     ) -> PlanEntry:
-        """The kind of the step that is about to begin.
+        """The specialization of the step that is about to begin.
 
         Args:
             shape: What it is known by.
@@ -186,105 +186,107 @@ class PlanCache:
             is_exact: Whether it must not be one for larger sizes, too.
             may_wait: Whether others may stand for a shape that was recorded, as long as a plan of its own does not pay.
         """
-        self._shape, num_before = shape, len(self.kinds)
-        self.key, kind = shape.signature, self.kinds.get(shape.signature)
+        self._shape, num_before = shape, len(self.entries)
+        self.key, entry = shape.signature, self.entries.get(shape.signature)
         family = self.families.get(shape.family)
         if family is not None and not is_exact:
             family.plain.begin_step()
-        is_new = (kind is None or not kind.is_known) and not _num_recording
+        is_new = (entry is None or not entry.is_known) and not _num_recording
         if family is not None and has_room is not None and is_new and has_room(family, shape):
             self.key = f"{shape.family} with ample room"
-            kind = self.kinds.get(self.key)
-            if kind is None:
-                kind = self.kinds[self.key] = PlanEntry.with_ample_room()
-            return self._chosen(kind, shape, num_before, is_exact=is_exact)
+            entry = self.entries.get(self.key)
+            if entry is None:
+                entry = self.entries[self.key] = PlanEntry.with_ample_room()
+            return self._chosen(entry, shape, num_before, is_exact=is_exact)
         if not _num_recording and (aligned := self._aligned(shape, is_exact=is_exact)) is not None:
-            kind = aligned
-        if not _num_recording and (kind is None or (may_wait and self._may_wait(kind, shape))):
-            derived = self._derived(shape, is_exact=is_exact)
-            if kind is not None and derived is not None:
-                note_loss(kind, derived.shown_plan)
-            kind = derived or kind
-        if kind is None:
-            kind = self.kinds.setdefault(shape.signature, PlanEntry())
-        return self._chosen(kind, shape, num_before, is_exact=is_exact)
+            entry = aligned
+        if not _num_recording and (entry is None or (may_wait and self._may_wait(entry, shape))):
+            extrapolated = self._extrapolated(shape, is_exact=is_exact)
+            if entry is not None and extrapolated is not None:
+                note_loss(entry, extrapolated.shown_plan)
+            entry = extrapolated or entry
+        if entry is None:
+            entry = self.entries.setdefault(shape.signature, PlanEntry())
+        return self._chosen(entry, shape, num_before, is_exact=is_exact)
 
-    def _chosen(self, kind: PlanEntry, shape: StepShape, num_before: int, *, is_exact: bool) -> PlanEntry:
-        """Have the coming step be of a kind."""
-        self.kinds.move_to_end(self.key)
-        kind.given = shape.shapes
-        begin_step(kind)
-        is_for_many = kind.family is not None or kind.spans_sizes or kind.has_ample_room
-        is_planned = is_for_many and kind.phase == "planned"
+    def _chosen(self, entry: PlanEntry, shape: StepShape, num_before: int, *, is_exact: bool) -> PlanEntry:
+        """Have the coming step be of a specialization."""
+        self.entries.move_to_end(self.key)
+        entry.input_shapes = shape.shapes
+        begin_step(entry)
+        is_for_many = entry.family is not None or entry.spans_sizes or entry.has_ample_room
+        is_planned = is_for_many and entry.phase == "planned"
         is_new = self.figures.see(shape, is_planned=is_planned)
-        kind.is_first_sight = self.kind.is_first_sight if is_exact else is_new
-        self.kind = kind
+        entry.is_first_sight = self.entry.is_first_sight if is_exact else is_new
+        self.entry = entry
         if shape.family in self.families:
             self.families.move_to_end(shape.family)
-            if not kind.has_ample_room:  # whose steps show nothing
-                self._last_of[shape.family] = kind
-        if len(self.kinds) > num_before:
+            if not entry.has_ample_room:  # whose steps show nothing
+                self._last_of[shape.family] = entry
+        if len(self.entries) > num_before:
             self._drop_oldest()
-        return kind
+        return entry
 
-    def _may_wait(self, kind: PlanEntry, shape: StepShape) -> bool:
+    def _may_wait(self, entry: PlanEntry, shape: StepShape) -> bool:
         """Whether a recorded shape is planned as others of its family are: one of its own does not pay yet."""
         family = self.families.get(shape.family)
-        if family is None or kind.phase != "verifying" or pays(kind.made.lost_seconds, family.changes.search_seconds):
+        if family is None or entry.phase != "verifying" or pays(entry.made.lost_seconds, family.changes.search_seconds):
             return False
         return family.predicts(shape.signature)
 
-    def _derived(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
-        """The kind that serves a shape that was not recorded; None where nothing predicts it."""
+    def _extrapolated(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
+        """The specialization that serves a shape that was not recorded; None where nothing predicts it."""
         family = self.families.get(shape.family)
         if family is None:
             return None
-        derived = family.find(shape.sizes, signature=shape.signature, is_exact=is_exact)
-        if derived is None:
+        extrapolated = family.find(shape.sizes, signature=shape.signature, is_exact=is_exact)
+        if extrapolated is None:
             return None
         if not is_exact:
-            derived = self._of_larger(family, shape, derived)
-        kind = self.kinds.get(derived.key)
-        bucket = kind.source if kind is not None else None
-        if kind is None or not isinstance(bucket, ShapeBucket) or bucket.version != family.version:
+            extrapolated = self._of_larger(family, shape, extrapolated)
+        entry = self.entries.get(extrapolated.key)
+        bucket = entry.source if entry is not None else None
+        if entry is None or not isinstance(bucket, ShapeBucket) or bucket.version != family.version:
             for signature in family.alike:
-                if (sample := self.kinds.get(signature)) is not None:
+                if (sample := self.entries.get(signature)) is not None:
                     family.take_over(signature, sample)
-            kind = self.kinds[derived.key] = PlanEntry.in_bucket(family, derived, self._last_of.get(shape.family))
-            bucket = kind.source
+            entry = self.entries[extrapolated.key] = PlanEntry.in_bucket(
+                family, extrapolated, self._last_of.get(shape.family)
+            )
+            bucket = entry.source
         assert isinstance(bucket, ShapeBucket)
-        bucket.derived, self.key = derived, derived.key
-        return kind
+        bucket.extrapolated, self.key = extrapolated, extrapolated.key
+        return entry
 
-    def _of_larger(self, family: ShapeFamily, shape: StepShape, derived: Derived) -> Derived:
+    def _of_larger(self, family: ShapeFamily, shape: StepShape, extrapolated: Extrapolated) -> Extrapolated:
         """How a shape is planned for: as larger ones are, as long as a plan of its own bucket does not pay."""
-        kind = self.kinds.get(derived.key)
-        if family.hasty_seconds is None or (kind is not None and kind.shown_plan is not None):
-            return derived
+        entry = self.entries.get(extrapolated.key)
+        if family.hasty_seconds is None or (entry is not None and entry.shown_plan is not None):
+            return extrapolated
         larger = family.find(shape.sizes, signature=shape.signature, is_coarse=True)
-        if larger is None or larger.key == derived.key or larger.key in family.too_large:
-            return derived
-        known = self.kinds.get(larger.key)
+        if larger is None or larger.key == extrapolated.key or larger.key in family.too_large:
+            return extrapolated
+        known = self.entries.get(larger.key)
         plan = known.shown_plan if known is not None else None
-        if pays(max(family.step_seconds, family.lost_seconds.get(derived.key, 0.0)), family.hasty_seconds):
-            return derived
-        family.note_loss(derived.key, lost_seconds(plan))
+        if pays(max(family.step_seconds, family.lost_seconds.get(extrapolated.key, 0.0)), family.hasty_seconds):
+            return extrapolated
+        family.note_loss(extrapolated.key, lost_seconds(plan))
         return larger
 
     def _aligned(self, shape: StepShape, *, is_exact: bool) -> PlanEntry | None:
-        """The kind that serves a shape where structures change along with sizes; None where they do not.
+        """The specialization that serves a shape where structures change along with sizes; None where they do not.
 
         What is clearly larger in any way than what was recorded is recorded first.
 
         Args:
             shape: The shape.
-            is_exact: Whether the kind must not be one for clearly larger sizes, too.
+            is_exact: Whether the specialization must not be one for clearly larger sizes, too.
         """
         family = self.families.get(shape.family)
         if family is None or not (family.changes.aligns and len(family.changes.variants)):
             return None
         if not family.has_as_large(shape.sizes):
-            unknown = self.kinds.setdefault(shape.signature, PlanEntry())
+            unknown = self.entries.setdefault(shape.signature, PlanEntry())
             if unknown.phase != "recording":
                 record_again(unknown)
             return unknown
@@ -292,21 +294,21 @@ class PlanCache:
         for grain in (_FINE_GRAIN,) if is_exact or actual > 1 else (_GRAIN, _FINE_GRAIN):
             size = _size_above(actual, grain)
             self.key = f"{shape.family} up to {size:.4f}"
-            kind = self.kinds.get(self.key)
-            if kind is None or kind.changes is not family.changes or kind.superset is None:
-                usable_bytes = kind.usable_bytes if kind is not None else None
-                kind = self.kinds[self.key] = PlanEntry.spanning(family.changes, size, like)
-                kind.usable_bytes = usable_bytes
-            follow_other_sizes(kind)
-            if kind.superset is None or not kind.superset.is_too_large:
+            entry = self.entries.get(self.key)
+            if entry is None or entry.changes is not family.changes or entry.superset is None:
+                usable_bytes = entry.usable_bytes if entry is not None else None
+                entry = self.entries[self.key] = PlanEntry.spanning(family.changes, size, like)
+                entry.usable_bytes = usable_bytes
+            follow_other_sizes(entry)
+            if entry.superset is None or not entry.superset.is_too_large:
                 break
-        return kind
+        return entry
 
     @property
     def has_ample_room(self) -> bool:
         """Whether the budget is several times what steps like the coming one have needed so far."""
         family = self.families.get(self._shape.family) if self._shape is not None else None
-        return self.kind.plain.is_ample or (family is not None and family.plain.is_ample)
+        return self.entry.plain.is_ample or (family is not None and family.plain.is_ample)
 
     def room_to_record(self, budget_bytes: int | None, held_bytes: int) -> Room | None:
         """What the coming step, which is recorded, need not swap out; cf. :meth:`ShapeFamily.room_for`."""
@@ -316,20 +318,20 @@ class PlanCache:
         return family.room_for(self._shape.sizes, budget_bytes, held_bytes)
 
     def recorded(self, shape: StepShape) -> PlanEntry | None:
-        """The kind of the coming step that was recorded with its very shape, if there is one; it is of that then."""
-        kind = self.kinds.get(shape.signature)
-        if kind is None or kind.graph is None:
+        """The specialization that was recorded with the coming step's shape, if there is one; it is of that then."""
+        entry = self.entries.get(shape.signature)
+        if entry is None or entry.graph is None:
             return None
-        self.key, kind.given = shape.signature, shape.shapes
-        self.kinds.move_to_end(self.key)
-        self.kind = self._last_of[shape.family] = kind
-        return kind
+        self.key, entry.input_shapes = shape.signature, shape.shapes
+        self.entries.move_to_end(self.key)
+        self.entry = self._last_of[shape.family] = entry
+        return entry
 
     def record(self, shape: StepShape) -> PlanEntry:
-        """The kind of the coming step, which is to be recorded though others could predict it."""
+        """The specialization of the coming step, which is to be recorded though others could predict it."""
         self.key = shape.signature
-        self.kind = self._last_of[shape.family] = self.kinds[shape.signature] = PlanEntry()
-        return self.kind
+        self.entry = self._last_of[shape.family] = self.entries[shape.signature] = PlanEntry()
+        return self.entry
 
     def was(self, shape: StepShape, *, is_recorded: bool) -> None:
         """The step that has ended was of another shape than it was taken to be.
@@ -340,9 +342,9 @@ class PlanCache:
         """
         if not is_recorded:
             return
-        self.kinds.pop(self.key, None)
-        self.key, self._shape, self.kind.given = shape.signature, shape, shape.shapes
-        self.kinds[self.key] = self.kind
+        self.entries.pop(self.key, None)
+        self.key, self._shape, self.entry.input_shapes = shape.signature, shape, shape.shapes
+        self.entries[self.key] = self.entry
 
     def learn_shape(self, *, has_deviated: bool, astray_bytes: int | None = None) -> None:
         """A step has ended: let others of its family be planned by it, if it was recorded or measured.
@@ -351,52 +353,52 @@ class PlanCache:
             has_deviated: Whether it left its plan.
             astray_bytes: What it saved that the plan for another structure did not have; None where it had its own.
         """
-        shape, kind = self._shape, self.kind
+        shape, entry = self._shape, self.entry
         self.figures.num_deviations += has_deviated
         if astray_bytes is not None:
             self.figures.num_aligned += 1
             self.figures.astray_bytes += astray_bytes
         family = self.families.get(shape.family) if shape is not None else None
         if family is not None:
-            if family.plain.must_watch and not kind.has_ample_room:
+            if family.plain.must_watch and not entry.has_ample_room:
                 family.plain.watched()
-            family.gradients = family.gradients.or_more(kind.beside.gradients)
-            family.is_one_structure &= not kind.differs
-        if family is not None and not kind.spans_sizes and has_deviated:
+            family.gradients = family.gradients.or_more(entry.baseline.gradients)
+            family.is_one_structure &= not entry.differs
+        if family is not None and not entry.spans_sizes and has_deviated:
             family.changes.deviated()
         elif family is not None and self.phase == "planned" and astray_bytes is None:
             family.changes.followed()
-        if shape is not None and kind.family is not None:
+        if shape is not None and entry.family is not None:
             if has_deviated:
-                kind.family.step_left_its_plan(shape.signature)
-            elif kind.made.is_over:
-                kind.made.is_over = False
-                kind.family.step_was_over(shape.signature)
-        if shape is None or kind.graph is None or kind.family is not None or kind.spans_sizes:
+                entry.family.step_left_its_plan(shape.signature)
+            elif entry.made.is_over:
+                entry.made.is_over = False
+                entry.family.step_was_over(shape.signature)
+        if shape is None or entry.graph is None or entry.family is not None or entry.spans_sizes:
             return
         if self.phase in ("recording", "verifying", "measuring"):
             family = self.families.setdefault(shape.family, ShapeFamily(shape.family))
-            family.gradients = family.gradients.or_more(kind.beside.gradients)
-            self._last_of[shape.family] = kind
+            family.gradients = family.gradients.or_more(entry.baseline.gradients)
+            self._last_of[shape.family] = entry
             if self.phase == "recording":
-                self.note_beside(kind.graph.extra_bytes)
-                family.learn_plain(shape.shapes, kind.plain)
+                self.note_baseline(entry.graph.extra_bytes)
+                family.learn_plain(shape.shapes, entry.plain)
             else:
-                family.dropping.take(kind.beside.dropping)
-            gradient_bytes, bare_bytes = kind.beside.recorded_gradient_bytes, kind.seen.bare_bytes
-            family.learn(shape.signature, shape.sizes, kind.graph, gradient_bytes, bare_bytes)
-            if self.phase == "recording" and kind.changes.variants.latest is not None:
-                family.changes.variants.learn(kind.changes.variants.latest)
+                family.dropping.take(entry.baseline.dropping)
+            gradient_bytes, bare_bytes = entry.baseline.recorded_gradient_bytes, entry.seen.bare_bytes
+            family.learn(shape.signature, shape.sizes, entry.graph, gradient_bytes, bare_bytes)
+            if self.phase == "recording" and entry.changes.variants.latest is not None:
+                family.changes.variants.learn(entry.changes.variants.latest)
                 family.changes.aligns |= family.varies
             self._drop_families()
         elif (known := self.families.get(shape.family)) is not None:
-            known.take_over(shape.signature, kind)
+            known.take_over(shape.signature, entry)
 
-    def note_beside(self, num_bytes: int) -> None:
-        """Tell the family of the chosen kind what is on the device beside its steps: all of them have that."""
+    def note_baseline(self, num_bytes: int) -> None:
+        """Tell the family of the chosen one what is on the device beside its steps: all of them have that."""
         family = self.families.get(self._shape.family) if self._shape is not None else None
         if family is not None:
-            family.beside_bytes = num_bytes
+            family.baseline_bytes = num_bytes
 
     def _drop_families(self) -> None:
         """Drop what no step was of for longest where families take too much."""
@@ -411,27 +413,27 @@ class PlanCache:
 
     def _drop_oldest(self) -> None:
         """Drop what has not run for longest where there is too much."""
-        sizes = {key: _bytes_of(kind) for key, kind in self.kinds.items()}
+        sizes = {key: _bytes_of(entry) for key, entry in self.entries.items()}
         excess = sum(sizes.values()) - MAX_BYTES // 2
-        for key in list(self.kinds):
+        for key in list(self.entries):
             if excess <= 0 or key == self.key:
                 break
             excess -= sizes[key]
-            del self.kinds[key]
+            del self.entries[key]
             self._dropped.add(key)
 
     def take_dropped(self) -> set[str]:
-        """Keys of the kinds that were dropped since this was asked last."""
+        """Keys of the specializations that were dropped since this was asked last."""
         dropped, self._dropped = self._dropped, set()
         return dropped
 
     def state_dict(self) -> dict[str, Any]:
-        """The recorded kinds of step that have a plan, and what families are known by, as JSON-able data."""
+        """The recorded specializations that have a plan, and what families are known by, as JSON-able data."""
         plans = []
-        for signature, kind in self.kinds.items():
-            graph, plan = kind.graph, kind.lasting_plan
+        for signature, entry in self.entries.items():
+            graph, plan = entry.graph, entry.lasting_plan
             if graph is not None and plan is not None:
-                gradient_bytes = kind.beside.recorded_gradient_bytes
+                gradient_bytes = entry.baseline.recorded_gradient_bytes
                 texts = {"signature": signature, "graph": graph.to_json(), "plan": plan.to_json()}
                 plans.append({**texts, "gradient_bytes": gradient_bytes})
         families = [
@@ -453,7 +455,7 @@ class PlanCache:
         return {"schema": _SCHEMA, "plans": plans, "families": families, "custom_ops": custom_ops.to_rows()}
 
     def load_state_dict(self, state: Any, policy: str, budget_bytes: int | None) -> None:
-        """Read kinds of step; those planned for another policy or budget are planned anew.
+        """Read specializations; those planned for another policy or budget are planned anew.
 
         Raises:
             PlanError: The state is malformed.
@@ -483,26 +485,26 @@ class PlanCache:
         graphs = [StepGraph.from_json(text) for _, _, _, text, _ in samples]
         if any(num_bytes > graph.persistent_bytes for graph, (*_, num_bytes) in zip(graphs, samples, strict=True)):
             raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
-        kinds = {}
+        entries = {}
         for (signature, graph_text, plan_text), gradient_bytes in zip(rows, recorded, strict=True):
             graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
             if gradient_bytes > graph.persistent_bytes:
                 raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
             fits = plan.policy == policy and plan.budget_bytes == budget_bytes
-            kinds[signature] = PlanEntry.restored(graph, plan if fits else None, gradient_bytes)
+            entries[signature] = PlanEntry.restored(graph, plan if fits else None, gradient_bytes)
         try:
             standings = custom_ops.from_rows(state.get("custom_ops", []))
         except ValueError as error:
             raise PlanError(f"the state of the memory plugin is malformed: {error}") from None
         custom_ops.learn(standings)
-        self.kinds.update(kinds)
+        self.entries.update(entries)
         for graph, (name, signature, sizes, _, gradient_bytes) in zip(graphs, samples, strict=True):
             self.families.setdefault(name, ShapeFamily(name)).learn(signature, sizes, graph, gradient_bytes)
 
     def forget(self, keep: Collection[str]) -> None:
-        """Drop the kinds whose signatures are not among those to keep."""
-        self._dropped.update(self.kinds.keys() - set(keep))
-        self.kinds = OrderedDict((key, kind) for key, kind in self.kinds.items() if key in keep)
+        """Drop the specializations whose signatures are not among those to keep."""
+        self._dropped.update(self.entries.keys() - set(keep))
+        self.entries = OrderedDict((key, entry) for key, entry in self.entries.items() if key in keep)
         for family in self.families.values():
             for signature in list(family.samples):
                 if signature not in keep:
@@ -510,35 +512,35 @@ class PlanCache:
             if not family.samples:
                 family.changes = StructureChanges(spans_sizes=True)
         self._last_of.clear()
-        if self.key not in self.kinds:
-            self.key, self.kind, self.phase = "", PlanEntry(), "idle"
+        if self.key not in self.entries:
+            self.key, self.entry, self.phase = "", PlanEntry(), "idle"
 
     def begin_step(self) -> None:
-        """A step of the chosen kind begins."""
-        self.phase = self.kind.phase
+        """A step of the chosen specialization begins."""
+        self.phase = self.entry.phase
         self.num_steps += 1
-        self.kind.seen.num_steps += 1
+        self.entry.seen.num_steps += 1
         self.num_planned += self.phase in ("verifying", "measuring", "planned")
 
     def end_step(self, seconds: float | None, stall_seconds: float) -> None:
         """Note the times of a step that ran; None where it was not timed."""
         if seconds is not None:
-            self.kind.seen.step_seconds, self.kind.seen.stall_seconds = seconds, stall_seconds
+            self.entry.seen.step_seconds, self.entry.seen.stall_seconds = seconds, stall_seconds
 
     @property
     def neediest(self) -> PlanEntry:
-        """The kind of step that needs most with everything kept, of those that ran.
+        """The specialization that needs most with everything kept, of those that ran.
 
         The last one, too, where it needs as much. Where none has a plan, the last one, or that of the recorded ones
         which saves most, where the last one was not to be recorded.
         """
-        ran = [kind for kind in (self.kind, *self.kinds.values()) if kind.seen.num_steps]
-        planned = [kind for kind in ran if kind.shown_plan is not None]
-        planned = [kind for kind in planned if not kind.source.is_coarse] or planned
-        recorded = [kind for kind in ran if kind.graph is not None] if self.kind.has_ample_room else []
-        return max(planned, key=_plain_peak_bytes, default=max(recorded, key=_saved_bytes, default=self.kind))
+        ran = [entry for entry in (self.entry, *self.entries.values()) if entry.seen.num_steps]
+        planned = [entry for entry in ran if entry.shown_plan is not None]
+        planned = [entry for entry in planned if not entry.source.is_coarse] or planned
+        recorded = [entry for entry in ran if entry.graph is not None] if self.entry.has_ample_room else []
+        return max(planned, key=_plain_peak_bytes, default=max(recorded, key=_saved_bytes, default=self.entry))
 
-    def others_than(self, kind: PlanEntry) -> list[PlanEntry]:
-        """The other kinds of step that ran under a plan, by how many steps they had."""
-        found = [o for o in self.kinds.values() if o is not kind and o.seen.num_steps and o.shown_plan is not None]
-        return sorted(found, key=lambda kind: -kind.seen.num_steps)
+    def others_than(self, entry: PlanEntry) -> list[PlanEntry]:
+        """The other specializations that ran under a plan, by how many steps they had."""
+        found = [o for o in self.entries.values() if o is not entry and o.seen.num_steps and o.shown_plan is not None]
+        return sorted(found, key=lambda entry: -entry.seen.num_steps)

@@ -1,7 +1,7 @@
-"""What is known of one kind of step: where its plan comes from, the plan in force, and what steps under it showed.
+"""What is known of one specialization: where its plan comes from, the plan in force, and what steps under it showed.
 
-A kind of step is known by its signature: the shapes and types of its inputs, and autocast. What becomes of it is up to
-:mod:`~lightning_offload.plugins.lifecycle`.
+A specialization is known by its signature: the shapes and types of its inputs, and autocast. What becomes of it is up
+to :mod:`~lightning_offload.plugins.lifecycle`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.floor import peaks_without_plan
-from lightning_offload.planning.planner import beside as with_margin
+from lightning_offload.planning.planner import with_margin
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.plugins.baseline import There
-from lightning_offload.plugins.beside import Beside, OldGradients
-from lightning_offload.plugins.cadence import HookShedding
-from lightning_offload.plugins.pace import Expected, Pace
+from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.plugins.phases import Phase, Stage
 from lightning_offload.plugins.plain_steps import AMPLE, PlainNeed
 from lightning_offload.plugins.plan_source import Measured, PlanSource, Recorded, ShapeBucket, Superset
+from lightning_offload.plugins.planned_baseline import OldGradients, PlannedBaseline
 from lightning_offload.plugins.replanning import Corrections
-from lightning_offload.plugins.shape_families import Derived, ShapeFamily
+from lightning_offload.plugins.sampling_schedule import HookElision
+from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily
+from lightning_offload.plugins.step_time_estimate import Expected, StepTimeEstimate
 from lightning_offload.plugins.structure_changes import StructureChanges
-from lightning_offload.plugins.touched import Touched
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.tensors import custom_ops
 from lightning_offload.units import format_budget_exactly, format_bytes
@@ -44,7 +44,7 @@ _SLIGHTLY_OVER = 0.001  # of the budget: a list of losses grows by that, and end
 
 @dataclasses.dataclass(slots=True)
 class StepFigures:
-    """What the last steps of a kind took and needed.
+    """What the last steps of a specialization took and needed.
 
     Attributes:
         num_steps: Its steps so far.
@@ -55,7 +55,7 @@ class StepFigures:
         stall_seconds: The part of that in which compute waited for copies.
         bare_bytes: What the recorded step needed beyond what was there before, gradients of earlier steps aside, with
             all that it saved swapped out; None if some stayed, or where that is not known.
-        pace: What steps under the plan in force took, on a host that computes.
+        step_time_estimate: What steps under the plan in force took, on a host that computes.
     """
 
     num_steps: int = 0
@@ -67,12 +67,12 @@ class StepFigures:
     step_seconds: float | None = None
     stall_seconds: float = 0.0
     bare_bytes: int | None = None
-    pace: Pace = dataclasses.field(default_factory=Pace)
+    step_time_estimate: StepTimeEstimate = dataclasses.field(default_factory=StepTimeEstimate)
 
 
 @dataclasses.dataclass(slots=True)
 class PlanState:
-    """How the plan of a kind of step stands.
+    """How the plan of a specialization stands.
 
     Attributes:
         spec: The device that it was made for.
@@ -108,7 +108,7 @@ class PlanState:
 
 @dataclasses.dataclass(slots=True)
 class PlanEntry:
-    """What is known of one kind of step.
+    """What is known of one specialization.
 
     Attributes:
         stage: How far it is.
@@ -116,7 +116,7 @@ class PlanEntry:
         graph: The step that is planned, with what is on the device beside it; None before there is one.
         program: The plan in force, compiled; None while there is none.
         made: How that stands.
-        beside: What plans count beside what the step makes.
+        baseline: What plans count beside what the step makes.
         seen: What its last steps took and needed.
         changes: How its structure changes.
         verified: Storages whose replays were verified.
@@ -130,10 +130,10 @@ class PlanEntry:
         num_demoted: How many ops were no longer believed when its step was recorded, or was last looked through.
         differs: Whether a recording was of another structure than a larger one, whose lifetimes it was to have.
         num_surprises: Steps in which backward wrote what the plan counts on.
-        given: The shapes of the tensors that the coming step is given.
+        input_shapes: The shapes of the tensors that the coming step is given.
         is_first_sight: Whether the shape of the coming step is new.
         has_ample_room: Whether it stands for all new shapes, which keep everything: there is room for more than that.
-        has_left_given: Whether a plan that the user gave was not followed.
+        has_left_imported: Whether a plan that the user gave was not followed.
     """
 
     stage: Stage = dataclasses.field(default_factory=Stage)
@@ -141,7 +141,7 @@ class PlanEntry:
     graph: StepGraph | None = None
     program: Program | None = None
     made: PlanState = dataclasses.field(default_factory=PlanState)
-    beside: Beside = dataclasses.field(default_factory=Beside)
+    baseline: PlannedBaseline = dataclasses.field(default_factory=PlannedBaseline)
     seen: StepFigures = dataclasses.field(default_factory=StepFigures)
     changes: StructureChanges = dataclasses.field(default_factory=StructureChanges)
     verified: set[int] = dataclasses.field(default_factory=set)
@@ -149,22 +149,22 @@ class PlanEntry:
     shortfall_bytes: int = 0
     usable_bytes: int | None = None
     corrections: Corrections = dataclasses.field(default_factory=Corrections)
-    hooks: HookShedding = dataclasses.field(default_factory=HookShedding)
+    hooks: HookElision = dataclasses.field(default_factory=HookElision)
     takes_data: bool = False
     is_seen_by_core: bool | None = None
     num_demoted: int = dataclasses.field(default_factory=lambda: len(custom_ops.demoted()))
     differs: bool = False
     num_surprises: int = 0
-    given: Shapes = ()
+    input_shapes: Shapes = ()
     is_first_sight: bool = False
     has_ample_room: bool = False
-    has_left_given: bool = False
+    has_left_imported: bool = False
 
     # ---- as it begins
 
     @classmethod
     def restored(cls, graph: StepGraph, plan: MemoryPlan | None, gradient_bytes: int = 0) -> PlanEntry:
-        """A kind of step known from an earlier run; planned anew where its plan was for another setting.
+        """A specialization known from an earlier run; planned anew where its plan was for another setting.
 
         Args:
             graph: The step.
@@ -174,8 +174,8 @@ class PlanEntry:
         program = compile_plan(graph, plan) if plan is not None else None
         stage = Stage("verifying" if plan is None else "planned")
         made = cls(stage=stage, source=Recorded(was_restored=True), graph=graph, program=program)
-        made.beside.gradients = OldGradients.of(graph, gradient_bytes)
-        made.beside.recorded_gradient_bytes = gradient_bytes
+        made.baseline.gradients = OldGradients.of(graph, gradient_bytes)
+        made.baseline.recorded_gradient_bytes = gradient_bytes
         return made
 
     @classmethod
@@ -184,15 +184,15 @@ class PlanEntry:
         return cls(stage=Stage("planned"), has_ample_room=True)
 
     @classmethod
-    def in_bucket(cls, family: ShapeFamily, derived: Derived, like: PlanEntry | None) -> PlanEntry:
-        """A kind of step that was never seen.
+    def in_bucket(cls, family: ShapeFamily, extrapolated: Extrapolated, like: PlanEntry | None) -> PlanEntry:
+        """A specialization that was never seen.
 
         Args:
             family: Kinds that differ from it in sizes alone.
-            derived: How it is derived from them.
+            extrapolated: How it is extrapolated from them.
             like: The one of them that ran last: what is on the device beside its steps is so beside these.
         """
-        source = ShapeBucket(family, derived)
+        source = ShapeBucket(family, extrapolated)
         made = cls(
             stage=Stage("planned"),
             source=source,
@@ -201,17 +201,17 @@ class PlanEntry:
             mismatched=family.mismatched,
             hooks=family.hooks,
         )
-        made.beside.recorded_gradient_bytes = source.gradient_bytes
-        made.beside.dropping = family.dropping
+        made.baseline.recorded_gradient_bytes = source.gradient_bytes
+        made.baseline.dropping = family.dropping
         if like is not None and like.graph is not None and made.graph is not None:
-            made.graph = made.beside.with_extra(made.graph, family.beside_bytes or 0)
+            made.graph = made.baseline.with_extra(made.graph, family.baseline_bytes or 0)
             made._be_like(like)
             made.note_gradients(family.gradients)
         return made
 
     @classmethod
     def spanning(cls, changes: StructureChanges, size: float, like: PlanEntry | None) -> PlanEntry:
-        """A kind of step whose structure changes, and whose sizes do.
+        """A specialization whose structure changes, and whose sizes do.
 
         Args:
             changes: What is known of the structures of all sizes.
@@ -222,11 +222,11 @@ class PlanEntry:
         made.follow(Superset(changes, size))
         if like is not None:
             made._be_like(like)
-            made.beside.dropping = dataclasses.replace(like.beside.dropping)
+            made.baseline.dropping = dataclasses.replace(like.baseline.dropping)
         return made
 
     def _be_like(self, like: PlanEntry) -> None:
-        self.note_gradients(like.beside.gradients)
+        self.note_gradients(like.baseline.gradients)
         self.made.state_version = like.made.state_version
         self.takes_data = like.takes_data
 
@@ -234,13 +234,13 @@ class PlanEntry:
         """Plan for the widest of its structures from now on."""
         self.source, self.graph = source, source.step
         self.drop_plan()
-        self.beside.recorded_gradient_bytes, self.beside.is_known = source.gradient_bytes, False
+        self.baseline.recorded_gradient_bytes, self.baseline.is_known = source.gradient_bytes, False
         self.begin_anew()
         if source.guesses_margin:
             self.shortfall_bytes = max(self.shortfall_bytes, source.guess_bytes)
         self.mismatched.clear()
         self.verified.clear()
-        self.note_gradients(self.beside.gradients)
+        self.note_gradients(self.baseline.gradients)
 
     def begin_anew(self) -> None:
         """Steps are under another plan from now on."""
@@ -266,7 +266,7 @@ class PlanEntry:
 
     @property
     def shown_graph(self) -> StepGraph:
-        """The step, with the durations of its own ops where it was derived, to be shown."""
+        """The step, with the durations of its own ops where it was extrapolated, to be shown."""
         assert self.graph is not None
         return self.source.with_own_times(self.graph)
 
@@ -287,7 +287,7 @@ class PlanEntry:
 
     @property
     def family(self) -> ShapeFamily | None:
-        """The kinds that it was derived from; None for one that was not."""
+        """The specializations that it was extrapolated from; None for one that was not."""
         return self.source.family if isinstance(self.source, ShapeBucket) else None
 
     @property
@@ -347,7 +347,7 @@ class PlanEntry:
         plan = self.shown_plan
         if plan is None or self.graph is None or self.made.spec is None:
             return Expected(plan.predicted_step_seconds, plan.plain_step_seconds) if plan is not None else None
-        return self.seen.pace.expected(plan, self.graph, self.made.spec)
+        return self.seen.step_time_estimate.expected(plan, self.graph, self.made.spec)
 
     # ---- the coming step
 
@@ -356,7 +356,7 @@ class PlanEntry:
         """Whether what is beside the coming step is to be counted: one of the first, or one whose peak is."""
         if self.family is not None:
             can_be_counted = self.program is not None and not self.is_keep_all
-            return self.family.beside_bytes is None or (can_be_counted and self.source.must_count(is_next=True))
+            return self.family.baseline_bytes is None or (can_be_counted and self.source.must_count(is_next=True))
         if self.is_aligned and self.plain.must_watch:
             return True
         if not self.is_keep_all and self.source.must_count(is_next=True):
@@ -371,13 +371,13 @@ class PlanEntry:
         """
         self.made.num_steps += 1
         source = self.source
-        source.cadence.begin_step()
+        source.sampling_schedule.begin_step()
         if (self.is_keep_all and not self.is_aligned) or not can_count or not source.must_count():
             return False
         source.counted()
         return True
 
-    def sheds_hooks(self) -> bool:
+    def elides_hooks(self) -> bool:
         """Whether the coming step, which keeps everything, goes without hooks."""
         plan = self.plan
         has_ample_room = (
@@ -385,7 +385,7 @@ class PlanEntry:
             and plan.budget_bytes is not None
             and (AMPLE * plan.predicted_peak_bytes <= plan.budget_bytes)
         )
-        return self.hooks.sheds(has_ample_room=has_ample_room)
+        return self.hooks.elides(has_ample_room=has_ample_room)
 
     def runs_plainly(self, budget_bytes: int | None, device: torch.device, policy: str) -> bool:
         """Whether there is nothing to do in its steps: all is kept, without a budget or well within it.
@@ -400,7 +400,12 @@ class PlanEntry:
         if self.phase == "unplanned":
             return budget_bytes is None or self.plain.fits(device, budget_bytes)
         may_go_plainly = policy == "auto" or kind_of(device).counts_memory
-        if self.is_aligned and budget_bytes is not None and may_go_plainly and self.source.may_go_plainly(self.given):
+        if (
+            self.is_aligned
+            and budget_bytes is not None
+            and may_go_plainly
+            and self.source.may_go_plainly(self.input_shapes)
+        ):
             return self.plain.fits(device, budget_bytes)
         return self.phase != "recording" and self.is_keep_all and budget_bytes is None
 
@@ -409,7 +414,7 @@ class PlanEntry:
     @property
     def margin_bytes(self) -> int:
         """What the plan in force counts beyond the graph."""
-        return self.shortfall_bytes + self.beside.headroom_bytes
+        return self.shortfall_bytes + self.baseline.headroom_bytes
 
     @property
     def unforeseen_bytes(self) -> int:
@@ -424,7 +429,7 @@ class PlanEntry:
         """A step under a plan whose peak was measured."""
         return Measured(
             peak_bytes=peak_bytes, plan=plan, margin_bytes=self.margin_bytes, graph=graph, device=self.made.spec,
-            given=self.given,
+            input_shapes=self.input_shapes,
         )  # fmt: skip
 
     def peaks_without_plan(self, device: DeviceSpec) -> tuple[int, int]:
@@ -439,49 +444,49 @@ class PlanEntry:
             known = self.made.peaks = self.graph, peaks_without_plan(self.graph, device)
         return known[1]
 
-    def beside_bytes_with(self, state_bytes: int) -> int:
+    def baseline_bytes_with(self, state_bytes: int) -> int:
         """What was counted beside its steps, since the last recording, with as much of the training's state as now."""
-        if self.graph is None or not self.beside.is_known:
+        if self.graph is None or not self.baseline.is_known:
             return 0
-        grown_bytes = state_bytes - self.beside.state_bytes if self.beside.state_bytes is not None else 0
+        grown_bytes = state_bytes - self.baseline.state_bytes if self.baseline.state_bytes is not None else 0
         return self.graph.extra_bytes + grown_bytes
 
-    def bytes_beside(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
-        """What is on the device beside the coming step; cf. :meth:`Touched.bytes_beside`."""
+    def baseline_bytes(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
+        """What is on the device beside the coming step; cf. :meth:`ExternalStorages.baseline_bytes`."""
         found_bytes = self.source.found_bytes(self.graph) if has_inputs and self.graph is not None else None
         if found_bytes is not None:
             return max(0, there.bytes_but(gradients) - found_bytes)
-        return self.source.touched.bytes_beside(there, gradients, has_inputs=has_inputs)
+        return self.source.external.baseline_bytes(there, gradients, has_inputs=has_inputs)
 
-    def bytes_beside_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
+    def baseline_bytes_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
         """The same of the allocator's figure."""
         found_bytes = self.source.found_bytes(self.graph) if has_inputs and self.graph is not None else None
         if found_bytes is not None:
             return max(0, allocated_bytes - gradient_bytes - found_bytes)
         taken = self.graph.taken_bytes if self.graph is not None else int
-        return self.source.touched.bytes_beside_of(allocated_bytes, gradient_bytes, taken, has_inputs=has_inputs)
+        return self.source.external.baseline_bytes_of(allocated_bytes, gradient_bytes, taken, has_inputs=has_inputs)
 
-    def learn_touched(self, live: LiveBytes, gradients: Collection[int]) -> None:
+    def learn_external(self, live: LiveBytes, gradients: Collection[int]) -> None:
         """Know what the step touches, of a step that was planned without a recording here."""
-        if self.source.touched.known is None and self.source.is_own:
-            self.source.touched = Touched.seen(live, gradients)
+        if self.source.external.known is None and self.source.is_own:
+            self.source.external = ExternalStorages.seen(live, gradients)
 
     def note_gradients(self, old: OldGradients) -> None:
         """Plan for gradients of earlier steps, as steps have shown them."""
-        self.beside.learn_gradients(old)
+        self.baseline.learn_gradients(old)
         self._count_gradients()
 
     def begin_with_gradients(self, gradients: Mapping[int, int]) -> None:
         """Plan for those that a step begins with: bytes by identity."""
-        self.beside.note_gradients(gradients)
+        self.baseline.note_gradients(gradients)
         self._count_gradients()
 
     def _count_gradients(self) -> None:
-        if self.graph is not None and (graph := self.beside.with_gradients(self.graph)) is not self.graph:
+        if self.graph is not None and (graph := self.baseline.with_gradients(self.graph)) is not self.graph:
             self.graph = graph
             self.drop_plan()
 
-    def note_beside(self, num_bytes: int, budget_bytes: int | None) -> None:
+    def note_baseline(self, num_bytes: int, budget_bytes: int | None) -> None:
         """Count what is on the device beside the step: plan anew where the plan in force has no room for it.
 
         Where that grows again and again the plan leaves free as much as it grew, so that not every step is planned
@@ -491,24 +496,24 @@ class PlanEntry:
             num_bytes: What is there now.
             budget_bytes: The budget.
         """
-        before, plan, beside = self.graph, self.plan, self.beside
-        beside.is_known = before is not None
-        if before is None or (graph := beside.with_extra(before, num_bytes)) is before:
+        before, plan, baseline = self.graph, self.plan, self.baseline
+        baseline.is_known = before is not None
+        if before is None or (graph := baseline.with_extra(before, num_bytes)) is before:
             return
-        counted_bytes = before.extra_bytes + beside.headroom_bytes
+        counted_bytes = before.extra_bytes + baseline.headroom_bytes
         growth = num_bytes - before.extra_bytes
-        self.graph, beside.headroom_bytes = graph, 0
+        self.graph, baseline.headroom_bytes = graph, 0
         if self.program is not None and plan is not None and self.phase == "planned":
             more_bytes = num_bytes - counted_bytes
             is_much_less = budget_bytes is not None and -more_bytes > _MUCH_LESS * budget_bytes
             if more_bytes <= 0 and not is_much_less:
-                beside.headroom_bytes = -more_bytes
+                baseline.headroom_bytes = -more_bytes
                 return
             fits = budget_bytes is None or plan.predicted_peak_bytes + more_bytes <= budget_bytes
             if more_bytes > 0 and (fits or self.is_slightly_over(plan.floor_bytes + more_bytes, budget_bytes)):
                 self.count_more(more_bytes)
                 return
-            beside.headroom_bytes = max(0, growth)
+            baseline.headroom_bytes = max(0, growth)
         self.drop_plan()
 
     def note_drops(self, drops: Departures, budget_bytes: int | None) -> None:
@@ -518,8 +523,8 @@ class PlanEntry:
             drops: That.
             budget_bytes: The budget.
         """
-        before, was_recorded = self.graph, self.phase == "verifying" and not self.beside.is_known
-        graph = self.beside.note_drops(drops, before, was_recorded=was_recorded)
+        before, was_recorded = self.graph, self.phase == "verifying" and not self.baseline.is_known
+        graph = self.baseline.note_drops(drops, before, was_recorded=was_recorded)
         if before is None or graph is None or graph is before:
             return
         more_bytes = sum(d.num_bytes for d in graph.departures) - sum(d.num_bytes for d in before.departures)
@@ -531,7 +536,7 @@ class PlanEntry:
 
     def guesses_less(self) -> bool:
         """Whether no plan is refused for what the coming step may drop: what is beside it counts as less now."""
-        graph = self.beside.guess_less(self.graph)
+        graph = self.baseline.guess_less(self.graph)
         self.graph = graph or self.graph
         return graph is not None
 
@@ -561,8 +566,8 @@ class PlanEntry:
         if family is None:
             return
         self.note_gradients(family.gradients)
-        if family.beside_bytes is not None:
-            self.note_beside(family.beside_bytes, budget_bytes)
+        if family.baseline_bytes is not None:
+            self.note_baseline(family.baseline_bytes, budget_bytes)
         more_bytes = family.shortfall_bytes - self.shortfall_bytes
         if self.plan is None or more_bytes <= 0:
             return

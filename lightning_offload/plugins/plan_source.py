@@ -1,4 +1,4 @@
-"""Where the plan for a kind of step comes from.
+"""Where the plan for a specialization comes from.
 
 ==============  =================================================  ==================================================
 source          the step that is planned                           its steps
@@ -26,15 +26,15 @@ from lightning_offload.errors import BudgetInfeasibleError, PlanError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import Op, StepGraph
-from lightning_offload.planning.planner import Make, beside, plan_with_margin, plan_without_ops
+from lightning_offload.planning.planner import Make, plan_with_margin, plan_without_ops, with_margin
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.planning.trace import simulate_plan
-from lightning_offload.plugins.beside import OldGradients
-from lightning_offload.plugins.cadence import Cadence
-from lightning_offload.plugins.shape_families import Derived, ShapeFamily
+from lightning_offload.plugins.external_storages import ExternalStorages
+from lightning_offload.plugins.planned_baseline import OldGradients
+from lightning_offload.plugins.sampling_schedule import SamplingSchedule
+from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily
 from lightning_offload.plugins.structure_changes import Next, StructureChanges
-from lightning_offload.plugins.touched import Touched
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
 
@@ -88,7 +88,7 @@ class Measured:
         margin_bytes: What that counts beyond the graph.
         graph: The step that it was made for.
         device: What it was made for.
-        given: The shapes of the tensors that the step was given.
+        input_shapes: The shapes of the tensors that the step was given.
     """
 
     peak_bytes: int
@@ -96,7 +96,7 @@ class Measured:
     margin_bytes: int
     graph: StepGraph
     device: DeviceSpec | None
-    given: Shapes
+    input_shapes: Shapes
 
     @property
     def foreseen_bytes(self) -> int:
@@ -105,14 +105,14 @@ class Measured:
 
 
 class PlanSource:
-    """Where the plan for a kind of step comes from.
+    """Where the plan for a specialization comes from.
 
     Args:
-        touched: The persistent storages that the planned step touches.
+        external: The persistent storages that the planned step touches.
 
     Attributes:
-        touched: These.
-        cadence: Which steps have their memory counted.
+        external: These.
+        sampling_schedule: Which steps have their memory counted.
         was_restored: Whether it is from an earlier run: with DDP's buckets in the layout that they come to have.
     """
 
@@ -121,9 +121,9 @@ class PlanSource:
     is_own: ClassVar[bool] = True
     """Whether these are its own: of this very shape, so that what they take tells what ops take."""
 
-    def __init__(self, touched: Touched | None = None) -> None:
-        self.touched = touched or Touched()
-        self.cadence = Cadence()
+    def __init__(self, external: ExternalStorages | None = None) -> None:
+        self.external = external or ExternalStorages()
+        self.sampling_schedule = SamplingSchedule()
         self.was_restored = False
 
     @property
@@ -178,7 +178,7 @@ class PlanSource:
 
     def begin_anew(self) -> None:
         """Steps are under another plan from now on."""
-        self.cadence.begin_anew()
+        self.sampling_schedule.begin_anew()
 
     # ---- memory
 
@@ -195,17 +195,17 @@ class PlanSource:
         Args:
             is_next: Whether that of the next one.
         """
-        return self.cadence.is_due(is_changing=False, is_next=is_next)
+        return self.sampling_schedule.is_due(is_changing=False, is_next=is_next)
 
     def counted(self) -> None:
         """It is."""
-        self.cadence.counted()
+        self.sampling_schedule.counted()
 
     def unforeseen_bytes(self, step: Measured) -> int:
         """By how much a measured peak exceeds what was predicted for it, without a margin."""
         return max(0, step.peak_bytes - step.foreseen_bytes)
 
-    def may_go_plainly(self, given: Shapes) -> bool:
+    def may_go_plainly(self, input_shapes: Shapes) -> bool:
         """Whether a step that keeps everything needs no plan for it, where that fits."""
         return False
 
@@ -214,12 +214,12 @@ class Recorded(PlanSource):
     """A step of this very shape that was recorded, here or in an earlier run.
 
     Args:
-        touched: The persistent storages that it touches.
+        external: The persistent storages that it touches.
         was_restored: Whether it is from an earlier run.
     """
 
-    def __init__(self, touched: Touched | None = None, *, was_restored: bool = False) -> None:
-        super().__init__(touched)
+    def __init__(self, external: ExternalStorages | None = None, *, was_restored: bool = False) -> None:
+        super().__init__(external)
         self.was_restored = was_restored
 
 
@@ -228,26 +228,26 @@ class ShapeBucket(PlanSource):
 
     Args:
         family: They.
-        derived: How the step is derived from them.
+        extrapolated: How the step is extrapolated from them.
 
     Attributes:
         family: They.
-        derived: How the coming step is derived from them.
+        extrapolated: How the coming step is extrapolated from them.
         version: That of the family when this was.
         gradient_bytes: Gradients of earlier steps that are among the step's storages.
     """
 
     is_own = False
 
-    def __init__(self, family: ShapeFamily, derived: Derived) -> None:
+    def __init__(self, family: ShapeFamily, extrapolated: Extrapolated) -> None:
         super().__init__()
         self.family = family
-        self.derived = derived
+        self.extrapolated = extrapolated
         self.version = family.version
         self.gradient_bytes = family.gradient_bytes
-        self.cadence = family.cadence
+        self.sampling_schedule = family.sampling_schedule
         self._planner = family.planner
-        self._figures = family.planner.model.figures_at(derived.point)
+        self._figures = family.planner.model.figures_at(extrapolated.point)
         self._own_ops: tuple[Op, ...] | None = None
 
     def step(self) -> StepGraph:
@@ -257,7 +257,7 @@ class ShapeBucket(PlanSource):
     @property
     @override
     def is_coarse(self) -> bool:
-        return self.derived.is_coarse
+        return self.extrapolated.is_coarse
 
     @property
     def has_own_ops(self) -> bool:
@@ -286,20 +286,20 @@ class ShapeBucket(PlanSource):
     @override
     def with_own_times(self, graph: StepGraph) -> StepGraph:
         if self._own_ops is None:
-            self._own_ops = self._planner.model.at(self.derived.point).ops
+            self._own_ops = self._planner.model.at(self.extrapolated.point).ops
         return dataclasses.replace(graph, ops=self._own_ops)
 
     @override
     def found_bytes(self, graph: StepGraph) -> int | None:
-        sizes = self._planner.model.figures_at(self.derived.actual).storage_bytes.tolist()
+        sizes = self._planner.model.figures_at(self.extrapolated.actual).storage_bytes.tolist()
         found = (size for size, storage in zip(sizes, graph.storages, strict=True) if storage.is_persistent)
         return sum(map(graph.taken_bytes, found)) - self.gradient_bytes
 
     @override
     def unforeseen_bytes(self, step: Measured) -> int:
-        if self.derived.actual == self.derived.point or step.device is None:
+        if self.extrapolated.actual == self.extrapolated.point or step.device is None:
             return super().unforeseen_bytes(step)
-        figures = self._planner.model.figures_at(self.derived.actual)  # it was smaller than what the plan is for
+        figures = self._planner.model.figures_at(self.extrapolated.actual)  # it was smaller than what the plan is for
         graph = OldGradients.of(step.graph).on(self._planner.model.sized(figures), 0)
         graph = dataclasses.replace(graph, extra_bytes=step.graph.extra_bytes)
         return max(0, step.peak_bytes - self._planner.peak_bytes(step.plan, graph, figures, step.device))
@@ -332,7 +332,7 @@ class Superset(PlanSource):
     ) -> None:
         basis = changes.variants.basis
         widest = changes.variants.widest(size)
-        super().__init__(widest.touched)
+        super().__init__(widest.external)
         self.size = size
         self.step = widest.graph
         self.gradient_bytes = widest.gradient_bytes
@@ -344,9 +344,9 @@ class Superset(PlanSource):
         self._basis = basis
         self._varying_share = widest.varying_share if changes.spans_sizes else 0.0
         if changes.spans_sizes:
-            self.cadence = changes.cadence
+            self.sampling_schedule = changes.sampling_schedule
         elif before is not None:
-            self.cadence = before.cadence
+            self.sampling_schedule = before.sampling_schedule
 
     @property
     def is_too_large(self) -> bool:
@@ -390,7 +390,7 @@ class Superset(PlanSource):
     @override
     def must_count(self, *, is_next: bool = False) -> bool:
         is_first = self._changes.spans_sizes and self.size not in self._changes.counted_sizes
-        is_due = self.cadence.is_due(is_changing=True, is_next=is_next)
+        is_due = self.sampling_schedule.is_due(is_changing=True, is_next=is_next)
         return is_first or is_due or self._changes.plain.must_watch
 
     @override
@@ -402,7 +402,7 @@ class Superset(PlanSource):
     def unforeseen_bytes(self, step: Measured) -> int:
         if not self._changes.spans_sizes:
             return super().unforeseen_bytes(step)
-        larger = max(0.0, self.size / self._changes.variants.size_of(step.given) - 1)  # those as large need more
+        larger = max(0.0, self.size / self._changes.variants.size_of(step.input_shapes) - 1)  # those as large need more
         own_bytes = max(0, step.peak_bytes - step.graph.persistent_bytes)
         needed_bytes = step.peak_bytes + int(larger * self._varying_share * own_bytes)
         return max(0, needed_bytes - step.foreseen_bytes)
@@ -413,8 +413,8 @@ class Superset(PlanSource):
         return needed_bytes + needed_bytes // _OF_ANOTHER_SIZE if self._changes.spans_sizes else needed_bytes
 
     @override
-    def may_go_plainly(self, given: Shapes) -> bool:
-        return not self._changes.spans_sizes or self._changes.variants.size_of(given) <= 1
+    def may_go_plainly(self, input_shapes: Shapes) -> bool:
+        return not self._changes.spans_sizes or self._changes.variants.size_of(input_shapes) <= 1
 
     def followed(self, step: Ledger, saved_bytes: int) -> Next | None:
         """A step has followed the plan as far as it could; what the next ones do, if not the same.
@@ -437,7 +437,7 @@ class Imported(PlanSource):
     Args:
         plan: The plan.
         step: The step that it was captured with; None where it is for the recorded one.
-        touched: The persistent storages that the recorded step touches.
+        external: The persistent storages that the recorded step touches.
 
     Attributes:
         plan: The plan.
@@ -445,8 +445,10 @@ class Imported(PlanSource):
         step: The step.
     """
 
-    def __init__(self, plan: MemoryPlan, step: StepGraph | None = None, touched: Touched | None = None) -> None:
-        super().__init__(touched)
+    def __init__(
+        self, plan: MemoryPlan, step: StepGraph | None = None, external: ExternalStorages | None = None
+    ) -> None:
+        super().__init__(external)
         self.plan = self.plan_here = plan
         self.step = step
 
@@ -477,15 +479,15 @@ class Imported(PlanSource):
                 "planned anew", format_bytes(peak_bytes), format_bytes(limit_bytes),
             )  # fmt: skip
             return None
-        return beside(plan, peak_bytes - plan.predicted_peak_bytes)
+        return with_margin(plan, peak_bytes - plan.predicted_peak_bytes)
 
     @override
     def compile(self, graph: StepGraph, plan: MemoryPlan) -> Program:
-        is_as_given = plan.decisions == self.plan_here.decisions
-        return compile_plan(graph, plan, is_given=self.is_captured or is_as_given)
+        is_as_imported = plan.decisions == self.plan_here.decisions
+        return compile_plan(graph, plan, is_imported=self.is_captured or is_as_imported)
 
     @override
     def found_bytes(self, graph: StepGraph) -> int | None:
-        if self.step is None or self.touched.known is not None:
+        if self.step is None or self.external.known is not None:
             return None
         return sum(graph.taken_bytes(storage.num_bytes) for storage in graph.storages if storage.is_persistent)

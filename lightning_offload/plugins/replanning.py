@@ -24,7 +24,7 @@ _SOON = 16  # planned steps, within which a second time is no accident
 
 @dataclasses.dataclass(slots=True)
 class Corrections:
-    """The plans of a kind of step that are made again for what steps under them showed, a few times at most.
+    """The plans of a specialization that are made again for what steps under them showed, a few times at most.
 
     Attributes:
         num_timed: Those since planned steps did not take the time they should.

@@ -103,7 +103,7 @@ class Report(Printed):
         num_mismatched: Storages whose replay did not give the same bits, and which are not recomputed any more.
         distrusted_ops: Custom ops of the step that are not run again, by name, each with what was seen of it.
         num_shapes: Different shapes of steps so far.
-        num_at_first_sight: Those of them whose first step ran under a plan, derived from those of other sizes.
+        num_at_first_sight: Those of them whose first step ran under a plan, extrapolated from those of other sizes.
         num_deviations: Steps that left their plan.
         num_aligned: Steps under the plan for another structure, which they followed as far as they could.
         astray_bytes: What these saved that it did not have, in all.
@@ -243,7 +243,7 @@ _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
 
 def make_report(
-    kind: PlanEntry,
+    entry: PlanEntry,
     *,
     others: Sequence[PlanEntry],
     is_last: bool,
@@ -260,21 +260,25 @@ def make_report(
     phase: Phase,
     shapes: ShapeFigures,
 ) -> Report:
-    """The report of a run, from the plan of a kind of step and from what the plugin measured."""
-    plan, graph, expected = kind.shown_plan, kind.graph, kind.expected
+    """The report of a run, from the plan of a specialization and from what the plugin measured."""
+    plan, graph, expected = entry.shown_plan, entry.graph, entry.expected
     if (
         is_last and phase in ("recording", "unplanned")
-    ) or not kind.source.follows_ops:  # a plan there may be is not what the last step did
-        num_bytes: dict[Action, int] = {"keep": kind.seen.stayed_bytes, "swap": kind.seen.swapped_bytes, "recompute": 0}
+    ) or not entry.source.follows_ops:  # a plan there may be is not what the last step did
+        num_bytes: dict[Action, int] = {
+            "keep": entry.seen.stayed_bytes,
+            "swap": entry.seen.swapped_bytes,
+            "recompute": 0,
+        }
     else:
         num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
     if graph is not None:  # as it was planned: with the margin
-        graph = dataclasses.replace(kind.shown_graph, extra_bytes=graph.extra_bytes + kind.margin_bytes)
-    made = [(k.shown_plan.floor_bytes, k.source.is_coarse) for k in (kind, *others) if k.shown_plan is not None]
+        graph = dataclasses.replace(entry.shown_graph, extra_bytes=graph.extra_bytes + entry.margin_bytes)
+    made = [(k.shown_plan.floor_bytes, k.source.is_coarse) for k in (entry, *others) if k.shown_plan is not None]
     floors = [floor for floor, is_coarse in made if not is_coarse] or [floor for floor, _ in made]
     plain_peak_bytes = plan.plain_peak_bytes if plan else None
-    if plan is None and not is_last and kind.beside.is_known and device is not None:  # nothing was to plan
-        floor_bytes, plain_peak_bytes = kind.peaks_without_plan(nominal_spec(device))
+    if plan is None and not is_last and entry.baseline.is_known and device is not None:  # nothing was to plan
+        floor_bytes, plain_peak_bytes = entry.peaks_without_plan(nominal_spec(device))
         floors.append(floor_bytes)
     return Report(
         budget=budget,
@@ -282,9 +286,9 @@ def make_report(
         floor_bytes=max(floors, default=None),
         plain_peak_bytes=plain_peak_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
-        measured_peak_bytes=kind.seen.measured_peak_bytes,
+        measured_peak_bytes=entry.seen.measured_peak_bytes,
         predicted_step_seconds=expected.step if expected else None,
-        measured_step_seconds=kind.seen.step_seconds,
+        measured_step_seconds=entry.seen.step_seconds,
         plain_step_seconds=expected.plain if expected else None,
         bound_seconds=min(plan.bound_seconds + expected.plain - plan.plain_step_seconds, expected.step)
         if plan and expected
@@ -293,16 +297,16 @@ def make_report(
         swapped_bytes=num_bytes["swap"],
         recomputed_bytes=num_bytes["recompute"],
         **dataclasses.asdict(tier_use),
-        stall_seconds=kind.seen.stall_seconds,
-        forward_peak_bytes=kind.seen.forward_peak_bytes,
-        backward_peak_bytes=kind.seen.backward_peak_bytes,
+        stall_seconds=entry.seen.stall_seconds,
+        forward_peak_bytes=entry.seen.forward_peak_bytes,
+        backward_peak_bytes=entry.seen.backward_peak_bytes,
         optimizer_peak_bytes=optimizer_peak_bytes,
         reserved_bytes=reserved_bytes,
-        advice=_advice(kind.seen.measured_peak_bytes, reserved_bytes, optimizer_peak_bytes, budget_bytes),
+        advice=_advice(entry.seen.measured_peak_bytes, reserved_bytes, optimizer_peak_bytes, budget_bytes),
         policy=policy,
         num_steps=num_steps,
         phase=phase,
-        num_mismatched=len(kind.mismatched),
+        num_mismatched=len(entry.mismatched),
         num_shapes=shapes.num_shapes,
         num_at_first_sight=shapes.num_at_first_sight,
         num_deviations=shapes.num_deviations,
@@ -313,8 +317,8 @@ def make_report(
         scan_seconds=scan_seconds,
         others=tuple(map(_other_shape, others)),
         distrusted_ops=_distrusted(graph),
-        engine=_engine_of(kind),
-        planned=Planned(graph=graph, plan=plan, device=kind.made.spec) if graph and plan and kind.made.spec else None,
+        engine=_engine_of(entry),
+        planned=Planned(graph=graph, plan=plan, device=entry.made.spec) if graph and plan and entry.made.spec else None,
     )
 
 
@@ -323,28 +327,28 @@ def _distrusted(graph: StepGraph | None) -> tuple[tuple[str, str], ...]:
     return tuple(custom_ops.not_believed(names).items())
 
 
-def _other_shape(kind: PlanEntry) -> OtherShape:
-    plan = kind.shown_plan
+def _other_shape(entry: PlanEntry) -> OtherShape:
+    plan = entry.shown_plan
     assert plan is not None
     return OtherShape(
-        shapes=kind.given,
-        num_steps=kind.seen.num_steps,
+        shapes=entry.input_shapes,
+        num_steps=entry.seen.num_steps,
         plain_peak_bytes=plan.plain_peak_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=kind.seen.measured_peak_bytes,
+        measured_peak_bytes=entry.seen.measured_peak_bytes,
     )
 
 
-def _engine_of(kind: PlanEntry) -> str:
-    """What steps of a kind run in once they are planned."""
-    program = kind.program
-    if isinstance(kind.source, Imported):
+def _engine_of(entry: PlanEntry) -> str:
+    """What steps of a specialization run in once they are planned."""
+    program = entry.program
+    if isinstance(entry.source, Imported):
         return "python: the plan was made elsewhere"
-    if program is not None and program.form_route is not None and kind.takes_data:
+    if program is not None and program.form_route is not None and entry.takes_data:
         return "python: the plan is for steps of several structures, which take Tensor.data"
     if program is not None and program.is_strict:
         return "python: the plan asks for something among the ops of backward"
-    return engine_on(torch.device(kind.made.spec.kind)) if kind.made.spec is not None else native.engine()
+    return engine_on(torch.device(entry.made.spec.kind)) if entry.made.spec is not None else native.engine()
 
 
 def _advice(measured: int | None, reserved: int | None, optimizer: int | None, budget: int | None) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_offload.accelerators import memory_of, total_bytes_of
 from lightning_offload.errors import BudgetError, OffloadError, PlanError, PolicyError, SpillError, type_of
-from lightning_offload.graph.files import beside, read_file
+from lightning_offload.graph.files import read_file, sibling_graph
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import check_policy
@@ -179,7 +179,7 @@ def _load_plan(
         raise PlanError(
             f"plan {str(plan)!r} cannot be read: {error}; name a plan.json written by this package"
         ) from None
-    found, path = MemoryPlan.from_json(text), beside(plan)
+    found, path = MemoryPlan.from_json(text), sibling_graph(plan)
     if not path.is_file():
         return found, None
     try:

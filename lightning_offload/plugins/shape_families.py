@@ -1,4 +1,4 @@
-"""Kinds of step that differ in nothing but sizes: what a few of them showed, the others are planned by.
+"""Specializations of a step that differ in nothing but sizes: what a few of them showed, the others are planned by.
 
 A batch that is padded to its longest sample has a new shape in nearly every step. From three recorded shapes of one
 structure a model of the step at any sizes is fitted (:mod:`~lightning_offload.planning.step_model`), and from then on a
@@ -43,9 +43,9 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import StepModel, structure_of
-from lightning_offload.plugins.beside import Dropping, OldGradients
-from lightning_offload.plugins.cadence import Cadence, HookShedding
 from lightning_offload.plugins.plain_steps import PlainNeed
+from lightning_offload.plugins.planned_baseline import Dropping, OldGradients
+from lightning_offload.plugins.sampling_schedule import HookElision, SamplingSchedule
 from lightning_offload.plugins.structure_changes import StructureChanges
 
 Sizes = tuple[int, ...]
@@ -60,14 +60,14 @@ _MAX_VARYING = 4  # numbers: more than that are no lengths
 _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did
 _MANY_STEPS = 32  # for each that left its plan: others may do so within these
-_GRAIN = 8  # corners between one power of two and the next
+_GRAIN = 8  # buckets between one power of two and the next
 _COARSE_GRAIN = 2  # where a plan of their own does not pay yet
 _BEYOND = 1.25  # times the largest recorded size, where laws held so far
 _SPARED = 0.9  # of what a larger recorded step left of the budget: allocators round
 
 
 class StepShape(NamedTuple):
-    """What a kind of step is known by.
+    """What a specialization is known by.
 
     Attributes:
         signature: Of the shapes and types of its inputs, and of autocast.
@@ -142,11 +142,11 @@ def _describe(leaf: Any) -> _Described:
     return _Described((leaf.dtype, len(shape), layout, device, leaf.requires_grad), shape, strides, sizes)
 
 
-class Derived(NamedTuple):
+class Extrapolated(NamedTuple):
     """A step at sizes that were not recorded.
 
     Attributes:
-        key: Of the kind of step.
+        key: Of the specialization.
         point: What varies, at the sizes that it is planned for.
         actual: The same at the sizes that were asked for.
         is_coarse: Whether it is planned for many sizes, since a plan of its own does not pay yet.
@@ -189,7 +189,7 @@ class Room(NamedTuple):
 
 
 class Known(Protocol):
-    """What steps of a recorded kind showed; cf. :class:`ShapeFamily`."""
+    """What steps of a recorded specialization showed; cf. :class:`ShapeFamily`."""
 
     verified: set[int]
     mismatched: set[int]
@@ -197,7 +197,7 @@ class Known(Protocol):
 
 
 class ShapeFamily:
-    """Kinds of step that differ in nothing but sizes.
+    """Specializations of a step that differ in nothing but sizes.
 
     Attributes:
         name: What their shapes have in common.
@@ -205,15 +205,15 @@ class ShapeFamily:
         mismatched: Storages that are recomputed at none.
         shortfall_bytes: By how much measured peaks exceeded predicted ones.
         gradients: Gradients of earlier steps, which one step of several has.
-        beside_bytes: What is on the device beside its steps; None before that was counted.
+        baseline_bytes: What is on the device beside its steps; None before that was counted.
         dropping: What steps drop of that.
-        cadence: Which steps under derived plans have their memory counted.
+        sampling_schedule: Which steps under extrapolated plans have their memory counted.
         num_deviations: Steps that left these.
-        version: Grows with what derived plans depend on.
+        version: Grows with what extrapolated plans depend on.
         is_one_structure: Whether no recorded step has shown yet to be of another structure than a larger one.
         changes: How their structure changes.
         hooks: Which of them that keep everything go without hooks: they make as many autograd nodes each.
-        samples: The recorded steps that it is known by, by the signatures of their kinds.
+        samples: The recorded steps that it is known by, by the signatures of their specializations.
         alike: Signatures of those whose structure the model has: storages are known by their indices in that.
         hasty_seconds: What a plan made in haste takes, the shortest time of any; None before there was one.
         step_seconds: What the last one so planned was to take.
@@ -227,14 +227,14 @@ class ShapeFamily:
         self.mismatched: set[int] = set()
         self.shortfall_bytes = 0
         self.gradients = OldGradients()
-        self.beside_bytes: int | None = None
+        self.baseline_bytes: int | None = None
         self.dropping = Dropping()
-        self.cadence = Cadence()
+        self.sampling_schedule = SamplingSchedule()
         self.num_deviations = 0
         self.version = 0
         self.is_one_structure = True
         self.changes = StructureChanges(spans_sizes=True)
-        self.hooks = HookShedding()
+        self.hooks = HookElision()
         self._most_elements: tuple[int, ...] = ()
         self.samples: dict[str, Sample] = {}
         self.alike: frozenset[str] = frozenset()
@@ -319,13 +319,13 @@ class ShapeFamily:
         if self.samples.pop(signature, None) is not None:
             self._is_fitted = False
 
-    def take_over(self, signature: str, kind: Known) -> None:
-        """Learn what planned steps of a recorded kind showed, if it is one that the model has the structure of."""
+    def take_over(self, signature: str, entry: Known) -> None:
+        """Learn what planned steps of a recorded specialization showed, where the model has its structure."""
         sample = self.samples.get(signature)
         if self._is_fitted and sample is not None and sample.structure == self._structure:
-            self.verified.update(kind.verified)
-            self.mismatched.update(kind.mismatched)
-            self.shortfall_bytes = max(self.shortfall_bytes, kind.shortfall_bytes)
+            self.verified.update(entry.verified)
+            self.mismatched.update(entry.mismatched)
+            self.shortfall_bytes = max(self.shortfall_bytes, entry.shortfall_bytes)
 
     @property
     def varies(self) -> bool:
@@ -371,7 +371,7 @@ class ShapeFamily:
 
     def find(
         self, sizes: Sizes, *, signature: str = "", is_exact: bool = False, is_coarse: bool = False
-    ) -> Derived | None:
+    ) -> Extrapolated | None:
         """How a step at sizes that were not recorded is planned; None where nothing predicts it.
 
         Nothing does far beyond the largest that were recorded, nor where steps of that shape were not as predicted.
@@ -389,16 +389,16 @@ class ShapeFamily:
         if point is None or any(n > self._farthest(most) for n, most in zip(point, self._largest, strict=True)):
             return None  # there the model would guess
         grain = _COARSE_GRAIN if is_coarse else _GRAIN
-        corner = point if is_exact else tuple([_rounded_up(n, grain) for n in point])
-        if is_coarse and any(n > self._farthest(most) for n, most in zip(corner, self._largest, strict=True)):
+        bucket = point if is_exact else tuple([_rounded_up(n, grain) for n in point])
+        if is_coarse and any(n > self._farthest(most) for n, most in zip(bucket, self._largest, strict=True)):
             return None
         model = self.planner.model
         if model.num_inexact:  # between what was recorded, too: what was larger is all that is sure
             larger = [p for p in model.sizes if isinstance(p, tuple) and all(map(operator.ge, p, point))]
             if not larger:
                 return None
-            corner = min(larger, key=math.prod)
-        return Derived(short(f"{self.name} {self._varying} {corner}"), corner, point, is_coarse)
+            bucket = min(larger, key=math.prod)
+        return Extrapolated(short(f"{self.name} {self._varying} {bucket}"), bucket, point, is_coarse)
 
     def _farthest(self, most: int) -> int:
         """Up to what a size is predicted of which this is the largest that was recorded."""
@@ -426,7 +426,7 @@ class ShapeFamily:
     def step_left_its_plan(self, signature: str) -> None:
         """Note that a step of this shape did: where they do again, they are recorded."""
         self.num_deviations += 1
-        self._wary_until = self.cadence.num_steps + self.num_deviations * _MANY_STEPS
+        self._wary_until = self.sampling_schedule.num_steps + self.num_deviations * _MANY_STEPS
         self._note_wrong(signature, 1)
 
     def step_was_over(self, signature: str) -> None:
@@ -441,7 +441,7 @@ class ShapeFamily:
     @property
     def is_wary(self) -> bool:
         """Whether steps lately left their plans, so that the coming one may, too: the longer the more often."""
-        return self.cadence.num_steps < self._wary_until
+        return self.sampling_schedule.num_steps < self._wary_until
 
     def is_sure_of(self, point: Point) -> bool:
         """Whether a prediction is no guess: none was seen to be off, and the point is hardly beyond the rest."""
@@ -485,7 +485,7 @@ class ShapeFamily:
         self.alike = frozenset(s for s, sample in self.samples.items() if sample.structure == structure)
         found = hash(tuple(sorted((name, _bytes_in(self.samples[name].graph)) for name in self.alike)))
         if found != self._measured_of:  # what was measured is of another model
-            self._measured_of, self.shortfall_bytes, self.cadence.num_fresh = found, 0, 0
+            self._measured_of, self.shortfall_bytes, self.sampling_schedule.num_fresh = found, 0, 0
         if structure != self._structure:  # what was known of another one is known of other storages
             self._structure, self.verified, self.mismatched = structure, set(), set()
 

@@ -35,15 +35,15 @@ from lightning_offload.capture.workspace import op_memory_for, workspaces_on
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import Accumulation, StepGraph
 from lightning_offload.plugins.baseline import Baseline, There
-from lightning_offload.plugins.beside import OldGradients
+from lightning_offload.plugins.external_storages import StorageRef
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, compare, demote, is_seen_by_core
-from lightning_offload.plugins.pace import Halves, LaunchTimes, StepTimes
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
+from lightning_offload.plugins.planned_baseline import OldGradients
 from lightning_offload.plugins.shape_families import Room
-from lightning_offload.plugins.touched import StorageRef
+from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
 from lightning_offload.runtime.lanes import LaneTimes
@@ -60,7 +60,7 @@ class StepRun:
     """One step under way, and what is taken over from it at its end.
 
     Attributes:
-        kind: The kind of step.
+        entry: The specialization.
         device: Where it runs.
         executor: Executes it.
         recorder: Records it, if it is recorded.
@@ -74,7 +74,7 @@ class StepRun:
         old_gradients: Gradients that were there when it began: bytes by identity of the storage.
         accumulated: Those that were there when its backward began: bytes, and how often they were written; None if
             that did not show.
-        bytes_out_of_sight: What is on the device and in no census: buckets of DDP that were not met yet.
+        bytes_out_of_sight: What is on the device and in no live scan: buckets of DDP that were not met yet.
         device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
         there: What such a device's allocator held when a step without a plan began; None where it was not asked.
         held_bytes: What was on the device when a recorded step began, gradients of earlier steps aside; None where that
@@ -88,7 +88,7 @@ class StepRun:
         like: What steps share that hold what they leave in the place of what another left, whatever its size.
     """
 
-    kind: PlanEntry
+    entry: PlanEntry
     device: torch.device
     tiers: Tiers
     executor: StepExecutor
@@ -252,14 +252,14 @@ class StepRun:
         state.buckets.place(recorder.all_reduced())
         is_bare = peaks is not None and self.held_bytes is not None and not has_stayed
         return Recording(
-            touched=recorder.persistent_ids(),
+            external=recorder.persistent_ids(),
             graph=recorder.finish(),
             forms=tuple(recorder.saved_forms),
             open_sizes=frozenset(recorder.open_sizes),
             has_backward=recorder.num_unpacks > 0,
             is_typical=not (self.optimizer_ran_inside and state.version != self.state_version),
             old_gradients=old_gradients,
-            gradient_bytes=sum(num_bytes for key, (num_bytes, _) in before.items() if key in recorder.touched),
+            gradient_bytes=sum(num_bytes for key, (num_bytes, _) in before.items() if key in recorder.external),
             made_gradients=self._made_gradients(state),
             bare_bytes=peaks.step - self.held_bytes if is_bare and peaks and self.held_bytes is not None else None,
             larger=self.larger if has_stayed else None,
@@ -304,7 +304,7 @@ class StepRun:
 
         What a write has made again early is there because this plan recomputes it: another plan has other values early.
         """
-        by_op = self.live.by_op if self.live is not None and not self.executor.has_settled else None
+        by_op = self.live.by_op if self.live is not None and not self.executor.has_materialized else None
         return [num_bytes + self.bytes_out_of_sight for num_bytes in by_op or ()]
 
     def _plain_need(self, swapped_bytes: int) -> tuple[int, int] | None:
@@ -328,21 +328,21 @@ class StepRun:
         )
 
 
-def _op_times(kind: PlanEntry, device: torch.device) -> OpTimes | None:
+def _op_times(entry: PlanEntry, device: torch.device) -> OpTimes | None:
     """What measures the ops of a step under a plan that is not final.
 
     Workspaces and times are measured in different steps: reading the allocator around each op takes the host longer
     than many an op takes the device, and would be what is measured.
     """
-    if kind.phase not in ("verifying", "measuring"):
+    if entry.phase not in ("verifying", "measuring"):
         return None
-    return OpTimes(clock_for(device), op_memory_for(device) if kind.phase == "verifying" else None)
+    return OpTimes(clock_for(device), op_memory_for(device) if entry.phase == "verifying" else None)
 
 
-def _counter(kind: PlanEntry, device: torch.device, there: list[torch.UntypedStorage]) -> LiveBytes:
+def _counter(entry: PlanEntry, device: torch.device, there: list[torch.UntypedStorage]) -> LiveBytes:
     """What counts live bytes in a step under a plan: measuring what ops allocate within would lengthen them."""
-    if kind.phase == "measuring" and kind.graph is not None:
-        known = [op.workspace_bytes for op in kind.graph.ops]
+    if entry.phase == "measuring" and entry.graph is not None:
+        known = [op.workspace_bytes for op in entry.graph.ops]
         return LiveBytes(device, there, by_op=True, known_workspaces=known)
     return LiveBytes(device, there, by_op=True, workspaces=workspaces_on(device))
 
@@ -356,7 +356,7 @@ def _room_under(plan: MemoryPlan, device: torch.device) -> Callable[[], int] | N
 
 
 def start_run(
-    kind: PlanEntry,
+    entry: PlanEntry,
     tiers: Tiers,
     device: torch.device,
     module: torch.nn.Module | None,
@@ -367,10 +367,10 @@ def start_run(
     persistent: Callable[[], Collection[int]],
     room: Room | None = None,
 ) -> StepRun:
-    """Set up the executor and the observers that a step of this kind needs now.
+    """Set up the executor and the observers that a step of this specialization needs now.
 
     Args:
-        kind: The kind of step.
+        entry: The specialization.
         tiers: Where its tensors may go.
         device: Where it runs.
         module: The model, where it is known.
@@ -381,55 +381,55 @@ def start_run(
         persistent: Gives the identities of storages that outlive the step.
         room: What need not leave, where the step is recorded.
     """
-    program = kind.program
-    is_recorded = kind.phase == "recording"
+    program = entry.program
+    is_recorded = entry.phase == "recording"
     storages = list(there.storages.values()) if there is not None else []
     recorder = Recorder(device, module, there=storages if there is not None else None) if is_recorded else None
-    times = _op_times(kind, device)
+    times = _op_times(entry, device)
     counts = kind_of(device).counts_memory
     can_count = there is not None or counts
-    is_watched = recorder is not None or times is not None or kind.is_due_for_measurement(can_count=can_count)
+    is_watched = recorder is not None or times is not None or entry.is_due_for_measurement(can_count=can_count)
     live: LiveBytes | None = None
     if there is not None and recorder is not None:
         live = recorder
     elif there is not None and not counts and is_watched:
-        live = _counter(kind, device, storages)
+        live = _counter(entry, device, storages)
     must_verify = program is not None and program.is_recomputing and verify != "never"
     verifier: Verifier | None = None
-    if program is not None and must_verify and (verify == "always" or kind.must_verify):
-        trusted = kind.verified if verify == "first" else ()
-        verifier = Verifier(tiers, functools.partial(demote, kind), trusted, _room_under(program.plan, device))
+    if program is not None and must_verify and (verify == "always" or entry.must_verify):
+        trusted = entry.verified if verify == "first" else ()
+        verifier = Verifier(tiers, functools.partial(demote, entry), trusted, _room_under(program.plan, device))
     counter = recorder if recorder is not None else live
     observers: list[StepObserver] = [o for o in (counter, times) if o is not None]
     drops = Departures(s for s in storages if s._cdata not in gradients) if observers and there is not None else None
     if drops is not None:
         observers.append(drops)
-    # A kind of step that has left its plan before runs under what can give up what the plan keeps.
-    has_deviated = kind.changes.num_deviations or (kind.family is not None and kind.family.is_wary)
-    is_light = not observers and kind.phase == "planned" and not has_deviated
+    # A specialization that has left its plan before runs under what can give up what the plan keeps.
+    has_deviated = entry.changes.num_deviations or (entry.family is not None and entry.family.is_wary)
+    is_light = not observers and entry.phase == "planned" and not has_deviated
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
-    is_sure = kind.family is None or not kind.is_first_sight
-    is_given = isinstance(kind.source, Imported)
+    is_sure = entry.family is None or not entry.is_first_sight
+    is_imported = isinstance(entry.source, Imported)
     if is_recorded:
-        kind.is_seen_by_core = is_seen_by_core(kind, device)
-    has_census = is_recorded and there is not None and compiled_code.is_in_use()
-    census = frozenset(there.storages) if has_census and there is not None else None  # and holds none of them
-    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_given)
+        entry.is_seen_by_core = is_seen_by_core(entry, device)
+    has_live_scan = is_recorded and there is not None and compiled_code.is_in_use()
+    live_scan = frozenset(there.storages) if has_live_scan and there is not None else None  # and holds none of them
+    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_imported)
     observer = observe_all(tuple(observers))
     is_routed = program is not None and program.form_route is not None
     if program is not None and program.is_keep_all and is_light and is_sure and not is_routed:
         executor = make(
             program=program, observer=None, verifier=None, sees_ops=False, keeps_all=True,
-            packs=not kind.sheds_hooks(), may_leave=program.plan.budget_bytes is not None,
+            packs=not entry.elides_hooks(), may_leave=program.plan.budget_bytes is not None,
         )  # fmt: skip
         is_watched = False
     else:
-        planned = program if is_routed or kind.phase not in ("recording", "unplanned") else None
+        planned = program if is_routed or entry.phase not in ("recording", "unplanned") else None
         if is_routed:
-            sees_ops, verifier = observer is not None or kind.takes_data, None
+            sees_ops, verifier = observer is not None or entry.takes_data, None
         else:
-            sees_ops = program is None or program.needs_ops or kind.takes_data or not is_light
-        is_watched_by_nobody = observer is None and verifier is None and not is_given
+            sees_ops = program is None or program.needs_ops or entry.takes_data or not is_light
+        is_watched_by_nobody = observer is None and verifier is None and not is_imported
         core = core_for(planned, device, sees_ops=sees_ops) if planned is not None and is_watched_by_nobody else None
         if planned is not None and core is not None:
             executor = NativeExecutor(
@@ -439,13 +439,13 @@ def start_run(
             spare_bytes = room.spare_bytes if room is not None else 0
             executor = make(
                 program=planned, observer=observer, verifier=verifier, sees_ops=sees_ops, spare_bytes=spare_bytes,
-                census=census,
+                live_scan=live_scan,
             )  # fmt: skip
     if is_watched:
         tiers.take_times()  # forget what went before
         tiers.measure(True)
     return StepRun(
-        kind=kind, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
+        entry=entry, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
         drops=drops, verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks,
         is_watched=is_watched, larger=room.larger if room is not None else None,
     )  # fmt: skip
@@ -602,7 +602,7 @@ class DevicePeaks:
         Args:
             device: Where it runs.
             there: What is there already.
-            more_bytes: What is there and in no census.
+            more_bytes: What is there and in no live scan.
         """
         self.end_optimizer(is_whole=False)
         self._mode, self._thread = _OptimizerMode(LiveBytes(device, there), more_bytes), threading.get_ident()
@@ -668,14 +668,14 @@ class _OptimizerMode(InfraMode):
 
 def learn_from(run: StepRun, hardware: Hardware) -> None:
     """Correct what is known of links and compute by a planned step that was measured."""
-    if run.lane_times is None or run.kind.phase != "planned":
+    if run.lane_times is None or run.entry.phase != "planned":
         return
     hardware.observe(run.lane_times)
     # A device whose ops are timed is held back meanwhile: its step takes what no other does.
     if run.seconds is not None and (run.times is None or not kind_of(run.device).has_streams):
-        spec = run.kind.made.spec
+        spec = run.entry.made.spec
         compare(
-            run.kind,
+            run.entry,
             run.seconds,
             run.stall_seconds,
             run.clock.launch_times(),

@@ -1,4 +1,4 @@
-"""The structures that steps of one kind were recorded with, and the one of them that the others follow.
+"""The structures that steps of one specialization were recorded with, and the one of them that the others follow.
 
 Routing, dropped layers and the like make steps of one shape differ in their ops. What is planned is the *widest*
 recorded one: that which has most saved at once. The others lack parts of it, or have some of a few bytes that it does
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.resizing import GivenShapes, Shapes, resized, varying_share
+from lightning_offload.planning.resizing import InputShapes, Shapes, resized, varying_share
 from lightning_offload.planning.step_model import structure_of
-from lightning_offload.plugins.touched import Touched
+from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.tensors.saved_forms import SavedForm, opened, sizes_that_vary
 
 _MAX_VARIANTS = 4  # structures in turns, with a plan each
@@ -33,18 +33,18 @@ class Variant(NamedTuple):
         graph: The step.
         forms: By pack: what was saved.
         open_sizes: Sizes that depended on data, or on what else differs between steps.
-        touched: The persistent storages that it touches.
+        external: The persistent storages that it touches.
         gradient_bytes: Gradients of earlier steps that it accumulated into.
-        given: The shapes of the tensors that it was given.
+        input_shapes: The shapes of the tensors that it was given.
         varying: Sizes that vary with these.
     """
 
     graph: StepGraph
     forms: tuple[SavedForm, ...]
     open_sizes: frozenset[int]
-    touched: Touched
+    external: ExternalStorages
     gradient_bytes: int
-    given: Shapes = ()
+    input_shapes: Shapes = ()
     varying: frozenset[int] = frozenset()
 
     @property
@@ -103,7 +103,7 @@ class Basis(NamedTuple):
 
 
 class StepVariants:
-    """The structures that steps of one kind, or of kinds that differ in sizes, were recorded with.
+    """The structures that steps of one specialization, or of specializations that differ in sizes, were recorded with.
 
     Attributes:
         latest: The last recorded one.
@@ -111,11 +111,11 @@ class StepVariants:
     """
 
     def __init__(self) -> None:
-        self._new: list[Variant] = []  # most kinds have one structure, and nobody asks for it
+        self._new: list[Variant] = []  # most specializations have one structure, and nobody asks for it
         self._variants: dict[str, Variant] = {}
         self._given_up: set[str] = set()
         self._smallest: dict[str, Variant] = {}
-        self._given = GivenShapes()
+        self._input_shapes = InputShapes()
         self.latest: Variant | None = None
         self.version = 0
         self._basis: Basis | None = None
@@ -131,24 +131,24 @@ class StepVariants:
 
     def learn(self, variant: Variant) -> None:
         """Take a recorded step over."""
-        self._given.learn(variant.given, variant.saved_shapes)
+        self._input_shapes.learn(variant.input_shapes, variant.saved_shapes)
         self._new.append(variant)
         self.latest = variant
         self._changed()
         if len(self._new) > _MAX_VARIANTS:
             self._sort()
 
-    def size_of(self, given: Shapes) -> float:
+    def size_of(self, input_shapes: Shapes) -> float:
         """The size of a step that is given tensors of these shapes; more than 1 where none was recorded as large."""
-        return self._given.size_of(given)
+        return self._input_shapes.size_of(input_shapes)
 
     @property
     def basis(self) -> Basis:
         """What :meth:`widest` depends on, but for the size: as long as it is the same, so is that."""
         if self._basis is None:
-            widest, given = self._variants[self._widest()], self._given
-            varying = given.varying_in(widest.given, widest.saved_shapes)
-            self._basis = Basis(widest.graph, widest.open_sizes | varying, given.most)
+            widest, input_shapes = self._variants[self._widest()], self._input_shapes
+            varying = input_shapes.varying_in(widest.input_shapes, widest.saved_shapes)
+            self._basis = Basis(widest.graph, widest.open_sizes | varying, input_shapes.most)
         return self._basis
 
     def widest(self, size: float = 1.0) -> Variant:
@@ -157,15 +157,17 @@ class StepVariants:
         Args:
             size: What it is resized to.
         """
-        widest, given = self._variants[self._widest()], self._given
-        if not given.vary:
+        widest, input_shapes = self._variants[self._widest()], self._input_shapes
+        if not input_shapes.vary:
             return widest
-        found = widest._replace(varying=given.varying_in(widest.given, widest.saved_shapes))
-        factor = size / given.size_of(widest.given)
+        found = widest._replace(varying=input_shapes.varying_in(widest.input_shapes, widest.saved_shapes))
+        factor = size / input_shapes.size_of(widest.input_shapes)
         if factor == 1:
             return found
         may_vary = found.varying | found.open_sizes
-        return found._replace(graph=resized(found.graph, found.saved_shapes, may_vary, factor, given.num_together))
+        return found._replace(
+            graph=resized(found.graph, found.saved_shapes, may_vary, factor, input_shapes.num_together)
+        )
 
     def give_up_widest(self) -> bool:
         """Leave the widest one out from now on: no plan for it is within the budget; whether there is another.
@@ -197,7 +199,7 @@ class StepVariants:
 
     def _width(self, variant: Variant) -> tuple[bool, float]:
         """What the widest has most of: at sizes much smaller than the largest, what resizing makes of it is a guess."""
-        size = self.size_of(variant.given)
+        size = self.size_of(variant.input_shapes)
         return size >= _LARGE, variant.saved_bytes / size
 
     def _sort(self) -> None:
@@ -208,7 +210,7 @@ class StepVariants:
             known = self._variants.pop(structure, None)
             if known is None:
                 smallest = variant
-            elif known.given == variant.given:
+            elif known.input_shapes == variant.input_shapes:
                 smallest = min(self._smallest[structure], variant, key=lambda found: found.saved_bytes)
                 varied = sizes_that_vary(known.forms, variant.forms)
                 variant = variant._replace(
@@ -216,7 +218,7 @@ class StepVariants:
                     open_sizes=known.open_sizes | variant.open_sizes | varied,
                 )
             else:
-                variant = smallest = max(variant, known, key=lambda found: self.size_of(found.given))
+                variant = smallest = max(variant, known, key=lambda found: self.size_of(found.input_shapes))
             self._variants[structure], self._smallest[structure] = variant, smallest
             if len(self._variants) > _MAX_VARIANTS:
                 narrowest = min(

@@ -26,10 +26,11 @@ from lightning_offload.plugins.chunked_losses import ChunkedLosses
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.forwards import Forwards
-from lightning_offload.plugins.given_plan import GivenPlan
 from lightning_offload.plugins.hardware import Hardware, TierUse
-from lightning_offload.plugins.infeasible import shapes_of, what_is_beside, with_growth, with_reasons
+from lightning_offload.plugins.imported_plan import ImportedPlan
+from lightning_offload.plugins.infeasible import baseline_parts, shapes_of, with_growth, with_reasons
 from lightning_offload.plugins.misuse import Misuse
+from lightning_offload.plugins.nested_hooks import NestedHooks
 from lightning_offload.plugins.out_of_memory import out_of_memory
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plain_steps import PlainStep
@@ -37,11 +38,10 @@ from lightning_offload.plugins.plan_cache import PlanCache
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported, ShapeBucket
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
-from lightning_offload.plugins.shadowed import Shadows
 from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of_leaves
 from lightning_offload.plugins.step import DevicePeaks, StepRun, learn_from, start_run
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.hooks import executing, listen, seeing_user_code, watch_backward
+from lightning_offload.runtime.hooks import executing, patch_data_escapes, seeing_user_code, watch_backward
 from lightning_offload.tensors import compiled_code
 
 
@@ -59,13 +59,13 @@ class Steps:
         hardware: The device with its lower tiers; None before the first step, and while detached.
         state: The state of the training.
         baseline: What is on the device beside the steps.
-        cache: The kinds of step met so far.
-        given: The plan that the user gave, if any.
+        cache: The specializations met so far.
+        imported: The plan that the user gave, if any.
         peaks: What the device's allocator counts.
         tier_use: How much of the lower tiers was in use when the plugin was detached.
         executors: Those that still hold something.
         optimizer_ran_inside: Whether an optimizer updated parameters in the last step that failed.
-        shadows: What the hooks of steps do not see.
+        nested_hooks: What the hooks of steps do not see.
         misuse: What was told of steps that the plugin does not serve.
         checkpointing: The regions that the program checkpoints itself.
         losses: Those that are computed in chunks.
@@ -79,12 +79,12 @@ class Steps:
         self.state = PersistentState(self._before_optimizer_step, self._after_optimizer_step)
         self.baseline = Baseline(self.state)
         self.cache = PlanCache()
-        self.given = GivenPlan(settings)
+        self.imported = ImportedPlan(settings)
         self.peaks = DevicePeaks()
         self.tier_use = TierUse()
         self.executors: weakref.WeakSet[StepExecutor] = weakref.WeakSet()
         self.optimizer_ran_inside = False
-        self.shadows = Shadows()
+        self.nested_hooks = NestedHooks()
         self.misuse = Misuse()
         self.checkpointing = Checkpointing(is_replaced=settings.replace_checkpointing)
         self.losses = ChunkedLosses(settings.chunked_loss)
@@ -139,7 +139,7 @@ class Steps:
         self.state.attach(self.module)
         if not self.is_attached:
             self._undo.callback(watch_backward(self._around_backward))
-            self._undo.callback(listen())
+            self._undo.callback(patch_data_escapes())
             self._undo.callback(watch_regions())
         self.is_attached = self._was_attached = True
 
@@ -184,7 +184,7 @@ class Steps:
             leaves, spec = tree_flatten(inputs)
             shape = shape_of_leaves(leaves, spec)
             self._forwards.go_on(shape)
-            self._note_given(leaves, shape)
+            self._note_inputs(leaves, shape)
             del inputs, leaves, spec
             with self._forward_of(self._run):
                 yield
@@ -278,7 +278,7 @@ class Steps:
         if self._plain is None or self.device is None:
             yield
             return
-        kind, step = self._plain
+        entry, step = self._plain
         _thread.begin(self)
         self.state.thread = threading.get_ident()
         try:
@@ -287,10 +287,10 @@ class Steps:
         except torch.OutOfMemoryError as error:
             self._plain = None
             self._forwards.abandon()
-            raise out_of_memory(error, self.device, kind, self.budget_bytes) from None
+            raise out_of_memory(error, self.device, entry, self.budget_bytes) from None
         finally:
             _thread.end()
-            kind.seen.measured_peak_bytes = step.peak_bytes
+            entry.seen.measured_peak_bytes = step.peak_bytes
 
     @contextlib.contextmanager
     def _opened(self, run: StepRun, *, hooks: bool) -> Iterator[None]:
@@ -298,8 +298,8 @@ class Steps:
         _thread.begin(self)
         self.state.thread = threading.get_ident()
         try:
-            shadowed = self.shadows.around(run.executor.pack) if hooks else contextlib.nullcontext()
-            with run.timed(), executing(run.executor, hooks=hooks), shadowed:
+            nested = self.nested_hooks.around(run.executor.pack) if hooks else contextlib.nullcontext()
+            with run.timed(), executing(run.executor, hooks=hooks), nested:
                 yield
         except BaseException as error:
             self._run, self.optimizer_ran_inside = None, run.optimizer_ran_inside
@@ -310,7 +310,7 @@ class Steps:
                 with contextlib.suppress(Exception):  # the step's own error is the one to tell
                     self.hardware.tiers.drain()
             if isinstance(error, torch.OutOfMemoryError):
-                raise out_of_memory(error, run.device, run.kind, self.budget_bytes) from None
+                raise out_of_memory(error, run.device, run.entry, self.budget_bytes) from None
             raise
         finally:
             self._is_open = False
@@ -330,48 +330,48 @@ class Steps:
     def _begin(self, inputs: Any) -> StepRun | None:
         """Choose what the coming step does; None to leave it alone."""
         hardware = self.hardware_for(inputs)
-        hardware.tiers.settle()  # what is still on its way would be memory of this step, and is in no census
+        hardware.tiers.settle()  # what is still on its way would be memory of this step, and is in no live scan
         if kind_of(hardware.device).has_cudnn and torch.backends.cudnn.benchmark:
             inputs = (*inputs, _TryingAlgorithms())
         leaves, spec = tree_flatten(inputs)
         shape, peaks = self._forwards.begin(shape_of_leaves(leaves, spec)), self.peaks
         self._has_begun_backward = False
-        kind = self.cache.choose(shape, self._has_room, may_wait=not self.given.waits)
-        self.given.offer(kind)
+        entry = self.cache.choose(shape, self._has_room, may_wait=not self.imported.waits)
+        self.imported.offer(entry)
         hardware.forget(self.cache.take_dropped())
         self._note_nested()
         self.baseline.note_left(peaks.end_optimizer(is_whole=False))
         self._num_optimizers = 0
         self.baseline.begin_step()
-        self._note_given(leaves, shape)
+        self._note_inputs(leaves, shape)
         hardware.refresh()
-        is_planned_here = kind.phase != "unplanned" and not kind.has_ample_room
-        is_up_to_date = not is_planned_here or kind.made.hardware_version == hardware.version
-        if is_up_to_date and kind.runs_plainly(hardware.budget_bytes, hardware.device, self.settings.policy):
-            self._begin_plainly(kind, hardware)
+        is_planned_here = entry.phase != "unplanned" and not entry.has_ample_room
+        is_up_to_date = not is_planned_here or entry.made.hardware_version == hardware.version
+        if is_up_to_date and entry.runs_plainly(hardware.budget_bytes, hardware.device, self.settings.policy):
+            self._begin_plainly(entry, hardware)
             return None
         gradients = self.state.gradients()
-        kind.begin_with_gradients(gradients)
-        there = self._look_beside(kind, hardware, leaves, gradients, has_inputs=True)
+        entry.begin_with_gradients(gradients)
+        there = self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
         with peaks.paused(hardware.device):
-            chosen, kind = kind, self._plan(kind, shape, leaves, hardware)
-        if kind.phase == "recording" and (kind is not chosen or there is None):
-            there = self._look_beside(kind, hardware, leaves, gradients, has_inputs=True)
+            chosen, entry = entry, self._plan(entry, shape, leaves, hardware)
+        if entry.phase == "recording" and (entry is not chosen or there is None):
+            there = self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
         device, verify = hardware.device, self.settings.verify
-        if kind.runs_plainly(hardware.budget_bytes, device, self.settings.policy):
-            self._begin_plainly(kind, hardware)
+        if entry.runs_plainly(hardware.budget_bytes, device, self.settings.policy):
+            self._begin_plainly(entry, hardware)
             return None
         self.cache.begin_step()
         out_of_sight, held, room = self.state.buckets.expected_bytes(device), None, None
-        if kind.phase == "recording":
+        if entry.phase == "recording":
             held = _held_bytes(device, there, gradients)
             if held is not None:
                 room = self.cache.room_to_record(hardware.budget_bytes, held + out_of_sight)
         run = start_run(
-            kind, hardware.tiers, device, self.module, verify, peaks, there, gradients, self.state.identities, room
+            entry, hardware.tiers, device, self.module, verify, peaks, there, gradients, self.state.identities, room
         )
         run.held_bytes = held
-        if kind.phase != "recording":
+        if entry.phase != "recording":
             run.bytes_out_of_sight = out_of_sight
         peaks.begin_step(device, is_watched=run.is_watched)
         run.note_there()
@@ -382,10 +382,10 @@ class Steps:
         self._run = run
         return run
 
-    def _note_given(self, leaves: Sequence[Any], shape: StepShape) -> None:
+    def _note_inputs(self, leaves: Sequence[Any], shape: StepShape) -> None:
         """Follow what a forward is given, where no allocator counts."""
         if self.device is not None and memory_of(self.device) is None:
-            self.baseline.note_given(self.device, leaves, shape.family)
+            self.baseline.note_inputs(self.device, leaves, shape.family)
 
     def _note_nested(self) -> None:
         """Notice a step in the closure of an optimizer, which keeps what it makes from one call of that to the next."""
@@ -404,55 +404,60 @@ class Steps:
     def _has_room(self, family: ShapeFamily, shape: StepShape) -> bool:
         """Whether a step of a new shape may keep everything: there is room for several times what others needed."""
         hardware = self.hardware
-        if hardware is None or hardware.budget_bytes is None or self.given.is_given or self.settings.policy != "auto":
+        if (
+            hardware is None
+            or hardware.budget_bytes is None
+            or self.imported.is_available
+            or self.settings.policy != "auto"
+        ):
             return False
         return family.has_ample_room_for(shape.shapes, hardware.device, hardware.budget_bytes)
 
-    def _plan(self, kind: PlanEntry, shape: StepShape, leaves: Sequence[Any], hardware: Hardware) -> PlanEntry:
-        """Have a plan for the coming step; the kind that it is for.
+    def _plan(self, entry: PlanEntry, shape: StepShape, leaves: Sequence[Any], hardware: Hardware) -> PlanEntry:
+        """Have a plan for the coming step; the specialization that it is for.
 
         Raises:
             BudgetInfeasibleError: No plan can meet the budget.
         """
-        lifecycle.weigh_search(kind)
-        is_searched, is_exact, before = kind.made.must_search, False, kind.program
+        lifecycle.weigh_search(entry)
+        is_searched, is_exact, before = entry.made.must_search, False, entry.program
         with self.cache.figures.planning() as took:
             while True:
                 try:
-                    self.given.offer_recorded(kind)
-                    lifecycle.ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+                    self.imported.offer_recorded(entry)
+                    lifecycle.ensure_plan(self.cache.key, entry, hardware, self.state, self.settings)
                     break
                 except (BudgetInfeasibleError, PlanError) as error:
-                    if isinstance(kind.source, Imported):
-                        self.given.refuse(kind, str(error))
+                    if isinstance(entry.source, Imported):
+                        self.imported.refuse(entry, str(error))
                     elif not isinstance(error, BudgetInfeasibleError):
                         raise
-                    elif not (kind.guesses_less() or self._finds_less(kind, error, hardware, leaves)):
-                        kind, is_exact = self._instead(kind, error, shape, leaves, hardware, is_exact=is_exact), True
-                        if kind.phase == "unplanned":
-                            return kind
-        if kind.graph is not None and not isinstance(kind.source, Imported):
-            self.misuse.check_keep(self.settings.keep, kind.graph)
+                    elif not (entry.guesses_less() or self._finds_less(entry, error, hardware, leaves)):
+                        entry, is_exact = self._instead(entry, error, shape, leaves, hardware, is_exact=is_exact), True
+                        if entry.phase == "unplanned":
+                            return entry
+        if entry.graph is not None and not isinstance(entry.source, Imported):
+            self.misuse.check_keep(self.settings.keep, entry.graph)
         if is_searched:
-            kind.search_seconds = took()
-        elif kind.family is not None and not is_exact and kind.program is not before:
-            kind.family.note_hasty(took(), kind.plan)
-        return kind
+            entry.search_seconds = took()
+        elif entry.family is not None and not is_exact and entry.program is not before:
+            entry.family.note_hasty(took(), entry.plan)
+        return entry
 
     def _finds_less(
-        self, kind: PlanEntry, error: BudgetInfeasibleError, hardware: Hardware, leaves: Sequence[Any]
+        self, entry: PlanEntry, error: BudgetInfeasibleError, hardware: Hardware, leaves: Sequence[Any]
     ) -> bool:
         """Whether a scan finds less beside a step than was guessed, where that may be why there is no plan for it."""
-        if kind.graph is None or error.floor_bytes - self._guessed_bytes > error.budget_bytes:
+        if entry.graph is None or error.floor_bytes - self._guessed_bytes > error.budget_bytes:
             return False
-        before = kind.graph.extra_bytes
+        before = entry.graph.extra_bytes
         self.baseline.doubt()
-        self._look_beside(kind, hardware, leaves, self.state.gradients(), has_inputs=True)
-        return kind.graph.extra_bytes < before
+        self._count_baseline(entry, hardware, leaves, self.state.gradients(), has_inputs=True)
+        return entry.graph.extra_bytes < before
 
     def _instead(
         self,
-        kind: PlanEntry,
+        entry: PlanEntry,
         error: BudgetInfeasibleError,
         shape: StepShape,
         leaves: Sequence[Any],
@@ -465,7 +470,7 @@ class Steps:
         One of these very sizes; else one of another structure, or without a plan; else one to be recorded.
 
         Args:
-            kind: What it was taken for.
+            entry: What it was taken for.
             error: Why there is no plan for that.
             shape: The step's.
             leaves: What it is given.
@@ -475,66 +480,72 @@ class Steps:
         Raises:
             BudgetInfeasibleError: There is nothing else.
         """
-        if kind.superset is not None and kind.spans_sizes:
-            kind.superset.note_too_large()
-        if isinstance(kind.source, ShapeBucket) and kind.source.derived.is_coarse:
-            kind.source.family.too_large.add(kind.source.derived.key)
-        is_for_others = kind.family is not None or kind.spans_sizes
-        exact = self.cache.choose(shape, is_exact=True) if is_for_others and not is_exact else kind
+        if entry.superset is not None and entry.spans_sizes:
+            entry.superset.note_too_large()
+        if isinstance(entry.source, ShapeBucket) and entry.source.extrapolated.is_coarse:
+            entry.source.family.too_large.add(entry.source.extrapolated.key)
+        is_for_others = entry.family is not None or entry.spans_sizes
+        exact = self.cache.choose(shape, is_exact=True) if is_for_others and not is_exact else entry
         gradients = self.state.gradients()
-        if exact is kind and isinstance(kind.source, ShapeBucket):
+        if exact is entry and isinstance(entry.source, ShapeBucket):
             if (own := self.cache.recorded(shape)) is not None:
                 exact = own  # which others stood for, as long as they could
-            elif kind.source.family.is_sure_of(kind.source.derived.actual):
-                raise self._told(error, kind, shape, hardware) from None
+            elif entry.source.family.is_sure_of(entry.source.extrapolated.actual):
+                raise self._told(error, entry, shape, hardware) from None
             else:
                 return self.cache.record(shape)
-        if exact is not kind:
-            exact.note_gradients(kind.beside.gradients)
+        if exact is not entry:
+            exact.note_gradients(entry.baseline.gradients)
             exact.follow_family(hardware.budget_bytes)
             if exact.family is None:
-                self._look_beside(exact, hardware, leaves, gradients, has_inputs=True)
-        elif not lifecycle.gives_up(kind, error):
-            raise self._told(error, kind, shape, hardware) from None
-        elif kind.phase != "unplanned":
-            self._look_beside(kind, hardware, leaves, gradients, has_inputs=True)
+                self._count_baseline(exact, hardware, leaves, gradients, has_inputs=True)
+        elif not lifecycle.gives_up(entry, error):
+            raise self._told(error, entry, shape, hardware) from None
+        elif entry.phase != "unplanned":
+            self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
         return exact
 
     def _told(
-        self, error: BudgetInfeasibleError, kind: PlanEntry, shape: StepShape, hardware: Hardware
+        self, error: BudgetInfeasibleError, entry: PlanEntry, shape: StepShape, hardware: Hardware
     ) -> BudgetInfeasibleError:
         """The error, with the step that it is about, and what lies beside that."""
         error = with_growth(error, self.state.growth_bytes if self._is_within_optimizer else 0)
-        if kind.graph is None:
+        if entry.graph is None:
             return with_reasons(error, shapes_of(shape))
         num_waiting = sum(not executor.is_spent for executor in self.executors)
-        beside = what_is_beside(
-            kind.graph.extra_bytes,
+        baseline = baseline_parts(
+            entry.graph.extra_bytes,
             error.budget_bytes,
             self.state,
             hardware.device,
-            kind.source.touched.now(),
+            entry.source.external.now(),
             num_waiting,
         )
-        return with_reasons(error, beside, shapes_of(shape), self.checkpointing.advice)
+        return with_reasons(error, baseline, shapes_of(shape), self.checkpointing.advice)
 
-    def _begin_plainly(self, kind: PlanEntry, hardware: Hardware) -> None:
+    def _begin_plainly(self, entry: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()
         memory = memory_of(hardware.device)
-        is_watched = kind.phase == "unplanned" or kind.is_aligned or kind.has_ample_room
+        is_watched = entry.phase == "unplanned" or entry.is_aligned or entry.has_ample_room
         if not is_watched or hardware.budget_bytes is None or memory is None:
             return
         self.peaks.begin_step(hardware.device, is_watched=False)
-        kind.seen.swapped_bytes = kind.seen.stayed_bytes = 0
-        self._plain = kind, PlainStep(kind.plain, memory, hardware.budget_bytes)
+        entry.seen.swapped_bytes = entry.seen.stayed_bytes = 0
+        self._plain = entry, PlainStep(entry.plain, memory, hardware.budget_bytes)
 
-    def _look_beside(
-        self, kind: PlanEntry, hardware: Hardware, leaves: Sequence[Any], gradients: dict[int, int], *, has_inputs: bool
+    def _count_baseline(
+        self,
+        entry: PlanEntry,
+        hardware: Hardware,
+        leaves: Sequence[Any],
+        gradients: dict[int, int],
+        *,
+        has_inputs: bool,
     ) -> There | None:
-        """Count what is on the device beside a kind of step, where its plan is about to be made or time allows.
+        """Count what is on the device beside a specialization, where its plan is about to be made or time allows.
 
         Args:
-            kind: The kind of step.
+            entry: The specialization.
             hardware: Where it runs.
             leaves: What the coming step is given.
             gradients: The sizes of gradients that are there.
@@ -544,39 +555,39 @@ class Steps:
             What is there, where the coming step is one to watch.
         """
         device, memory = hardware.device, memory_of(hardware.device)
-        is_cheap = memory is not None and kind.family is not None
+        is_cheap = memory is not None and entry.family is not None
         if not (
             is_cheap
             or self._is_within_optimizer
-            or kind.is_settling
-            or kind.made.state_version != self.state.version
+            or entry.is_settling
+            or entry.made.state_version != self.state.version
             or self.baseline.is_due
         ):
-            kind.follow_family(hardware.budget_bytes)
+            entry.follow_family(hardware.budget_bytes)
             return None
         there: There | None = None
-        if memory is None or kind.phase in ("recording", "verifying"):
-            is_recorded, has_ample_room = kind.phase == "recording", self.cache.has_ample_room
+        if memory is None or entry.phase in ("recording", "verifying"):
+            is_recorded, has_ample_room = entry.phase == "recording", self.cache.has_ample_room
             there = self.baseline.look(device, leaves, is_recorded=is_recorded, has_ample_room=has_ample_room)
-        beside: int | None = None
+        baseline: int | None = None
         if memory is not None:
             allocated_bytes = memory.allocated_bytes()
-            beside = kind.bytes_beside_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
+            baseline = entry.baseline_bytes_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
         elif there is not None:
-            beside = kind.bytes_beside(there, gradients, has_inputs=has_inputs)
+            baseline = entry.baseline_bytes(there, gradients, has_inputs=has_inputs)
         self._guessed_bytes = 0
-        if beside is not None:
-            beside += self.state.buckets.expected_bytes(device)
+        if baseline is not None:
+            baseline += self.state.buckets.expected_bytes(device)
             if memory is None and there is not None and not there.is_whole:
-                seen = beside - sum(there.replaced)
+                seen = baseline - sum(there.replaced)
                 # What nobody saw come may have come in place of what went.
-                beside = max(beside, kind.beside_bytes_with(there.state_bytes_but(gradients)))
-                self._guessed_bytes = beside - seen
-            if kind.family is None:
-                kind.note_beside(beside, hardware.budget_bytes)
-                kind.beside.state_bytes = there.state_bytes_but(gradients) if there is not None else None
-            self.cache.note_beside(beside)
-        kind.follow_family(hardware.budget_bytes)
+                baseline = max(baseline, entry.baseline_bytes_with(there.state_bytes_but(gradients)))
+                self._guessed_bytes = baseline - seen
+            if entry.family is None:
+                entry.note_baseline(baseline, hardware.budget_bytes)
+                entry.baseline.state_bytes = there.state_bytes_but(gradients) if there is not None else None
+            self.cache.note_baseline(baseline)
+        entry.follow_family(hardware.budget_bytes)
         return there
 
     def hardware_for(self, inputs: Any) -> Hardware:
@@ -603,15 +614,15 @@ class Steps:
         if run.slack_bytes is not None and self.hardware is not None:
             self.hardware.read_budget_again(run.slack_bytes)
         budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
-        source, executor = run.kind.source, run.executor
-        lifecycle.learn(run.kind, run.finish(self.state, self.baseline), budget_bytes)
+        source, executor = run.entry.source, run.executor
+        lifecycle.learn(run.entry, run.finish(self.state, self.baseline), budget_bytes)
         has_shown = executor.program is not None and (executor.num_unpacks or executor.has_deviated)
         if source.is_captured and has_shown:
-            self.given.note(run.kind, executor.deviation)
+            self.imported.note(run.entry, executor.deviation)
         superset = run.executor.superset
         astray_bytes = superset.ledger.astray_bytes if superset is not None else None
         self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
-        lifecycle.note_retries(run.kind, self.peaks.take_retries(run.device))
+        lifecycle.note_retries(run.entry, self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
         if self.hardware is not None:
             learn_from(run, self.hardware)
@@ -621,21 +632,21 @@ class Steps:
         if not self._is_open and self._run is not None and self._run.executor.num_unpacks:
             self.finish()
 
-    def look_ahead(self, kind: PlanEntry) -> None:
-        """Have what is on the device beside a recorded kind of step counted, if it was not."""
-        if self.hardware is not None and kind.phase != "recording" and not kind.beside.is_known:
-            self._look_beside(kind, self.hardware, (), self.state.gradients(), has_inputs=self._is_open)
+    def look_ahead(self, entry: PlanEntry) -> None:
+        """Have what is on the device beside a recorded specialization counted, if it was not."""
+        if self.hardware is not None and entry.phase != "recording" and not entry.baseline.is_known:
+            self._count_baseline(entry, self.hardware, (), self.state.gradients(), has_inputs=self._is_open)
 
     def plan_ahead(self) -> None:
-        """Have a plan for the kind of step that ran last, if there can be one; its next step raises if not."""
-        kind, hardware = self.cache.kind, self.hardware
-        if kind.program is None and kind.graph is not None and kind.phase != "recording" and hardware is not None:
-            self.look_ahead(kind)
+        """Have a plan for the specialization that ran last, if there can be one; its next step raises if not."""
+        entry, hardware = self.cache.entry, self.hardware
+        if entry.program is None and entry.graph is not None and entry.phase != "recording" and hardware is not None:
+            self.look_ahead(entry)
             with contextlib.suppress(BudgetInfeasibleError, PlanError, SpillError), self.peaks.paused(hardware.device):
-                lifecycle.ensure_plan(self.cache.key, kind, hardware, self.state, self.settings)
+                lifecycle.ensure_plan(self.cache.key, entry, hardware, self.state, self.settings)
 
     def forget(self, keep: Collection[str]) -> None:
-        """Drop the kinds of step whose signatures are not among those to keep.
+        """Drop the specializations whose signatures are not among those to keep.
 
         Raises:
             UnsupportedError: A step is open.
@@ -653,7 +664,7 @@ class Steps:
             run.optimizer_ran_inside = True
         for executor in list(self.executors):
             if executor.is_recomputing:
-                executor.settle_readers_of(parameters)
+                executor.materialize_readers_of(parameters)
         if self.state.thread not in (None, threading.get_ident()):
             return
         self._num_optimizers += 1

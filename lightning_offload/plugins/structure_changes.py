@@ -1,4 +1,4 @@
-"""What becomes of a kind of step whose ops are not always the same.
+"""What becomes of a specialization whose ops are not always the same.
 
 A step that leaves its plan is recorded anew once: it may have been a change for good, of a layer that is trained from
 now on. The second one shows that structures change. From then on steps *align*: they follow the plan for the widest
@@ -9,8 +9,8 @@ None of this is for good. Steps that follow their plan make up for those that di
 row are alike, the structure may have come to rest, and gets a plan of its own; where nothing can be planned, it is
 tried again after 32 steps. Each time that was in vain twice as many are waited for.
 
-Kinds that differ in sizes share what is known of their structures, once some steps under derived plans did not follow
-these, or too few of the recorded ones are alike: then all their steps align.
+Specializations that differ in sizes share what is known of their structures, once some steps under extrapolated plans
+did not follow these, or too few of the recorded ones are alike: then all their steps align.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import itertools
 import math
 from typing import Literal
 
-from lightning_offload.plugins.cadence import Cadence
 from lightning_offload.plugins.plain_steps import PlainNeed
+from lightning_offload.plugins.sampling_schedule import SamplingSchedule
 from lightning_offload.plugins.step_variants import StepVariants
 from lightning_offload.runtime.ledger import Ledger
 
 _MAX_RECORDED = 1  # deviations after which the next step is recorded
-_MAX_DERIVED = 3  # those of steps of several sizes after which all that differ in sizes follow one structure
+_MAX_EXTRAPOLATED = 3  # those of steps of several sizes after which all that differ in sizes follow one structure
 _TYPICAL = 0.7  # of the largest size: steps that are recorded, since what they have is resized to others
 _MAX_FAILED = 3  # recordings that came to nothing
 _FORGIVEN = 32  # steps that follow their plan, for one that did not
@@ -40,7 +40,7 @@ Next = Literal["record", "align", "unplan"]
 
 @dataclasses.dataclass(slots=True)
 class StructureChanges:
-    """What is known of how the structure of a kind of step changes.
+    """What is known of how the structure of a specialization changes.
 
     Attributes:
         variants: The structures that it was recorded with.
@@ -58,8 +58,8 @@ class StructureChanges:
         num_begun: Steps that began.
         apart_at: Which of them left their plan, or had much more, lately.
         record_in: Steps before the one that is recorded; None for none.
-        spans_sizes: Whether it is of all kinds that differ in sizes.
-        cadence: Which steps of all these have their memory counted.
+        spans_sizes: Whether it is of all specializations that differ in sizes.
+        sampling_schedule: Which steps of all these have their memory counted.
         has_told: Whether a warning said that some of the steps can have no plan.
         has_warned: Whether one said that no plan is within the budget any more.
         margins: By size: by how much measured peaks exceeded predicted ones.
@@ -84,7 +84,7 @@ class StructureChanges:
     apart_at: tuple[int, ...] = ()
     record_in: int | None = None
     spans_sizes: bool = False
-    cadence: Cadence = dataclasses.field(default_factory=Cadence)
+    sampling_schedule: SamplingSchedule = dataclasses.field(default_factory=SamplingSchedule)
     has_told: bool = False
     has_warned: bool = False
     margins: dict[float, int] = dataclasses.field(default_factory=dict)
@@ -97,7 +97,7 @@ class StructureChanges:
         self.num_deviations += 1
         self.num_followed = 0
         self._note_apart()
-        most = _MAX_DERIVED if self.spans_sizes else _MAX_RECORDED
+        most = _MAX_EXTRAPOLATED if self.spans_sizes else _MAX_RECORDED
         if self.num_deviations <= most or not len(self.variants):
             return "record"
         self.aligns = True
@@ -124,7 +124,7 @@ class StructureChanges:
         if self.num_same > self.wait:
             self._wait_longer()
             self.aligns, self.num_same = False, 0
-            self.num_deviations = _MAX_DERIVED if self.spans_sizes else _MAX_RECORDED
+            self.num_deviations = _MAX_EXTRAPOLATED if self.spans_sizes else _MAX_RECORDED
             self.margins.clear()
             self.counted_sizes.clear()
             return "record"

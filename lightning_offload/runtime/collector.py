@@ -13,7 +13,7 @@ import gc
 import sys
 import threading
 
-from lightning_offload.runtime.hooks import out_of_compilers_sight
+from lightning_offload.runtime.hooks import dynamo_disabled
 
 
 class _Threshold:
@@ -72,7 +72,7 @@ class Allowance:
             _threshold.allowances[id(self)] = num_objects
             _threshold.adjust()
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def __del__(self) -> None:
         if not sys.is_finalizing() and _threshold.allowances.pop(id(self), 0):
             _threshold.adjust()

@@ -41,9 +41,9 @@ from lightning_offload.graph.memory_plan import AT_PACK
 from lightning_offload.runtime.fallback import OffloadAll, SupersetRule
 from lightning_offload.runtime.follow import LEFT, ByForm, Follower, follower_of
 from lightning_offload.runtime.hooks import (
-    NotSeen,
+    DisableTorchFunction,
     bypass_mode,
-    out_of_compilers_sight,
+    dynamo_disabled,
     past_own_mode,
 )
 from lightning_offload.runtime.kernel_keys import call
@@ -97,14 +97,14 @@ class StepExecutor:
     Args:
         device: Where the step runs.
         tiers: Where its tensors may go.
-        program: What to do; None for the floor policy.
+        program: What to do; None for the offload-all fallback.
         observer: Notified of every event; None for nobody.
         verifier: Compares replays with their originals, if they are to be.
         sees_ops: Whether the step's ops go through :meth:`dispatch`; they must unless the program says otherwise.
         persistent: Gives the identities of storages that outlive the step; asked once, if a step that does not see ops
             leaves its program.
-        census: The identities of all storages that are there as it begins. None where nobody knows: then what no op was
-            seen to make is taken to be among them.
+        live_scan: The identities of all storages that are there as it begins. None where nobody knows: then what no op
+            was seen to make is taken to be among them.
         spare_bytes: How much of what is saved first may stay on the device, in a step without a program.
         keeps_all: Whether to keep all that is saved, for as long as the step follows its program.
         packs: Whether saved tensors come by.
@@ -113,7 +113,8 @@ class StepExecutor:
             ops, and a step that is captured elsewhere, with fake tensors, has those.
 
     Attributes:
-        hears_of_data: Whether it must know what the program's code has got past the version counters of.
+        tracks_data_escapes: Whether it must be told of data escapes: what the program's code gets past version
+            counters.
         superset: Decides about saves under a plan for another structure; None under others.
         deviation: How the step's structure left the program; "" while it has not.
         num_nodes: Autograd nodes made in the step by the thread that began it; None while it is open.
@@ -130,7 +131,7 @@ class StepExecutor:
         verifier: Verifier | None,
         sees_ops: bool = True,
         persistent: Callable[[], Collection[int]] = frozenset,
-        census: Collection[int] | None = None,
+        live_scan: Collection[int] | None = None,
         spare_bytes: int = 0,
         keeps_all: bool = False,
         packs: bool = True,
@@ -143,13 +144,13 @@ class StepExecutor:
         self.program = program
         self.observer = observer
         self.keeps_all, self.packs = keeps_all, packs
-        self.hears_of_data = packs and may_leave
+        self.tracks_data_escapes = packs and may_leave
         self.deviation = ""
         self._num_packs = self._num_unpacks = 0
         self.num_nodes: int | None = None
         self.on_backward: Callable[[], None] | None = None
         self._may_leave, self._by_mode = may_leave, by_mode
-        self._census = census
+        self._live_scan = live_scan
         self._holds = keeps_all
         self._first_node = next_node()
         self._lease: StepLiveness | None = StepLiveness(program.num_objects if program is not None and packs else 0)
@@ -173,7 +174,7 @@ class StepExecutor:
         self._follower: Follower | None = follower
         self._follows_ops = follower is not None and follower.follows_ops
         self._op_flags = program.op_flags if program is not None else b""
-        self._idle_packs = program.idle_packs if program is not None and observer is None else b""
+        self._noop_packs = program.noop_packs if program is not None and observer is None else b""
         self.superset: SupersetRule | None = None
         if program is not None and isinstance(follower, ByForm):
             self.superset = SupersetRule(program, follower, self._fallback, self._new_ledger())
@@ -250,12 +251,12 @@ class StepExecutor:
     @property
     def unforeseen_bytes(self) -> int:
         """Values made again in backward before a write that the plan did not know of."""
-        return self._writes.settled_bytes
+        return self._writes.materialized_bytes
 
     @property
-    def has_settled(self) -> bool:
+    def has_materialized(self) -> bool:
         """Whether values were made again before a write, which the plan did not know of."""
-        return self._writes.has_settled
+        return self._writes.has_materialized
 
     # ---- ops
 
@@ -302,7 +303,7 @@ class StepExecutor:
             if place in self.program.op_register:
                 planned = self.program.op_bytes[place], self.program.op_register[place]
         if facts.mutates or is_recorded or releases is not None:
-            with NotSeen():
+            with DisableTorchFunction():
                 if releases is not None:
                     self._fallback.release(releases, (place,))
                 if is_recorded:
@@ -325,7 +326,7 @@ class StepExecutor:
                 observer.on_failed_op()
                 raise
             seconds = time.perf_counter() - start
-        with NotSeen():
+        with DisableTorchFunction():
             if observer is not None:
                 did = effects(facts, args, kwargs, out) if is_followed else None
                 observer.on_op(facts, args, kwargs, out, seconds, did)
@@ -347,25 +348,25 @@ class StepExecutor:
     def made(self, tensors: list[Tensor]) -> None:
         """Hear of tensors that autograd made out of our sight."""
         if self.observer is not None:
-            with bypass_mode, NotSeen():
+            with bypass_mode, DisableTorchFunction():
                 self.observer.on_made(tensors)
 
-    def exposes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
+    def data_escapes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
         """Hear that the program takes a storage past the version counters of its tensors, and may write it unseen.
 
         Args:
             storage: The storage.
             tensor: What it was taken from; its own counter notices writes that the other will not; None for a storage.
         """
-        with bypass_mode, NotSeen():
+        with bypass_mode, DisableTorchFunction():
             value = self._table.find(storage)
-            if self.is_recomputing and tensor is not None and (value is None or value.is_given):
+            if self.is_recomputing and tensor is not None and (value is None or value.is_external):
                 self._know(tensor)
             if value is None and self.sees_ops:
                 return
             in_backward = torch._C._current_graph_task_id() != -1
             is_seen = self.watches_backward or self.sees_user_code if in_backward else self.sees_ops
-            if value is not None and not value.is_given:
+            if value is not None and not value.is_external:
                 self._fallback.took_data = True
                 if not is_seen:
                     self._writes.before_change(storage)
@@ -382,41 +383,41 @@ class StepExecutor:
         """
         if self._holds:  # nothing has left its memory, and what was exposed stays so
             return
-        with bypass_mode, NotSeen():
+        with bypass_mode, DisableTorchFunction():
             self._writes.before_change(storage)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes_before: int) -> None:
         """Hear that it has got it."""
         if self.observer is not None:
-            with bypass_mode, NotSeen():
+            with bypass_mode, DisableTorchFunction():
                 self.observer.on_resized(storage, num_bytes_before)
 
     def deviate(self, how: str) -> None:
-        """Leave the program: this step runs under the floor policy from now on."""
+        """Leave the program: this step runs under the offload-all fallback from now on."""
         self._leave_program(how)
         self._fallback.begin()
 
     def _leave_program(self, how: str) -> None:
         where = self._follower.where() if self._follower is not None else ""
         self.deviation = f"after {self.num_packs} saved tensors{where} {how}"
-        self._follower, self._follows_ops, self._idle_packs = None, False, b""
+        self._follower, self._follows_ops, self._noop_packs = None, False, b""
         _log.debug("the step left its plan: %s", self.deviation)
 
     # ---- saved tensors
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def pack(self, tensor: Tensor) -> Handle | Held:
         """Take a tensor that autograd saves; what is returned stands for it until it is unpacked."""
         if self._holds:
             return self._hold(tensor)
-        index, idle = self._num_packs, self._idle_packs
-        if index < len(idle) and idle[index] and not _num_function_modes():
+        index, noop = self._num_packs, self._noop_packs
+        if index < len(noop) and noop[index] and not _num_function_modes():
             handle = self._keep_as_planned(index, tensor)
             if handle is not None:
                 return handle
         bypass_mode.depth += 1
         try:
-            with NotSeen():
+            with DisableTorchFunction():
                 saved, plain = as_saved(tensor)
                 return self._pack(saved, plain, saved is tensor)
         finally:
@@ -445,8 +446,8 @@ class StepExecutor:
         storage = kept.untyped_storage()
         if storage.nbytes() != program.pack_bytes[index]:
             return None
-        value = self._table.find(storage) if self._idle_packs[index] == KEPT_FOR_CALLS else None
-        if value is not None and not value.is_given:
+        value = self._table.find(storage) if self._noop_packs[index] == KEPT_FOR_CALLS else None
+        if value is not None and not value.is_external:
             if value.block is not None:
                 return None
             self._table.own(value, storage)
@@ -513,11 +514,11 @@ class StepExecutor:
             assert self.program is not None
             is_planned = self.program.pack_storages[place] in self.program.decisions
             return self._value_at(place, handle, tensor) if is_planned else None
-        if self._census is None or tensor.device != self._device:
+        if self._live_scan is None or tensor.device != self._device:
             return None
         storage = tensor.untyped_storage()
-        is_given = storage._cdata in self._census or not storage.resizable()
-        return self._table.new(-1, storage) if not is_given else None
+        is_external = storage._cdata in self._live_scan or not storage.resizable()
+        return self._table.new(-1, storage) if not is_external else None
 
     def _value_at(self, place: int, handle: Handle, tensor: Tensor) -> LiveValue | None:
         """The value that a pack is about, by what the program says of it; None where it stays on the device.
@@ -528,7 +529,7 @@ class StepExecutor:
         storage = tensor.untyped_storage()
         index = self.program.pack_storages[place] if place >= 0 else -1
         value = self._table.find(storage)
-        if value is not None and value.is_given:  # what exposed it may have come before
+        if value is not None and value.is_external:  # what exposed it may have come before
             self._fallback.took_data |= index >= 0
             return None
         if value is not None:
@@ -545,7 +546,7 @@ class StepExecutor:
     def _leave(self, value: LiveValue, tensor: Tensor) -> bool:
         """Let a saved value leave the device as the plan says; whether it need not be kept as it is."""
         storage = tensor.untyped_storage()
-        if value.is_given or storage.nbytes() == 0:
+        if value.is_external or storage.nbytes() == 0:
             return False
         if value.block is not None:
             return True
@@ -574,7 +575,7 @@ class StepExecutor:
                 return False
         return True
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def unpack(self, packed: Handle | Held) -> Tensor:
         """Give a saved tensor back.
 
@@ -586,10 +587,10 @@ class StepExecutor:
         if isinstance(packed, tuple):
             return self._give_back(*packed)
         handle = packed
-        with self._lock, NotSeen():
+        with self._lock, DisableTorchFunction():
             kept = handle.kept
             is_sound = kept is not None and handle.version_alias._version == handle.version
-            if kept is not None and is_sound and self._idle_packs and self._passes_idly():
+            if kept is not None and is_sound and self._noop_packs and self._passes_noop_unpack():
                 handle.is_out = True
                 return kept
             in_backward = torch._C._current_graph_task_id() != -1  # else somebody reads grad_fn._saved_...
@@ -619,7 +620,7 @@ class StepExecutor:
             raise_modified(tensor, tensor.shape, version)
         return tensor
 
-    def _passes_idly(self) -> bool:
+    def _passes_noop_unpack(self) -> bool:
         """Whether this is an unpack, not the first one, at which the program does nothing; then it is counted."""
         assert self.program is not None
         ordinal = self._num_unpacks
@@ -688,10 +689,10 @@ class StepExecutor:
         if self._follower is None or self._holds:
             return
         if self.superset is not None:
-            with self._lock, bypass_mode, NotSeen():
+            with self._lock, bypass_mode, DisableTorchFunction():
                 self.superset.forward_ends()
         elif how := self._follower.lacks(self.num_packs, sees_ops=self.sees_ops):
-            with self._lock, bypass_mode, NotSeen():
+            with self._lock, bypass_mode, DisableTorchFunction():
                 self.deviate(how)
                 self._fallback.leave_now()  # no op is under way
 
@@ -723,7 +724,7 @@ class StepExecutor:
         with bypass_mode:
             self._table.close()
 
-    def settle_readers_of(self, tensors: list[Tensor]) -> None:
+    def materialize_readers_of(self, tensors: list[Tensor]) -> None:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
         for part in (part for tensor in tensors for part in parts_of(tensor)):
             self._writes.before(part)

@@ -1,15 +1,15 @@
 """What is done of a step where no program says what.
 
-:class:`OffloadAll` is the *floor policy*: every saved tensor made in the step is swapped out at once and brought back
-when it is needed. A step runs under it while it is recorded, and from where it has left its plan. Another structure may
-need more memory than the planned one: where a plan is left in forward, while memory still grows, what the plan kept
-leaves the device, too.
+:class:`OffloadAll` is the *offload-all fallback*: every saved tensor made in the step is swapped out at once and
+brought back when it is needed. A step runs under it while it is recorded, and from where it has left its plan. Another
+structure may need more memory than the planned one: where a plan is left in forward, while memory still grows, what the
+plan kept leaves the device, too.
 
 :class:`SupersetRule` is the local rule of a step under a plan for another structure. Where the two agree, the plan's
-decisions hold. A save that is astray, or larger than planned, stays where the plan had more on the device by now than
-there is, and leaves it otherwise. After :data:`_MANY_ASTRAY` of them in a row, or fewer that are large, the step is in
-a part that the plan knows nothing of, and whose memory nobody foresaw: then what was kept before leaves the device as
-well.
+decisions hold. A save that is unmatched, or larger than planned, stays where the plan had more on the device by now
+than there is, and leaves it otherwise. After :data:`_MANY_UNMATCHED` of them in a row, or fewer that are large, the
+step is in a part that the plan knows nothing of, and whose memory nobody foresaw: then what was kept before leaves the
+device as well.
 
 None of this decides about correctness.
 """
@@ -32,12 +32,12 @@ from lightning_offload.runtime.tracking import ValueTracker
 from lightning_offload.runtime.values import Handle, LiveValue, ValueTable
 from lightning_offload.tensors.op_facts import is_parameter
 
-_MANY_ASTRAY = 4
-_MUCH_ASTRAY = 0.05  # of the budget
+_MANY_UNMATCHED = 4
+_MUCH_UNMATCHED = 0.05  # of the budget
 
 
 class OffloadAll:
-    """The floor policy, and what lets a saved tensor leave that was kept.
+    """The offload-all fallback, and what lets a saved tensor leave that was kept.
 
     Args:
         table: The values of the step.
@@ -170,7 +170,7 @@ class OffloadAll:
             value = self.table.new(-1, storage)
             if not self.sees_ops:
                 handle.watch(value)
-        if value.is_given or not (self.sees_ops or value.is_as_saved(handle)):
+        if value.is_external or not (self.sees_ops or value.is_as_saved(handle)):
             return
         if value.block is None:
             if not self.materializer.swap_out(value, storage, None, release_now=True):
@@ -183,7 +183,7 @@ class OffloadAll:
 
     def keep_from_now_on(self, storage: torch.UntypedStorage) -> None:
         """Let nothing leave that is saved on a storage later: it may be written unseen at any time."""
-        self.table.new(-1, storage).is_given = True
+        self.table.new(-1, storage).is_external = True
 
 
 class SupersetRule:
@@ -196,17 +196,17 @@ class SupersetRule:
         ledger: What stays, and what leaves late.
 
     Attributes:
-        num_astray: Saves that the plan does not have.
+        num_unmatched: Saves that the plan does not have.
         num_missing: Saves that the plan has and the step did not.
     """
 
     def __init__(self, program: Program, follower: ByForm, policy: OffloadAll, ledger: Ledger) -> None:
-        self.num_astray = self.num_missing = 0
+        self.num_unmatched = self.num_missing = 0
         self.ledger = ledger
         self._program, self._follower, self._policy, self._table = program, follower, policy, policy.table
         self._slack_bytes = _slack_bytes(program)
-        self._num_bytes_apart = 0  # astray in a row
-        self._astray: list[weakref.ref[Handle]] = []  # that have left
+        self._num_bytes_apart = 0  # unmatched in a row
+        self._unmatched: list[weakref.ref[Handle]] = []  # that have left
 
     def save(self, handle: Handle, tensor: Tensor, *, is_plain: bool, num_unpacks: int) -> int:
         """Decide about what a handle keeps; the place of its pack in the plan, or -1.
@@ -227,8 +227,8 @@ class SupersetRule:
             self.num_missing += place - before
             self._policy.release(self._program.release_at_pack, range(before, place))
         else:
-            self.num_astray += 1
-            if follower.num_astray == _MANY_ASTRAY:
+            self.num_unmatched += 1
+            if follower.num_unmatched == _MANY_UNMATCHED:
                 self._let_go_of_what_was_kept()
         if is_plain and not is_parameter(tensor):  # whose memory is the program's
             self._decide(handle, tensor, place)
@@ -241,12 +241,12 @@ class SupersetRule:
         num_bytes, value = storage.nbytes(), self._table.find(storage)
         index = self._follower.route.storages[place] if place >= 0 else -1
         decision = self._program.decisions.get(index)
-        if value is not None and value.is_given:  # what exposed it may have come before
+        if value is not None and value.is_external:  # what exposed it may have come before
             self._policy.took_data |= decision is not None
         elif value is not None and value.block is not None:
             if self._policy.sees_ops or value.is_as_saved(handle):
                 self._policy.let_go(handle, value, tensor)
-        elif self._is_given(place, storage, value):
+        elif self._is_external(place, storage, value):
             pass
         elif ledger.is_staying(storage):
             ledger.stays_too(handle)
@@ -262,23 +262,23 @@ class SupersetRule:
         else:
             ledger.stays(handle, storage)
 
-    def _is_given(self, place: int, storage: torch.UntypedStorage, value: LiveValue | None) -> bool:
+    def _is_external(self, place: int, storage: torch.UntypedStorage, value: LiveValue | None) -> bool:
         """Whether a saved storage was there before the step, and stays."""
-        if place >= 0 and self._follower.route.is_given[place]:
+        if place >= 0 and self._follower.route.is_external[place]:
             return True
         return value is None if self._policy.sees_ops else storage._cdata in self._policy.outliving()
 
     def _room(self, place: int) -> int:
         """What may stay beyond what does: what the plan has kept by now, and the step has not."""
         behind = place + 1 if place >= 0 else self._follower.place
-        if not behind or self._follower.num_astray >= _MANY_ASTRAY:
+        if not behind or self._follower.num_unmatched >= _MANY_UNMATCHED:
             return 0
         return self._follower.route.kept_bytes[behind - 1] - self.ledger.alive_bytes
 
     def _note_bytes_apart(self, num_bytes: int) -> None:
         """What the plan does not have takes so much more: what goes with it may take as much, and nobody counted it."""
         before, self._num_bytes_apart = self._num_bytes_apart, self._num_bytes_apart + num_bytes
-        if before <= self._slack_bytes < self._num_bytes_apart and self._follower.num_astray < _MANY_ASTRAY:
+        if before <= self._slack_bytes < self._num_bytes_apart and self._follower.num_unmatched < _MANY_UNMATCHED:
             self._let_go_of_what_was_kept()
 
     def _let_go_of_what_was_kept(self) -> None:
@@ -294,7 +294,7 @@ class SupersetRule:
             if index < 0:
                 self._policy.give_up(handle, tensor)
                 if handle.value is not None and handle.value.index < 0:
-                    self._astray.append(weakref.ref(handle))
+                    self._unmatched.append(weakref.ref(handle))
             elif handle.was_written or not self._leaves_as_planned(handle, tensor, index):
                 self.ledger.stays(handle, tensor.untyped_storage())
 
@@ -302,7 +302,7 @@ class SupersetRule:
         policy, follower = self._policy, self._follower
         storage = tensor.untyped_storage()
         value = self._table.find(storage)
-        if value is not None and (value.is_given or value.block is not None):
+        if value is not None and (value.is_external or value.block is not None):
             return False
         if value is None:
             value = self._table.new(index, storage)
@@ -328,21 +328,21 @@ class SupersetRule:
         self.num_missing += len(missing)
 
     def fetch_next(self, value: LiveValue) -> None:
-        """Begin to bring back what backward will want after a value that was astray: what was saved before it."""
+        """Begin to bring back what backward will want after a value that was unmatched: what was saved before it."""
         if value.index >= 0:
             return
-        while self._astray:
-            handle = self._astray.pop()()
+        while self._unmatched:
+            handle = self._unmatched.pop()()
             last = handle.value if handle is not None else None
             if handle is not None and last is not None and last is not value:
                 self._policy.materializer.fetch(last)
-                self._astray.append(weakref.ref(handle))
+                self._unmatched.append(weakref.ref(handle))
                 break
 
 
 def _slack_bytes(program: Program) -> int:
-    """What may be astray before it matters: what the budget has room for beyond the plan, or a small part of it."""
+    """What may be unmatched before it matters: what the budget has room for beyond the plan, or a small part of it."""
     budget_bytes = program.plan.budget_bytes
     if budget_bytes is None:
         return sys.maxsize
-    return max(budget_bytes - program.plan.predicted_peak_bytes, int(_MUCH_ASTRAY * budget_bytes))
+    return max(budget_bytes - program.plan.predicted_peak_bytes, int(_MUCH_UNMATCHED * budget_bytes))

@@ -317,15 +317,15 @@ class ByForm(_ByPlace):
     """Follows a step along a plan for another structure.
 
     Layers of a stack look alike, so one that was left out shows where the stack ends, which is as good. What does not
-    continue the plan is *astray*. The step comes back to its plan where the last few saves look like consecutive ones
-    of it further on: three of them, or two that are unique there. Places only move forward, each is taken once.
+    continue the plan is *unmatched*. The step comes back to its plan where the last few saves look like consecutive
+    ones of it further on: three of them, or two that are unique there. Places only move forward, each is taken once.
 
     A backward between two saves is a border, at which much of what was kept goes: the step is not taken to be beyond
     one that it has not come by, nor before one that it has.
 
     Attributes:
         end: The next border, or how many packs there are.
-        num_astray: Packs in a row that the plan does not have.
+        num_unmatched: Packs in a row that the plan does not have.
     """
 
     follows_ops = False
@@ -333,7 +333,7 @@ class ByForm(_ByPlace):
     def __init__(self, program: Program, route: FormRoute) -> None:
         super().__init__(program, route.unpacks, most_stray_ops=0)
         self.route = route
-        self.num_astray = 0
+        self.num_unmatched = 0
         self._num_behind = 0  # unpacks before the last pack
         self._recent: list[SavedForm] = []
         self.end = route.borders[0] if route.borders else len(route.forms)
@@ -362,7 +362,7 @@ class ByForm(_ByPlace):
         recent = self._recent
         recent.append(form)
         del recent[:-NUM_SURE]
-        self.num_astray += 1
+        self.num_unmatched += 1
         found = self._found(NUM_UNIQUE, is_unique=True)
         if found < 0:
             found = self._found(NUM_SURE, is_unique=False)
@@ -381,7 +381,7 @@ class ByForm(_ByPlace):
         self._recent.clear()
 
     def _go_on(self, place: int) -> None:
-        self.place, self.num_astray = place + 1, 0
+        self.place, self.num_unmatched = place + 1, 0
         if self._recent:
             self._recent.clear()
 

@@ -70,7 +70,7 @@ bypass_mode = _BypassMode()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def out_of_compilers_sight(function: _Function) -> _Function:
+def dynamo_disabled(function: _Function) -> _Function:
     """Have ``torch.compile`` look neither into a function nor into what that calls, from whatever code it is reached.
 
     Between the graphs of a compiled function its compiler looks at every Python function that is called, also by
@@ -80,7 +80,7 @@ def out_of_compilers_sight(function: _Function) -> _Function:
     return _marked(function, is_recursive=True)
 
 
-def _out_of_compilers_sight_alone(function: _Function) -> _Function:
+def _dynamo_disabled_alone(function: _Function) -> _Function:
     """The same for a function alone: what that calls of the program's own is compiled as it is without us."""
     return _marked(function, is_recursive=False)
 
@@ -151,7 +151,7 @@ def _see_op(
     return self._dispatch(func, args, kwargs or {})
 
 
-StepMode.__torch_dispatch__ = out_of_compilers_sight(_see_op)  # type: ignore[method-assign, assignment]
+StepMode.__torch_dispatch__ = dynamo_disabled(_see_op)  # type: ignore[method-assign, assignment]
 
 
 def past_own_mode() -> contextlib.AbstractContextManager[None]:
@@ -162,10 +162,10 @@ def past_own_mode() -> contextlib.AbstractContextManager[None]:
     """
     if torch._C._len_torch_dispatch_stack() == 1 and isinstance(_get_current_dispatch_mode(), StepMode):
         return torch._C._DisableTorchDispatch()
-    return NotSeen()  # as it is around all of these: nothing, in less time than a context of Python's own
+    return DisableTorchFunction()  # as it is around all of these: nothing, in less time than a context of Python's own
 
 
-@out_of_compilers_sight
+@dynamo_disabled
 def _leave(_: Any) -> None:
     """A hook before a node: it runs without our mode, which is there twice where user code in backward is seen."""
     while isinstance(_get_current_dispatch_mode(), StepMode):
@@ -180,7 +180,7 @@ def _mode_off_where_it_matters(roots: Any) -> Iterator[None]:
     if isinstance(mode, StepMode):
         made = mode.made
 
-        @out_of_compilers_sight
+        @dynamo_disabled
         def tell(gradients: Any, _: Any) -> None:
             if made is not None:
                 made([gradient for gradient in gradients if gradient is not None])
@@ -232,12 +232,12 @@ class _Surroundings:
 
     __slots__ = ("_roots", "_stack")
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def __init__(self, roots: Any) -> None:
         self._roots = roots
         self._stack = contextlib.ExitStack()
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
             for around in list(_watchers):
@@ -245,12 +245,12 @@ class _Surroundings:
             stack.enter_context(_mode_off_where_it_matters(self._roots))
             self._stack = stack.pop_all()
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def __exit__(self, *exc: Any) -> bool | None:
         return self._stack.__exit__(*exc)
 
 
-@_out_of_compilers_sight_alone
+@_dynamo_disabled_alone
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     with _Surroundings(args[0]):
         return _original_run_backward(*args, **kwargs)
@@ -332,7 +332,7 @@ def is_own_function_mode_alone() -> bool:
     return isinstance(torch._C._get_function_stack_at(0), _SeeUserCode)
 
 
-NotSeen: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
+DisableTorchFunction: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
 """Around the runtime's own calls of torch in a backward, to spare them the way through the mode."""
 
 
@@ -342,12 +342,12 @@ class HookedExecutor(Protocol):
     Attributes:
         sees_ops: Whether the step's ops must go through ``dispatch``.
         packs: Whether saved tensors must go through ``pack`` and ``unpack``.
-        hears_of_data: Whether it must hear of ``Tensor.data``, and of storages that are resized.
+        tracks_data_escapes: Whether it must be told of ``Tensor.data`` and its like, and of storages that are resized.
     """
 
     sees_ops: bool
     packs: bool
-    hears_of_data: bool
+    tracks_data_escapes: bool
 
     @property
     def watches_backward(self) -> bool:
@@ -368,7 +368,7 @@ class HookedExecutor(Protocol):
     def made(self, tensors: list[Tensor]) -> None:
         """Hear of tensors that autograd made out of sight of the mode."""
 
-    def exposes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
+    def data_escapes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
         """Hear that the program takes a storage past version counters, before it does; of which tensor, if of one."""
 
     def resizes(self, storage: torch.UntypedStorage) -> None:
@@ -394,8 +394,8 @@ def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]
         if hooks and executor.packs:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(executor.pack, executor.unpack))
             stack.enter_context(_yielding_to_functorch(executor))
-        if executor.hears_of_data:
-            stack.enter_context(_hearing(executor))
+        if executor.tracks_data_escapes:
+            stack.enter_context(_tracking_data_escapes(executor))
         if executor.sees_ops and (hooks or executor.watches_backward):
             stack.enter_context(executor.seeing())
         yield
@@ -449,12 +449,12 @@ def _yielding_to_functorch(executor: HookedExecutor) -> Iterator[None]:
 
 
 _plain_resize: Any = torch.UntypedStorage.resize_
-_hearers: list[HookedExecutor] = []
-_num_listening = 0
+_escape_trackers: list[HookedExecutor] = []
+_num_patched = 0
 
 
-def _tell_of(item: Any) -> None:
-    """Tell who listens that the memory of a tensor, or a storage, gets behind another version counter."""
+def _notify_escape(item: Any) -> None:
+    """Tell executors that a tensor's memory, or a storage, escapes to another version counter."""
     tensor: Tensor | None = None
     with torch._C.DisableTorchFunction():
         if isinstance(item, Tensor):
@@ -466,42 +466,42 @@ def _tell_of(item: Any) -> None:
         elif isinstance(item, torch.TypedStorage):
             item = item._untyped_storage
         if isinstance(item, torch.UntypedStorage):
-            for executor in list(_hearers):
-                executor.exposes(item, tensor)
+            for executor in list(_escape_trackers):
+                executor.data_escapes(item, tensor)
 
 
 def _get_data(tensor: Tensor) -> Any:
-    if _hearers and not bypass_mode.depth:
+    if _escape_trackers and not bypass_mode.depth:
         if compiled_code.is_inspecting():
             with bypass_mode:
                 return plain_data.__get__(tensor)
-        _tell_of(tensor)
+        _notify_escape(tensor)
     return plain_data.__get__(tensor)
 
 
 def _set(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if _hearers and not bypass_mode.depth:
+    if _escape_trackers and not bypass_mode.depth:
         for source in (*args[:1], *kwargs.values()):
-            _tell_of(source)
+            _notify_escape(source)
     return plain_set(tensor, *args, **kwargs)
 
 
 def _set_version(tensors: Any, versions: Any) -> None:
     """Stands in for torch's: what was written meanwhile is to show in no counter."""
-    if _hearers and not bypass_mode.depth:
+    if _escape_trackers and not bypass_mode.depth:
         for tensor in tensors:
-            _tell_of(tensor)
+            _notify_escape(tensor)
     plain_set_version(tensors, versions)
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> Any:
-    if bypass_mode.depth or not _hearers:
+    if bypass_mode.depth or not _escape_trackers:
         return _plain_resize(storage, size)
-    hearers, num_bytes_before = list(_hearers), storage.nbytes()
-    for executor in hearers:
+    trackers, num_bytes_before = list(_escape_trackers), storage.nbytes()
+    for executor in trackers:
         executor.resizes(storage)
     out = _plain_resize(storage, size)
-    for executor in hearers:
+    for executor in trackers:
         executor.resized(storage, num_bytes_before)
     return out
 
@@ -520,7 +520,7 @@ def _named(plain: Any, name: str, owner: Any) -> Callable[[Callable[..., Tensor]
     return rename
 
 
-def _with_noise_told_of(plain: Any, name: str) -> Callable[..., Tensor]:
+def _tracking_noise(plain: Any, name: str) -> Callable[..., Tensor]:
     """Stands in for `rrelu_with_noise`, which writes its noise after autograd has saved it, and no counter counts that.
 
     Of all operators it alone does so; see the schemas that mark an argument as written which is not the first.
@@ -528,8 +528,8 @@ def _with_noise_told_of(plain: Any, name: str) -> Callable[..., Tensor]:
 
     @_named(plain, name, torch._C._nn)
     def rrelu_with_noise(input: Tensor, noise: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if _hearers and not bypass_mode.depth:
-            _tell_of(noise)
+        if _escape_trackers and not bypass_mode.depth:
+            _notify_escape(noise)
         out: Tensor = plain(input, noise, *args, **kwargs)
         return out
 
@@ -543,7 +543,7 @@ def _with_own_noise(
 
     @_named(plain, name, owner)
     def rrelu(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if _hearers and not bypass_mode.depth and isinstance(input, Tensor):
+        if _escape_trackers and not bypass_mode.depth and isinstance(input, Tensor):
             noise = torch.empty_like(input, memory_format=torch.contiguous_format)
             return with_noise(input, noise, *args, **kwargs)
         out: Tensor = plain(input, *args, **kwargs)
@@ -559,9 +559,9 @@ _PLAIN_RRELU: dict[tuple[Any, str], Any] = {
     (torch, "rrelu_"): torch.rrelu_,
     (torch.nn.functional, "rrelu_"): torch.nn.functional.rrelu_,
 }
-_with_noise = _with_noise_told_of(_NN.rrelu_with_noise, "rrelu_with_noise")
-_with_noise_ = _with_noise_told_of(_NN.rrelu_with_noise_, "rrelu_with_noise_")
-_HEARD_RRELU: dict[tuple[Any, str], Any] = {
+_with_noise = _tracking_noise(_NN.rrelu_with_noise, "rrelu_with_noise")
+_with_noise_ = _tracking_noise(_NN.rrelu_with_noise_, "rrelu_with_noise_")
+_TRACKED_RRELU: dict[tuple[Any, str], Any] = {
     (_NN, "rrelu_with_noise"): _with_noise,
     (_NN, "rrelu_with_noise_"): _with_noise_,
     (torch, "rrelu"): _with_own_noise(torch.rrelu, _with_noise, "rrelu"),
@@ -572,11 +572,11 @@ _HEARD_RRELU: dict[tuple[Any, str], Any] = {
 }
 
 
-_heard_data = property(_get_data, plain_data.__set__, doc=plain_data.__doc__)
+_tracked_data = property(_get_data, plain_data.__set__, doc=plain_data.__doc__)
 
 
-def listen() -> Callable[[], None]:
-    """Have executors hear of ``Tensor.data`` and its like while their steps are open, in autograd's threads as well.
+def patch_data_escapes() -> Callable[[], None]:
+    """Have executors told of data escapes, by ``Tensor.data`` and its like, in open steps, in all threads.
 
     By it, by ``Tensor.set_`` and by taking a version back Python gets to a tensor's memory, or to what was written
     there, past the version counter: such writes are seen by a dispatch mode alone. So are those into the noise of
@@ -588,24 +588,24 @@ def listen() -> Callable[[], None]:
     Returns:
         What ends it; to be called once.
     """
-    global _num_listening
+    global _num_patched
     with _PATCH_LOCK:
-        _num_listening += 1
-        if _num_listening == 1:
-            Tensor.data = _heard_data  # type: ignore[assignment]
+        _num_patched += 1
+        if _num_patched == 1:
+            Tensor.data = _tracked_data  # type: ignore[assignment]
             Tensor.set_ = _set  # type: ignore[assignment]
             torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign,assignment]
             torch._C._autograd._unsafe_set_version_counter = _set_version  # type: ignore[assignment]
-            for (owner, name), function in _HEARD_RRELU.items():
+            for (owner, name), function in _TRACKED_RRELU.items():
                 setattr(owner, name, function)
-    return _end_listening
+    return _unpatch_data_escapes
 
 
-def _end_listening() -> None:
-    global _num_listening
+def _unpatch_data_escapes() -> None:
+    global _num_patched
     with _PATCH_LOCK:
-        _num_listening -= 1
-        if not _num_listening:
+        _num_patched -= 1
+        if not _num_patched:
             del Tensor.data
             del Tensor.set_
             torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]
@@ -615,12 +615,12 @@ def _end_listening() -> None:
 
 
 @contextlib.contextmanager
-def _hearing(executor: HookedExecutor) -> Iterator[None]:
-    """Inside, an executor hears of what :func:`listen` tells."""
-    end = listen()
-    _hearers.append(executor)
+def _tracking_data_escapes(executor: HookedExecutor) -> Iterator[None]:
+    """Inside, an executor is told of data escapes; cf. :func:`patch_data_escapes`."""
+    end = patch_data_escapes()
+    _escape_trackers.append(executor)
     try:
         yield
     finally:
-        _hearers.remove(executor)
+        _escape_trackers.remove(executor)
         end()

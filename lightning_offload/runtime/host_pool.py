@@ -22,7 +22,7 @@ from collections import deque
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.hooks import out_of_compilers_sight
+from lightning_offload.runtime.hooks import dynamo_disabled
 from lightning_offload.runtime.lanes import Block, Copy
 from lightning_offload.runtime.pinning import NotPinned, Pinning
 from lightning_offload.runtime.ranges import Ranges
@@ -82,7 +82,7 @@ class Slab:
         """What it begins with as a flat tensor, which keeps the mapping alive."""
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes)
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def __del__(self) -> None:
         # The mapping goes after this; __init__ may have failed before there was one.
         if not hasattr(self, "_memory"):
@@ -123,7 +123,7 @@ class HostBlock(Block):
         """Whether its memory is page-locked."""
         return self._slab.is_pinned
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def __del__(self) -> None:
         self._returned.append((self._slab, self.address - self._slab.address, self._size, self.busy))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.runtime.hooks import NotSeen, is_own_function_mode_alone
+from lightning_offload.runtime.hooks import DisableTorchFunction, is_own_function_mode_alone
 
 _Keys = torch._C.DispatchKeySet
 _LAZY = _Keys(torch._C.DispatchKey.Conjugate) | _Keys(torch._C.DispatchKey.Negative)
@@ -33,7 +33,7 @@ _BILINEAR = torch.ops.aten._trilinear.default
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op, within a mode or without one: Note [keys inside a mode]."""
     if _num_function_modes():
-        with NotSeen():
+        with DisableTorchFunction():
             is_complex = takes_complex(args, kwargs)
             if is_own_function_mode_alone() and _runs_no_python(func, args):  # none that is to be seen
                 return _call(func, args, kwargs, is_complex=is_complex)
@@ -44,7 +44,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def call_unseen(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op where no function mode would see it, as within ``NotSeen``."""
+    """Run an op where no function mode would see it, as within ``DisableTorchFunction``."""
     if takes_complex(args, kwargs) or func is _BILINEAR:
         return _call(func, args, kwargs, is_complex=True)
     # What an overload calls: a third of the time that a tiny op takes is the way there.

@@ -142,7 +142,7 @@ class Materializer:
             raise ReplayError("a saved tensor has neither device memory nor a host copy nor a recorded producer")
         return value.storage
 
-    def settle(self, value: LiveValue) -> None:
+    def materialize_before_write(self, value: LiveValue) -> None:
         """Have a value now, since it cannot be replayed any more; while replays are verified it may turn out lost."""
         try:
             self._table.own(value, self.materialize(value))

@@ -26,7 +26,7 @@ from lightning_offload.graph.memory_plan import AT_PACK
 from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.executor import NOT_THERE_FOR_GRAPH, StepExecutor
 from lightning_offload.runtime.follow import ByForm
-from lightning_offload.runtime.hooks import NotSeen, bypass_mode, out_of_compilers_sight
+from lightning_offload.runtime.hooks import DisableTorchFunction, bypass_mode, dynamo_disabled
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.ledger import Ledger
 from lightning_offload.runtime.program import Program
@@ -36,7 +36,7 @@ from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, rais
 from lightning_offload.runtime.write_barrier import count_writes
 from lightning_offload.tensors.op_facts import as_saved, facts_of
 
-_MADE, _RELEASES, _GIVEN = 1, 2, 4  # flags of packs
+_MADE, _RELEASES, _EXTERNAL = 1, 2, 4  # flags of packs
 _SWAP, _RECOMPUTE, _MEMO = 1, 2, 4  # actions of storages
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -49,12 +49,12 @@ def _upward(method: _Method) -> _Method:
     def unseen(*args: Any) -> Any:
         bypass_mode.depth += 1
         try:
-            with NotSeen():
+            with DisableTorchFunction():
                 return method(*args)
         finally:
             bypass_mode.depth -= 1
 
-    return cast("_Method", out_of_compilers_sight(unseen))
+    return cast("_Method", dynamo_disabled(unseen))
 
 
 class NativeExecutor(StepExecutor):
@@ -129,13 +129,13 @@ class NativeExecutor(StepExecutor):
     # ---- what runs in the core
 
     @override
-    @out_of_compilers_sight
+    @dynamo_disabled
     def pack(self, tensor: Tensor) -> Handle:
         handle: Handle = self._step.pack(tensor)
         return handle
 
     @override
-    @out_of_compilers_sight
+    @dynamo_disabled
     def unpack(self, packed: Any) -> Tensor:
         tensor: Tensor = self._step.unpack(packed)
         return tensor
@@ -158,10 +158,10 @@ class NativeExecutor(StepExecutor):
         if bypass_mode.depth or not facts.mutates or (self._can_capture and self._is_capturing()):
             return call(func, args, kwargs)
         with self.unseen(), bypass_mode:
-            with NotSeen():
+            with DisableTorchFunction():
                 rewritten = self._writes.before_op(facts, args, kwargs)
             out = call(func, args, kwargs)
-            with NotSeen():
+            with DisableTorchFunction():
                 if facts.is_foreach_write:
                     count_writes(facts, args, kwargs)
                 for tensor, key in rewritten:
@@ -171,9 +171,9 @@ class NativeExecutor(StepExecutor):
         return out
 
     @override
-    def exposes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
+    def data_escapes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:
         with self._lock, self.unseen():
-            super().exposes(storage, tensor)
+            super().data_escapes(storage, tensor)
 
     @override
     def _know(self, tensor: Tensor) -> None:
@@ -185,9 +185,9 @@ class NativeExecutor(StepExecutor):
             super().resizes(storage)
 
     @override
-    def settle_readers_of(self, tensors: list[Tensor]) -> None:
-        with self._lock, self.unseen(), bypass_mode, NotSeen():
-            super().settle_readers_of(tensors)
+    def materialize_readers_of(self, tensors: list[Tensor]) -> None:
+        with self._lock, self.unseen(), bypass_mode, DisableTorchFunction():
+            super().materialize_readers_of(tensors)
 
     @override
     def backward_begins(self) -> None:
@@ -259,7 +259,7 @@ class NativeExecutor(StepExecutor):
         follower = self._follower
         follower.place = self._step.route_place
         place = self.superset.save(handle, handle.kept, is_plain=is_plain, num_unpacks=self.num_unpacks)
-        return place, follower.place, follower.end, follower.num_astray > 0
+        return place, follower.place, follower.end, follower.num_unmatched > 0
 
     @_upward
     def _late_ones_leave(self) -> None:
@@ -350,7 +350,7 @@ def _compiled(core: ModuleType, program: Program, *, sees_ops: bool) -> Any:
             pack_flags=bytes(
                 (_MADE if place in program.made_packs else 0)
                 | (_RELEASES if place in program.release_at_pack else 0)
-                | (_GIVEN if route is not None and route.is_given[place] else 0)
+                | (_EXTERNAL if route is not None and route.is_external[place] else 0)
                 for place in range(num_packs)
             ),
             is_routed=route is not None,

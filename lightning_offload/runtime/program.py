@@ -29,7 +29,7 @@ BUSY, RECORD = 1, 2
 """Flags of an op: there is something to do around it; its call is recorded."""
 
 KEPT, KEPT_FOR_CALLS = 1, 2
-"""Values of :attr:`Program.idle_packs`."""
+"""Values of :attr:`Program.noop_packs`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Program:
         form_route: What steps of other structures follow it by; None where only those of its own do.
         size_route: What steps follow it by, if it was made elsewhere; None where it was made for a step seen here.
         num_objects: About how many Python objects a step makes under it that live until backward.
-        idle_packs: By pack: 0, or where there is nothing to do but to keep what is saved KEPT, and KEPT_FOR_CALLS where
+        noop_packs: By pack: 0, or where there is nothing to do but to keep what is saved KEPT, and KEPT_FOR_CALLS where
             calls that may be replayed read it; empty where sizes are bounds, or where packs are not known by ordinals.
         busy_unpacks: Ordinals of the unpacks at which something is released or fetched.
         compiled: What the native core made of it, by whether ops are seen.
@@ -102,7 +102,7 @@ class Program:
     form_route: FormRoute | None = None
     size_route: SizeRoute | None = None
     num_objects: int = 0
-    idle_packs: bytes = b""
+    noop_packs: bytes = b""
     busy_unpacks: frozenset[int] = frozenset()
     compiled: dict[bool, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -172,7 +172,7 @@ def compile_plan(
     *,
     is_bound: bool = False,
     forms: Sequence[SavedForm] | None = None,
-    is_given: bool = False,
+    is_imported: bool = False,
 ) -> Program:
     """Compile a plan for a graph.
 
@@ -182,7 +182,7 @@ def compile_plan(
         is_bound: Whether the plan serves steps whose tensors are smaller, too.
         forms: By pack: what is saved, for a plan that serves steps of other structures, too; None for one that does
             not. Such a plan recomputes nothing, and releases device copies at packs and unpacks alone.
-        is_given: Whether the step was captured elsewhere, so that what the plan has nothing to do for may differ.
+        is_imported: Whether the step was captured elsewhere, so that what the plan has nothing to do for may differ.
 
     Raises:
         PlanError: The plan is for another graph, recomputes what cannot be, or is none that other structures follow.
@@ -223,7 +223,7 @@ def compile_plan(
         flags[places[i]] = BUSY | RECORD if i in recorded else BUSY
     records_backward = any(in_backward[i] for i in recorded)
     followed_storages = {graph.values[v].storage for v in followed}
-    is_own = not (is_bound or is_given or records_backward or forms is not None)
+    is_own = not (is_bound or is_imported or records_backward or forms is not None)
     if forms is not None and (is_recomputing or has_others):
         raise PlanError("steps of other structures can follow a plan only where it needs no op to be seen")
     return Program(
@@ -257,22 +257,22 @@ def compile_plan(
         is_recomputing=is_recomputing,
         records_backward=records_backward,
         form_route=FormRoute.of(graph, decisions, forms, release_at_pack) if forms is not None else None,
-        size_route=SizeRoute.of(graph, decisions) if is_given else None,
+        size_route=SizeRoute.of(graph, decisions) if is_imported else None,
         num_objects=_num_objects(len(skeleton.saved), len(decisions), len(recorded)),
-        idle_packs=_idle_packs(skeleton.saved, decisions, followed_storages, release_at_pack) if is_own else b"",
+        noop_packs=_noop_packs(skeleton.saved, decisions, followed_storages, release_at_pack) if is_own else b"",
         busy_unpacks=frozenset({*prefetch, *release_at_unpack}),
     )
 
 
-def _idle_packs(
+def _noop_packs(
     saved: Sequence[int], decisions: Container[int], followed: Container[int], releases: Container[int]
 ) -> bytes:
-    """What :attr:`Program.idle_packs` says."""
-    idle = bytearray(len(saved))
+    """What :attr:`Program.noop_packs` says."""
+    noop = bytearray(len(saved))
     for i, storage in enumerate(saved):
         if storage not in decisions and i not in releases:
-            idle[i] = KEPT_FOR_CALLS if storage in followed else KEPT
-    return bytes(idle)
+            noop[i] = KEPT_FOR_CALLS if storage in followed else KEPT
+    return bytes(noop)
 
 
 def _num_objects(num_packs: int, num_leaving: int, num_recorded: int) -> int:

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from lightning_offload.accelerators import generator_of
 from lightning_offload.errors import OffloadError, ReplayError
 from lightning_offload.runtime.environment import Environment
-from lightning_offload.runtime.hooks import NotSeen
+from lightning_offload.runtime.hooks import DisableTorchFunction
 from lightning_offload.runtime.kernel_keys import call_unseen
 from lightning_offload.runtime.lanes import storage_bytes
 from lightning_offload.runtime.values import Blank, Call, LiveValue, Ref
@@ -216,7 +216,7 @@ class Replay:
         memory = _Memory(calls, value)
         before = current = calls[0].environment.now()
         try:
-            with torch._C._DisableAutocast(), NotSeen():
+            with torch._C._DisableAutocast(), DisableTorchFunction():
                 for call in calls:
                     if call.environment is not current:
                         call.environment.put(current)
@@ -243,7 +243,7 @@ class Replay:
                 args.append(item if item.__class__ in _ATOMS else self._thaw(item, memory, copies))
             else:
                 tensor = None if copies else memory.get(item[0])
-                args.append(self._on_memory(item, memory, copies) if tensor is None else item[1].beside(tensor))
+                args.append(self._on_memory(item, memory, copies) if tensor is None else item[1].alias_on(tensor))
         kwargs = call.kwargs and {name: self._thaw(item, memory, copies) for name, item in call.kwargs.items()}
         for v in call.inputs:
             if not readers[v]:
@@ -275,7 +275,7 @@ class Replay:
             return ref.geometry.view(copies[value])
         tensor = memory.get(value)
         if tensor is not None:
-            return ref.geometry.beside(tensor)
+            return ref.geometry.alias_on(tensor)
         tensor = ref.geometry.view(self.have(value))
         if memory.readers[value]:
             memory.add(value, tensor)

@@ -1,6 +1,6 @@
 """Tracks the values that ops make, and records the calls that a plan will replay with the values that they read.
 
-All values are tracked under the floor policy, those of the plan otherwise.
+All values are tracked under the offload-all fallback, those of the plan otherwise.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class ValueTracker:
             owner = _without_graph(tensor)
             if owner is None:
                 raise Unrecordable
-            value = self._given(storage)
-        if value.is_given:
+            value = self._external(storage)
+        if value.is_external:
             owner = _without_graph(tensor) if owner is None else owner
             if owner is not None and not tensor.is_inference():
                 _guard(value, owner, tensor._version)
@@ -221,13 +221,13 @@ class ValueTracker:
             storage = tensor.untyped_storage()
             value = self._find(storage)
             if value is None:
-                value = self._given(storage)
-            if value.is_given:
+                value = self._external(storage)
+            if value.is_external:
                 _guard(value, version_alias_of(tensor), tensor._version)
 
-    def _given(self, storage: torch.UntypedStorage) -> LiveValue:
+    def _external(self, storage: torch.UntypedStorage) -> LiveValue:
         value = LiveValue(-1, storage.nbytes())
-        value.is_given = True
+        value.is_external = True
         self._table.follow(value, storage)
         return value
 

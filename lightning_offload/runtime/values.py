@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_offload.runtime.collector import Allowance
 from lightning_offload.runtime.environment import Environment
-from lightning_offload.runtime.hooks import out_of_compilers_sight
+from lightning_offload.runtime.hooks import dynamo_disabled
 from lightning_offload.runtime.lanes import Block, Copy
 from lightning_offload.tensors.geometry import Geometry, plain_set_version
 from lightning_offload.tensors.observer import StepObserver
@@ -48,7 +48,7 @@ class LiveValue:
         original: In a verify step: a block with the original of a value that will be replayed.
         readers: Calls that read it, kept for values that only ``origin`` may provide.
         handles: Autograd's handles on it.
-        is_given: Whether it existed before the step.
+        is_external: Whether it existed before the step.
         is_ours: Whether the runtime itself allocated ``storage``, for a copy back or in a replay.
         is_handed_out: Whether autograd was given its memory to read, and so perhaps a program that may write it.
         guards: Tensors that share a version counter of its memory, each with the version at which that held the
@@ -57,7 +57,7 @@ class LiveValue:
     """
 
     __slots__ = (
-        "__weakref__", "block", "call", "copy", "guards", "handles", "index", "is_given", "is_handed_out", "is_ours",
+        "__weakref__", "block", "call", "copy", "guards", "handles", "index", "is_external", "is_handed_out", "is_ours",
         "num_bytes", "origin", "original", "readers", "storage", "stream", "wrapper",
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ class LiveValue:
         self.original: Block | None = None
         self.readers: Sequence[weakref.ref[Call]] = ()
         self.handles: Sequence[weakref.ref[Handle]] = ()
-        self.is_given = False
+        self.is_external = False
         self.is_ours = False
         self.is_handed_out = False
         self.guards: tuple[tuple[Tensor, int], ...] = ()
@@ -260,7 +260,7 @@ class Call:
         self.is_flat = is_flat
         self.results: dict[int, weakref.ref[LiveValue]] = {}
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def __del__(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             for value in self.inputs:
@@ -289,14 +289,14 @@ class Handle:
         value: What it reads; where the tensor is kept, only held for calls that read it too.
         geometry: How the saved tensor lies on the value's storage.
         version_alias: Shares the saved tensor's version counter.
-        loan: A weak reference to that tensor where it is the program's own, which must stay as it is; while there is
-            one, ``torch.utils.swap_tensors`` refuses to put another in its place. None otherwise.
+        borrowed: A weak reference to that tensor where it is the program's own, which must stay as it is; while there
+            is one, ``torch.utils.swap_tensors`` refuses to put another in its place. None otherwise.
         version: The version that was saved.
         is_out: Whether the tensor itself was handed out, which is somebody else's from then on.
     """
 
     __slots__ = (
-        "__weakref__", "geometry", "index", "is_out", "kept", "lease", "loan", "observer", "value", "version",
+        "__weakref__", "borrowed", "geometry", "index", "is_out", "kept", "lease", "observer", "value", "version",
         "version_alias",
     )  # fmt: skip
 
@@ -317,10 +317,10 @@ class Handle:
         self.value: LiveValue | None = None
         self.geometry: Geometry | None = None
         self.version_alias: Tensor = tensor
-        self.loan = weakref.ref(tensor) if is_borrowed else None
+        self.borrowed = weakref.ref(tensor) if is_borrowed else None
         self.is_out = False
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def __del__(self) -> None:
         if self.observer is not None:
             self.observer.on_release(self.index)
@@ -330,28 +330,28 @@ class Handle:
 
     def hold_apart(self) -> None:
         """Keep a tensor of its own in place of the program's, on the same memory."""
-        if self.loan is not None and self.kept is not None:
+        if self.borrowed is not None and self.kept is not None:
             self.kept = self.version_alias = detached(self.kept)
-            self.loan = None
+            self.borrowed = None
 
-    def own_alias(self) -> Tensor:
+    def owned_version_alias(self) -> Tensor:
         """A version alias that is not the program's own tensor, for who empties it, or refers to it for longer.
 
         Not to be asked for where ops are seen: what is made there shares no version counter.
         """
-        if self.loan is not None:
-            self.version_alias, self.loan = version_alias_of(self.version_alias), None
+        if self.borrowed is not None:
+            self.version_alias, self.borrowed = version_alias_of(self.version_alias), None
         return self.version_alias
 
     def let_go(self, value: LiveValue, geometry: Geometry) -> None:
         """Read a value from now on in place of the tensor itself."""
         self.value, self.geometry, self.kept = value, geometry, None
-        emptied(self.own_alias())
+        emptied(self.owned_version_alias())
         value.note_handle(self)
 
     def watch(self, value: LiveValue) -> None:
         """Have a value notice writes by the version counter of what was saved, from the version that was."""
-        value.guards = ((self.own_alias(), self.version),)
+        value.guards = ((self.owned_version_alias(), self.version),)
 
     @property
     def was_written(self) -> bool:
@@ -531,7 +531,7 @@ class ValueTable:
 def _forgetter(entries: _Entries) -> Callable[[Any], None]:
     """A callback that takes a storage that died out of the table; holds no table, takes no lock."""
 
-    @out_of_compilers_sight
+    @dynamo_disabled
     def forget(origin: _Origin) -> None:
         entry = entries.get(origin.key)
         if not isinstance(entry, weakref.ref) and entry is not None and entry.origin is origin:

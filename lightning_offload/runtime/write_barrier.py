@@ -27,8 +27,8 @@ class WriteBarrier:
     """Settles what needs the old contents of the storages that one step follows.
 
     Attributes:
-        settled_bytes: Values replayed in backward before a write.
-        has_settled: Whether any were, in backward or before it.
+        materialized_bytes: Values replayed in backward before a write.
+        has_materialized: Whether any were, in backward or before it.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class WriteBarrier:
         *,
         minds_others: bool,
     ) -> None:
-        self.settled_bytes = 0
-        self.has_settled = False
+        self.materialized_bytes = 0
+        self.has_materialized = False
         self._table = table
         self._materializer = residence
         self._lock = lock
@@ -98,23 +98,23 @@ class WriteBarrier:
                 value.copy.wait()
             if value.call is None and value.block is None:
                 for wanted in value.wanted_of_readers():
-                    self._settle(wanted)
+                    self._materialize_before_write(wanted)
             for index in value.hand_over(storage):
                 if self._observer is not None:
                     self._observer.on_overwrite(index)
             value.overwritten()
             self._table.drop(storage)
-        return not value.is_given
+        return not value.is_external
 
-    def _settle(self, value: LiveValue) -> None:
+    def _materialize_before_write(self, value: LiveValue) -> None:
         """Replay a value that is still wanted, and keep it; unless one before it had it made as well."""
         if value.call is None:
             return
         if value.live() is None:
-            self.has_settled = True
+            self.has_materialized = True
             if torch._C._current_graph_task_id() != -1:
-                self.settled_bytes += value.num_bytes
-        self._materializer.settle(value)
+                self.materialized_bytes += value.num_bytes
+        self._materializer.materialize_before_write(value)
 
 
 _MINDING: weakref.WeakSet[WriteBarrier] = weakref.WeakSet()  # each is notified of the others' writes

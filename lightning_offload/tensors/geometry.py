@@ -63,7 +63,7 @@ class Geometry(NamedTuple):
             if has_grad:
                 torch._C._set_grad_enabled(True)
 
-    def beside(self, tensor: Tensor) -> Tensor:
+    def alias_on(self, tensor: Tensor) -> Tensor:
         """The tensor with this geometry on the memory of another one, which may be that one itself."""
         size, stride, offset, dtype, _, conj, neg = self
         if tensor.dtype is not dtype or conj or neg or tensor.is_conj() or tensor.is_neg():

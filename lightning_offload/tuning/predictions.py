@@ -20,7 +20,7 @@ from lightning_offload.tuning.predictor import Predictor
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.trial import Prediction
 
-__all__ = ["Predictions", "Recorded", "fit_predictor", "pace_of"]
+__all__ = ["Predictions", "Recorded", "fit_predictor", "throughput_scale_of"]
 
 _T = TypeVar("_T")
 
@@ -53,11 +53,11 @@ class Predictions:
     Args:
         predictor: This rank's; that of rank zero counts.
         agreement: Between ranks.
-        pace: What its throughput is multiplied by.
+        throughput_scale: What its throughput is multiplied by.
     """
 
-    def __init__(self, predictor: Predictor | None, agreement: Coordinator, pace: float = 1.0) -> None:
-        self._predictor, self._agreement, self._pace = predictor, agreement, pace
+    def __init__(self, predictor: Predictor | None, agreement: Coordinator, throughput_scale: float = 1.0) -> None:
+        self._predictor, self._agreement, self._throughput_scale = predictor, agreement, throughput_scale
         self.is_usable: bool = agreement.broadcast(predictor is not None)
         self._made: dict[int, Prediction | None] = {}
 
@@ -68,7 +68,7 @@ class Predictions:
     def local(self, batch_size: int) -> Prediction | None:
         """Predict a size on this rank alone."""
         if batch_size not in self._made:
-            self._made[batch_size] = _at_pace(_try(self._predictor, batch_size), self._pace)
+            self._made[batch_size] = _scaled(_try(self._predictor, batch_size), self._throughput_scale)
         return self._made[batch_size]
 
     def made(self) -> tuple[Prediction, ...]:
@@ -102,13 +102,13 @@ def _try(predictor: Predictor | None, batch_size: int) -> Prediction | None:
         return None  # a size beyond the model is a size without a prediction
 
 
-def _at_pace(prediction: Prediction | None, pace: float) -> Prediction | None:
+def _scaled(prediction: Prediction | None, throughput_scale: float) -> Prediction | None:
     if prediction is None or prediction.samples_per_second is None:
         return prediction
-    return dataclasses.replace(prediction, samples_per_second=pace * prediction.samples_per_second)
+    return dataclasses.replace(prediction, samples_per_second=throughput_scale * prediction.samples_per_second)
 
 
-def pace_of(predictor: Predictor | None, recorded: Mapping[int, Recorded], num_ranks: int) -> float:
+def throughput_scale_of(predictor: Predictor | None, recorded: Mapping[int, Recorded], num_ranks: int) -> float:
     """How much faster than predicted the recorded steps ran once nothing watched them; the median over sizes."""
     ratios = []
     for size, found in recorded.items():

@@ -35,7 +35,7 @@ from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
 from lightning_offload.tuning.gradient_sync import GradientSyncOff
-from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, pace_of
+from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, throughput_scale_of
 from lightning_offload.tuning.ranks import Coordinator, agreed
 from lightning_offload.tuning.search import MAX_TRIALS, MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Predict, Trial
@@ -436,7 +436,7 @@ class TrialRunner:
             predictor = fit_predictor(
                 recorded, budget_bytes=last.budget_bytes, policy=last.policy, num_ranks=agreement.num_ranks
             )
-        return Predictions(predictor, agreement, pace_of(predictor, recorded, agreement.num_ranks))
+        return Predictions(predictor, agreement, throughput_scale_of(predictor, recorded, agreement.num_ranks))
 
     # ---- one trial
 

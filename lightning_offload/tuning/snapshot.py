@@ -136,7 +136,7 @@ class StateSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back as it was when this memento was made."""
+        """Put everything back as it was when this snapshot was made."""
         for undo in self._undo:
             undo()
 
@@ -385,11 +385,11 @@ def take_snapshot(objects: Iterable[Any]) -> Restore:
         What puts all of it back.
     """
     found = _collect(objects)
-    memento, random_states = StateSnapshot(found), RandomStates.now()
+    snapshot, random_states = StateSnapshot(found), RandomStates.now()
     natives = [(each, copy.deepcopy(each.state_dict())) for each in found if _is_native(each)]
 
     def restore() -> None:
-        memento.restore()
+        snapshot.restore()
         for each, state in natives:
             each.load_state_dict(copy.deepcopy(state))
         random_states.restore()

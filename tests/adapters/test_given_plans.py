@@ -13,7 +13,7 @@ import torch
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.graph.catalog import device_spec
-from lightning_offload.graph.files import beside
+from lightning_offload.graph.files import sibling_graph
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from tests.adapters import trainings
@@ -110,7 +110,7 @@ def test_in_force_from_the_first_step(
     budget = seen.memory.budget_bytes
     assert budget is not None
     assert max(seen.peaks) <= budget < max(plain.peaks)
-    plan, graph = MemoryPlan.from_json(path.read_text()), StepGraph.from_json(beside(path).read_text())
+    plan, graph = MemoryPlan.from_json(path.read_text()), StepGraph.from_json(sibling_graph(path).read_text())
     report = seen.memory.report()
     assert report.swapped_bytes == plan.bytes_of(graph, "swap")
     assert report.recomputed_bytes == plan.bytes_of(graph, "recompute")

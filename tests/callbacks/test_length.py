@@ -155,7 +155,7 @@ TRAINED: set[bool] = set()
 
 
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
-def test_what_a_callback_will_thaw_is_trained_in_trials(make_trainer: MakeTrainer) -> None:
+def test_what_a_callback_unfreezes_later_is_trained_in_trials(make_trainer: MakeTrainer) -> None:
     """With gradients and the optimizer's state; when training begins it is frozen, until the callback's epoch."""
     clock = Clock()
     finder = finder_of(clock)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def observe(step: Callable[[], Any], *observers: StepObserver, lanes: CopyLanes | None = None) -> None:
-    """Run a step under the floor policy with observers."""
+    """Run a step under the offload-all fallback with observers."""
     executor = StepExecutor(
         device=CPU,
         tiers=Tiers(lanes or inline_lanes()),

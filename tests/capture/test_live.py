@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_offload.capture.live import CensusClock, LiveBytes, heap_set_aside, live_storages
+from lightning_offload.capture.live import LiveBytes, LiveScanClock, heap_set_aside, live_storages
 from lightning_offload.tensors.op_facts import facts_of
 from tests.capture.devices import pretend_on
 from tests.capture.recording import CPU, observe
@@ -20,7 +20,7 @@ ROW = 4 * 100
 
 
 def measure(step: object) -> LiveBytes:
-    """Watch a step under the floor policy."""
+    """Watch a step under the offload-all fallback."""
     live = LiveBytes(CPU)
     observe(step, live)  # type: ignore[arg-type]
     return live
@@ -123,11 +123,11 @@ def test_what_was_there_counts_until_it_dies() -> None:
 
     observe(step, live)
     assert live.peak_bytes == max(6 * ROW + ROW, 3 * ROW + 2 * 1000)
-    assert [size for _, size in live.touched.values()] == [ROW]
+    assert [size for _, size in live.external.values()] == [ROW]
     assert live.made_bytes == 2 * 1000
 
 
-def test_census_lists_each_storage_once() -> None:
+def test_a_scan_lists_each_storage_once() -> None:
     """Tensors that Python knows of; not what torch did not allocate, nor other devices, nor a gradient unasked."""
     before, meta = live_storages(CPU), torch.device("meta")
     before_on_meta = live_storages(meta)
@@ -193,9 +193,9 @@ def test_what_the_program_has_frozen_stays_frozen() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_censuses_take_no_more_than_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scans_take_no_more_than_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that took a second is due again after a hundred, for a share of one per cent."""
-    clock, now = CensusClock(), 0.0
+    clock, now = LiveScanClock(), 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     assert clock.is_due(0.01)
     with clock:
@@ -223,7 +223,7 @@ def test_agrees_with_an_independent_tracker() -> None:
         with tracker.window() as window:
             observe(step, live)
     assert live.peak_bytes == window.peak_bytes
-    assert len(live.touched) == len(there)
+    assert len(live.external) == len(there)
 
 
 def test_other_devices_of_the_type_do_not_count() -> None:
@@ -293,7 +293,7 @@ SECRETIVE: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("name", SECRETIVE)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_a_tensor_that_does_not_tell_ends_no_census(name: str) -> None:
+def test_a_tensor_that_does_not_tell_ends_no_scan(name: str) -> None:
     """It is left out where it has no memory that could be asked for; all others count."""
     other = torch.ones(1000)
     kept = SECRETIVE[name]()
@@ -326,7 +326,7 @@ def test_a_storage_that_is_resized_counts_for_what_it_has() -> None:
 
     observe(step, live)
     assert peaks == [2 * ROW, 4 * ROW, 6 * ROW, (2 + 1 + 5) * ROW, 7 * ROW]
-    assert sorted(size for _, size in live.touched.values()) == [ROW, ROW]
+    assert sorted(size for _, size in live.external.values()) == [ROW, ROW]
 
 
 def test_what_nobody_heard_of_shows_at_the_next_op() -> None:

@@ -495,7 +495,7 @@ def test_a_recording_on_cuda() -> None:
 
 
 def record_knowing(step: Callable[[], object], *there: Tensor) -> tuple[set[int], StepGraph]:
-    """Record a step of which a census was taken before; the identities of what it touched of that, and the graph."""
+    """Record a step of which live storages were scanned; what it touched of them, and the graph."""
     recorder = Recorder(CPU, there=[tensor.untyped_storage() for tensor in there])
     observe(step, recorder)
     return set(recorder.persistent_ids()), recorder.finish()
@@ -557,7 +557,7 @@ def made_out_of_sight(num_elements: int) -> Tensor:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_what_no_census_knows_dies(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_scan_knows_dies(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From where it was first seen until its death. What is saved on it stays, unless compiled code may have made it.
 
     What lives on counts from before.
@@ -583,7 +583,7 @@ def test_what_no_census_knows_dies(is_compiled: bool, monkeypatch: pytest.Monkey
     assert [save.must_keep for save in on_it] == [not is_compiled]
 
 
-def test_without_a_census_what_is_read_was_there() -> None:
+def test_without_a_scan_what_is_read_was_there() -> None:
     """As in a recording that nobody has counted for: what is read and was not made is older than the step."""
     x, other = leaf(), torch.ones(200)
     recorder = Recorder(CPU)

@@ -144,7 +144,7 @@ def check_plan(reports: list[Report], *, is_tight: bool) -> None:
 
 def num_deviations(strategy: Any) -> int:
     """How many steps left their plans."""
-    return sum(kind.changes.num_deviations for kind in strategy.memory._steps.cache.kinds.values())
+    return sum(kind.changes.num_deviations for kind in strategy.memory._steps.cache.entries.values())
 
 
 class Unused(ConvNet):

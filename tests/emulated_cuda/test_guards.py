@@ -150,7 +150,7 @@ def test_steps_are_of_another_kind_while_cudnn_tries_algorithms() -> None:
     with MemoryPlugin(budget=None, policy="all-recompute") as memory:
         found, phases = convolved(memory)
         assert len(memory.step_kinds) == 2
-        graphs = [kind.graph for kind in memory._steps.cache.kinds.values()]
+        graphs = [kind.graph for kind in memory._steps.cache.entries.values()]
     assert same(plain, found)
     assert phases[5] == "recording"
     assert phases[10] == "planned"

@@ -15,7 +15,7 @@ import time
 import torch
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.capture.live import CensusClock
+from lightning_offload.capture.live import LiveScanClock
 from lightning_offload.errors import BudgetInfeasibleError
 from tests.engine.census import KIB, CensusTracker, describe
 from tests.engine.promise import NUM_HEIGHTS, Verdict, heights, probe, train, try_budget
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--why", action="store_true", help="tell what was alive at the highest peak, by who made it")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    CensusClock.is_due = lambda clock, share: True  # type: ignore[method-assign]  # the promise is about what is seen
+    LiveScanClock.is_due = lambda clock, share: True  # type: ignore[method-assign]  # the promise is about what is seen
     os.environ["LIGHTNING_OFFLOAD_CACHE"] = ""
     chosen = options.height or heights(options.n)
     if options.why:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.capture.live import CensusClock
+from lightning_offload.capture.live import LiveScanClock
 from tests.engine.promise import NUM_HEIGHTS, Training, is_close, judge, probe, train, try_budget
 from tests.shares import is_all
 from tests.zoo.cases_loops import LOOPS, LOOPS_BY_NAME
@@ -26,7 +26,7 @@ TYPICAL = ("sam", "lbfgs", "keeping", "gru")
 @pytest.fixture(autouse=True)
 def every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Look at what is beside every step, as is done where time allows: the promise is about what is seen."""
-    monkeypatch.setattr(CensusClock, "is_due", lambda clock, share: True)
+    monkeypatch.setattr(LiveScanClock, "is_due", lambda clock, share: True)
     yield
     gc.unfreeze()
 

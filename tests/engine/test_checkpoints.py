@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapp
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.runtime.shadowing import SELECTIVE, Shadowed, noticing
+from lightning_offload.runtime.nested_hooks import SELECTIVE, NestedSaves, noticing
 from tests.engine.harness import snapshot
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.zoo.models import hugging_face
@@ -260,12 +260,12 @@ def test_compiled_checkpoint_is_exact(name: str, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_is_hidden_is_counted(name: str) -> None:
     """The tensors that inner hooks and selective checkpoints hold are counted in forward; those of backward are not."""
-    shadowed = Shadowed()
+    nested = NestedSaves()
     model, x = MODELS[name](), torch.randn(NUM_ROWS, SIDE, requires_grad=True)
-    with saved_tensors_hooks(_own, _given), noticing(shadowed, _own):
+    with saved_tensors_hooks(_own, _given), noticing(nested, _own):
         model(x).backward()
-    assert shadowed.num_tensors == HIDDEN[name]
-    sizes = [shadowed.num_bytes[holder] for holder in HIDDEN[name]]
+    assert nested.num_tensors == HIDDEN[name]
+    sizes = [nested.num_bytes[holder] for holder in HIDDEN[name]]
     assert all(size >= number * WEIGHT_BYTES for size, number in zip(sizes, HIDDEN[name].values(), strict=True))
 
 

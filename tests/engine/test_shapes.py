@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.capture.live import CensusClock
+from lightning_offload.capture.live import LiveScanClock
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins import baseline, plan_cache
 from tests.engine.live_tracker import LiveStorageTracker
@@ -257,7 +257,7 @@ def test_gradients_and_inputs_count_once(
 ) -> None:
     """Gradients that stay, and inputs of other sizes, however seldom somebody looks at what is there."""
     name, looks = way
-    monkeypatch.setattr(CensusClock, "is_due", lambda *_: looks == "often")
+    monkeypatch.setattr(LiveScanClock, "is_due", lambda *_: looks == "often")
     budget = _budget(name, 0.3)
     plain = Trained(name, **how)
     with MemoryPlugin(budget=budget) as memory:
@@ -293,7 +293,7 @@ def test_a_copy_that_appears_late_counts_for_all_shapes(
     """An average of the weights, made in the midst of training: as soon as a scan has shown it, which comes."""
     monkeypatch.setattr(baseline, "_MOST_STEPS", 32)
     is_often = looks == "often"  # a slow machine may afford it seldom
-    monkeypatch.setattr(CensusClock, "is_due", lambda _, share: is_often or share > baseline._SHARE)
+    monkeypatch.setattr(LiveScanClock, "is_due", lambda _, share: is_often or share > baseline._SHARE)
     budget, late = _budget("sliced", 0.3), 12
     held: list[list[Tensor]] = []
     with MemoryPlugin(budget=budget + sum(p.nbytes for p in Features().parameters())) as memory:
@@ -316,8 +316,8 @@ def test_a_copy_that_appears_late_counts_for_all_shapes(
         assert not any(over[:late])
         assert not any(over[late + within :])
         family = next(iter(memory._steps.cache.families.values()))
-    assert family.beside_bytes is not None
-    assert family.beside_bytes >= 3 * sum(parameter.nbytes for parameter in model.parameters())
+    assert family.baseline_bytes is not None
+    assert family.baseline_bytes >= 3 * sum(parameter.nbytes for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("policy", "height"), [("all-swap", None), ("all-recompute", None), ("checkpoint", 0.6)])
@@ -358,7 +358,7 @@ def test_recordings_of_smaller_shapes_need_not_swap_all_out(name: str, height: f
             assert (report.kept_bytes > 0) == (len(batches) > 1)
             if height == 1.0 and len(batches) > 1:
                 assert report.swapped_bytes == 0
-            found.append((memory._steps.cache.kind.graph, [p.grad.clone() for p in model.parameters()]))
+            found.append((memory._steps.cache.entry.graph, [p.grad.clone() for p in model.parameters()]))
     (spared, gradients), (bare, expected) = found
     assert spared.storages == bare.storages
     assert spared.saves == bare.saves
@@ -429,7 +429,7 @@ def test_plans_of_many_shapes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(plan_cache, "MAX_BYTES", 200_000)
     with MemoryPlugin(budget="64GiB", policy="all-swap") as memory:
         trained = Trained("images", memory, num_steps=40)
-        kinds = memory._steps.cache.kinds
+        kinds = memory._steps.cache.entries
         assert 1 <= len(kinds) < 20
         assert sum(map(plan_cache._bytes_of, kinds.values())) <= 200_000
         assert memory.report().num_shapes == 40
@@ -447,4 +447,4 @@ def test_one_size_has_a_plan_of_its_own() -> None:
             model.zero_grad()
             phases.append(memory.report().phase)
         assert phases == ["recording", "verifying", "measuring", "planned", "planned", "planned"]
-        assert memory._steps.cache.kind.family is None
+        assert memory._steps.cache.entry.family is None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.planning import planner
-from lightning_offload.plugins import cadence
+from lightning_offload.plugins import sampling_schedule
 from lightning_offload.runtime.executor import StepExecutor
 from tests.engine.probing import levels, train
 from tests.fuzz.running import random_planner
@@ -349,7 +349,7 @@ def _packs(memory: MemoryPlugin, event: str) -> list[int]:
     return found
 
 
-def test_steps_that_keep_everything_shed_their_hooks() -> None:
+def test_steps_that_keep_everything_elide_their_hooks() -> None:
     """Once a few steps were alike, nothing of the next ones comes by; they are counted all the same."""
     memory = MemoryPlugin("64MiB", policy="keep-all")
     packs = _packs(memory, "saved-twice")
@@ -388,7 +388,7 @@ def test_steps_of_as_many_nodes_that_save_more_get_their_hooks_back(happens: Cal
     memory = MemoryPlugin("64MiB", policy="keep-all")
     with (
         mock.patch.dict(EVENTS, {"happens": happens}),
-        mock.patch.object(cadence, "_SELDOM", 6),
+        mock.patch.object(sampling_schedule, "_SELDOM", 6),
         logged() as log,
     ):
         packs = _packs(memory, "happens")

@@ -111,7 +111,7 @@ def _step(
     clock.restart()
     start = clock.now
     with tracker.window() as window, memory.step():
-        plan = memory._steps.cache.kind.plan
+        plan = memory._steps.cache.entry.plan
         subject.loss(subject.model).backward()
     assert plan is not None
     memory.report()  # takes over what the step showed

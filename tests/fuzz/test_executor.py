@@ -19,7 +19,7 @@ from lightning_offload.graph.memory_plan import Decision
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.hooks import executing, listen
+from lightning_offload.runtime.hooks import executing, patch_data_escapes
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.program import Program as Compiled
 from lightning_offload.runtime.program import compile_plan
@@ -115,7 +115,7 @@ def _has_left(seed: int) -> bool:
             device=CPU, tiers=tiers, program=program, observer=None, verifier=None, sees_ops=False, keeps_all=True
         )
         with contextlib.ExitStack() as stack:
-            stack.callback(listen())
+            stack.callback(patch_data_escapes())
             stack.enter_context(executing(executor))
             assert _outcome(whole, nets[2], sneaks=True) == expected, whole
     pool.collect()
@@ -200,11 +200,11 @@ def _follows(seed: int) -> bool:
             persistent=lambda: {t.untyped_storage()._cdata for t in (*nets[2].parameters(), *nets[2].buffers())},
         )
         with contextlib.ExitStack() as stack:
-            stack.callback(listen())
+            stack.callback(patch_data_escapes())
             stack.enter_context(executing(executor))
             assert _outcome(program, nets[2], sneaks=True) == expected, program
     assert executor.superset is not None
-    has_followed = executor.num_packs > executor.superset.num_astray
+    has_followed = executor.num_packs > executor.superset.num_unmatched
     del executor
     pool.collect()
     assert pool.used_bytes == 0, program

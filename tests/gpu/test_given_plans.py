@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.graph.files import beside
+from lightning_offload.graph.files import sibling_graph
 from tests.gpu.device import DEVICE, MARKS, TOLERANT, clean
 
 pytestmark = [*MARKS, TOLERANT]
@@ -62,7 +62,7 @@ def test_followed_from_the_first_step(tmp_path: Path, policy: str, logs: bool) -
     assert phases[: len(FIRST)] == FIRST
     path = tmp_path / "plan.json"
     path.write_text(row["plan"])
-    beside(path).write_text(row["graph"])
+    sibling_graph(path).write_text(row["graph"])
 
     expected, _ = train(None, logs=logs)
     with MemoryPlugin(budget="1GiB", plan=path, module=net()) as memory:

@@ -113,7 +113,7 @@ def _watch(case: Case, memory: MemoryPlugin | None, *, steps: int) -> Seen:
         seen.host_bytes.append(pool.slab_bytes)
         seen.pinned_bytes.append(pool.pinned_bytes)
         seen.num_slabs.append(len(pool._slabs))
-        seen.plans.append(memory._steps.cache.kind.plan)
+        seen.plans.append(memory._steps.cache.entry.plan)
 
     def train() -> None:
         run(
@@ -287,7 +287,7 @@ def test_small_tensors_take_whole_blocks() -> None:
         for _ in range(2):
             with memory.step(batch):
                 model(batch).sum().backward()
-        kind = memory._steps.cache.kind
+        kind = memory._steps.cache.entry
         report = memory.report()
     assert kind.shortfall_bytes == 0
     assert report.measured_peak_bytes is not None

@@ -46,7 +46,7 @@ class Backward:
 
     def _at_hand(self, value: int, tick: int) -> bool:
         problem = self.problem
-        if is_live(problem, value, tick) or problem.is_given(value):
+        if is_live(problem, value, tick) or problem.is_external(value):
             return True
         if not problem.is_saved_for_good(value):
             return False
@@ -102,9 +102,9 @@ def saved_behind(problem: Problem, value: int) -> set[int]:
     for v in pending:
         op = graph.values[v].producer
         for read in graph.ops[op].inputs if op >= 0 else ():
-            if problem.is_saved_for_good(read) and not problem.is_given(read):
+            if problem.is_saved_for_good(read) and not problem.is_external(read):
                 found.add(graph.values[read].storage)
-            elif not problem.is_given(read) and read not in pending:
+            elif not problem.is_external(read) and read not in pending:
                 pending.append(read)
     return found
 

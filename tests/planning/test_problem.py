@@ -127,8 +127,8 @@ def test_updated_buffer_is_not_given() -> None:
     buffer = b.given(8)
     (updated,) = b.op((buffer,), writes=(buffer,))
     problem = Problem(b.build())
-    assert not problem.is_given(buffer)
-    assert problem.is_given(updated)
+    assert not problem.is_external(buffer)
+    assert problem.is_external(updated)
 
 
 def test_live_until_dropped_or_overwritten() -> None:

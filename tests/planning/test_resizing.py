@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.planning.resizing import GivenShapes, Shapes, resized, varying_share
+from lightning_offload.planning.resizing import InputShapes, Shapes, resized, varying_share
 from tests.graph.building import GraphBuilder
 
 WIDTH, WEIGHT_BYTES = 7, 196
@@ -28,8 +28,8 @@ def _step(length: int) -> tuple[StepGraph, Shapes]:
     return b.build(), ((length, WIDTH), (length, length), (55,))
 
 
-def _given(*lengths: int) -> GivenShapes:
-    given = GivenShapes()
+def _given(*lengths: int) -> InputShapes:
+    given = InputShapes()
     for length in lengths:
         given.learn(((4, length), (3,)), _step(length)[1])
     return given

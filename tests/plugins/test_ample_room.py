@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.capture.live import CensusClock
+from lightning_offload.capture.live import LiveScanClock
 from lightning_offload.plugins.plain_steps import PlainNeed
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_few_steps_have_hooks(lengths: bool) -> None:
 
 def test_ample_room_needs_no_second_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all tensors, which may take as long as many such steps."""
-    monkeypatch.setattr(CensusClock, "is_due", lambda clock, share: False)
+    monkeypatch.setattr(LiveScanClock, "is_due", lambda clock, share: False)
     with MemoryPlugin("1GiB") as memory:
         _train(memory, lengths=True)
         assert memory._steps.baseline.num_scans == 1

@@ -38,7 +38,7 @@ def test_what_was_given_is_followed_as_long_as_it_lives() -> None:
     """Its storage, that is: a view that was given is not what holds it."""
     baseline = _scanned()
     one, other = torch.ones(100), torch.ones(30)
-    baseline.note_given(CPU, [one[:50], other, "text", None], "like")
+    baseline.note_inputs(CPU, [one[:50], other, "text", None], "like")
     baseline.look(CPU, (), is_recorded=False)
     before = baseline.look(CPU, (), is_recorded=False)
     assert {one.untyped_storage()._cdata, other.untyped_storage()._cdata} <= before.storages.keys()
@@ -56,8 +56,8 @@ def test_what_comes_takes_the_place_of_what_went() -> None:
     batches = [torch.ones(70)]
     baseline.look(CPU, (), is_recorded=False)
     for _ in range(3):
-        baseline.note_given(CPU, batches, "like")
-        baseline.note_given(CPU, [torch.ones(70)], "other")  # of another kind of step
+        baseline.note_inputs(CPU, batches, "like")
+        baseline.note_inputs(CPU, [torch.ones(70)], "other")  # of another kind of step
         assert not baseline.look(CPU, (), is_recorded=False).replaced
         batches.clear()
         assert list(baseline.look(CPU, (), is_recorded=False).replaced) == [280]
@@ -108,7 +108,7 @@ def test_storages_die_in_any_thread() -> None:
     thread = threading.Thread(target=held.clear)
     thread.start()
     for _ in range(200):
-        baseline.note_given(CPU, [torch.ones(3)], "like")
+        baseline.note_inputs(CPU, [torch.ones(3)], "like")
     thread.join()
     assert list(baseline.look(CPU, (), is_recorded=False).replaced) == 2000 * [200]
 

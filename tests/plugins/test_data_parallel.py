@@ -264,7 +264,7 @@ def test_steps_without_the_wrapper() -> None:
             train(model)
             train(model.module)
         assert len(memory.step_kinds) == 2
-        assert all(kind.changes.num_deviations == 0 for kind in memory._steps.cache.kinds.values())
+        assert all(kind.changes.num_deviations == 0 for kind in memory._steps.cache.entries.values())
     finally:
         memory.detach()
 

@@ -29,7 +29,7 @@ def _under_the_final_plan(budget: int) -> Iterator[tuple[MemoryPlugin, nn.Module
 
 def _measured_above(memory: MemoryPlugin, budget: int) -> None:
     """A step was, by so much."""
-    kind = memory._steps.cache.kind
+    kind = memory._steps.cache.entry
     kind.seen.measured_peak_bytes = budget + MORE_BYTES
     lifecycle.check_peak(kind, budget)
 
@@ -38,12 +38,12 @@ def test_a_plan_within_the_budget_is_not_given_up_for_one_step(caplog: pytest.Lo
     """Where no plan has room for what a step had more by chance, the plan stays, and the next step is measured."""
     budget = floor_of_net()
     with _under_the_final_plan(budget) as (memory, model, batch), caplog.at_level(logging.WARNING):
-        plan = memory._steps.cache.kind.plan
+        plan = memory._steps.cache.entry.plan
         _measured_above(memory, budget)
         for _ in range(3):
             train_step(model, batch, memory)
             report = memory.report()
-            assert memory._steps.cache.kind.plan is plan
+            assert memory._steps.cache.entry.plan is plan
             assert report.measured_peak_bytes == report.predicted_peak_bytes == budget
     (warning,) = (record.getMessage() for record in caplog.records)
     assert "the next step is measured again" in warning
@@ -65,7 +65,7 @@ def test_where_there_is_room_for_a_margin_it_is_made_at_once() -> None:
     """The next plan is within the budget, and leaves it."""
     budget = middle_budget(net(), rows())
     with _under_the_final_plan(budget) as (memory, model, batch):
-        kind = memory._steps.cache.kind
+        kind = memory._steps.cache.entry
         _measured_above(memory, budget)
         assert kind.plan is None
         train_step(model, batch, memory)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
-from lightning_offload.capture.live import CensusClock
+from lightning_offload.capture.live import LiveScanClock
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.plugins import plan_source
@@ -23,7 +23,7 @@ KIB = 1 << 10
 @pytest.fixture(autouse=True)
 def every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at what is beside every step, as is done where time allows."""
-    monkeypatch.setattr(CensusClock, "is_due", lambda clock, share: True)
+    monkeypatch.setattr(LiveScanClock, "is_due", lambda clock, share: True)
 
 
 def floor_of_net() -> int:
@@ -128,13 +128,13 @@ def test_a_plan_made_between_steps_is_that_of_the_next_step() -> None:
             batch = rows()
             with memory.step(batch):
                 cache = memory._steps.cache
-                assert not made or cache.kind.plan is made[-1]
+                assert not made or cache.entry.plan is made[-1]
                 model(batch).square().mean().backward()
             del batch
             optimizer.step()
             optimizer.zero_grad()
             memory.plan()
-            plan = cache.kind.plan
+            plan = cache.entry.plan
             assert plan is not None
             made.append(plan)
     assert len({plan.predicted_peak_bytes for plan in made[1:]}) == 1

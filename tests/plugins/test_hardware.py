@@ -270,7 +270,7 @@ def planned_kind() -> PlanEntry:
         for _ in range(5):
             train_step(model, batch, memory)
         memory.report()
-        (kind,) = memory._steps.cache.kinds.values()
+        (kind,) = memory._steps.cache.entries.values()
     assert kind.program is not None
     return kind
 

@@ -54,7 +54,7 @@ def test_one_that_was_found_wrong_does_not(what: str) -> None:
     if what == "mismatched":
         lifecycle.demote(kind, PLAN.decisions[0].storage)
     elif what == "more beside":
-        kind.note_beside(1 << 20, PLAN.predicted_peak_bytes)
+        kind.note_baseline(1 << 20, PLAN.predicted_peak_bytes)
     elif what == "gradients":
         kind.begin_with_gradients({1: 1 << 20})
     elif what == "recorded again":
@@ -79,13 +79,13 @@ def test_a_given_plan_comes_into_force_at_once_and_leaves_without_a_trace(with_s
     """Whatever plan there was; that a step is from an earlier run is not forgotten meanwhile."""
     kind = _planned() if not with_step else PlanEntry()
     kind.source = Recorded(was_restored=True)
-    lifecycle.take_given(kind, PLAN, GRAPH if with_step else None)
+    lifecycle.take_imported(kind, PLAN, GRAPH if with_step else None)
     assert isinstance(kind.source, Imported)
     assert kind.program is None
-    lifecycle.leave_given(kind)
+    lifecycle.leave_imported(kind)
     assert isinstance(kind.source, Recorded)
     assert kind.source.was_restored
-    assert kind.has_left_given
+    assert kind.has_left_imported
     assert (kind.graph is None, kind.phase) == ((True, "recording") if with_step else (False, "planned"))
 
 
@@ -110,4 +110,4 @@ def test_a_given_plan_is_offered_though_others_could_stand_for_its_step() -> Non
     with attached(model, plan=given.plan) as memory:
         for size in (8, 64, 32, 32):
             train_step(model, rows(size), memory)
-        assert isinstance(memory._steps.cache.kind.source, Imported)
+        assert isinstance(memory._steps.cache.entry.source, Imported)

@@ -420,8 +420,8 @@ def test_gradients_made_before_the_first_saved_tensor_is_read_are_new() -> None:
             with memory.step():
                 (torch.arange(64.0).sin() * weight + bias).sum().backward()
         memory.report()
-        assert memory._steps.cache.kind.phase == "planned"
-        assert memory._steps.cache.kind.beside.gradients.most_bytes == 0
+        assert memory._steps.cache.entry.phase == "planned"
+        assert memory._steps.cache.entry.baseline.gradients.most_bytes == 0
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])
@@ -438,8 +438,8 @@ def test_backward_of_another_model_between_steps_is_not_part_of_one(budget: str 
                     other(batch).sum().backward()
                 model.zero_grad()
             memory.report()
-            assert memory._steps.cache.kind.phase == "planned"
-            graph = memory._steps.cache.kind.graph
+            assert memory._steps.cache.entry.phase == "planned"
+            graph = memory._steps.cache.entry.graph
             assert graph is not None
             graphs.append(graph.digest())
     assert graphs[0] == graphs[1]

@@ -136,7 +136,7 @@ def test_another_threads_training_is_left_alone() -> None:
         state.detach()
 
 
-def test_gradients_that_nobody_has_looked_at_are_in_the_census() -> None:
+def test_gradients_that_nobody_has_looked_at_are_in_the_scan() -> None:
     """Of what the steps train, and of what an optimizer of their thread trains."""
     state = PersistentState(lambda parameters: None)
     ours, others = nn.Linear(10, 10), nn.Linear(10, 20)

@@ -142,7 +142,7 @@ def test_a_model_that_is_unfrozen_step_by_step_is_planned_again() -> None:
             found = train_step(model, batch, memory)
             assert train_step(model, batch) == found
             phases.append(memory.report().phase)
-        report, kind = memory.report(), memory._steps.cache.kind
+        report, kind = memory.report(), memory._steps.cache.entry
     assert "unplanned" not in phases
     assert phases[-8:] == ["planned"] * 8
     assert report.num_aligned
@@ -360,7 +360,7 @@ def test_a_plan_that_was_given_up_last_is_shown_after_the_end(monkeypatch: pytes
                 model(batch).square().mean().backward()
             model.zero_grad()
         planned = memory.report()
-        kind = memory._steps.cache.kind
+        kind = memory._steps.cache.entry
         compare(kind, 2.0, 1.0, is_link_slower=True)
         assert kind.program is None
     after = memory.report()
@@ -464,7 +464,7 @@ def test_structures_that_change_along_with_shapes_share_what_was_recorded() -> N
         assert phases[40:].count("planned") > 75
         assert report.num_shapes > 40
         assert report.num_aligned > 70
-        assert sum(kind.spans_sizes for kind in cache.kinds.values()) < 20
+        assert sum(kind.spans_sizes for kind in cache.entries.values()) < 20
         assert not any(plan["signature"].count("up to") for plan in memory.state_dict()["plans"])
         memory.forget()
         assert not family.changes.aligns
@@ -472,14 +472,14 @@ def test_structures_that_change_along_with_shapes_share_what_was_recorded() -> N
 
 
 def test_a_size_that_has_no_plan_is_planned_by_itself() -> None:
-    """Where the next corner is beyond the budget; where the size itself is, too, such steps alone have no plan."""
+    """Where the next bucket is beyond the budget; where the size itself is, too, such steps alone have no plan."""
     torch.manual_seed(0)
     model = Skipping()
     seen = report_of(model, torch.randn(2, 64, 32))
     assert seen.floor_bytes is not None
     with attached(model, budget=f"{int(0.93 * seen.floor_bytes)}B") as memory:
         phases = _skipping_steps(memory, model, 120)
-        kinds = [kind for kind in memory._steps.cache.kinds.values() if kind.spans_sizes]
+        kinds = [kind for kind in memory._steps.cache.entries.values() if kind.spans_sizes]
     assert any(kind.superset.is_too_large for kind in kinds if kind.superset is not None)
     assert {"planned", "unplanned"} <= set(phases[40:])
     assert phases[40:].count("planned") > 40
@@ -509,10 +509,10 @@ def test_a_shape_is_planned_for_as_larger_ones_are_until_a_plan_of_its_own_pays(
 
         def point(size: int) -> tuple[int, ...]:
             assert train_step(model, rows(size), memory) == expected[size]
-            source = memory._steps.cache.kind.source
+            source = memory._steps.cache.entry.source
             assert isinstance(source, ShapeBucket)
-            assert source.derived.actual == (size,)
-            return source.derived.point
+            assert source.extrapolated.actual == (size,)
+            return source.extrapolated.point
 
         for size in (8, 64, 32):
             train_step(model, rows(size), memory)
@@ -522,7 +522,7 @@ def test_a_shape_is_planned_for_as_larger_ones_are_until_a_plan_of_its_own_pays(
         assert family.hasty_seconds is not None
         family.hasty_seconds = 1000.0
         assert point(33) == point(33) == (36,)  # there is a plan for up to 36
-        memory.forget(keep=[key for key in memory.step_kinds if memory._steps.cache.kinds[key].source.is_own])
+        memory.forget(keep=[key for key in memory.step_kinds if memory._steps.cache.entries[key].source.is_own])
         assert point(33) == point(33) == point(35) == (48,)
         (lost,) = family.lost_seconds.values()
         assert lost > 0
@@ -547,8 +547,8 @@ def test_larger_ones_that_have_no_plan_stand_for_none() -> None:
         found = []
         for size in (40, 40, 39):
             train_step(model, rows(size), memory)
-            source = memory._steps.cache.kind.source
+            source = memory._steps.cache.entry.source
             assert isinstance(source, ShapeBucket)
-            found.append(source.derived.point)
+            found.append(source.extrapolated.point)
         assert len(family.too_large) == 1
     assert found == [(40,)] * 3

@@ -10,6 +10,7 @@ import torch
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import StepGraph
 from lightning_offload.planning.planner import plan
+from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.plugins.plan_source import (
     Imported,
     Measured,
@@ -22,7 +23,6 @@ from lightning_offload.plugins.plan_source import (
 from lightning_offload.plugins.shape_families import ShapeFamily
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import StructureChanges
-from lightning_offload.plugins.touched import Touched
 from lightning_offload.tensors.saved_forms import SavedForm
 from tests.graph.building import DEVICE, chain
 
@@ -43,16 +43,16 @@ def _bucket() -> tuple[PlanSource, StepGraph]:
     family = ShapeFamily("any")  # whose recorded steps are alike but for sizes
     for n in (2, 4, 8):
         family.learn(str(n), (n,), _step(n))
-    derived = family.find((6,))
-    assert derived is not None
-    source = ShapeBucket(family, derived)
+    extrapolated = family.find((6,))
+    assert extrapolated is not None
+    source = ShapeBucket(family, extrapolated)
     return source, source.step()
 
 
 def _superset() -> tuple[PlanSource, StepGraph]:
     changes, graph = StructureChanges(), _step(4)
     saved = [graph.storages[graph.values[save.value].storage].num_bytes for save in graph.saves]
-    changes.variants.learn(Variant(graph, tuple(map(_form, saved)), frozenset(), Touched(), 0))
+    changes.variants.learn(Variant(graph, tuple(map(_form, saved)), frozenset(), ExternalStorages(), 0))
     source = Superset(changes)
     return source, source.step
 
@@ -90,7 +90,7 @@ def test_each_plans_within_the_budget_and_its_margin(name: str) -> None:
             margin_bytes=margin_bytes,
             graph=graph,
             device=DEVICE,
-            given=(),
+            input_shapes=(),
         )
         assert source.unforeseen_bytes(measured) >= margin_bytes + 7
 

@@ -13,10 +13,10 @@ from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.plugins import lifecycle
-from lightning_offload.plugins.pace import Halves, LaunchTimes
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported, Recorded
 from lightning_offload.plugins.replanning import Corrections, with_unforeseen
+from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes
 from lightning_offload.runtime.program import compile_plan
 from tests.graph.building import DEVICE, chain
 

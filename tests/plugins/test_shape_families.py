@@ -106,9 +106,9 @@ def test_a_family_predicts_once_three_shapes_are_known() -> None:
     for count in (0, 1, 2):
         assert _family(*shapes[:count]).find((4, 20, 4, 20)) is None
     family = _family(*shapes)
-    derived = family.find((4, 50, 4, 50), is_exact=True)
-    assert derived is not None
-    graph = family.planner.model.at(derived.point)
+    extrapolated = family.find((4, 50, 4, 50), is_exact=True)
+    assert extrapolated is not None
+    graph = family.planner.model.at(extrapolated.point)
     assert [s.num_bytes for s in graph.storages] == [s.num_bytes for s in _step(4, 50).storages]
 
 
@@ -123,23 +123,23 @@ def test_what_did_not_vary_must_not() -> None:
 
 
 def test_one_plan_serves_sizes_up_to_an_eighth_of_a_power_of_two_apart() -> None:
-    """Sizes are rounded up, never down; few corners serve all lengths."""
+    """Sizes are rounded up, never down; few buckets serve all lengths."""
     family = _family((4, 10), (4, 30), (4, 512))
-    corners = {}
+    buckets = {}
     for length in range(2, 513):
-        derived = family.find((4, length, 4, length))
-        assert derived is not None
-        assert length <= derived.point[0] <= length * 9 // 8 + 1
-        corners[derived.key] = derived.point
-    assert len(set(corners.values())) == len(corners) < 64
+        extrapolated = family.find((4, length, 4, length))
+        assert extrapolated is not None
+        assert length <= extrapolated.point[0] <= length * 9 // 8 + 1
+        buckets[extrapolated.key] = extrapolated.point
+    assert len(set(buckets.values())) == len(buckets) < 64
 
 
 def test_another_structure_is_left_out_of_the_model() -> None:
     """The one that most shapes have is predicted; one alone is no model."""
     family = _family((4, 10), (4, 30), (4, 70))
     family.learn("other", (4, 40, 4, 40), chain(1, 2, 3, 4, 5))
-    derived = family.find((4, 50, 4, 50), is_exact=True)
-    assert derived is not None
+    extrapolated = family.find((4, 50, 4, 50), is_exact=True)
+    assert extrapolated is not None
     assert len(family.planner.model.structure.storages) == len(_step(4, 50).storages)
     mixed = _family((4, 10), (4, 30))
     mixed.learn("other", (4, 40, 4, 40), chain(1, 2, 3, 4, 5))
@@ -217,9 +217,9 @@ def test_measured_steps_replace_recorded_ones() -> None:
     family = _family((4, 10), (4, 30), (4, 70))
     longer = [dataclasses.replace(op, seconds=5.0) for op in _step(4, 70).ops]
     family.learn("4 70", (4, 70, 4, 70), dataclasses.replace(_step(4, 70), ops=tuple(longer)))
-    derived = family.find((4, 70, 4, 70), is_exact=True)
-    assert derived is not None
-    assert family.planner.model.at(derived.point).ops[0].seconds > 2.0
+    extrapolated = family.find((4, 70, 4, 70), is_exact=True)
+    assert extrapolated is not None
+    assert family.planner.model.at(extrapolated.point).ops[0].seconds > 2.0
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -228,15 +228,15 @@ def test_an_odd_batch_among_the_recorded_ones_is_left_out(odd: tuple[int, int], 
     """The last, smaller batch; a batch or a length of one."""
     shapes = [(4, 10), (4, 30), (4, 70)]
     shapes.insert(place, odd)
-    derived = _family(*shapes).find((4, 50, 4, 50), is_exact=True)
-    if derived is not None:
-        assert derived.actual in ((50,), (4, 50))
+    extrapolated = _family(*shapes).find((4, 50, 4, 50), is_exact=True)
+    if extrapolated is not None:
+        assert extrapolated.actual in ((50,), (4, 50))
 
 
 def test_far_beyond_what_was_recorded_nothing_is_predicted() -> None:
     """A model may cut off what is long, or do something else with it; and the largest is remembered.
 
-    Up to a quarter beyond is not far, until a step shows that laws may not hold. Up to the next corner is not beyond:
+    Up to a quarter beyond is not far, until a step shows that laws may not hold. Up to the next bucket is not beyond:
     that is what the largest one is planned for.
     """
     family = _family((4, 10), (4, 70), (4, 30))
@@ -262,10 +262,10 @@ def test_between_sizes_that_follow_no_law_the_larger_one_counts() -> None:
     family = ShapeFamily("f")
     for length in (9, 33, 64, 100, 128):
         family.learn(str(length), (4, length), step(length))
-    derived = family.find((4, 40))
-    assert derived is not None
-    assert derived.point == (64,)
-    assert derived.actual == (40,)
+    extrapolated = family.find((4, 40))
+    assert extrapolated is not None
+    assert extrapolated.point == (64,)
+    assert extrapolated.actual == (40,)
 
 
 def test_a_shape_that_was_above_the_budget_is_recorded() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_offload.plugins.data_parallel import beside_all_reduce, has_nvlink, reduced_bytes, shared_spec
+from lightning_offload.plugins.data_parallel import has_nvlink, reduced_bytes, shared_spec, under_all_reduce
 from tests.graph.building import DEVICE, GraphBuilder
 
 
@@ -38,7 +38,7 @@ def test_share_of_the_link(subtests: pytest.Subtests) -> None:
         (1, 40.0, 1.0),
     ]:
         with subtests.test(num_ranks=num_ranks):
-            shared = beside_all_reduce(DEVICE, step(400, backward_seconds), num_ranks)
+            shared = under_all_reduce(DEVICE, step(400, backward_seconds), num_ranks)
             assert shared.h2d_bytes_per_second == pytest.approx(100.0 * share)
             assert shared.d2h_bytes_per_second == 100.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.plugins.step_variants import StepVariants, Variant
-from lightning_offload.plugins.touched import Touched
 from lightning_offload.tensors.saved_forms import OPEN, SavedForm
 from tests.graph.building import GraphBuilder, chain
 
@@ -15,7 +15,7 @@ def _variant(*sizes: int, open_sizes: tuple[int, ...] = ()) -> Variant:
     graph = chain(*sizes)
     storages = [graph.storages[graph.values[save.value].storage] for save in graph.saves]
     forms = tuple(SavedForm(torch.uint8, (storage.num_bytes,)) for storage in storages)
-    return Variant(graph, forms, frozenset(open_sizes), Touched(), 0)
+    return Variant(graph, forms, frozenset(open_sizes), ExternalStorages(), 0)
 
 
 def _sizes(graph: StepGraph) -> list[int]:
@@ -95,9 +95,9 @@ def test_the_widest_one_has_most_saved_at_once() -> None:
         twice.unpack(save)
         twice.release(save)
         twice.phase = "forward"
-    found = Variant(twice.build(), (), frozenset(), Touched(), 0)
+    found = Variant(twice.build(), (), frozenset(), ExternalStorages(), 0)
     assert found.saved_bytes == 25
-    assert Variant(single, (), frozenset(), Touched(), 0).saved_bytes > 25
+    assert Variant(single, (), frozenset(), ExternalStorages(), 0).saved_bytes > 25
 
 
 def test_what_was_given_up_makes_room_first_and_counts_again_later() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import StructureChanges
-from lightning_offload.plugins.touched import Touched
 from tests.graph.building import chain
 
 SAVED_BYTES = 1000
@@ -17,7 +17,7 @@ def _changes(num_structures: int = 1) -> StructureChanges:
     changes = StructureChanges()
     for index in range(num_structures):
         graph = chain(*range(100, 102 + index))
-        changes.variants.learn(Variant(graph, (), frozenset(), Touched(), 0))
+        changes.variants.learn(Variant(graph, (), frozenset(), ExternalStorages(), 0))
     return changes
 
 

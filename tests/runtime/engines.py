@@ -105,7 +105,7 @@ def shown(executor: StepExecutor) -> tuple[object, ...]:
     """What is told of a step."""
     return (
         executor.deviation, executor.num_packs, executor.num_unpacks, executor.swapped_bytes, executor.stayed_bytes,
-        executor.took_data, executor.unforeseen_bytes, executor.has_settled, executor.is_spent,
+        executor.took_data, executor.unforeseen_bytes, executor.has_materialized, executor.is_spent,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.fallback import SupersetRule
-from lightning_offload.runtime.hooks import executing, listen
+from lightning_offload.runtime.hooks import executing, patch_data_escapes
 from lightning_offload.runtime.host_pool import HostPool
 from lightning_offload.runtime.lanes import CopyLanes
 from lightning_offload.runtime.native_executor import NativeExecutor, core_for
@@ -156,7 +156,7 @@ def under(
             observer=LiveBytes(CPU) if sees_ops else None, persistent=lambda: persistent,
         )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        stack.callback(listen())
+        stack.callback(patch_data_escapes())
         stack.enter_context(executing(executor))
         yield executor, pool
 

@@ -56,7 +56,7 @@ def chain_of(x: Tensor, length: int = 4) -> Tensor:
 
 @pytest.mark.parametrize("action", ["swap", "recompute", None])
 def test_step_is_exact_and_leaves_nothing(action: str | None) -> None:
-    """Under any program and under the floor policy: same gradients, no host memory in use afterwards."""
+    """Under any program and under the offload-all fallback: same gradients, no host memory in use afterwards."""
     x = leaf()
     program = compiled(lambda: chain_of(x), action) if action else None  # type: ignore[arg-type]
     x.grad = None
@@ -86,7 +86,7 @@ def test_mode_of_the_program_makes_no_other_step(action: str) -> None:
             return chain_of(x, 60) + chain_of(x * 0.5, 60)
 
     program = compiled(step, action, only=lambda place: place < 2)  # type: ignore[arg-type]
-    assert program.idle_packs.count(0) < len(program.idle_packs)
+    assert program.noop_packs.count(0) < len(program.noop_packs)
     x.grad = None
     executor = executor_for(program)
     torch.manual_seed(3)
@@ -399,7 +399,7 @@ def test_what_belongs_to_no_graph_leaves_at_an_op_of_another_step(is_written: bo
 
     seen: list[float] = []
     program = compiled(lambda: step(is_other=False), "recompute", only=lambda place: place > 1)
-    assert program.idle_packs
+    assert program.noop_packs
     x.grad = None
     seen.clear()
     executor = executor_for(program, pool=(pool := HostPool()))
@@ -494,7 +494,7 @@ def test_optimizer_step_between_forward_and_backward() -> None:
     x.grad = weight.grad = None
     with under(program) as ran:
         loss = step()
-    ran.executor.settle_readers_of([weight])
+    ran.executor.materialize_readers_of([weight])
     with torch.no_grad():
         weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -514,7 +514,7 @@ def test_replay_runs_before_an_update_of_what_it_reads() -> None:
     expected = gradients((x, bias))
     with under(program) as ran:
         loss = step()
-    ran.executor.settle_readers_of([bias])
+    ran.executor.materialize_readers_of([bias])
     with torch.no_grad():
         bias.mul_(2.0)
     loss.backward()
@@ -535,7 +535,7 @@ def test_replay_runs_before_an_update_of_what_a_wrapper_holds() -> None:
     expected = gradients((x,))
     with under(program) as ran:
         loss = step()
-    ran.executor.settle_readers_of([parameter])
+    ran.executor.materialize_readers_of([parameter])
     with torch.no_grad():
         shard.mul_(2.0)
     loss.backward()

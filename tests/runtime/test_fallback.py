@@ -85,7 +85,7 @@ def test_both_engines_do_the_same_of_random_structures(seed: int) -> None:
             # What is read twice stays on the host in Python, and does not in the core.
             left = [num_bytes for direction, num_bytes in lanes.events if direction == "out"]
             moved = (pool.peak_bytes, left) if "b" not in seen else ()
-            shown.append((rule.num_astray, rule.num_missing, ledger.astray_bytes, ledger.kept_bytes, moved))
+            shown.append((rule.num_unmatched, rule.num_missing, ledger.astray_bytes, ledger.kept_bytes, moved))
             gc.collect()
             pool.collect()
             assert pool.used_bytes == ledger.alive_bytes == 0
@@ -102,14 +102,14 @@ def test_the_plan_holds_where_the_two_agree(runs_in: str) -> None:
     program = program_for(layers("eeeeeeee"), "swap", only=lambda place: place < 4)
     rule, pool, _ = run(layers("eeeeee"), program, layers.x, runs_in)
     assert pool.peak_bytes == 4 * LAYER_BYTES
-    assert (rule.num_astray, rule.num_missing) == (0, 2)
+    assert (rule.num_unmatched, rule.num_missing) == (0, 2)
 
 
 def test_a_plan_without_saves_is_followed_as_well(runs_in: str) -> None:
-    """The step is astray from the first save on, and leaves nothing."""
+    """The step is unmatched from the first save on, and leaves nothing."""
     layers = Layers()
     rule, pool, _ = run(layers("eee"), program_for(layers(""), "swap"), layers.x, runs_in)
-    assert rule.num_astray == 3
+    assert rule.num_unmatched == 3
     assert pool.peak_bytes == 3 * LAYER_BYTES
 
 
@@ -118,7 +118,7 @@ def test_what_is_more_leaves_where_the_plan_kept_no_more(runs_in: str) -> None:
     layers = Layers()
     program = program_for(layers("eeee"), "keep")
     rule, pool, _ = run(layers("eeeesss"), program, layers.x, runs_in)
-    assert rule.num_astray == 3
+    assert rule.num_unmatched == 3
     assert rule.ledger.astray_bytes == pool.peak_bytes == 3 * LAYER_BYTES
 
 
@@ -136,7 +136,7 @@ def test_in_a_part_that_nobody_foresaw_all_that_was_kept_leaves(runs_in: str) ->
     layers = Layers()
     program = program_for(layers("eeee"), "keep")
     rule, pool, _ = run(layers("eeee" + "s" * 12), program, layers.x, runs_in)
-    assert rule.num_astray == 12
+    assert rule.num_unmatched == 12
     assert pool.peak_bytes >= 15 * LAYER_BYTES
 
 
@@ -150,7 +150,7 @@ def test_what_leaves_does_so_as_forward_goes(layer: str, runs_in: str) -> None:
         kept = layers.num_alive()
         loss.backward()  # type: ignore[no-untyped-call]
     assert executor.superset is not None
-    assert not executor.superset.num_astray
+    assert not executor.superset.num_unmatched
     assert kept <= 2
 
 
@@ -163,7 +163,7 @@ def test_what_is_saved_twice_leaves_as_well(runs_in: str) -> None:
         kept = layers.num_alive()
         loss.backward()  # type: ignore[no-untyped-call]
     assert executor.superset is not None
-    assert executor.superset.num_astray == 12
+    assert executor.superset.num_unmatched == 12
     assert kept <= 2  # what the last op has saved
 
 
@@ -202,5 +202,5 @@ def test_a_large_part_that_nobody_foresaw_is_told_by_its_bytes(width: int, leave
     program = program_for(layers("eeee"), "keep")
     plan = dataclasses.replace(program.plan, budget_bytes=program.plan.predicted_peak_bytes + width * LAYER_BYTES)
     rule, pool, _ = run(layers("eeeess"), dataclasses.replace(program, plan=plan), layers.x, runs_in)
-    assert rule.num_astray == 2
+    assert rule.num_unmatched == 2
     assert (pool.peak_bytes > 4 * LAYER_BYTES) == leaves

@@ -43,7 +43,7 @@ def test_a_missing_layer_shows_where_the_stack_ends() -> None:
     assert _places("abcabcabcxyz", seen="abcabcxyz") == [0, 1, 2, 3, 4, 5, -1, 10, 11]
 
 
-def test_an_inserted_part_is_astray() -> None:
+def test_an_inserted_part_is_unmatched() -> None:
     """The step goes on in its plan after it."""
     assert _places("abcxyz", seen="abcqqqqxyz") == [0, 1, 2, -1, -1, -1, -1, 3, 4, 5]
 
@@ -80,7 +80,7 @@ def test_what_is_kept_adds_up() -> None:
     graph = chain(100, 200, 300)
     _, route = _program(graph, "a" * len(graph.saves))
     made = [not graph.storages[graph.values[save.value].storage].is_persistent for save in graph.saves]
-    assert [not given for given in route.is_given] == made
+    assert [not given for given in route.is_external] == made
     sizes = [graph.storages[graph.values[save.value].storage].num_bytes for save in graph.saves]
     total, expected = 0, []
     for size, is_made in zip(sizes, made, strict=True):

@@ -148,14 +148,14 @@ def test_it_is_renewed_where_that_is_asked_for(compiler: Path) -> None:
 
 def test_one_beside_the_sources_goes_first(compiler: Path, place: Path) -> None:
     """As a wheel has it, if it is for this torch; else the cache is asked."""
-    beside = builds.build_beside()
-    assert beside == build.SOURCES / build.LIBRARY
-    assert builds.ensure() == builds.find_beside() == beside
+    in_package = builds.build_in_package()
+    assert in_package == build.SOURCES / build.LIBRARY
+    assert builds.ensure() == builds.find_in_package() == in_package
     assert not place.exists()
     assert {path.name for path in build.SOURCES.iterdir()} == {"core.cpp", "more.cpp", "_core.json", build.LIBRARY}
     stamp = build.SOURCES / "_core.json"
     stamp.write_text(stamp.read_text().replace(str(torch.__version__), "2.0"))
-    assert builds.find_beside() is None
+    assert builds.find_in_package() is None
     assert builds.ensure().is_relative_to(place)
 
 

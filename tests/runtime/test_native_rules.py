@@ -103,7 +103,7 @@ def test_write_in_the_step_changes_no_replay(write: str) -> None:
         assert not torch.equal(x, before)
     assert [bits for bits, *_ in found] == [plain, plain]
     assert shown(found[0][1]) == shown(found[1][1])
-    assert found[0][1].has_settled
+    assert found[0][1].has_materialized
 
 
 def test_saved_tensor_that_was_written_past_its_counter_is_read_as_it_is() -> None:
@@ -501,7 +501,7 @@ def test_data_that_was_taken_before_a_save_is_told() -> None:
     def step(executor: StepExecutor | None = None) -> Tensor:
         h = w * 2.0
         if executor is not None:
-            executor.exposes(h.untyped_storage(), h)
+            executor.data_escapes(h.untyped_storage(), h)
         return h.sin().exp().sum()
 
     program = compiled(step, "swap")

@@ -55,7 +55,7 @@ def test_everything_that_a_step_may_change_is_put_back() -> None:
     model = Model()
     kept = {"weight": model.linear.weight, "hidden": model.hidden, "history": model.meter.history, "names": model.names}
     weight = model.linear.weight.detach().clone()
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
     draws = [model.rng.random(), model.noise.random(), model.old.random(), torch.rand(1, generator=model.draw).item()]
 
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_everything_that_a_step_may_change_is_put_back() -> None:
     model.array += 1
     model.sparse.mul_(2)
     model.new = 1
-    memento.restore()
+    snapshot.restore()
 
     assert torch.equal(model.linear.weight, weight)
     assert model.linear.weight.grad is None
@@ -96,14 +96,14 @@ def test_hooks_that_came_later_stay() -> None:
     """Where it is told so, those of machinery, such as a memory plugin; the program's own do not."""
     model = Model()
     model.linear.register_forward_hook(own := lambda *_: None)
-    memento = StateSnapshot([model], keeps_hooks=True)
+    snapshot = StateSnapshot([model], keeps_hooks=True)
     handle = model.linear.register_forward_hook(functools.partial(take_snapshot, []))
     for _ in range(2):
         model.linear.register_forward_hook(lambda *_: None)
         model.linear.register_forward_pre_hook(functools.partial(print, "mine"))
         model.linear.weight.register_hook(lambda gradient: gradient)
         model.linear.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    memento.restore()
+    snapshot.restore()
     assert list(model.linear._forward_hooks.values()) == [own, model.linear._forward_hooks[handle.id]]
     assert not model.linear._forward_pre_hooks
     assert not model.linear.weight._backward_hooks
@@ -129,14 +129,14 @@ def test_what_functions_go_by_is_put_back() -> None:
         numbers.normal,
         functools.partial(Tensor.uniform_, generator=generator),
     )
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
 
     def drawn() -> list[float]:
         return [model.draw(), model.normal(), float(model.shuffle(torch.zeros(1))), float(count)]
 
     first = drawn()
     drawn()
-    memento.restore()
+    snapshot.restore()
     assert drawn() == first
 
 
@@ -146,11 +146,11 @@ def test_what_is_as_it_was_is_not_written() -> None:
     model = Model()
     model.expanded = torch.ones(1).expand(4)
     model.mapped = torch.from_numpy(np.broadcast_to(np.float32([math.nan, -0.0]), (3, 2)))
-    memento = StateSnapshot([model])
-    memento.restore()
+    snapshot = StateSnapshot([model])
+    snapshot.restore()
     with torch.no_grad():
         model.linear.weight += 1
-    memento.restore()
+    snapshot.restore()
     assert model.expanded.tolist() == [1.0] * 4
 
 
@@ -158,11 +158,11 @@ def test_a_scripted_module_and_one_of_another_class() -> None:
     """Tensors of a script are no attributes; a class that a hook has changed is put back."""
     model = Model()
     model.norm = torch.jit.script(torch.nn.BatchNorm1d(2))
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
     before = model.norm.running_mean.clone()
     model.norm(torch.randn(5, 2))
     torch.nn.utils.parametrizations.weight_norm(model.linear)
-    memento.restore()
+    snapshot.restore()
     assert torch.equal(model.norm.running_mean, before)
     assert type(model.linear) is torch.nn.Linear
     assert model.linear(torch.ones(1, 2)).shape == (1, 2)
@@ -175,9 +175,9 @@ def test_cycles_and_depth_are_no_trouble() -> None:
     for _ in range(5000):
         nested = [nested]
     model.nested, model.self = nested, [model]
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
     nested.append(1)
-    memento.restore()
+    snapshot.restore()
     assert len(nested) == 1
 
 
@@ -191,11 +191,11 @@ def test_large_tensors_of_a_data_set_are_not_copied() -> None:
             self.array = np.zeros(MAX_DATA_BYTES)
 
     data = Data()
-    memento = StateSnapshot([data])
+    snapshot = StateSnapshot([data])
     data.small += 1
     data.large += 1
     data.array += 1
-    memento.restore()
+    snapshot.restore()
     assert data.small.sum() == 0
     assert data.large.sum() == len(data.large)
     assert data.array.sum() == len(data.array)
@@ -206,10 +206,10 @@ def test_large_arrays_of_a_model_are_put_back(tmp_path: Path) -> None:
     model = Model()
     model.buffer = np.zeros(MAX_DATA_BYTES)  # type: ignore[assignment]
     model.file = np.memmap(tmp_path / "rows", np.uint8, "w+", shape=(4,))  # type: ignore[assignment]
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
     model.buffer += 1
     model.file[:] = 1
-    memento.restore()
+    snapshot.restore()
     assert not model.buffer.any()
     assert model.file.all()
 
@@ -218,10 +218,10 @@ def test_layers_that_a_step_freezes_can_be_trained_again() -> None:
     """And those that it sets free are frozen."""
     model = Model()
     model.linear.bias.requires_grad_(False)
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
     model.linear.weight.requires_grad_(False)
     model.linear.bias.requires_grad_(True)
-    memento.restore()
+    snapshot.restore()
     assert model.linear.weight.requires_grad
     assert not model.linear.bias.requires_grad
 
@@ -255,10 +255,10 @@ def test_what_a_wrapping_tensor_is_made_of_is_put_back() -> None:
     wrapping = Wrapping(torch.zeros(3), torch.zeros(3))
     holder = Meter()
     holder.history = [wrapping]
-    memento = StateSnapshot([holder])
+    snapshot = StateSnapshot([holder])
     wrapping.first += 1
     wrapping.second -= 1
-    memento.restore()
+    snapshot.restore()
     assert not wrapping.first.any()
     assert not wrapping.second.any()
 
@@ -268,10 +268,10 @@ def test_a_tensor_that_requires_grad_and_is_no_leaf_is_restored() -> None:
     model = Model()
     model.last = model.linear(torch.ones(2))
     before = model.last.detach().clone()
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
     with torch.no_grad():
         model.last.add_(1)
-    memento.restore()
+    snapshot.restore()
     assert torch.equal(model.last.detach(), before)
 
 
@@ -281,10 +281,10 @@ def test_kinds_of_dicts(kind: Any) -> None:
     model = Model()
     model.table = kind()
     model.table["b"], model.table["a"] = 1, 2
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
     del model.table["b"]
     model.table["c"] = 3
-    memento.restore()
+    snapshot.restore()
     assert list(model.table.items()) == [("b", 1), ("a", 2)]
 
 
@@ -295,11 +295,11 @@ def test_gradients_take_no_memory_meanwhile() -> None:
     kept, dropped = first.grad, second.grad
     assert kept is not None
     assert dropped is not None
-    memento = StateSnapshot([nn.ParameterList([first, second])])
+    snapshot = StateSnapshot([nn.ParameterList([first, second])])
     kept.zero_()
     gone, second.grad, dropped = weakref.ref(dropped), None, None
     assert gone() is None
-    memento.restore()
+    snapshot.restore()
     assert first.grad is kept
     assert kept.tolist() == [1.0, 3.0]
     assert second.grad is not None
@@ -311,10 +311,10 @@ def test_a_tensor_that_was_given_other_memory() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     alias, before = model.weight.detach(), model.weight.detach().clone()
-    memento = StateSnapshot([model])
+    snapshot = StateSnapshot([model])
     model.to(torch.float64)
     model.weight.data.zero_()
-    memento.restore()
+    snapshot.restore()
     assert model.weight.dtype == model.weight.grad.dtype == torch.float32
     assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert model.weight.is_set_to(alias)

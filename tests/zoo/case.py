@@ -53,13 +53,13 @@ class Job:
         model: The model.
         optimizers: Its optimizers.
         index: The number of the step, from 0.
-        beside: What the training loop holds besides: copies of the model, a teacher, what it remembers of a step.
+        extras: What the training loop holds besides: copies of the model, a teacher, what it remembers of a step.
     """
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     index: int = 0
-    beside: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
 
     @property
     def optimizer(self) -> Optimizer:

@@ -96,9 +96,9 @@ def _lbfgs(model: nn.Module) -> Sequence[Optimizer]:
 
 def _ema(job: Job, batch: Any, scope: Scope) -> None:
     """A deep copy follows the weights after each step."""
-    ema = job.beside.get("ema")
+    ema = job.extras.get("ema")
     if ema is None:
-        ema = job.beside["ema"] = copy.deepcopy(job.model).requires_grad_(False)
+        ema = job.extras["ema"] = copy.deepcopy(job.model).requires_grad_(False)
     simple(square_loss)(job, batch, scope)
     with torch.no_grad():
         for slow, fast in zip(ema.parameters(), job.model.parameters(), strict=True):
@@ -112,28 +112,28 @@ def _ema_late(job: Job, batch: Any, scope: Scope) -> None:
 
 def _swa(job: Job, batch: Any, scope: Scope) -> None:
     """The average of the weights over the steps."""
-    if "swa" not in job.beside:
-        job.beside["swa"] = AveragedModel(job.model)
+    if "swa" not in job.extras:
+        job.extras["swa"] = AveragedModel(job.model)
     simple(square_loss)(job, batch, scope)
-    job.beside["swa"].update_parameters(job.model)
+    job.extras["swa"].update_parameters(job.model)
 
 
 def _lookahead(job: Job, batch: Any, scope: Scope) -> None:
     """Slow weights beside the fast ones."""
-    if "lookahead" not in job.beside:
-        job.beside["lookahead"] = Lookahead(job.optimizer)
+    if "lookahead" not in job.extras:
+        job.extras["lookahead"] = Lookahead(job.optimizer)
     simple(square_loss)(job, batch, scope)
-    job.beside["lookahead"].follow()
+    job.extras["lookahead"].follow()
 
 
 def _distillation(job: Job, batch: Any, scope: Scope) -> None:
     """A frozen teacher gives the targets."""
-    if "teacher" not in job.beside:
-        job.beside["teacher"] = copy.deepcopy(job.model).eval().requires_grad_(False)
+    if "teacher" not in job.extras:
+        job.extras["teacher"] = copy.deepcopy(job.model).eval().requires_grad_(False)
     with scope.step(batch):
         with scope.forward():
             with torch.no_grad():
-                target = job.beside["teacher"](batch) * 0.5
+                target = job.extras["teacher"](batch) * 0.5
             loss = functional.mse_loss(job.model(batch), target)
         scope.backward(loss)
     scope.record("loss", loss)
@@ -142,10 +142,10 @@ def _distillation(job: Job, batch: Any, scope: Scope) -> None:
 
 def _teacher_before(job: Job, batch: Any, scope: Scope) -> None:
     """A frozen teacher gives the targets, before the step begins."""
-    if "teacher" not in job.beside:
-        job.beside["teacher"] = copy.deepcopy(job.model).eval().requires_grad_(False)
+    if "teacher" not in job.extras:
+        job.extras["teacher"] = copy.deepcopy(job.model).eval().requires_grad_(False)
     with torch.no_grad():
-        target = job.beside["teacher"](batch) * 0.5
+        target = job.extras["teacher"](batch) * 0.5
     with scope.step(batch, target):
         with scope.forward():
             loss = functional.mse_loss(job.model(batch), target)
@@ -163,7 +163,7 @@ def _keeping(job: Job, batch: Any, scope: Scope) -> None:
         scope.backward(loss)
     scope.record("loss", loss)
     scope.update(*job.optimizers)
-    job.beside["last"] = (batch, out.detach())
+    job.extras["last"] = (batch, out.detach())
 
 
 def _curvature(job: Job, batch: Any, scope: Scope) -> None:

@@ -1,7 +1,7 @@
 """Parameters that are frozen when a fit begins and are trained later: memory has to be enough for that, too.
 
-A callback that thaws parts of a model (Lightning's `BaseFinetuning`) says so before the training begins, so trials
-train all parameters, with the state that an optimizer keeps for them. A model that thaws its own says nothing; then
+A callback that unfreezes parts of a model (Lightning's `BaseFinetuning`) says so before the training begins, so trials
+train all parameters, with the state that an optimizer keeps for them. A model that unfreezes its own says nothing; then
 there is a warning when it happens.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["num_trainable", "thaw", "will_thaw"]
+__all__ = ["num_trainable", "unfreeze", "unfreezes_later"]
 
 
-def will_thaw(trainer: Any) -> bool:
-    """Whether a callback is going to thaw parameters."""
+def unfreezes_later(trainer: Any) -> bool:
+    """Whether a callback is going to unfreeze parameters."""
     return any(cls.__name__ == "BaseFinetuning" for callback in trainer.callbacks for cls in type(callback).__mro__)
 
 
@@ -24,7 +24,7 @@ def num_trainable(module: torch.nn.Module) -> int:
     return sum(parameter.requires_grad for parameter in module.parameters())
 
 
-def thaw(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def unfreeze(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Let all parameters be trained, by this optimizer where they have none.
 
     Args:

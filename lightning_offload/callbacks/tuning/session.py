@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.freezing import will_thaw
+from lightning_offload.callbacks.tuning.freezing import unfreezes_later
 from lightning_offload.callbacks.tuning.length import (
     StepLimits,
     check_lengths,
@@ -223,7 +223,8 @@ class Session:
         bounds = data.bounds(self._module, self._agreement, self._objective)
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, data=data,
-            agreement=self._agreement, known_size=self._targets.base_size, will_thaw=will_thaw(self._trainer),
+            agreement=self._agreement, known_size=self._targets.base_size,
+            unfreezes_later=unfreezes_later(self._trainer),
             allow_oom=options.allow_oom, accumulation=self._objective.accumulation, clock=self._clock,
         )  # fmt: skip
         try:

@@ -37,7 +37,7 @@ from lightning_offload.accelerators import kind_of, memory_of, synchronize
 from lightning_offload.callbacks.tuning.accumulation import accumulating
 from lightning_offload.callbacks.tuning.batches import loaders_in
 from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
-from lightning_offload.callbacks.tuning.freezing import thaw
+from lightning_offload.callbacks.tuning.freezing import unfreeze
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
 from lightning_offload.callbacks.tuning.sampling import TrialData
 from lightning_offload.callbacks.tuning.turns import OptimizerTurns
@@ -117,22 +117,24 @@ class Start:
 
     Attributes:
         roots: All that steps may change is below these.
-        memento: Of the roots.
+        snapshot: Of the roots.
         random_states: Of the global generators.
     """
 
     roots: tuple[object, ...]
-    memento: StateSnapshot
+    snapshot: StateSnapshot
     random_states: RandomStates
 
     @classmethod
     def now(cls, roots: Sequence[object]) -> Start:
         """Record the state as it is."""
-        return cls(roots=tuple(roots), memento=StateSnapshot(roots, keeps_hooks=True), random_states=RandomStates.now())
+        return cls(
+            roots=tuple(roots), snapshot=StateSnapshot(roots, keeps_hooks=True), random_states=RandomStates.now()
+        )
 
     def restore(self) -> None:
         """Put all of it back."""
-        self.memento.restore()
+        self.snapshot.restore()
         self.random_states.restore()
 
 
@@ -158,7 +160,7 @@ class Prepared(StateSnapshot):
     @override
     def _note_tensor(self, tensor: Tensor, *, is_data: bool) -> None:
         """A second copy of the model is not needed."""
-        if not self._start.memento.knows(tensor):
+        if not self._start.snapshot.knows(tensor):
             super()._note_tensor(tensor, is_data=is_data)
 
 
@@ -448,7 +450,7 @@ class LightningHost:
         agreement: Between ranks.
         known_size: The largest size that the user is known to train with.
         allow_oom: What the user says of trials that run out of memory, if anything.
-        will_thaw: Whether a callback is going to train parameters that are frozen now.
+        unfreezes_later: Whether a callback is going to train parameters that are frozen now.
         accumulation: Micro-batches of an optimizer step with a size, whatever the Trainer's own number is.
         clock: Tells seconds.
 
@@ -468,11 +470,11 @@ class LightningHost:
         agreement: Coordinator,
         known_size: int,
         allow_oom: bool | None,
-        will_thaw: bool,
+        unfreezes_later: bool,
         accumulation: Callable[[int], int],
         clock: Clock,
     ) -> None:
-        self._will_thaw = will_thaw
+        self._unfreezes_later = unfreezes_later
         self._accumulation = accumulation
         self.recorder = StepRecorder(trainer, module)
         self.decline = reason_not_to_run_out(trainer, module, allow_oom)
@@ -509,7 +511,7 @@ class LightningHost:
             self._trainer, self._module, accumulation=self._accumulation(batch_size), clock=self._clock, took=took,
             talked=talked,
         )  # fmt: skip
-        with self._data.fed(batch_size), self._thawed():
+        with self._data.fed(batch_size), self._unfrozen():
             # ranks ask for loaders together: one that goes without recording after all has them already
             if recorder.is_able and meter.is_recorded:
                 recorder.begin()
@@ -559,10 +561,10 @@ class LightningHost:
             setattr(loop, name, value)
 
     @contextlib.contextmanager
-    def _thawed(self) -> Iterator[None]:
+    def _unfrozen(self) -> Iterator[None]:
         groups = [(optimizer, list(optimizer.param_groups)) for optimizer in self._trainer.optimizers]
-        if self._will_thaw:
-            thaw(self._module, self._trainer.optimizers[0])
+        if self._unfreezes_later:
+            unfreeze(self._module, self._trainer.optimizers[0])
         try:
             yield
         finally:

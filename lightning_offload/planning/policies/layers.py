@@ -177,7 +177,7 @@ def _chain(problem: Problem, value: int) -> tuple[int, ...]:
             continue
         found[producer] = None
         inputs = graph.ops[producer].inputs
-        stack.extend(v for v in inputs if not problem.is_given(v) and not problem.is_saved_for_good(v))
+        stack.extend(v for v in inputs if not problem.is_external(v) and not problem.is_saved_for_good(v))
     return tuple(found)
 
 

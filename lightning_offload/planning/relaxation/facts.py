@@ -173,7 +173,7 @@ def _closure(problem: Problem, value: int, live_until: int) -> tuple[dict[int, N
             continue
         ops[op] = None
         for v in graph.ops[op].inputs:
-            if problem.is_given(v):
+            if problem.is_external(v):
                 continue
             if problem.is_saved_for_good(v):
                 saved[v] = None

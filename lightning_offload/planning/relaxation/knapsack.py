@@ -100,8 +100,8 @@ def _by_swaps(case: Case, excess: int, absent: Sequence[Item]) -> float:
 
 def _bytes_per_second(rates: Rates, device: DeviceSpec) -> float:
     """Of one direction; a disk whose copies do not take the link works beside it."""
-    beside = device.has_disk and rates.link_under_disk == 0
-    return 1 / rates.link + (1 / rates.disk if beside else 0.0)
+    is_parallel = device.has_disk and rates.link_under_disk == 0
+    return 1 / rates.link + (1 / rates.disk if is_parallel else 0.0)
 
 
 def _price(item: Item, replay_seconds_per_byte: float, device: DeviceSpec) -> tuple[float, bool]:

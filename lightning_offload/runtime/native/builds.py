@@ -32,11 +32,11 @@ from lightning_offload.runtime.native import build
 from lightning_offload.runtime.native.build import BuildError
 from lightning_offload.user_cache import native_folder
 
-__all__ = ["Stamp", "build_beside", "ensure", "find", "find_beside", "wanted"]
+__all__ = ["Stamp", "build_in_package", "ensure", "find", "find_in_package", "wanted"]
 
 _log = logging.getLogger(__name__)
 _STAMP = "stamp.json"
-_STAMP_BESIDE = "_core.json"
+_STAMP_IN_PACKAGE = "_core.json"
 _PATIENCE_SECONDS = 1800.0  # that a process waits for another one to build
 _FAILURE_SECONDS = 24 * 3600.0  # before a build that failed is tried again
 _UNUSED_SECONDS = 90 * 24 * 3600.0  # before builds for other versions are removed
@@ -74,9 +74,9 @@ def wanted() -> Stamp:
 
 def find() -> Path | None:
     """The library that is there already, beside the sources or in the cache; None where it is to be built."""
-    beside, folder = find_beside(), native_folder()
-    if beside is not None or folder is None:
-        return beside
+    in_package, folder = find_in_package(), native_folder()
+    if in_package is not None or folder is None:
+        return in_package
     stamp = wanted()
     found = _matching(folder / stamp.name / _STAMP, stamp)
     if found is not None:
@@ -85,9 +85,9 @@ def find() -> Path | None:
     return found
 
 
-def find_beside() -> Path | None:
+def find_in_package() -> Path | None:
     """The library beside the sources, as a wheel or an image may have it; None where it is not for this process."""
-    return _matching(build.SOURCES / _STAMP_BESIDE, wanted())
+    return _matching(build.SOURCES / _STAMP_IN_PACKAGE, wanted())
 
 
 def ensure(*, renew: bool = False, retry: bool = False) -> Path:
@@ -117,7 +117,7 @@ def ensure(*, renew: bool = False, retry: bool = False) -> Path:
         raise BuildError(f"the folder {str(folder)!r} cannot be written ({said})", mend) from error
 
 
-def build_beside() -> Path:
+def build_in_package() -> Path:
     """Build the library beside the sources, for a wheel or an image of the package.
 
     Raises:
@@ -127,10 +127,10 @@ def build_beside() -> Path:
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".building-") as made:
             build.compile_core(Path(made))
-            (place / _STAMP_BESIDE).unlink(missing_ok=True)  # at no time beside another's library
+            (place / _STAMP_IN_PACKAGE).unlink(missing_ok=True)  # at no time beside another's library
             os.replace(Path(made, build.LIBRARY), place / build.LIBRARY)
-            _write(Path(made, _STAMP_BESIDE), dataclasses.asdict(stamp))
-            os.replace(Path(made, _STAMP_BESIDE), place / _STAMP_BESIDE)
+            _write(Path(made, _STAMP_IN_PACKAGE), dataclasses.asdict(stamp))
+            os.replace(Path(made, _STAMP_IN_PACKAGE), place / _STAMP_IN_PACKAGE)
     except OSError as error:
         said = error.strerror or str(error)
         raise BuildError(f"the folder {str(place)!r} cannot be written ({said})", "change its permissions") from error

@@ -402,7 +402,7 @@ CallPtr Step::record(const c10::OperatorHandle& op, const OpFacts& facts, const 
 
 // Be able to notice a write through a tensor's version counter to what was there before the step. A storage may have
 // several: that of `x.data` is its own, and counts no write to `x`.
-static void guard_given(Value& value, const at::Tensor& tensor) {
+static void guard_external(Value& value, const at::Tensor& tensor) {
   if (tensor.is_inference()) {
     return;
   }
@@ -424,11 +424,11 @@ ValuePtr Step::read_by(const at::Tensor& tensor, const StoragePtr& storage) {
   auto value = table.find(storage.get());
   if (!value) {
     value = c10::make_intrusive<Value>(-1, static_cast<int64_t>(storage->nbytes()));
-    value->is_given = true;
+    value->is_external = true;
     table.follow(value, storage);
   }
-  if (value->is_given) {
-    guard_given(*value, tensor);
+  if (value->is_external) {
+    guard_external(*value, tensor);
   }
   return value;
 }
@@ -440,7 +440,7 @@ bool Step::refer(Call& call, int argument, int item, const at::Tensor& tensor) {
   }
   const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
   const auto value = read_by(tensor, storage);
-  if (value->is_given && !value->storage) {
+  if (value->is_external && !value->storage) {
     table.own(value, storage);  // a copy of statistics belongs to nobody else
   }
   if (std::find(call.inputs.begin(), call.inputs.end(), value) == call.inputs.end()) {
@@ -545,17 +545,17 @@ bool Step::before_write(const at::Tensor& tensor, bool may_ask_others) {
   if (!value) {
     return false;
   }
-  bool must_settle = static_cast<bool>(value->copy);
+  bool must_materialize = static_cast<bool>(value->copy);
   if (!value->call && !value->block) {
     for (const auto& weak : value->readers) {
       const auto reader = weak.lock();
       for (const auto& [position, result] : reader ? reader->results : decltype(reader->results)()) {
         const auto made = result.lock();
-        must_settle = must_settle || (made && made->call == reader);
+        must_materialize = must_materialize || (made && made->call == reader);
       }
     }
   }
-  if (must_settle) {
+  if (must_materialize) {
     return python.before_write(tensor);
   }
   const StoragePtr own = tensor.storage().getWeakStorageImpl().lock();
@@ -570,7 +570,7 @@ bool Step::before_write(const at::Tensor& tensor, bool may_ask_others) {
   value->storage.reset();
   value->guards.clear();
   table.drop(storage);
-  return !value->is_given;
+  return !value->is_external;
 }
 
 // ---- one op

@@ -39,7 +39,7 @@ std::string Step::mismatch(int64_t index, const StoragePtr& storage) {
 
 // Let a saved value leave the device as the plan says; whether it need not be kept as it is.
 bool Step::leave(const ValuePtr& value, const StoragePtr& storage) {
-  if (value->is_given || storage->nbytes() == 0) {
+  if (value->is_external || storage->nbytes() == 0) {
     return false;
   }
   if (value->block) {
@@ -62,7 +62,7 @@ bool Step::leave(const ValuePtr& value, const StoragePtr& storage) {
 // The value that a pack is about where ops are not seen, by what the program says of it; none where it stays.
 ValuePtr Step::by_ordinal(int64_t index, const at::Tensor& tensor, const StoragePtr& storage, Handle& handle) {
   auto value = table.find(storage.get());
-  if (value && value->is_given) {  // what exposed it may have come before
+  if (value && value->is_external) {  // what exposed it may have come before
     took_data = took_data || index >= 0;
     return {};
   }
@@ -172,7 +172,7 @@ Kept Step::pack_by_form(
   const int64_t index = program->pack_storages[place];
   const bool is_planned = program->action(index) != Program::KEEP;
   const auto num_bytes = static_cast<int64_t>(storage->nbytes());
-  if (value && value->is_given) {  // what exposed it may have come before
+  if (value && value->is_external) {  // what exposed it may have come before
     took_data = took_data || is_planned;
   } else if (value && value->block) {
     if (value->is_as_saved(*handle)) {
@@ -181,7 +181,7 @@ Kept Step::pack_by_form(
       value->handles.push_back(WeakHandle(handle));
       return Kept::NOT;
     }
-  } else if ((program->pack_flags[place] & Program::GIVEN) || outlives(storage.get())) {
+  } else if ((program->pack_flags[place] & Program::EXTERNAL) || outlives(storage.get())) {
     // It stays in any case.
   } else if (ledger.is_staying(storage.get())) {
     ledger.stays_too(handle);
@@ -338,7 +338,7 @@ at::Tensor Step::unpack(Handle& handle) {
       }
     }
   } else if (is_backward && !has_deviated && (is_busy || (handle.value && handle.value->block && handle.value->index < 0))) {
-    python.bring_back(first, last, handle.value);  // what was saved before one that was astray comes back next
+    python.bring_back(first, last, handle.value);  // what was saved before one that was unmatched comes back next
   }
   if (!handle.value || !handle.geometry) {
     handle.is_out = true;

@@ -239,8 +239,8 @@ GETTER(value_stream, return incref_or_none(VALUE(self).py_stream.get()))
 GETTER(value_call, return incref_or_none(VALUE(self).call ? Py_True : nullptr))
 SETTER(set_value_call, TORCH_CHECK_VALUE(given == Py_None, "a call is recorded by the core alone"); VALUE(self).call.reset())
 GETTER(value_original, Py_RETURN_NONE)
-GETTER(value_is_given, return PyBool_FromLong(VALUE(self).is_given))
-SETTER(set_value_is_given, VALUE(self).is_given = PyObject_IsTrue(given))
+GETTER(value_is_external, return PyBool_FromLong(VALUE(self).is_external))
+SETTER(set_value_is_external, VALUE(self).is_external = PyObject_IsTrue(given))
 GETTER(value_is_ours, return PyBool_FromLong(VALUE(self).is_ours))
 GETTER(value_is_handed_out, return PyBool_FromLong(VALUE(self).is_handed_out))
 GETTER(value_has_origin, return PyBool_FromLong(VALUE(self).origin.has_value()))
@@ -307,7 +307,7 @@ PyGetSetDef value_attributes[] = {
     {"stream", value_stream, nullptr, nullptr, nullptr},
     {"call", value_call, set_value_call, nullptr, nullptr},
     {"original", value_original, nullptr, nullptr, nullptr},
-    {"is_given", value_is_given, set_value_is_given, nullptr, nullptr},
+    {"is_external", value_is_external, set_value_is_external, nullptr, nullptr},
     {"is_ours", value_is_ours, nullptr, nullptr, nullptr},
     {"is_handed_out", value_is_handed_out, nullptr, nullptr, nullptr},
     {"has_handle", value_has_handle, nullptr, nullptr, nullptr},
@@ -367,7 +367,7 @@ METHOD(handle_let_go, {
   handle.value = value_of(value);
   handle.geometry = geometry_of(geometry);
   handle.kept.reset();
-  handle.loan.reset();
+  handle.borrowed.reset();
   handle.value->handles.push_back(WeakHandle(handle_of(self)));
   Py_RETURN_NONE;
 })
@@ -617,7 +617,7 @@ PyObject* step_pack(PyObject* self, PyObject* given) {
     case Kept::AS_IT_IS:
       if (has_no_graph(tensor)) {
         handle->kept = tensor;
-        handle->loan = PyRef::stolen(checked(PyWeakref_NewRef(given, nullptr)));
+        handle->borrowed = PyRef::stolen(checked(PyWeakref_NewRef(given, nullptr)));
         break;
       }
       [[fallthrough]];

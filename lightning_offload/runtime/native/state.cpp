@@ -140,7 +140,7 @@ void Handle::release_resources() {
   kept.reset();
   value.reset();
   geometry.reset();
-  loan.reset();
+  borrowed.reset();
   if (const auto count = std::exchange(counted, nullptr)) {
     *count -= counted_bytes;
   }

@@ -145,7 +145,7 @@ struct Handle final : c10::intrusive_ptr_target {
   int64_t index = 0;        // ordinal of its pack
   int64_t place = NOWHERE;  // of its pack in the program; ASKS where Python finds it
   at::Tensor kept;    // the tensor itself, or one beside it without a graph, where it is kept
-  PyRef loan;         // a weak reference to the program's own tensor, for `torch.utils.swap_tensors` to see a user
+  PyRef borrowed;         // a weak reference to the program's own tensor, for `torch.utils.swap_tensors` to see a user
   ValuePtr value;
   std::optional<Geometry> geometry;
   Guard saved;  // the saved tensor's counter and version
@@ -228,7 +228,7 @@ struct Value final : c10::intrusive_ptr_target {
   std::optional<WeakTensor> made_as;  // the tensor that an op made it as
   std::optional<c10::Stream> stream;  // that `storage` was allocated on, where we allocated it
   PyRef block, copy, py_stream;       // Python's own: a block of a lower tier, a copy under way, `stream`
-  bool is_given = false, is_ours = false, is_handed_out = false;
+  bool is_external = false, is_ours = false, is_handed_out = false;
   PyObject* wrapper = nullptr;  // borrowed: Python's object for it, while there is one
 
   // Scratch of a replay, valid where `replay` is that replay's number.

@@ -72,12 +72,12 @@ struct Program {
   std::vector<Busy> busy;         // those that are
   std::vector<int32_t> busy_ops;  // by op: its place among them
   std::vector<int64_t> pack_bytes, pack_storages, first_packs;
-  std::vector<uint8_t> pack_flags;  // MADE, RELEASES, GIVEN
+  std::vector<uint8_t> pack_flags;  // MADE, RELEASES, EXTERNAL
   std::vector<uint8_t> busy_unpacks;
   std::vector<uint8_t> actions;  // by storage
   bool is_bound = false, is_recomputing = false, sees_ops = false;
   bool minds_writes = false;  // that are made in other steps
-  enum PackFlag : uint8_t { MADE = 1, RELEASES = 2, GIVEN = 4 };
+  enum PackFlag : uint8_t { MADE = 1, RELEASES = 2, EXTERNAL = 4 };
 
   // Whether steps of other structures follow; and by pack, what they are followed by.
   bool is_routed = false;

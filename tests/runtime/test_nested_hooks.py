@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils import checkpoint
 
-from lightning_offload.runtime import shadowing
-from lightning_offload.runtime.shadowing import Shadowed, noticing
+from lightning_offload.runtime import nested_hooks
+from lightning_offload.runtime.nested_hooks import NestedSaves, noticing
 
 Caching: Any = checkpoint._CachingTorchDispatchMode
 
@@ -41,14 +41,14 @@ def _mode(respect: bool | None) -> Any:
 @pytest.fixture
 def torch_214(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch can pass what a selective checkpoint caches to the hooks around it."""
-    monkeypatch.setattr(shadowing, "_resolve", _resolve)
+    monkeypatch.setattr(nested_hooks, "_resolve", _resolve)
 
 
 @pytest.mark.usefixtures("torch_214")
 @pytest.mark.parametrize("said", [None, True, False])
 def test_selective_checkpoint_is_told_to_respect_our_hooks(said: bool | None) -> None:
     """Unless the model has said what it wants; and no longer than the step is open."""
-    with saved_tensors_hooks(_pack, _unpack), noticing(Shadowed(), _pack):
+    with saved_tensors_hooks(_pack, _unpack), noticing(NestedSaves(), _pack):
         with _mode(said) as mode:
             pass
         assert mode.respect_saved_tensors_hooks is (said is not False)
@@ -62,43 +62,43 @@ def test_selective_checkpoint_is_told_to_respect_our_hooks(said: bool | None) ->
 
 def test_hooks_of_another_thread_are_not_counted() -> None:
     """A step is open in one thread; what others save is their own."""
-    shadowed = Shadowed()
+    nested = NestedSaves()
 
     def save() -> None:
         with save_on_cpu():
             torch.ones(3, requires_grad=True).sin()
 
-    with noticing(shadowed, _pack):
+    with noticing(nested, _pack):
         thread = threading.Thread(target=save)
         thread.start()
         thread.join()
-        assert shadowed.num_tensors == {}
+        assert nested.num_tensors == {}
         save()
-    assert shadowed.num_tensors == {"save_on_cpu": 1}
-    assert shadowed.num_bytes == {"save_on_cpu": 12}
+    assert nested.num_tensors == {"save_on_cpu": 1}
+    assert nested.num_bytes == {"save_on_cpu": 12}
 
 
 def test_hooks_of_the_model_are_left_as_they_were() -> None:
     """Hooks that were entered in a step are the same objects, with the same functions, afterwards."""
     hooks = saved_tensors_hooks(_pack, _unpack)
-    shadowed = Shadowed()
-    with noticing(shadowed, _unpack), hooks:
+    nested = NestedSaves()
+    with noticing(nested, _unpack), hooks:
         torch.ones(3, requires_grad=True).sin()
     assert hooks.pack_hook is _pack
-    assert shadowed.num_tensors == {"_pack": 1}
+    assert nested.num_tensors == {"_pack": 1}
 
 
 @pytest.mark.parametrize("calls", [list, lambda items: dict(enumerate(items))], ids=["up to torch 2.11", "later"])
 def test_what_a_selective_checkpoint_caches_is_counted(calls: Any) -> None:
     """However torch keeps it, and once for each call."""
-    shadowed = Shadowed()
+    nested = NestedSaves()
 
     def cached(num_elements: int) -> Any:
         return types.SimpleNamespace(val=torch.ones(num_elements))
 
     mode = _mode(None)
     mode.storage |= {"mm": calls([cached(2), (cached(3), None)]), "sin": calls([cached(4)])}
-    with saved_tensors_hooks(_pack, _unpack), noticing(shadowed, _pack), mode:
+    with saved_tensors_hooks(_pack, _unpack), noticing(nested, _pack), mode:
         pass
-    assert shadowed.num_tensors == {shadowing.SELECTIVE: 3}
-    assert shadowed.num_bytes == {shadowing.SELECTIVE: 36}
+    assert nested.num_tensors == {nested_hooks.SELECTIVE: 3}
+    assert nested.num_bytes == {nested_hooks.SELECTIVE: 36}

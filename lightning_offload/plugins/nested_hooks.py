@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_offload.runtime.shadowing import SELECTIVE, Shadowed, noticing
+from lightning_offload.runtime.nested_hooks import SELECTIVE, NestedSaves, noticing
 from lightning_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
 
-class Shadows:
+class NestedHooks:
     """Counts, in each step, what its hooks do not see.
 
     Attributes:
@@ -23,18 +23,18 @@ class Shadows:
     """
 
     def __init__(self) -> None:
-        self.last = Shadowed()
+        self.last = NestedSaves()
         self._told: set[str] = set()
 
     @contextlib.contextmanager
     def around(self, pack: Callable[[Tensor], Any]) -> Iterator[None]:
         """Around the part of a step that is under its hooks, of which ``pack`` is the first."""
-        self.last = shadowed = Shadowed()
-        with noticing(shadowed, pack):
+        self.last = nested = NestedSaves()
+        with noticing(nested, pack):
             yield
-        for holder in shadowed.num_tensors.keys() - self._told:
+        for holder in nested.num_tensors.keys() - self._told:
             self._told.add(holder)
-            _log.warning("%s", _said(holder, shadowed.num_tensors[holder], shadowed.num_bytes[holder]))
+            _log.warning("%s", _said(holder, nested.num_tensors[holder], nested.num_bytes[holder]))
 
 
 def _said(holder: str, num_tensors: int, num_bytes: int) -> str:

@@ -36,7 +36,7 @@ _resolve: Any = getattr(checkpoint, "_current_user_saved_tensors_hooks", None)
 
 
 @dataclasses.dataclass(slots=True)
-class Shadowed:
+class NestedSaves:
     """What was saved out of sight.
 
     Attributes:
@@ -60,7 +60,7 @@ class Shadowed:
 class _OpenHooks(threading.local):
     """The step that is open in a thread: what counts for it, and its own hooks."""
 
-    shadowed: Shadowed | None = None
+    nested: NestedSaves | None = None
     pack: Callable[[Tensor], Any] | None = None
 
 
@@ -71,20 +71,20 @@ _original_enter = saved_tensors_hooks.__enter__
 
 
 @contextlib.contextmanager
-def noticing(shadowed: Shadowed, pack: Callable[[Tensor], Any]) -> Iterator[None]:
+def noticing(nested: NestedSaves, pack: Callable[[Tensor], Any]) -> Iterator[None]:
     """Around the part of a step in which its hooks are on: count what does not come to them.
 
     Args:
-        shadowed: Where to count it.
+        nested: Where to count it.
         pack: The step's own pack hook.
     """
-    before = (_open.shadowed, _open.pack)
-    _open.shadowed, _open.pack = shadowed, pack
+    before = (_open.nested, _open.pack)
+    _open.nested, _open.pack = nested, pack
     _patch(1)
     try:
         yield
     finally:
-        _open.shadowed, _open.pack = before
+        _open.nested, _open.pack = before
         _patch(-1)
 
 
@@ -104,8 +104,8 @@ def _patch(change: int) -> None:
 
 def _enter_hooks(hooks: saved_tensors_hooks) -> None:
     """Stands in for torch's: hooks that are pushed in a step tell what they are given in forward."""
-    shadowed, pack = _open.shadowed, hooks.pack_hook
-    if shadowed is None or pack == _open.pack or type(hooks).__module__ == _CHECKPOINT:
+    nested, pack = _open.nested, hooks.pack_hook
+    if nested is None or pack == _open.pack or type(hooks).__module__ == _CHECKPOINT:
         _original_enter(hooks)
         return
     holder = (
@@ -114,7 +114,7 @@ def _enter_hooks(hooks: saved_tensors_hooks) -> None:
 
     def counted(tensor: Tensor) -> Any:
         if torch._C._current_graph_task_id() == -1:
-            shadowed.note(holder, tensor)
+            nested.note(holder, tensor)
         return pack(tensor)
 
     hooks.pack_hook = counted
@@ -132,13 +132,13 @@ def _enter_caching(mode: Any) -> Any:
 
 
 def _exit_caching(mode: Any, *args: Any) -> Any:
-    shadowed = _open.shadowed
-    if shadowed is not None and torch._C._current_graph_task_id() == -1:
+    nested = _open.nested
+    if nested is not None and torch._C._current_graph_task_id() == -1:
         # By op: a list of what its calls gave up to torch 2.11, a dict of it by call later.
         for item in tree_leaves(list(mode.storage.values())):
             tensor = getattr(item, "val", None)
             if isinstance(tensor, Tensor) and getattr(item, "unpack_hook", None) is None:
-                shadowed.note(SELECTIVE, tensor)
+                nested.note(SELECTIVE, tensor)
     return super(_Caching, mode).__exit__(*args)
 
 

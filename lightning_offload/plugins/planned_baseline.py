@@ -1,4 +1,4 @@
-"""What the plans for a kind of step count beside what it makes: gradients of earlier steps, and all that is none of it.
+"""What the plans for a specialization count beside its own: gradients of earlier steps, and all that is none of it.
 
 What of that a step was seen to drop in its midst (the outputs of the step before, above all) is memory until then. A
 step that was recorded drops nothing, if it was the first one: what it left behind itself the next one may drop.
@@ -15,7 +15,7 @@ import torch
 
 from lightning_offload.capture.departures import Departures, within
 from lightning_offload.graph.step_graph import Accumulation, Departure, StepGraph
-from lightning_offload.plugins.touched import StorageRef
+from lightning_offload.plugins.external_storages import StorageRef
 
 _MOST_TOGETHER = 8  # of gradients that may be there, told apart
 
@@ -109,8 +109,8 @@ class Dropping:
 
 
 @dataclasses.dataclass(slots=True)
-class Beside:
-    """What the plans for a kind of step count beside what it makes.
+class PlannedBaseline:
+    """What the plans for a specialization count beside what it makes.
 
     Attributes:
         gradients: Gradients of earlier steps.

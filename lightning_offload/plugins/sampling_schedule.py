@@ -16,7 +16,7 @@ _NUM_ALIKE = 3
 
 
 @dataclasses.dataclass(slots=True)
-class Cadence:
+class SamplingSchedule:
     """Which steps have their memory counted.
 
     Attributes:
@@ -62,7 +62,7 @@ class Cadence:
 
 
 @dataclasses.dataclass(slots=True)
-class HookShedding:
+class HookElision:
     """Which steps that keep everything go without hooks: those after some that were alike.
 
     As many autograd nodes may save more than they did (a longer sequence, a layer that is trained from now on), which
@@ -80,7 +80,7 @@ class HookShedding:
     num_unhooked: int = 0
     has_varied: bool = False
 
-    def sheds(self, *, has_ample_room: bool) -> bool:
+    def elides(self, *, has_ample_room: bool) -> bool:
         """Whether the coming step has none.
 
         Args:

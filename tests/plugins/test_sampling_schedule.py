@@ -6,17 +6,17 @@ import itertools
 
 import pytest
 
-from lightning_offload.plugins.cadence import Cadence, HookShedding
+from lightning_offload.plugins.sampling_schedule import HookElision, SamplingSchedule
 
 
 def _counted(num_steps: int, *, is_changing: bool) -> list[int]:
-    cadence, found = Cadence(), []
+    sampling_schedule, found = SamplingSchedule(), []
     for step in range(num_steps):
-        foreseen = cadence.is_due(is_changing=is_changing, is_next=True)
-        cadence.begin_step()
-        assert cadence.is_due(is_changing=is_changing) == foreseen
+        foreseen = sampling_schedule.is_due(is_changing=is_changing, is_next=True)
+        sampling_schedule.begin_step()
+        assert sampling_schedule.is_due(is_changing=is_changing) == foreseen
         if foreseen:
-            cadence.counted()
+            sampling_schedule.counted()
             found.append(step)
     return found
 
@@ -49,24 +49,24 @@ def test_steps_in_turns_do_not_evade_it(period: int) -> None:
 
 def test_hooks_go_after_three_steps_alike_and_come_back_at_times() -> None:
     """One step in 32 has them."""
-    hooks, sheds = HookShedding(), []
+    hooks, elides = HookElision(), []
     for _ in range(3 + 64):
-        sheds.append(hooks.sheds(has_ample_room=False))
+        elides.append(hooks.elides(has_ample_room=False))
         hooks.note(40)
-    assert sheds[:3] == [False] * 3
-    assert sheds[3:].count(False) == 2
+    assert elides[:3] == [False] * 3
+    assert elides[3:].count(False) == 2
 
 
 def test_hooks_stay_where_steps_differ() -> None:
     """Until they are others from the beginning; what is not known says nothing."""
-    hooks = HookShedding()
+    hooks = HookElision()
     for num_nodes in (40, None, 40, 41, 40, 40, 40, 40):
         hooks.note(num_nodes)
-    assert not hooks.sheds(has_ample_room=False)
-    assert hooks.sheds(has_ample_room=True)
-    alike = HookShedding()
+    assert not hooks.elides(has_ample_room=False)
+    assert hooks.elides(has_ample_room=True)
+    alike = HookElision()
     for _ in range(3):
         alike.note(7)
-    assert alike.sheds(has_ample_room=False)
+    assert alike.elides(has_ample_room=False)
     alike.restart()
-    assert not alike.sheds(has_ample_room=False)
+    assert not alike.elides(has_ample_room=False)

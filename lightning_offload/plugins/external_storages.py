@@ -21,7 +21,7 @@ StorageRef = weakref.ref[torch.UntypedStorage]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Touched:
+class ExternalStorages:
     """The persistent storages that a recorded step touches.
 
     Attributes:
@@ -33,21 +33,21 @@ class Touched:
     known: list[tuple[StorageRef, int]] | None = None
 
     @classmethod
-    def seen(cls, live: LiveBytes, gradients: Collection[int]) -> Touched:
+    def seen(cls, live: LiveBytes, gradients: Collection[int]) -> ExternalStorages:
         """Those of a step whose bytes were counted.
 
         Args:
             live: What counted them.
             gradients: Identities of the gradients that were there when it began.
         """
-        found = {key: entry for key, entry in live.touched.items() if key not in gradients}
+        found = {key: entry for key, entry in live.external.items() if key not in gradients}
         return cls({key: entry[0] for key, entry in found.items()}, list(found.values()))
 
     def now(self) -> set[int]:
         """Identities of those that still live."""
         return {key for key, reference in self.references.items() if reference() is not None}
 
-    def bytes_beside(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
+    def baseline_bytes(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
         """What is on the device beside the coming step; None where it is not known yet.
 
         Args:
@@ -59,28 +59,28 @@ class Touched:
             return None
         if not there.is_whole:
             return self._followed(there, gradients)
-        not_beside = self.now().union(gradients)
-        beside = there.bytes_but(not_beside)
+        excluded = self.now().union(gradients)
+        baseline = there.bytes_but(excluded)
         gone_bytes = sum(num_bytes for reference, num_bytes in self.known if reference() is None)
-        return max(0, beside - gone_bytes) if has_inputs else beside
+        return max(0, baseline - gone_bytes) if has_inputs else baseline
 
     def _followed(self, there: There, gradients: Collection[int]) -> int:
         """The same where nobody listed all: in place of what is gone lies what is as large; an input may be larger."""
-        not_beside = {*self.now(), *gradients}
+        excluded = {*self.now(), *gradients}
         unmatched = Counter(num_bytes for reference, num_bytes in self.known or [] if reference() is None)
-        beside_bytes = spare_bytes = 0
+        baseline_bytes = spare_bytes = 0
         found = (
-            (key in there.given, storage.nbytes()) for key, storage in there.storages.items() if key not in not_beside
+            (key in there.inputs, storage.nbytes()) for key, storage in there.storages.items() if key not in excluded
         )
-        for is_given, num_bytes in (*found, *((False, num_bytes) for num_bytes in there.replaced)):
+        for is_input, num_bytes in (*found, *((False, num_bytes) for num_bytes in there.replaced)):
             if unmatched[num_bytes]:
                 unmatched[num_bytes] -= 1
                 continue
-            beside_bytes += num_bytes
-            spare_bytes += num_bytes if is_given else 0
-        return beside_bytes - min(spare_bytes, sum(size * number for size, number in unmatched.items()))
+            baseline_bytes += num_bytes
+            spare_bytes += num_bytes if is_input else 0
+        return baseline_bytes - min(spare_bytes, sum(size * number for size, number in unmatched.items()))
 
-    def bytes_beside_of(
+    def baseline_bytes_of(
         self, allocated_bytes: int, gradient_bytes: int, taken: Callable[[int], int], *, has_inputs: bool
     ) -> int | None:
         """The same of the allocator's figure.
@@ -93,5 +93,5 @@ class Touched:
         """
         if self.known is None:
             return None
-        touched = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
-        return max(0, allocated_bytes - gradient_bytes - touched)
+        external = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
+        return max(0, allocated_bytes - gradient_bytes - external)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.catalog import device_spec
-from lightning_offload.graph.files import beside
+from lightning_offload.graph.files import sibling_graph
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import plan as make_plan
@@ -61,7 +61,7 @@ def written(folder: Path, graph: StepGraph, policy: str = "auto", share: float =
     made = make_plan(graph, HERE, budget, policy=policy)
     path = folder / "plan.json"
     path.write_text(made.to_json())
-    beside(path).write_text(graph.to_json())
+    sibling_graph(path).write_text(graph.to_json())
     return path
 
 
@@ -199,7 +199,7 @@ def test_without_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     """It waits for the first recording, and is in force from the second step on; another one is told of, once."""
     graph = captured()
     path = written(tmp_path, graph, share=0.5)
-    beside(path).unlink()
+    sibling_graph(path).unlink()
     for given in (path, MemoryPlan.from_json(path.read_text())):
         phases, memory = compared(net(), batches_of(*[ROWS] * 4), plan=given, budget="1GiB")
         assert phases[:2] == ["recording", "verifying"]
@@ -214,11 +214,11 @@ def test_without_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 def test_a_step_that_is_not_the_plans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """That of another plan is told of and left alone; one that cannot be read is an error."""
     path = written(tmp_path, captured())
-    beside(path).write_text(captured(depth=2).to_json())
+    sibling_graph(path).write_text(captured(depth=2).to_json())
     MemoryPlugin(plan=path)
     (message,) = caplog.messages
     assert "is the step of another plan" in message
-    beside(path).write_text("{}")
+    sibling_graph(path).write_text("{}")
     with pytest.raises(PlanError, match=r"plan\.graph\.json', the step of plan .* cannot be read"):
         MemoryPlugin(plan=path)
 

@@ -141,7 +141,7 @@ class Expected(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Pace:
+class StepTimeEstimate:
     """The last steps under one plan."""
 
     _plan: MemoryPlan | None = None
