@@ -55,13 +55,13 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 def test_every_file_of_the_package_is_in_it(wheel: zipfile.ZipFile) -> None:
-    """The demo, the parts of the pages and the mark of typed packages among them; and nothing else is."""
+    """The parts of the pages and the mark of typed packages among them; and nothing else is."""
     there = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
     there = {name for name in there if "__pycache__" not in name}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == there | BUILT
     assert any(name.endswith(".cpp") for name in packed)
-    parts = {"demo/program.py", "demo/residual.py", "py.typed", "report/page.css", "report/page.html", "report/page.js"}
+    parts = {"cli/demo.py", "py.typed", "report/page.css", "report/page.html", "report/page.js"}
     assert {f"lightning_offload/{part}" for part in parts} <= packed
 
 

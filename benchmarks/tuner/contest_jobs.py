@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from benchmarks.tuner.contests import Contest
 from benchmarks.tuner.jobs import Job, Tensors
 from benchmarks.tuner.text import MODULES, NUM_BYTES, sequences
+from examples.demo.data import NUM_CLASSES, load_images
 from examples.models import ResNet, gpt2
-from lightning_offload.demo.data import NUM_CLASSES, load_images
 
 __all__ = ["contests", "quick_contests"]
 
