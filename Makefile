@@ -1,4 +1,5 @@
-# Every target is self-sufficient: it creates .venv and installs from constraints.txt when needed.
+# Every target is self-sufficient: it creates .venv and installs from constraints.txt what it needs, where that is not
+# there yet: what the demo does, and all the rest of dev where a target does more.
 # `make TARGET PY=/path/to/python` uses that interpreter as it is and installs nothing.
 
 .DEFAULT_GOAL := help
@@ -6,14 +7,14 @@
 .PHONY: help demo test test-unit test-budgets test-catalogue test-all test-emulated test-emulated-all test-clients check test-gpu bench bench-gpu rehearse-gpu native docs clean
 
 VENV := .venv
-STAMP := $(VENV)/.stamp
 PY = $(VENV)/bin/python
 # The first interpreter that the pinned versions in constraints.txt support.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
 ifeq ($(origin PY),file)
-ENVIRONMENT := $(STAMP)
+DEMO_ENVIRONMENT := $(VENV)/.demo
+ENVIRONMENT := $(VENV)/.dev
 endif
 
 # One thread per test process: two processes share the cores, and results do not hang on their number.
@@ -23,21 +24,27 @@ NUM_WORKERS ?= 2
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
-$(STAMP): pyproject.toml constraints.txt
+INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt
+
+$(VENV)/.demo: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
 demo: native ## train a ResNet-50 on digits, plain and within a budget, and compare (lightning-offload demo)
 	$(PY) -m examples.demo
 
-test: native ## run the tests (those that need a GPU are skipped without one)
+test: $(ENVIRONMENT) native ## run the tests (those that need a GPU are skipped without one)
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal
 
 # Those that train whole models, in this process or in others.
-TRAINING_TESTS := docs engine fuzz zoo catalogue lightning distributed adapters callbacks demo examples gpu emulated_cuda
+TRAINING_TESTS := docs engine fuzz zoo catalogue lightning distributed adapters callbacks examples gpu emulated_cuda
 
 test-unit: $(ENVIRONMENT) ## run the tests that train no whole model
 	$(TEST_THREADS) $(PY) -m pytest -n $(NUM_WORKERS) --dist worksteal $(TRAINING_TESTS:%=--ignore=tests/%)
@@ -99,7 +106,7 @@ test-gpu: $(ENVIRONMENT) ## run the tests that need a GPU
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -m gpu -q -p no:cacheprovider \
 		-n $(NUM_GPU_WORKERS) --dist worksteal $(GPU_TESTS) || test $$? -eq 5  # 5: no test is marked gpu
 
-native: $(ENVIRONMENT) ## build the native core of planned steps into the user's cache, where there is a C++ compiler
+native: $(DEMO_ENVIRONMENT) ## build the native core of planned steps into the user's cache, where there is a C++ compiler
 	$(PY) -m lightning_offload.cli build-native || echo "planned steps run in Python"
 
 bench: $(ENVIRONMENT) ## measure the overhead against plain training

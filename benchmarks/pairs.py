@@ -1,6 +1,6 @@
 """The method of every comparison of step times: interleaved pairs and the median of their ratios.
 
-What a pair is, and how far the median of ratios can be trusted, is the demo's: `lightning_offload.demo.pairs`.
+What a pair is, and how far the median of ratios can be trusted, is the demo's: `examples.demo.pairs`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from lightning_offload.demo.pairs import PairedTimes, Ratio, ratio_of
+from examples.demo.pairs import PairedTimes, Ratio, ratio_of
 
 __all__ = ["PairedTimes", "Ratio", "quartiles", "ratio_of", "synchronize", "time_pairs", "time_rounds"]
 

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from examples.demo.data import NUM_CLASSES, load_images
 from examples.models import ResNet
-from lightning_offload.demo.data import NUM_CLASSES, load_images
-from lightning_offload.demo.residual import Bottleneck
+from examples.models.residual import Bottleneck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,8 +146,6 @@ NAMED = {
     "capture/spec_cache.py": "a CPU's rates depend on its threads, others' on a driver",
     "capture/workspace.py": "torch's profiler reports what a CPU's ops allocate",
     "cli/links.py": "a CPU is always there",
-    "demo/state.py": "it checks on the library, and does not ask it",
-    "demo/tracker.py": "it checks on the library, and does not ask it",
     "graph/catalog.py": "data",
     "planning/links.py": "data: the kind that a spec has",
     "planning/planner.py": "data: the kind that a spec has",

@@ -55,20 +55,21 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 def test_every_file_of_the_package_is_in_it(wheel: zipfile.ZipFile) -> None:
-    """The demo, the parts of the pages and the mark of typed packages among them; and nothing else is."""
+    """The parts of the pages and the mark of typed packages among them; and nothing else is."""
     there = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
     there = {name for name in there if "__pycache__" not in name}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == there | BUILT
     assert any(name.endswith(".cpp") for name in packed)
-    parts = {"demo/program.py", "demo/residual.py", "py.typed", "report/page.css", "report/page.html", "report/page.js"}
+    parts = {"cli/demo.py", "py.typed", "report/page.css", "report/page.html", "report/page.js"}
     assert {f"lightning_offload/{part}" for part in parts} <= packed
 
 
 def test_the_package_needs_nothing_of_the_checkout() -> None:
-    """No file of it imports examples, benchmarks or tests, which are not in the wheel."""
-    pattern = re.compile(r"^\s*(?:from|import) (?:examples|benchmarks|tests)\b", re.MULTILINE)
-    assert [path.name for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))] == []
+    """Of examples, benchmarks or tests, which are not in the wheel, the command `demo` alone names a module."""
+    pattern = re.compile(r"^\s*(?:from|import) (?:examples|benchmarks|tests)\b|\bexamples\.\w", re.MULTILINE)
+    found = [path for path in PACKAGE.rglob("*.py") if pattern.search(path.read_text(encoding="utf-8"))]
+    assert found == [PACKAGE / "cli/demo.py"]
 
 
 def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
@@ -78,7 +79,7 @@ def test_the_command_is_installed(wheel: zipfile.ZipFile) -> None:
 
 
 def test_extras_bring_what_their_feature_needs(metadata: Message) -> None:
-    """The demo's all that `lightning-offload demo` takes; each extra that a message names exists."""
+    """The demo's all that `make demo` takes; each extra that a message names exists."""
     needs = [text.partition(";") for text in metadata.get_all("Requires-Dist", [])]
     extras: dict[str, set[str]] = {extra: set() for extra in metadata.get_all("Provides-Extra", [])}
     for requirement, _, condition in needs:
@@ -89,7 +90,7 @@ def test_extras_bring_what_their_feature_needs(metadata: Message) -> None:
     assert extras["plots"] == {"matplotlib"}
     sources = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
     named = {name for group in re.findall(r"lightning-offload\[([\w,]+)\]", sources) for name in group.split(",")}
-    assert {"cli", "demo", "plots", "report"} <= named <= set(extras)
+    assert {"cli", "plots", "report"} <= named <= set(extras)
 
 
 def test_the_version_is_the_packages(metadata: Message) -> None:

@@ -45,7 +45,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def test_nothing_imports_what_it_must_not() -> None:
-    """No pickle and no network in any file of the package, and other programs in the demo's and the build's alone."""
+    """No pickle and no network in any file of the package, and other programs in the native core's build alone."""
     found = set()
     for name, tree in sources():
         for node in ast.walk(tree):
@@ -55,13 +55,12 @@ def test_nothing_imports_what_it_must_not() -> None:
                 found.add((name, (node.module or "").partition(".")[0]))
     assert len(found) > 500
     assert sorted(each for each in found if each[1] in NEVER) == [
-        ("demo/program.py", "subprocess"),
         ("runtime/native/build.py", "subprocess"),
     ]
 
 
 def test_nothing_runs_text() -> None:
-    """Neither eval nor exec but once, torch.load and torch.save in the demo alone, and no shell."""
+    """Neither eval nor exec but once, no torch.load and torch.save, and no shell."""
     found = set()
     for name, tree in sources():
         for node in ast.walk(tree):
@@ -78,11 +77,7 @@ def test_nothing_runs_text() -> None:
                     "os.popen",
                 }:
                     found.add((name, called))
-    assert found == {
-        ("demo/state.py", "torch.load"),
-        ("demo/state.py", "torch.save"),
-        ("runtime/environment.py", "eval"),
-    }
+    assert found == {("runtime/environment.py", "eval")}
 
 
 def test_the_environment_that_is_read() -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.models import plain
+from examples.models import plain, residual
 from examples.models.registry import Example, image_example
-from lightning_offload.demo import residual
 
 
 class _Basic(nn.Module):

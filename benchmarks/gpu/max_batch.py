@@ -18,8 +18,8 @@ from benchmarks.gpu.memory import CudaMeter, Peak
 from benchmarks.gpu.models import workload
 from benchmarks.pairs import synchronize
 from benchmarks.workloads import Workload
+from examples.demo.tracker import peak_tracker
 from lightning_offload import MemoryPlugin
-from lightning_offload.demo.tracker import peak_tracker
 from lightning_offload.errors import BudgetInfeasibleError
 
 _MARGIN = 0.03

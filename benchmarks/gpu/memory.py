@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.workloads import Workload
-from lightning_offload.demo.tracker import CudaPeak, peak_tracker
+from examples.demo.tracker import CudaPeak, peak_tracker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

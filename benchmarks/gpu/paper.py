@@ -27,10 +27,10 @@ from benchmarks.gpu.models import without_tf32
 from benchmarks.pairs import synchronize
 from benchmarks.papers.rows_depth import network
 from benchmarks.results import Measurements, Row
+from examples.demo.tracker import peak_tracker
 from examples.models import MODELS, Example, ResNet
 from examples.models.registry import image_example, seq2seq_example
 from lightning_offload import MemoryPlugin
-from lightning_offload.demo.tracker import peak_tracker
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.units import format_bytes
 

@@ -22,8 +22,8 @@ from benchmarks import environment, workloads
 from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_pairs
 from benchmarks.results import Measurements, Options, Row
 from benchmarks.workloads import Workload
+from examples.demo.tracker import peak_tracker
 from lightning_offload import MemoryPlugin
-from lightning_offload.demo.tracker import peak_tracker
 from lightning_offload.plugins.devices import measure_rates
 
 if TYPE_CHECKING:

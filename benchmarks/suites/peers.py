@@ -34,8 +34,8 @@ from benchmarks.pairs import PairedTimes, quartiles, ratio_of, time_rounds
 from benchmarks.results import Measurements, Options, Row
 from benchmarks.tables import markdown
 from benchmarks.workloads import Workload
+from examples.demo.tracker import peak_tracker
 from lightning_offload import MemoryPlugin
-from lightning_offload.demo.tracker import peak_tracker
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.plugins.report import Report
 from lightning_offload.units import format_bytes

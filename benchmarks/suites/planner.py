@@ -29,10 +29,7 @@ from benchmarks.results import RESULTS_FOLDER, Measurements, Options, Row, error
 __all__ = ["DOCUMENT", "TITLE", "page", "run"]
 
 TITLE = "Planner"
-_MAKE_PLANS = (
-    "lightning_offload/graph", "lightning_offload/planning", "lightning_offload/capture", "examples/models",
-    "lightning_offload/demo/residual.py",
-)  # fmt: skip
+_MAKE_PLANS = ("lightning_offload/graph", "lightning_offload/planning", "lightning_offload/capture", "examples/models")
 _CLOSE, _NEAR, _TIGHT = 1.01, 1.03, 1.05
 _PROMPT = {"resnet152": 1.0}  # seconds of CPU time in which its plans should be made
 _LOW = 0.2  # height from which on plans should be close to the bound

@@ -36,8 +36,8 @@ from benchmarks.tuner.jobs import Job, jobs, quick_jobs
 from benchmarks.tuner.judging import MUCH_SMALLER
 from benchmarks.tuner.page import DOCUMENT, page
 from benchmarks.tuner.records import Record, job_rows, sleeping_rows, spread_of
+from examples.demo.training import quiet_lightning
 from lightning_offload.callbacks.tuning.result import TuningResult
-from lightning_offload.demo.training import quiet_lightning
 
 __all__ = ["DOCUMENT", "TITLE", "page", "run"]
 

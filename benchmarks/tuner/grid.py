@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks.tuner.finding import fit
 from benchmarks.tuner.jobs import Job, Model
-from lightning_offload.demo.measurement import persistent_tensors
-from lightning_offload.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
+from examples.demo.measurement import persistent_tensors
+from examples.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
 from lightning_offload.errors import BudgetInfeasibleError
 
 __all__ = ["Measured", "grid_sizes", "measure"]

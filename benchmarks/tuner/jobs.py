@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.tuner.text import MODULES, NUM_BYTES, sequences
+from examples.demo.data import NUM_CLASSES, load_images, make_loader
 from examples.models import ResNet, gpt2
-from lightning_offload.demo.data import NUM_CLASSES, load_images, make_loader
 
 __all__ = ["Data", "Job", "Model", "jobs", "quick_jobs"]
 

@@ -14,8 +14,8 @@ from examples.models.cifar import CifarResNet, resnet_cifar
 from examples.models.language import bert_large, gpt2, gpt2_medium, t5_small
 from examples.models.plain import VGG, AlexNet, alexnet, vgg16, vgg16_bn, vgg19, vgg19_bn
 from examples.models.registry import MODELS, Example
+from examples.models.residual import ResNet, resnet, resnet50, resnet101, resnet152, resnet200
 from examples.models.vit import ViT, vit_l_16
-from lightning_offload.demo.residual import ResNet, resnet, resnet50, resnet101, resnet152, resnet200
 
 __all__ = [
     "MODELS",

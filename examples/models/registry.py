@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.models import attention, cifar, language, plain, vit
-from lightning_offload.demo import residual
+from examples.models import attention, cifar, language, plain, residual, vit
 
 Inputs = tuple[Tensor, ...]
 

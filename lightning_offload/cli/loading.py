@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_offload.errors import UnsupportedError
 
-_EXAMPLE = "write MODULE:ATTRIBUTE, such as examples.models:resnet152"
+_EXAMPLE = "write MODULE:ATTRIBUTE, such as torch.nn:Transformer"
 
 
 def load_attribute(text: str, what: str) -> Any:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples.demo.training import quiet_lightning
 from lightning_offload import EfficientBatchSizeFinder
 from lightning_offload.callbacks.tuning import session
-from lightning_offload.demo.training import quiet_lightning
 
 frozen: list[int] = []
 """Objects that were frozen as each step began; no attribute of the model, which a tuning would put back."""

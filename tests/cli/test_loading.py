@@ -38,7 +38,7 @@ def test_the_current_directory_is_searched(folder: Path) -> None:
 def test_what_is_not_there(subtests: pytest.Subtests) -> None:
     """The error names what is missing, and what is near."""
     for text, message in [
-        ("models", "model 'models' is not understood: write MODULE:ATTRIBUTE, such as examples.models:resnet152"),
+        ("models", "model 'models' is not understood: write MODULE:ATTRIBUTE, such as torch.nn:Transformer"),
         (":net", "is not understood"),
         ("a:b:c", "is not understood"),
         ("no_such_module:net", "there is no module 'no_such_module' in"),

@@ -8,7 +8,7 @@ from benchmarks.tuner import grid
 from benchmarks.tuner.finding import budget_of
 from benchmarks.tuner.grid import Measured, grid_sizes, measure
 from benchmarks.tuner.jobs import Job, quick_jobs
-from lightning_offload.demo.training import quiet_lightning
+from examples.demo.training import quiet_lightning
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.tuner.jobs import quick_jobs
 from benchmarks.tuner.racing import Race, RunningMean, median_ratio, race, ratios
-from lightning_offload.demo.training import quiet_lightning
+from examples.demo.training import quiet_lightning
 
 
 def ran(seed: int, seconds: float, *, is_tuned: bool, has_arrived: bool = True) -> Race:

@@ -1,7 +1,7 @@
-"""Says whether two saved runs are the same, bit for bit: `python -m lightning_offload.demo.compare PLAIN OURS`.
+"""Says whether two saved runs are the same, bit for bit: `python -m examples.demo.compare PLAIN OURS`.
 
 It is a program of its own so that nothing of the runs' process, neither a patched function nor a live tensor,
-has a say in the verdict. It uses nothing else of this library. The last line of its output is one JSON object
+has a say in the verdict. It uses nothing of the library. The last line of its output is one JSON object
 with a verdict per part, `identical` for all of them, and the first difference found. Exit status: 0
 identical, 1 different, 2 no comparison possible.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.demo.state import GROUPS, State, load_state
+from examples.demo.state import GROUPS, State, load_state
 
 
 def compare(plain: State, ours: State) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the two files named on the command line and print the verdict."""
     paths = list(sys.argv[1:] if arguments is None else arguments)
     if len(paths) != 2:
-        sys.stderr.write("usage: python -m lightning_offload.demo.compare PLAIN OURS\n")
+        sys.stderr.write("usage: python -m examples.demo.compare PLAIN OURS\n")
         return 2
     try:
         plain, ours = (load_state(Path(path)) for path in paths)

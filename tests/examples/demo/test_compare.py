@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_offload.demo import compare as compare_module
-from lightning_offload.demo.compare import compare, main, same_bits
-from lightning_offload.demo.program import DemoError, compare_in_process
-from lightning_offload.demo.state import GROUPS, load_state, save_state
+from examples.demo import compare as compare_module
+from examples.demo.compare import compare, main, same_bits
+from examples.demo.program import DemoError, compare_in_process
+from examples.demo.state import GROUPS, load_state, save_state
 
 
 @pytest.fixture

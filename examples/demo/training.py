@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from examples.demo.data import NUM_CLASSES, load_images, make_loader
+from examples.demo.measurement import Measurement
+from examples.demo.pairs import PairedTimes
+from examples.demo.turns import StepsInTurns
+from examples.models.residual import resnet50
 from lightning_offload.accelerators import accelerators_here, memory_in_use
-from lightning_offload.demo.data import NUM_CLASSES, load_images, make_loader
-from lightning_offload.demo.measurement import Measurement
-from lightning_offload.demo.pairs import PairedTimes
-from lightning_offload.demo.residual import resnet50
-from lightning_offload.demo.turns import StepsInTurns
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_offload.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
+from examples.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
 
 CPU = torch.device("cpu")
 FLOAT = 4

@@ -15,8 +15,8 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_offload.demo.state import save_state
-from lightning_offload.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
+from examples.demo.state import save_state
+from examples.demo.tracker import CudaPeak, LiveStorageTracker, peak_tracker
 
 if TYPE_CHECKING:
     from lightning_offload.plugins.report import Report

@@ -13,10 +13,10 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from examples.demo.pairs import PairedTimes
+from examples.demo.training import quiet_lightning
+from examples.demo.turns import StepsInTurns
 from lightning_offload import OffloadStrategy
-from lightning_offload.demo.pairs import PairedTimes
-from lightning_offload.demo.training import quiet_lightning
-from lightning_offload.demo.turns import StepsInTurns
 from lightning_offload.strategies.precision import OffloadPrecisionMixin, ungraft
 
 FIRST = 4

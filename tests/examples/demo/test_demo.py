@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_offload.demo import measurement
-from lightning_offload.demo import program as demo
-from lightning_offload.demo.program import main
-from lightning_offload.demo.state import save_state
-from lightning_offload.demo.training import DemoConfig, quiet_lightning, train
+from examples.demo import measurement
+from examples.demo import program as demo
+from examples.demo.program import main
+from examples.demo.state import save_state
+from examples.demo.training import DemoConfig, quiet_lightning, train
 
 SMALL = DemoConfig(batch_size=8, image_size=32, width=8, num_steps=8, num_pairs=3)
 

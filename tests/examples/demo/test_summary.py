@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_offload.demo.summary import DemoSummary, result_table
+from examples.demo.summary import DemoSummary, result_table
 
 MIB = 1 << 20
 GOOD = DemoSummary(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_offload.demo.data import load_images, make_loader
+from examples.demo.data import load_images, make_loader
 
 
 def test_digits_become_normalised_colour_images():

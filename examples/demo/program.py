@@ -29,13 +29,13 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from examples.demo.data import load_images
+from examples.demo.pairs import ratio_of
+from examples.demo.state import GROUPS
+from examples.demo.summary import DemoSummary, result_table
+from examples.demo.training import DemoConfig, RunResult, quiet_lightning, train
+from examples.models.residual import resnet50
 from lightning_offload.accelerators import accelerators_here, name_of
-from lightning_offload.demo.data import load_images
-from lightning_offload.demo.pairs import ratio_of
-from lightning_offload.demo.residual import resnet50
-from lightning_offload.demo.state import GROUPS
-from lightning_offload.demo.summary import DemoSummary, result_table
-from lightning_offload.demo.training import DemoConfig, RunResult, quiet_lightning, train
 from lightning_offload.errors import OffloadError, UnsupportedError
 from lightning_offload.plugins.report import Report
 from lightning_offload.strategies import OffloadStrategy
@@ -164,7 +164,7 @@ def compare_in_process(plain_path: Path, ours_path: Path) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "lightning_offload.demo.compare",
+        "examples.demo.compare",
         str(plain_path.resolve()),
         str(ours_path.resolve()),
     ]

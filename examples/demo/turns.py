@@ -13,8 +13,8 @@ from typing import Any
 
 import lightning.pytorch as L
 
+from examples.demo.pairs import PairedTimes
 from lightning_offload.accelerators import synchronize
-from lightning_offload.demo.pairs import PairedTimes
 from lightning_offload.strategies.precision import graft, ungraft
 
 
