@@ -195,22 +195,16 @@ Handing one over takes 50 to 160 microseconds of the thread's time whatever its 
 Transfer = Callable[[torch.UntypedStorage, HostBlock], None]
 
 
-class CpuLanes(CopyLanes):
-    """The lanes of a CPU: a worker thread for each direction."""
+class WorkerLanes(CopyLanes, Generic[_B]):
+    """Lanes of a worker thread for each direction.
 
-    def __init__(self) -> None:
-        self._out = _CpuWorker("lightning-offload-swap-out", copy_out)
-        self._in = _CpuWorker("lightning-offload-swap-in", copy_in)
+    Args:
+        out: Copies out.
+        back: Copies in.
+    """
 
-    @override
-    def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
-        assert isinstance(block, HostBlock)
-        return self._out.copy(storage, block)
-
-    @override
-    def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
-        assert isinstance(block, HostBlock)
-        return self._in.copy(storage, block)
+    def __init__(self, out: Worker[_B], back: Worker[_B]) -> None:
+        self._out, self._in = out, back
 
     @override
     def take_times(self) -> LaneTimes:
@@ -232,6 +226,28 @@ class CpuLanes(CopyLanes):
     def close(self) -> None:
         self._out.close()
         self._in.close()
+
+
+class CpuLanes(WorkerLanes[HostBlock]):
+    """The lanes of a CPU: a worker thread for each direction."""
+
+    _out: _CpuWorker
+    _in: _CpuWorker
+
+    def __init__(self) -> None:
+        super().__init__(
+            _CpuWorker("lightning-offload-swap-out", copy_out), _CpuWorker("lightning-offload-swap-in", copy_in)
+        )
+
+    @override
+    def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
+        assert isinstance(block, HostBlock)
+        return self._out.copy(storage, block)
+
+    @override
+    def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
+        assert isinstance(block, HostBlock)
+        return self._in.copy(storage, block)
 
 
 _MOVER = CpuMover()

@@ -10,11 +10,10 @@ import torch
 from typing_extensions import override
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.cpu_lanes import Job
-from lightning_offload.runtime.lanes import Block, Copy, HostCopy, Mover
+from lightning_offload.runtime.lanes import Block, Copy, Mover
 from lightning_offload.runtime.spill import DiskBlock
 from lightning_offload.runtime.spill_file import ALIGNMENT
-from lightning_offload.runtime.staged_lanes import CHUNK_BYTES, HostChunk, InwardCopy, Reader, StagedLanes, Writer
+from lightning_offload.runtime.staged_lanes import CHUNK_BYTES, HostChunk, Reader, StagedLanes, Writer
 
 
 class PlainChunk:
@@ -78,16 +77,10 @@ class DiskLanes(StagedLanes[DiskBlock]):
     @override
     def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
         assert isinstance(block, DiskBlock)
-        users = block.after if block.busy is None else (*block.after, block.busy)
-        block.after = ()
-        copy = block.busy = block.written = HostCopy()
-        self._out.submit(Job(self._mover.mark(), storage, block, copy, users))
+        copy = block.written = self._write(storage, block)
         return copy
 
     @override
     def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
         assert isinstance(block, DiskBlock)
-        users = () if block.written is None else (block.written,)
-        copy = block.busy = InwardCopy()
-        self._in.submit(Job(self._mover.mark(), storage, block, copy, users))
-        return copy
+        return self._read(storage, block, () if block.written is None else (block.written,))

@@ -12,9 +12,8 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from lightning_offload.runtime.cpu_lanes import Job
 from lightning_offload.runtime.host_pool import HostBlock
-from lightning_offload.runtime.lanes import Block, Copy, HostCopy, Mover
+from lightning_offload.runtime.lanes import Block, Copy, Mover
 from lightning_offload.runtime.staged_lanes import CHUNK_BYTES, HostChunk, InwardCopy, Reader, StagedLanes, Writer
 
 
@@ -49,17 +48,10 @@ class PageableLanes(StagedLanes[HostBlock]):
     @override
     def swap_out(self, storage: torch.UntypedStorage, block: Block) -> Copy:
         assert isinstance(block, HostBlock)
-        users = block.after if block.busy is None else (*block.after, block.busy)
-        block.after = ()
-        copy = block.busy = HostCopy()
-        self._out.submit(Job(self._mover.mark(), storage, block, copy, users))
-        return copy
+        return self._write(storage, block)
 
     @override
     def swap_in(self, block: Block, storage: torch.UntypedStorage) -> Copy:
         assert isinstance(block, HostBlock)
         # An earlier copy in came after the copy out as well, and this one comes after it.
-        users = () if block.busy is None or isinstance(block.busy, InwardCopy) else (block.busy,)
-        copy = block.busy = InwardCopy()
-        self._in.submit(Job(self._mover.mark(), storage, block, copy, users))
-        return copy
+        return self._read(storage, block, () if isinstance(block.busy, InwardCopy | None) else (block.busy,))

@@ -17,19 +17,20 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import queue
 import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from typing_extensions import override
 
 from lightning_offload.errors import SpillError
-from lightning_offload.runtime.cpu_lanes import Job, Worker
+from lightning_offload.runtime.cpu_lanes import Job, Worker, WorkerLanes
 from lightning_offload.runtime.lanes import (
     Block,
     Copy,
-    CopyLanes,
     HostCopy,
     LaneTimes,
     Mover,
@@ -305,7 +306,7 @@ class Reader(StagedWorker[B]):
         """Fill a chunk from where its bytes are in a block."""
 
 
-class StagedLanes(CopyLanes, Generic[B]):
+class StagedLanes(WorkerLanes[B]):
     """The parts of such lanes that do not depend on the tier.
 
     Args:
@@ -314,10 +315,26 @@ class StagedLanes(CopyLanes, Generic[B]):
         reader: Copies in.
     """
 
+    _out: Writer[B]
+    _in: Reader[B]
+
     def __init__(self, mover: Mover, writer: Writer[B], reader: Reader[B]) -> None:
+        super().__init__(writer, reader)
         self._mover = mover
-        self._out = writer
-        self._in = reader
+
+    def _write(self, storage: torch.UntypedStorage, block: B) -> HostCopy:
+        """Begin a copy out, after all copies that use the block."""
+        users = block.after if block.busy is None else (*block.after, block.busy)
+        block.after = ()
+        copy = block.busy = HostCopy()
+        self._out.submit(Job(self._mover.mark(), storage, block, copy, users))
+        return copy
+
+    def _read(self, storage: torch.UntypedStorage, block: B, users: tuple[Copy, ...]) -> InwardCopy:
+        """Begin a copy in, after some copies."""
+        copy = block.busy = InwardCopy()
+        self._in.submit(Job(self._mover.mark(), storage, block, copy, users))
+        return copy
 
     @override
     def prepare(self) -> None:
@@ -330,28 +347,9 @@ class StagedLanes(CopyLanes, Generic[B]):
 
     @override
     def take_times(self) -> LaneTimes:
-        out_bytes, out_seconds = self._out.take()
-        in_bytes, in_seconds = self._in.take()
-        return LaneTimes(
-            out_bytes=out_bytes,
-            out_seconds=out_seconds,
-            in_bytes=in_bytes,
-            in_seconds=in_seconds,
-            stall_seconds=self._mover.take_stall_seconds(),
-        )
+        return dataclasses.replace(super().take_times(), stall_seconds=self._mover.take_stall_seconds())
 
     @override
     def settle(self) -> None:
-        self._out.settle()
-        self._in.settle()
+        super().settle()
         self._mover.settle()
-
-    @override
-    def drain(self) -> None:
-        self._out.drain()
-        self._in.drain()
-
-    @override
-    def close(self) -> None:
-        self._out.close()
-        self._in.close()
