@@ -28,11 +28,11 @@ def contests() -> tuple[Contest, ...]:
     shape: dict[str, Any] = {"layers": 2, "width": 64, "length": 64, "window": 4096, "num_race_samples": 1_600_000}
     return (
         _text(
-            "gpt2-small-batch", batch_size=2, lr=7e-4, target_loss=1.85,
+            "gpt2-small-batch", batch_size=2, lr=7e-4, target_loss=1.95,
             sizes=(2, 8, 16, 32, 64), rate_factors=(1.0, 2.0), seeds=(0, 1), **shape,
         ),
         _text(
-            "gpt2-good-batch", batch_size=16, lr=2e-3, target_loss=1.75, sizes=(), rate_factors=(), seeds=(0,), **shape
+            "gpt2-good-batch", batch_size=16, lr=2e-3, target_loss=1.85, sizes=(), rate_factors=(), seeds=(0,), **shape
         ),
     )  # fmt: skip
 
