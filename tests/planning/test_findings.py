@@ -14,6 +14,7 @@ from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs
 from tests.planning.test_logits import LOGITS_BYTES, floor_of, head
+from tests.shares import examples
 
 
 def updated() -> StepGraph:
@@ -97,7 +98,7 @@ def test_half_the_batch() -> None:
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(graph=step_graphs(unit=1000))
 def test_what_is_there_adds_up(graph: StepGraph) -> None:
     """State, storages and the rest are the floor; the rest is not negative, and nothing without replays and others."""

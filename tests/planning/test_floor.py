@@ -16,6 +16,7 @@ from lightning_offload.planning.planner import POLICIES, plan
 from lightning_offload.planning.problem import Problem, anchors, replay_cost
 from lightning_offload.planning.request import PlanRequest
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
+from tests.shares import examples
 
 PAGE = 4096
 NET = chain(*(PAGE * (1 + i % 3) for i in range(12)))
@@ -146,7 +147,7 @@ def test_error_does_not_name_a_host_that_suffices() -> None:
         assert "host" not in str(caught.value)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graph=step_graphs(unit=1000), device=tiered_devices(unit=1000), height=st.floats(0, 1.1))
 def test_auto_is_feasible_from_the_floor_up(graph: StepGraph, device: DeviceSpec, height: float) -> None:
     """Whatever the step and the tiers: within the budget, within the host, and on no tier that is not there."""
@@ -167,7 +168,7 @@ def test_auto_is_feasible_from_the_floor_up(graph: StepGraph, device: DeviceSpec
     assert "disk" not in tiers or (device.has_disk and device.host_memory_bytes is not None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graph=step_graphs(unit=1000), device=tiered_devices(unit=1000), policy=st.sampled_from(list(POLICIES)))
 def test_all_policies_respect_the_host(graph: StepGraph, device: DeviceSpec, policy: str) -> None:
     """No policy puts more on the host than it may hold, nor does the layout of its plan."""

@@ -21,6 +21,7 @@ from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Schedule, Timeline, simulate
 from tests.graph.building import GraphBuilder, chain, step_graphs, tiered_devices
+from tests.shares import examples, share
 
 MEAN_RATIO, WORST_RATIO = 1.001, 1.01
 """How far the planner may be from the best choice of actions and of what is memoised, over a fixed set of steps."""
@@ -81,7 +82,7 @@ def random_plan(problem: Problem, device: DeviceSpec, rng: random.Random) -> Tim
     return simulate(problem, actions, device, no_memo=no_memo, schedule=schedule)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(graph=step_graphs(max_saves=4), device=st.sampled_from(DEVICES))
 def test_floor_is_the_smallest_peak_of_all_choices(graph: StepGraph, device: DeviceSpec) -> None:
     """No choice of actions has a smaller peak than the floor: auto is feasible whenever anything is."""
@@ -90,7 +91,7 @@ def test_floor_is_the_smallest_peak_of_all_choices(graph: StepGraph, device: Dev
     assert PlanRequest(problem, device, None).floor.peak_bytes == min(peaks)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(graph=step_graphs(max_saves=3), device=st.sampled_from(DEVICES), height=st.floats(0, 0.99))
 def test_fractions_cost_less_than_wholes_and_those_less_than_plans(
     graph: StepGraph, device: DeviceSpec, height: float
@@ -115,7 +116,7 @@ def test_fractions_cost_less_than_wholes_and_those_less_than_plans(
             assert bound <= best * (1 + 1e-6)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     graph=step_graphs() | step_graphs(max_saves=14, max_ops=24),
     device=st.sampled_from(DEVICES) | tiered_devices(),
@@ -161,7 +162,9 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda d: f"{d.d2h_bytes_per_second:g}Bps-{d.copy_interference:g}")
+@pytest.mark.parametrize(
+    "device", share(DEVICES, every=2), ids=lambda d: f"{d.d2h_bytes_per_second:g}Bps-{d.copy_interference:g}"
+)
 def test_search_is_close_to_the_best_choice(device: DeviceSpec) -> None:
     """With slow links as with quick ones the plan takes hardly longer than the best choice that there is."""
     ratios = {

@@ -17,13 +17,14 @@ from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import simulate
 from tests.graph.building import DEVICE, chain, step_graphs, tiered_devices
+from tests.shares import examples
 
 AS_FAST = 1.001
 RIVALS = [name for name in POLICIES if name != "auto"]
 SLOW = dataclasses.replace(DEVICE, d2h_bytes_per_second=200.0, h2d_bytes_per_second=200.0, overhead_seconds=0.01)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(graph=step_graphs(max_ops=14, max_saves=12), device=tiered_devices(), height=st.floats(0, 0.95))
 def test_no_rival_is_faster(graph: StepGraph, device: DeviceSpec, height: float) -> None:
     """On steps of any form, with any tiers: each policy is fitted over all prefixes of its order."""

@@ -20,6 +20,7 @@ from lightning_offload.plugins.fake import Step, record_fake_step
 from tests.graph.building import DEVICE, chain, step_graphs, tiered_devices
 from tests.planning.reference import reference_timeline
 from tests.planning.step_strategies import SEEDS, Choice, odd_steps, random_choice
+from tests.shares import examples
 from tests.zoo.models.resnet import ResNet
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
@@ -73,7 +74,7 @@ def vars_of(choice: Choice) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     graph=odd_steps() | step_graphs(max_saves=8, max_ops=14, unit=1000),
     device=tiered_devices(unit=1000),
@@ -85,7 +86,7 @@ def test_random_steps(name: str, graph: StepGraph, device: DeviceSpec, seed: int
 
 
 @pytest.mark.parametrize("name", FORMS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(graph=odd_steps(), device=tiered_devices(unit=1000), seed=SEEDS)
 def test_simulations_leave_nothing_behind(name: str, graph: StepGraph, device: DeviceSpec, seed: int) -> None:
     """One simulator, choice after choice, given up ones among them, says what a new one says of each."""
@@ -158,7 +159,7 @@ def test_recorded_nets(name: str, build: Callable[[], tuple[nn.Module, Step]]) -
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(graph=odd_steps(), device=tiered_devices(unit=1000), seed=SEEDS)
 def test_both_forms_agree_to_the_last_bit(graph: StepGraph, device: DeviceSpec, seed: int) -> None:
     """A plan does not depend on whether numba is there, nor on when its loops are loaded."""

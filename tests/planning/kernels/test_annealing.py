@@ -34,6 +34,7 @@ from lightning_offload.planning.search import Search
 from lightning_offload.planning.simulator import Simulator
 from tests.graph.building import step_graphs, tiered_devices
 from tests.planning.step_strategies import SEEDS, odd_steps
+from tests.shares import examples
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 
@@ -52,7 +53,7 @@ def some_moves(rng: random.Random) -> Moves:
     return Moves(movable, can_swap, can_recompute, alike, begin, end)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(seed=SEEDS)
 def test_changes_are_allowed_and_can_be_undone(seed: int) -> None:
     """One or two other states, the key follows them, and all that was changed is told."""
@@ -124,7 +125,7 @@ def two_from_the_floor(
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     graph=odd_steps() | step_graphs(max_saves=8, max_ops=14, unit=1000), device=tiered_devices(unit=1000), seed=SEEDS
 )
@@ -141,7 +142,7 @@ def test_both_forms_search_alike(graph: StepGraph, device: DeviceSpec, seed: int
     assert best.outcome == plain.request.simulator.run(best.codes, best.no_memo)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     graph=odd_steps() | step_graphs(max_saves=8, max_ops=14, unit=1000), device=tiered_devices(unit=1000), seed=SEEDS
 )

@@ -22,6 +22,7 @@ from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Schedule, residency, simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain, deep_chains, step_graphs, tiered_devices
+from tests.shares import examples
 
 FAST = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e6, h2d_bytes_per_second=1e6)
 SLOW = dataclasses.replace(DEVICE, d2h_bytes_per_second=10.0, h2d_bytes_per_second=10.0)
@@ -158,7 +159,7 @@ def test_a_swapped_input_is_made_beside_another_output_of_its_producer() -> None
     assert relax(problem, device, 1510).seconds == pytest.approx(26.0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     graph=st.one_of(step_graphs(max_saves=8), deep_chains(), deep_chains()),
     device=tiered_devices(),
@@ -257,7 +258,7 @@ def test_large_steps_have_a_thin_program(monkeypatch: pytest.MonkeyPatch) -> Non
     assert thin.seconds > 1.02 * cheap
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(graph=step_graphs(), device=tiered_devices(), height=st.floats(0, 0.9))
 def test_the_thin_program_is_a_bound(graph: StepGraph, device: DeviceSpec, height: float) -> None:
     """No plan is below it, whoever plans and whatever the tiers."""
