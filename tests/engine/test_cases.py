@@ -92,6 +92,13 @@ def _settings(number: int, case: Case) -> list[Setting]:
     elif case.name in DIFFERENT:
         tracked = [plan for plan in PLANS[number % 2 :: 2] if case.budgeted or isinstance(plan, str)]
         untracked = PAIRWISE[number % 2 :: 2]
+    # Every case leaves by copies and by replays once at least; what a budget's levels are read off swaps all.
+    seen = {*tracked, *(setting.plan for setting in untracked)}
+    if isinstance(tracked[0], float):
+        seen.add("all-swap")
+    wrap = list(Wrap)[number % len(Wrap)]
+    missing = [Setting(plan=plan, wrap=wrap) for plan in ("all-swap", "all-recompute") if plan not in seen]
+    untracked = [*untracked, *missing]
     found = [Setting(plan=plan, is_tracked=True) for plan in tracked]
     if case in TYPICAL:
         found += [Setting(plan=0.5, wrap=wrap, is_tracked=True) for wrap in (Wrap.FORWARD, Wrap.BARE)]
@@ -128,6 +135,7 @@ def _trained(case: Case, setting: Setting, folder: Path) -> Training:
         budget_bytes = levels(case.name, wrap).budget(plan)
         found, raised_bytes = train_within(case, budget_bytes, wrap, is_tracked=is_tracked, **keywords)
         if is_tracked:
+            check_same(case, trained_swapping(case.name, wrap))
             assert raised_bytes == budget_bytes or plan == 0.0, "the budget was said to be infeasible"
             check_within(found.steps, raised_bytes, wrap)
         assert raised_bytes <= MARGIN * budget_bytes or case.grows or not case.static, "no place makes it infeasible"
