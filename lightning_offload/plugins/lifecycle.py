@@ -2,8 +2,8 @@
 
 The only place where a specialization comes to another phase (:mod:`~lightning_offload.plugins.phases`). Before a step
 :func:`begin_step` and :func:`ensure_plan` say what it does. What it showed comes in as a :class:`StepShown`, and
-:func:`learn` says what the next ones do. Nothing here plans but :func:`ensure_plan`: a specialization whose plan is
-given up has none until its next step begins.
+:func:`learn` says what the next ones do. Nothing here plans but :func:`ensure_plan`: a plan is given up by
+:meth:`PlanEntry.replan`, with a reason, and there is none until the next step begins.
 
 The budget is a promise. What is on the device beside the step is counted before each plan is made, and again when it
 grows. By how much a measured peak exceeded the predicted one is a margin of the plans made afterwards, or memory of the
@@ -24,12 +24,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from lightning_offload.accelerators import kind_of
 from lightning_offload.capture.departures import Departures
 from lightning_offload.capture.live import LiveBytes
 from lightning_offload.capture.timing import OpTimes, retime, scaled
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import MemoryPlan
+from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import mode_share
 from lightning_offload.planning.step_model import with_lifetimes_of
@@ -45,6 +46,7 @@ from lightning_offload.plugins.settings import Settings
 from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import Next
+from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.ledger import Ledger
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
@@ -137,6 +139,9 @@ class StepShown:
         bytes_by_op: The peak between the op before and each; empty where that was not counted.
         times: What it took as a whole, where that was measured.
         drops: What it dropped of what was there; None where nobody watched.
+        lane_times: What the lanes did, where that was measured.
+        launched: What took an accelerator and its host how long, where that was measured.
+        has_retried: Whether the allocator had to give its reserve back, in it or after it.
     """
 
     program: Program | None
@@ -160,17 +165,20 @@ class StepShown:
     bytes_by_op: Sequence[int] = ()
     times: StepTimes | None = None
     drops: Departures | None = None
+    lane_times: Mapping[Tier, LaneTimes] | None = None
+    launched: LaunchTimes | None = None
+    has_retried: bool = False
 
 
-def learn(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) -> None:
-    """Take over what a step showed.
+def learn(entry: PlanEntry, shown: StepShown, hardware: Hardware) -> None:
+    """Take over what a step showed: of the specialization, and of the links where that was measured.
 
     Args:
         entry: The specialization.
         shown: That.
-        budget_bytes: The budget.
+        hardware: Where it ran.
     """
-    seen = entry.seen
+    seen, budget_bytes, has_followed = entry.seen, hardware.budget_bytes, False
     if shown.num_nodes is not None:
         entry.hooks.note(shown.num_nodes)
     entry.takes_data |= shown.took_data
@@ -184,10 +192,23 @@ def learn(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) -> None:
         seen.backward_peak_bytes = shown.peaks.backward or seen.backward_peak_bytes
     if shown.recording is not None:
         _take_recording(entry, shown.recording, shown.live, shown.gradients)
-    elif not (shown.has_backward and _has_followed(entry, shown, budget_bytes)):
-        return
-    if shown.drops is not None:
+    elif shown.has_backward:
+        has_followed = _has_followed(entry, shown, budget_bytes)
+    if shown.drops is not None and (shown.recording is not None or has_followed):
         entry.note_drops(shown.drops, budget_bytes)
+    if shown.has_retried:
+        note_retries(entry)
+    if shown.lane_times is None or entry.phase != "planned":
+        return
+    hardware.observe(shown.lane_times)
+    # A device whose ops are timed is held back meanwhile: its step takes what no other does.
+    is_as_usual = shown.op_times is None or not kind_of(hardware.device).has_streams
+    if has_followed and shown.times is not None and is_as_usual:
+        compare(
+            entry, shown.times.step, shown.times.stall, shown.launched,
+            is_link_slower=hardware.is_slower_than(entry.made.spec),
+            is_link_faster=hardware.is_faster_than(entry.made.spec),
+        )  # fmt: skip
 
 
 def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) -> bool:
@@ -243,7 +264,7 @@ def _go_on(entry: PlanEntry, following: Next | None) -> None:
     elif following == "align":
         align(entry)
     elif following == "unplan":
-        entry.program = None
+        entry.replan("structure")
         entry.stage.enter("unplanned")
 
 
@@ -251,7 +272,7 @@ def record_again(entry: PlanEntry) -> None:
     """Record the next step in place of what is planned for."""
     if entry.superset is not None and not entry.changes.aligns:
         entry.source = Recorded(entry.source.external)
-    entry.drop_plan()
+    entry.replan("recorded")
     entry.stage.enter("recording")
 
 
@@ -273,7 +294,7 @@ def follow_other_sizes(entry: PlanEntry) -> None:
     more_bytes = entry.changes.margin_at(superset.size) - entry.shortfall_bytes
     if more_bytes > 0:
         entry.shortfall_bytes += more_bytes
-        entry.program = None
+        entry.replan("peak")
 
 
 def take_imported(entry: PlanEntry, plan: MemoryPlan, step: StepGraph | None) -> None:
@@ -289,7 +310,7 @@ def take_imported(entry: PlanEntry, plan: MemoryPlan, step: StepGraph | None) ->
     before = entry.source
     entry.source = Imported(plan, step, before.external if step is None else None)
     entry.source.was_restored = before.was_restored
-    entry.drop_plan()
+    entry.replan("imported")
     if step is not None:
         entry.graph = step
         entry.baseline.gradients = OldGradients.of(step)
@@ -348,7 +369,7 @@ def demote(entry: PlanEntry, storage: int) -> None:
     if storage in entry.mismatched:
         return
     entry.mismatched.add(storage)
-    entry.drop_plan()
+    entry.replan("mismatch")
     if entry.family is not None:
         entry.family.version += 1
     elif entry.phase in ("verifying", "measuring", "planned") and not entry.source.is_captured:
@@ -387,7 +408,8 @@ def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | No
     if entry.graph is None or entry.graph.digest() != graph.digest():
         entry.mismatched.clear()
         entry.verified.clear()
-    entry.graph, entry.program, entry.num_demoted = graph, None, len(custom_ops.demoted())
+    entry.replan("recorded")
+    entry.graph, entry.num_demoted = graph, len(custom_ops.demoted())
     old = recording.old_gradients
     entry.baseline.recorded(graph, recording.gradient_bytes, recording.made_gradients, recording.left)
     entry.changes.num_failed = 0
@@ -436,6 +458,8 @@ def ensure_plan(key: str, entry: PlanEntry, hardware: Hardware, state: Persisten
         return
     hardware.refresh()
     for _ in range(_MAX_REPLANS):
+        if made.hardware_version not in (-1, hardware.version):
+            entry.replan("hardware")
         if entry.program is None or made.hardware_version != hardware.version:
             made.hardware_version = hardware.version
             if isinstance(entry.source, Imported):
@@ -516,7 +540,7 @@ def weigh_search(entry: PlanEntry) -> None:
     note_loss(entry, plan)
     if pays(entry.made.lost_seconds, entry.search_seconds):
         made.is_searched = made.must_search = True
-        entry.program = None
+        entry.replan("searched")
 
 
 def note_loss(entry: PlanEntry, plan: MemoryPlan | None) -> None:
@@ -546,12 +570,13 @@ def _take_measured(entry: PlanEntry, times: OpTimes, bytes_by_op: Sequence[int])
         entry.made.seen_by_op = tuple(bytes_by_op)
         entry.stage.enter("measuring")
     elif entry.phase == "measuring":
-        entry.stage.enter("planned")
         unforeseen_bytes, known_bytes = entry.unforeseen_bytes, entry.shortfall_bytes
         if not _is_final(entry.plan, unforeseen_bytes):
             _take_over_unforeseen(entry, bytes_by_op)
-            entry.program = None
+            entry.replan("time")
+            entry.stage.enter("planned")
         else:  # what it keeps stays; its figures are those of the step as it was seen
+            entry.stage.enter("planned")
             entry.shortfall_bytes = unforeseen_bytes
             entry.count_more(unforeseen_bytes - known_bytes)
 
@@ -590,7 +615,7 @@ def check_peak(entry: PlanEntry, budget_bytes: int | None, bytes_by_op: Sequence
             return
         _take_over_unforeseen(entry, bytes_by_op)
         made.is_over = True
-        made.superseded, entry.program = plan, None
+        entry.replan("peak", lasts=True)
 
 
 def _doubt(entry: PlanEntry, budget_bytes: int, bytes_by_op: Sequence[int]) -> None:
@@ -616,7 +641,7 @@ def _widen_margin(entry: PlanEntry, superset: Superset, more_bytes: int, budget_
         entry.count_more(more_bytes)
     else:
         entry.shortfall_bytes += more_bytes + more_bytes // _OF_ANOTHER_PLAN
-        entry.made.superseded, entry.program = entry.plan, None
+        entry.replan("peak", lasts=True)
         entry.changes.counted_sizes.discard(superset.size)
     if entry.spans_sizes:
         entry.changes.note_margin(entry.shortfall_bytes, superset.size)
@@ -675,7 +700,7 @@ def compare(
         _may_go_without_mode(entry) and entry.corrections.by_mode(plan, spec, mode_share(entry.graph, waits.forward))
     ):
         return
-    entry.made.superseded, entry.program = plan, None
+    entry.replan("host" if factor is None else "time", lasts=True)
 
 
 def _may_go_without_mode(entry: PlanEntry) -> bool:
@@ -689,26 +714,24 @@ def ran_out_of_memory(entry: PlanEntry) -> None:
     if entry.plan is None:
         return
     entry.usable_bytes = max(entry.plan.floor_bytes, int(_TIGHTER * entry.plan.predicted_peak_bytes))
-    entry.program = entry.seen.measured_peak_bytes = None
+    entry.replan("out of memory")
+    entry.seen.measured_peak_bytes = None
     entry.begin_anew()
     if entry.superset is not None:
         entry.changes.counted_sizes.discard(entry.superset.size)
 
 
-def note_retries(entry: PlanEntry, num_retries: int) -> None:
+def note_retries(entry: PlanEntry) -> None:
     """Plan tighter where the allocator gives its reserve back again and again, for which the device stands still.
 
     Once is no sign of that: the first step under a new plan finds the reserve cut for the one before.
-
-    Args:
-        entry: The specialization.
-        num_retries: How often it had to in the last step, and after it.
     """
-    if not num_retries or entry.phase != "planned" or entry.plan is None:
+    if entry.phase != "planned" or entry.plan is None:
         return
     usable_bytes = entry.corrections.by_retries(entry.plan, entry.made.num_steps)
     if usable_bytes is not None:
-        entry.usable_bytes, entry.program = usable_bytes, None
+        entry.usable_bytes = usable_bytes
+        entry.replan("allocator")
         _log.info(
             "the device's allocator had to give back its reserve under the plan: steps are planned for %s",
             format_bytes(usable_bytes),

@@ -240,6 +240,7 @@ class MemoryPlugin:
             scan_seconds=steps.baseline.scan_seconds,
             phase=cache.phase,
             shapes=cache.figures,
+            replans=cache.replans,
         )
 
     def allow_unserved(self) -> None:

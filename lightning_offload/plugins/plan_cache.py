@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_offload.plugins.lifecycle import (
 from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import ShapeBucket
+from lightning_offload.plugins.replanning import Reason
 from lightning_offload.plugins.shape_families import Extrapolated, Room, ShapeFamily, StepShape
 from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.tensors import custom_ops
@@ -539,6 +540,11 @@ class PlanCache:
         planned = [entry for entry in planned if not entry.source.is_coarse] or planned
         recorded = [entry for entry in ran if entry.graph is not None] if self.entry.has_ample_room else []
         return max(planned, key=_plain_peak_bytes, default=max(recorded, key=_saved_bytes, default=self.entry))
+
+    @property
+    def replans(self) -> dict[Reason, int]:
+        """Final plans that were given up, of all specializations, by why."""
+        return dict(sum((entry.made.replans for entry in self.entries.values()), Counter()))
 
     def others_than(self, entry: PlanEntry) -> list[PlanEntry]:
         """The other specializations that ran under a plan, by how many steps they had."""

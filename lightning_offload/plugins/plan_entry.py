@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -28,7 +29,7 @@ from lightning_offload.plugins.phases import Phase, Stage
 from lightning_offload.plugins.plain_steps import AMPLE, PlainNeed
 from lightning_offload.plugins.plan_source import Measured, PlanSource, Recorded, ShapeBucket, Superset
 from lightning_offload.plugins.planned_baseline import OldGradients, PlannedBaseline
-from lightning_offload.plugins.replanning import Corrections
+from lightning_offload.plugins.replanning import Corrections, Reason
 from lightning_offload.plugins.sampling_schedule import HookElision
 from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily
 from lightning_offload.plugins.step_time_estimate import Expected, StepTimeEstimate
@@ -89,6 +90,7 @@ class PlanState:
         is_searched: Whether such a plan was searched for thoroughly, once.
         must_search: Whether the next one is.
         peaks: A step without a plan, with its smallest peak and that with everything kept; None before anybody asked.
+        replans: How many final plans were given up, by why.
     """
 
     spec: DeviceSpec | None = None
@@ -104,6 +106,7 @@ class PlanState:
     is_searched: bool = False
     must_search: bool = False
     peaks: tuple[StepGraph, tuple[int, int]] | None = None
+    replans: Counter[Reason] = dataclasses.field(default_factory=Counter)
 
 
 @dataclasses.dataclass(slots=True)
@@ -233,7 +236,7 @@ class PlanEntry:
     def follow(self, source: Superset) -> None:
         """Plan for the widest of its structures from now on."""
         self.source, self.graph = source, source.step
-        self.drop_plan()
+        self.replan("structure")
         self.baseline.recorded_gradient_bytes, self.baseline.is_known = source.gradient_bytes, False
         self.begin_anew()
         if source.guesses_margin:
@@ -484,7 +487,7 @@ class PlanEntry:
     def _count_gradients(self) -> None:
         if self.graph is not None and (graph := self.baseline.with_gradients(self.graph)) is not self.graph:
             self.graph = graph
-            self.drop_plan()
+            self.replan("gradients")
 
     def note_baseline(self, num_bytes: int, budget_bytes: int | None) -> None:
         """Count what is on the device beside the step: plan anew where the plan in force has no room for it.
@@ -514,7 +517,7 @@ class PlanEntry:
                 self.count_more(more_bytes)
                 return
             baseline.headroom_bytes = max(0, growth)
-        self.drop_plan()
+        self.replan("baseline")
 
     def note_drops(self, drops: Departures, budget_bytes: int | None) -> None:
         """A watched step has shown what it drops of what is on the device beside it.
@@ -532,7 +535,7 @@ class PlanEntry:
         if self.phase == "planned" and self.program is not None and is_little:
             return
         self.graph = graph
-        self.drop_plan()
+        self.replan("baseline")
 
     def guesses_less(self) -> bool:
         """Whether no plan is refused for what the coming step may drop: what is beside it counts as less now."""
@@ -547,9 +550,17 @@ class PlanEntry:
         lately, self.num_demoted = set(demoted[self.num_demoted :]), len(demoted)
         return self.graph is not None and any(op.name in lately for op in self.graph.ops)
 
-    def drop_plan(self) -> None:
-        """Have none any more, nor an earlier one to keep: what is planned for has changed."""
-        self.program = self.made.superseded = None
+    def replan(self, reason: Reason, *, lasts: bool = False) -> None:
+        """Give the plan in force up: another one is made when the next step begins.
+
+        Args:
+            reason: Why.
+            lasts: Whether it is still one for this very step, which a later run may begin with.
+        """
+        if self.program is not None and self.phase == "planned":
+            self.made.replans[reason] += 1
+        self.made.superseded = self.plan if lasts else None
+        self.program = None
 
     def count_more(self, num_bytes: int) -> None:
         """The plan in force stays, with more memory beside its step."""
@@ -575,7 +586,7 @@ class PlanEntry:
             self.shortfall_bytes = family.shortfall_bytes
             self.count_more(more_bytes)
         else:
-            self.program = None
+            self.replan("peak")
 
     def is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
         """Whether training goes on although no plan is within the budget any more; one warning says so.

@@ -1,9 +1,10 @@
-"""Whether what measured steps took calls for another plan: time and memory."""
+"""Why a plan in force is given up, and whether what measured steps took calls for another one: time and memory."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +21,28 @@ _MUCH_FASTER, _MUCH_SLOWER = 0.9, 1.1  # ratios of a measured step to the predic
 _MAX_CORRECTIONS = 3  # plans made anew for one reason, before the last one stays
 _SLIGHTLY_TIGHTER = 0.95  # of a peak that the device had room for only by giving back what it held in reserve
 _SOON = 16  # planned steps, within which a second time is no accident
+
+Reason = Literal[
+    "recorded", "structure", "imported", "mismatch", "searched", "peak", "time", "host", "baseline", "gradients",
+    "out of memory", "allocator", "hardware",
+]  # fmt: skip
+"""Why a plan is given up; :data:`REASONS` has them in words."""
+
+REASONS: Mapping[Reason, str] = {
+    "recorded": "the step was recorded again: its ops changed, or what it used was gone",
+    "structure": "the model's structure changed",
+    "imported": "the user gave another plan",
+    "mismatch": "a replay gave other bits",
+    "searched": "a plan made in haste had cost more than a thorough search",
+    "peak": "a measured peak was above the predicted one",
+    "time": "links or ops took other times than predicted",
+    "host": "the device waited for the host",
+    "baseline": "more or less than before was on the device beside the step",
+    "gradients": "gradients of earlier steps were there",
+    "out of memory": "the device ran out of memory",
+    "allocator": "the allocator gave its reserve back again and again",
+    "hardware": "links were measured, or tiers lost room",
+}
 
 
 @dataclasses.dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_cache import ShapeFigures
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
+from lightning_offload.plugins.replanning import Reason
 from lightning_offload.plugins.settings import Budget
 from lightning_offload.report.fields import Row, rich_table
 from lightning_offload.report.printed import Printed
@@ -105,6 +106,8 @@ class Report(Printed):
         num_shapes: Different shapes of steps so far.
         num_at_first_sight: Those of them whose first step ran under a plan, extrapolated from those of other sizes.
         num_deviations: Steps that left their plan.
+        replans: Final plans that were given up, by why; :data:`~lightning_offload.plugins.replanning.REASONS` has that
+            in words.
         num_aligned: Steps under the plan for another structure, which they followed as far as they could.
         astray_bytes: What these saved that it did not have, in all.
         planning_seconds: Host time that plans took so far.
@@ -145,6 +148,7 @@ class Report(Printed):
     num_shapes: int = 0
     num_at_first_sight: int = 0
     num_deviations: int = 0
+    replans: Mapping[Reason, int] = dataclasses.field(default_factory=dict)
     num_aligned: int = 0
     astray_bytes: int = 0
     planning_seconds: float = 0.0
@@ -259,6 +263,7 @@ def make_report(
     scan_seconds: float,
     phase: Phase,
     shapes: ShapeFigures,
+    replans: Mapping[Reason, int],
 ) -> Report:
     """The report of a run, from the plan of a specialization and from what the plugin measured."""
     plan, graph, expected = entry.shown_plan, entry.graph, entry.expected
@@ -310,6 +315,7 @@ def make_report(
         num_shapes=shapes.num_shapes,
         num_at_first_sight=shapes.num_at_first_sight,
         num_deviations=shapes.num_deviations,
+        replans=replans,
         num_aligned=shapes.num_aligned,
         astray_bytes=shapes.astray_bytes,
         planning_seconds=shapes.planning_seconds,
@@ -418,6 +424,7 @@ def report_rows(report: Report) -> list[Row]:
         *others,
         ("Other shapes", more),
         ("Steps that left their plan", f"{report.num_deviations:,}" if report.num_deviations else ""),
+        ("Replans", ", ".join(f"{num:,} ({reason})" for reason, num in report.replans.items())),
         ("Replays that differed", replays),
         *((f"Not run again: {name}", why) for name, why in report.distrusted_ops),
     )

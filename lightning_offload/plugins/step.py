@@ -36,8 +36,7 @@ from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import Accumulation, StepGraph
 from lightning_offload.plugins.baseline import Baseline, There
 from lightning_offload.plugins.external_storages import StorageRef
-from lightning_offload.plugins.hardware import Hardware
-from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, compare, demote, is_seen_by_core
+from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, demote, is_seen_by_core
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
@@ -212,6 +211,8 @@ class StepRun:
             took_data=not executor.keeps_all and executor.took_data,
             moved=moved,
             plain=self._plain_need(executor.swapped_bytes) if is_plain_known else None,
+            lane_times=self.lane_times,
+            has_retried=self.peaks.take_retries(self.device) > 0,
         )
         if not has_backward and self.recorder is None:
             return shown
@@ -236,6 +237,7 @@ class StepRun:
             op_times=self.times,
             bytes_by_op=self._bytes_by_op(),
             times=times,
+            launched=self.clock.launch_times() if self.is_watched else None,
             drops=self.drops,
         )
 
@@ -664,21 +666,3 @@ class _OptimizerMode(InfraMode):
         out = func(*args, **kwargs)
         self.live.on_op(facts_of(func), args, kwargs, out, 0.0)
         return out
-
-
-def learn_from(run: StepRun, hardware: Hardware) -> None:
-    """Correct what is known of links and compute by a planned step that was measured."""
-    if run.lane_times is None or run.entry.phase != "planned":
-        return
-    hardware.observe(run.lane_times)
-    # A device whose ops are timed is held back meanwhile: its step takes what no other does.
-    if run.seconds is not None and (run.times is None or not kind_of(run.device).has_streams):
-        spec = run.entry.made.spec
-        compare(
-            run.entry,
-            run.seconds,
-            run.stall_seconds,
-            run.clock.launch_times(),
-            is_link_slower=hardware.is_slower_than(spec),
-            is_link_faster=hardware.is_faster_than(spec),
-        )

@@ -39,7 +39,7 @@ from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported, ShapeBucket
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of_leaves
-from lightning_offload.plugins.step import DevicePeaks, StepRun, learn_from, start_run
+from lightning_offload.plugins.step import DevicePeaks, StepRun, start_run
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, patch_data_escapes, seeing_user_code, watch_backward
 from lightning_offload.tensors import compiled_code
@@ -603,7 +603,8 @@ class Steps:
         self._plain = None
         run, self._run = self._run, None
         other = self._forwards.end()
-        if run is None:
+        hardware = self.hardware
+        if run is None or hardware is None:
             return
         compiled_code.note_step()
         if other is not None:
@@ -611,21 +612,17 @@ class Steps:
             self.cache.was(other[0], is_recorded=run.recorder is not None)
         if run.recorder is not None:
             self.state.learn_leaves(run.recorder.leaves)
-        if run.slack_bytes is not None and self.hardware is not None:
-            self.hardware.read_budget_again(run.slack_bytes)
-        budget_bytes = self.hardware.budget_bytes if self.hardware is not None else None
+        if run.slack_bytes is not None:
+            hardware.read_budget_again(run.slack_bytes)
         source, executor = run.entry.source, run.executor
-        lifecycle.learn(run.entry, run.finish(self.state, self.baseline), budget_bytes)
+        lifecycle.learn(run.entry, run.finish(self.state, self.baseline), hardware)
         has_shown = executor.program is not None and (executor.num_unpacks or executor.has_deviated)
         if source.is_captured and has_shown:
             self.imported.note(run.entry, executor.deviation)
         superset = run.executor.superset
         astray_bytes = superset.ledger.astray_bytes if superset is not None else None
         self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
-        lifecycle.note_retries(run.entry, self.peaks.take_retries(run.device))
         self.cache.end_step(run.seconds, run.stall_seconds)
-        if self.hardware is not None:
-            learn_from(run, self.hardware)
 
     def finish_if_read(self) -> None:
         """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"(<!-- figures vary -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_AT_TIMES = re.compile(r"│ (State|Waiting for copies|Host memory, most in use|Replays that differed) ")
+_AT_TIMES = re.compile(r"│ (State|Waiting for copies|Host memory, most in use|Replans|Replays that differed) ")
 _OF_THIS_MACHINE = re.compile(r"[│┃] Engine ")
 _NUMBER = re.compile(r"[+-]?\d[\d.,]*( ?([KMGT]i)?B| [mu]?s|%)?")
 

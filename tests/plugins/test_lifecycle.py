@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from lightning_offload.planning.planner import plan
 from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.phases import Phase, Stage
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported, Recorded
+from lightning_offload.plugins.replanning import REASONS, Reason
 from lightning_offload.runtime.program import compile_plan
 from tests.graph.building import DEVICE, chain
 from tests.plugins.training import attached, middle_budget, net, report_of, rows, train_step
@@ -27,7 +30,7 @@ def _planned() -> PlanEntry:
 
 
 def _gave_up_for_times(kind: PlanEntry) -> None:
-    kind.made.superseded, kind.program = kind.plan, None
+    kind.replan("time", lasts=True)
 
 
 def test_a_plan_in_force_outlives_its_run_and_so_does_one_that_took_too_long() -> None:
@@ -45,7 +48,7 @@ def test_one_that_was_found_wrong_does_not(what: str) -> None:
     """It would be taken for final, by whoever goes on."""
     kind = _planned()
     if what == "measured more":  # it was not final, and the one with a margin is yet to be made
-        kind.program = None
+        kind.replan("peak")
         assert kind.shown_plan is PLAN
     elif what == "out of memory":
         lifecycle.ran_out_of_memory(kind)
@@ -111,3 +114,23 @@ def test_a_given_plan_is_offered_though_others_could_stand_for_its_step() -> Non
         for size in (8, 64, 32, 32):
             train_step(model, rows(size), memory)
         assert isinstance(memory._steps.cache.entry.source, Imported)
+
+
+def test_the_report_counts_final_plans_that_were_given_up_by_why() -> None:
+    """The plans before the final one are no replans; each reason has its line in the docs."""
+    model, budget, held = net(), middle_budget(net(), rows()), []
+    with attached(model, budget=budget) as memory:
+        for _ in range(4):
+            train_step(model, rows(), memory)
+        assert memory.phase == "planned"
+        assert not memory.report().replans
+        held.append(torch.zeros(3 << 18))  # 3 MiB that come to stay
+        memory._steps.baseline.doubt()
+        train_step(model, rows(), memory)
+        assert memory.report().replans == {"baseline": 1}
+        assert "1 (baseline)" in str(memory.report())
+    page = (Path(__file__).parents[2] / "docs/report.md").read_text(encoding="utf-8")
+    section = page.split("### Why a plan was given up")[1].split("## ")[0]
+    rows_of_page = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert dict(rows_of_page) == REASONS
+    assert get_args(Reason) == tuple(REASONS)

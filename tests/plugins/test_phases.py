@@ -43,3 +43,21 @@ def test_one_file_changes_phases() -> None:
     assert [path.name for path in sorted(PLUGINS.glob("*.py")) if _calls(path, "Stage")] == ["plan_entry.py"]
     with pytest.raises(AttributeError):
         Stage().phase = "planned"  # type: ignore[misc]
+
+
+def _gives_up(node: ast.AST) -> bool:
+    """Whether it sets an entry's program to nothing."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant) or node.value.value is not None:
+        return False
+    return any(isinstance(target, ast.Attribute) and target.attr == "program" for target in node.targets)
+
+
+def test_plans_are_given_up_in_one_place() -> None:
+    """With a reason, which the report counts."""
+    found = {
+        (path.name, function.name)
+        for path in PLUGINS.glob("*.py")
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef) and any(map(_gives_up, ast.walk(function)))
+    }
+    assert found == {("plan_entry.py", "replan")}

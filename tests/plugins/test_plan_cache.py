@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import BudgetInfeasibleError
-from lightning_offload.plugins import lifecycle, step
+from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.devices import first_device
 from lightning_offload.plugins.plan_source import ShapeBucket
 from lightning_offload.plugins.shape_families import shape_of
@@ -352,7 +352,7 @@ def test_first_device() -> None:
 def test_a_plan_that_was_given_up_last_is_shown_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step may show that links are slower; nobody plans any more, and the report still tells of that plan."""
     compare = lifecycle.compare
-    monkeypatch.setattr(step, "compare", lambda *_, **__: None)  # no plan is given up for how long it took
+    monkeypatch.setattr(lifecycle, "compare", lambda *_, **__: None)  # no plan is given up for how long it took
     model, batch = net(), rows()
     with attached(model, policy="all-swap") as memory:
         for _ in range(5):
