@@ -1,12 +1,6 @@
-"""Fixtures for tests that compare what lies on the device with what was predicted: nothing of others is in either.
-
-A test sets aside what there is (`gc.freeze`) as it begins.
-"""
+"""Fixtures for tests that compare what lies on the device with what was predicted: nothing of others is in either."""
 
 from __future__ import annotations
-
-import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,13 +8,6 @@ from tests.plugins.training import attached, net, rows, train_step
 
 FEW_BYTES = 256
 """Losses, and what counts them."""
-
-
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """What was set aside comes back."""
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import _pop_mode
 from lightning_offload import MemoryPlugin, user_cache
 from lightning_offload.runtime.native import build, builds
 from lightning_offload.tensors.compiled_code import is_in_use
+from tests.shares import examples
 
 OURS = "lightning-offload"
 """How the names of our threads and spill files begin."""
@@ -40,6 +42,11 @@ FOREIGN_PROCESSES = ("resource_tracker", "compile_worker", "fork_server", "forks
 FOREIGN_THREADS = ("ThreadPoolExecutor-",)
 """torch.compile keeps such a pool; one of ours would have our name, and an unnamed one is joined at exit."""
 
+TESTS_PER_COLLECTION = 32
+"""A collection of all that the session has loaded takes half a second."""
+
+_num_tests = itertools.count(1)
+
 # The native core is built once for all tests, and its warning is no test's business where there is no compiler.
 os.environ.setdefault("LIGHTNING_OFFLOAD_NATIVE_CACHE", str(user_cache.native_folder() or ""))
 if build.find_compiler() is None and builds.find() is None:
@@ -48,7 +55,9 @@ if build.find_compiler() is None and builds.find() is None:
 os.environ["LIGHTNING_OFFLOAD_CACHE"] = ""  # tests neither read nor leave calibrations of this machine
 
 # The same examples in every run: a failure is a change of the code, never of the dice.
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, database=None, max_examples=examples(100)
+)
 hypothesis.settings.load_profile("repeatable")
 
 
@@ -117,8 +126,13 @@ def fixed_seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
-def only_its_own_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let no budget count what is left of other tests, nor of plain runs before a plugin is made."""
+def only_its_own_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set aside all that there is, from the garbage collector and from budgets, and again where a plugin is made.
+
+    So no budget counts what is left of other tests, nor of plain runs, and a collection looks at what the test has
+    made alone. What tests have left in cycles is collected once for many of them.
+    """
+    gc.freeze()
     make = MemoryPlugin.__init__
 
     @functools.wraps(make)
@@ -128,7 +142,9 @@ def only_its_own_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(MemoryPlugin, "__init__", make_with_the_rest_set_aside)
     yield
-    gc.unfreeze()
+    if next(_num_tests) % TESTS_PER_COLLECTION == 0:
+        gc.unfreeze()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
@@ -204,16 +220,16 @@ def _global_hooks() -> set[str]:
 
 def _processes() -> set[str]:
     found = {f"{child.name} ({child.pid})" for child in multiprocessing.active_children()}
-    for stat in Path("/proc").glob("[0-9]*/stat"):  # Linux alone; elsewhere those of multiprocessing
+    children = " ".join(map(_read, Path("/proc/self/task").glob("*/children")))  # Linux alone; else multiprocessing's
+    for pid in children.split():
         # "pid (name) state parent ...", where the name may hold spaces and brackets
-        before, _, after = _read(stat).rpartition(")")
-        state, _, parent = after.strip().partition(" ")
-        if state == "Z" or parent.partition(" ")[0] != str(os.getpid()):
+        before, _, after = _read(Path("/proc", pid, "stat")).rpartition(")")
+        if not before or after.split()[0] == "Z":
             continue
-        command = _read(stat.with_name("cmdline")).replace("\0", " ").strip()
+        command = _read(Path("/proc", pid, "cmdline")).replace("\0", " ").strip()
         command = command or before.partition("(")[2]  # a process has no arguments for a moment after it began
         if not any(foreign in command for foreign in FOREIGN_PROCESSES):
-            found.add(f"{command[:80]} ({stat.parent.name})")
+            found.add(f"{command[:80]} ({pid})")
     return found
 
 

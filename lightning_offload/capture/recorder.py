@@ -232,6 +232,7 @@ class Recorder(LiveBytes):
             is_replayable = False
         inputs: list[int] = []
         for tensor, read_storage in zip(read, read_from, strict=True):
+            is_replayable = is_replayable and not tensor.is_inference()
             if read_storage is not None and tensor.device == device:
                 inputs.append(self._value_of(tensor, read_storage))
             elif is_replayable and not is_at_hand(tensor, device):

@@ -41,7 +41,7 @@ from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of_leaves
 from lightning_offload.plugins.step import DevicePeaks, StepRun, start_run
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.hooks import executing, patch_data_escapes, seeing_user_code, watch_backward
+from lightning_offload.runtime.hooks import executing, patch_data_escapes, watch_backward
 from lightning_offload.tensors import compiled_code
 
 
@@ -254,10 +254,14 @@ class Steps:
             with self._plainly():
                 yield
             return
-        if run is None or run.executor.is_spent or not (is_nested or threading.get_ident() == self.state.thread):
+        if run is None or run.executor.is_spent:
             yield  # another's
             return
         executor = run.executor
+        if not (is_nested or threading.get_ident() == self.state.thread):  # another's, or its own in another thread
+            with executor.seeing_user_code() if executor.sees_user_code else _AS_IT_IS:
+                yield
+            return
         with contextlib.ExitStack() as stack:
             if not is_nested:
                 run.backward_begins(self.state)
@@ -267,7 +271,8 @@ class Steps:
             elif not executor.watches_backward:
                 stack.enter_context(executor.unseen())
             if executor.sees_user_code:
-                stack.enter_context(seeing_user_code(executor.dispatch, executor.made))
+                stack.enter_context(executor.seeing_user_code())
+            stack.callback(executor.backward_ends) if not is_nested else None
             yield
         if not is_nested:
             run.backward_ends(self.state)
@@ -701,6 +706,9 @@ def _held_bytes(device: torch.device, there: There | None, gradients: dict[int, 
     if memory is not None:
         return memory.allocated_bytes() - sum(gradients.values())
     return there.bytes_but(gradients) if there is not None else None
+
+
+_AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _TryingAlgorithms:

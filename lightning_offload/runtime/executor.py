@@ -18,6 +18,13 @@ Modes of one executor, chosen by data:
 Threads: ops and packs come from the caller's thread, unpacks perhaps from autograd's device threads; a lock
 orders them. Finalizers take no lock.
 
+Note [gradients that are stolen]: a node of the program's own may return a saved tensor as a gradient, as fused losses
+do that make it in forward. Autograd takes such a gradient for a parameter's as it is, unless somebody else has that
+very tensor: plainly the graph has, until the node has run, and the program, while it does. What is given in place of a
+saved tensor is another one on the same memory, which nobody else has. So the handle holds it, as the graph would; and
+where somebody has the memory that it lies on as well, so does the step, until another node reads something: autograd
+gives parameters their gradients before it comes to that.
+
 What a CUDA graph captures within a step runs as without us: its ops are not seen, what it saves is kept. A graph of a
 backward alone is refused where that would need what has left the device.
 """
@@ -25,6 +32,7 @@ backward alone is refused where that would need what has left the device.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -45,12 +53,13 @@ from lightning_offload.runtime.hooks import (
     bypass_mode,
     dynamo_disabled,
     past_own_mode,
+    seeing_user_code,
 )
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.ledger import Ledger, next_node
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.program import KEPT_FOR_CALLS, RECORD, Program
-from lightning_offload.runtime.sight import seeing_ops, unseen
+from lightning_offload.runtime.sight import seeing_calls, seeing_ops, unseen
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.tracking import PlannedResults, ValueTracker
 from lightning_offload.runtime.values import (
@@ -72,6 +81,7 @@ from lightning_offload.tensors.op_facts import (
     effects,
     facts_of,
     is_parameter,
+    is_plain,
     parts_of,
     plainly_saved,
 )
@@ -148,6 +158,8 @@ class StepExecutor:
         self.deviation = ""
         self._num_packs = self._num_unpacks = 0
         self.num_nodes: int | None = None
+        self._shown: list[Tensor] = []
+        self._shown_to: Any = None
         self.on_backward: Callable[[], None] | None = None
         self._may_leave, self._by_mode = may_leave, by_mode
         self._live_scan = live_scan
@@ -263,6 +275,11 @@ class StepExecutor:
     def seeing(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the ops of this thread come by."""
         return seeing_ops(self._device, self.dispatch, self.made, by_mode=self._by_mode)
+
+    def seeing_user_code(self) -> contextlib.AbstractContextManager[None]:
+        """Around a backward: the ops of the program's own code in it come by."""
+        see = functools.partial(seeing_calls, self._device, self.dispatch, self.made, by_mode=self._by_mode)
+        return seeing_user_code(self.dispatch, see)
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """Inside, they do not: around a backward that need not be seen."""
@@ -490,6 +507,8 @@ class StepExecutor:
             value = None
         elif self.sees_ops:
             value = self._table.find(tensor.untyped_storage()) or self._unseen_value(place, handle, tensor)
+            if value is not None and value.is_stale:  # a backward in the midst of the step has written it, out of sight
+                value = None
         elif self._follower is None:
             handle.kept = tensor
             self._fallback.leave_late(handle, tensor)
@@ -546,7 +565,7 @@ class StepExecutor:
     def _leave(self, value: LiveValue, tensor: Tensor) -> bool:
         """Let a saved value leave the device as the plan says; whether it need not be kept as it is."""
         storage = tensor.untyped_storage()
-        if value.is_external or storage.nbytes() == 0:
+        if value.is_external or storage.nbytes() == 0 or tensor.device != self._device:
             return False
         if value.block is not None:
             return True
@@ -592,6 +611,7 @@ class StepExecutor:
             is_sound = kept is not None and handle.version_alias._version == handle.version
             if kept is not None and is_sound and self._noop_packs and self._passes_noop_unpack():
                 handle.is_out = True
+                self._show_kept(handle)
                 return kept
             in_backward = torch._C._current_graph_task_id() != -1  # else somebody reads grad_fn._saved_...
             if in_backward:
@@ -665,13 +685,39 @@ class StepExecutor:
         if value is None or handle.geometry is None:
             assert handle.kept is not None
             handle.is_out = True
+            self._show_kept(handle)
             return handle.kept
         storage = self._materializer.read(handle, handle.geometry)
         if self.observer is not None:
             self.observer.on_unpacked(handle.index, storage)
         if self.is_recomputing:
             self._table.hand_out(value, storage, handle)
-        return seen_through(handle.version_alias, handle.geometry, storage)
+        tensor = seen_through(handle.version_alias, handle.geometry, storage)
+        if self._show(tensor, num_own=2):
+            handle.shown = tensor
+        return tensor
+
+    def _show_kept(self, handle: Handle) -> None:
+        """Give a tensor of our own in place of the one that was saved."""
+        if handle.borrowed is None and handle.kept is not None:
+            self._show(handle.kept, num_own=1 + (handle.value is not None and handle.value.storage is not None))
+
+    def _show(self, tensor: Tensor, *, num_own: int) -> bool:
+        """Give a tensor in place of a saved one to a node; whether that is the program's own.
+
+        Args:
+            tensor: The tensor.
+            num_own: How often its memory is held here.
+        """
+        node = _own_node()
+        if node is not self._shown_to:
+            self._shown.clear()
+            self._shown_to = node
+        if node is None:
+            return False
+        if is_plain(tensor) and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > num_own:
+            self._shown.append(tensor)
+        return True
 
     # ---- backward and the end
 
@@ -683,6 +729,11 @@ class StepExecutor:
         on_backward, self.on_backward = self.on_backward, None
         if on_backward is not None:
             on_backward()
+
+    def backward_ends(self) -> None:
+        """Let go of what the last node was given."""
+        self._shown.clear()
+        self._shown_to = None
 
     def _check_forward(self) -> None:
         """Notice a forward that lacked what the plan counts on."""
@@ -728,6 +779,14 @@ class StepExecutor:
         """Before an optimizer updates these tensors: replay now what could not be replayed afterwards."""
         for part in (part for tensor in tensors for part in parts_of(tensor)):
             self._writes.before(part)
+
+
+def _own_node() -> Any:
+    """The node of autograd's graph that runs now, where that is the program's own; None where it is torch's."""
+    node = torch._C._current_autograd_node()
+    if isinstance(node, torch._C._FunctionBase) or (node is not None and "CppNode" in node.name()):
+        return node
+    return None
 
 
 def _check_is_there(handle: Handle) -> None:

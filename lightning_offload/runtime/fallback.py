@@ -161,8 +161,11 @@ class OffloadAll:
             self.give_up(handle, handle.kept)
 
     def give_up(self, handle: Handle, tensor: Tensor) -> None:
-        """Let a saved tensor leave the device that was kept; not a parameter, whose memory is the program's."""
-        if is_parameter(tensor):
+        """Let a saved tensor leave the device that was kept.
+
+        Not a parameter, whose memory is the program's, nor what lies elsewhere, as lengths of sequences do.
+        """
+        if is_parameter(tensor) or tensor.device != self.materializer.device:
             return
         storage = tensor.untyped_storage()
         value = self.table.find(storage)
@@ -300,6 +303,8 @@ class SupersetRule:
 
     def _leaves_as_planned(self, handle: Handle, tensor: Tensor, index: int) -> bool:
         policy, follower = self._policy, self._follower
+        if tensor.device != policy.materializer.device:
+            return False
         storage = tensor.untyped_storage()
         value = self._table.find(storage)
         if value is not None and (value.is_external or value.block is not None):

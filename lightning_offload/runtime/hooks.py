@@ -23,8 +23,8 @@ computed before; a replay must not read what was written since.
 
 Autograd's formulas themselves write nothing of that, and our dispatch mode is off while they run: see Note [modes
 change backward]. A ``TorchFunctionMode`` is exactly the difference: autograd hands it to every node, and it sees the
-calls that come from Python alone. Each of them is dispatched under our mode, which settles what needs the old
-contents before the first write. A call that gives raw memory away counts as a write.
+calls that come from Python alone. The ops of each of them are seen as those of forward are, which settles what needs
+the old contents before the first write. A call that gives raw memory away counts as a write.
 
 Compiled code is left alone: calls that are being traced are not looked at, nor is what a compiler runs.
 
@@ -290,10 +290,10 @@ _RAW_MEMORY: frozenset[Any] = frozenset(
 
 
 class _SeeUserCode(TorchFunctionMode):
-    def __init__(self, dispatch: Dispatch, made: Made) -> None:
+    def __init__(self, dispatch: Dispatch, seeing: Around) -> None:
         super().__init__()
         self._dispatch = dispatch
-        self._made = made
+        self._seeing = seeing
 
     @override
     def __torch_function__(
@@ -306,22 +306,22 @@ class _SeeUserCode(TorchFunctionMode):
             for tensor in tensors_in(args[:1]):
                 self._dispatch(exposed, (tensor,), {})
             return func(*args, **kwargs)
-        with StepMode(self._dispatch, self._made):
+        with self._seeing():
             return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def seeing_user_code(dispatch: Dispatch, made: Made) -> Iterator[None]:
+def seeing_user_code(dispatch: Dispatch, seeing: Around) -> Iterator[None]:
     """Around a backward: what the program's own code does in it goes through a dispatch function.
 
     Args:
         dispatch: Runs an op.
-        made: Called with what autograd makes out of its sight.
+        seeing: Around each call of that code: its ops go by that.
     """
     if any(isinstance(mode, _SeeUserCode) for mode in _get_current_function_mode_stack()):
         yield
         return
-    with _SeeUserCode(dispatch, made):
+    with _SeeUserCode(dispatch, seeing):
         yield
 
 

@@ -5,6 +5,7 @@ All methods run under the executor's lock. Device memory is allocated here, by t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class Materializer:
         make: Makes a value again; None for a replay of the calls that led to it.
 
     Attributes:
+        device: Where the step runs.
         stall_seconds: Time for which threads waited for copies.
         replay_seconds: Host time in which values were made again, waiting aside.
     """
@@ -58,7 +60,7 @@ class Materializer:
         make: Callable[[LiveValue], torch.UntypedStorage] | None = None,
     ) -> None:
         self.stall_seconds = self.replay_seconds = 0.0
-        self._device = device
+        self.device = device
         self._tiers = tiers
         self._table = table
         self._decisions = decisions
@@ -89,12 +91,9 @@ class Materializer:
         A copy out that failed leaves the value on the device.
         """
         if value.block is not None and value.copy is not None and value.has_origin:
-            try:
+            with contextlib.suppress(SpillError):
                 self.wait(value)
-            except SpillError:
-                value.block = None
-                return
-            value.storage = None
+                value.storage = None
 
     def read(self, handle: Handle, geometry: Geometry) -> torch.UntypedStorage:
         """Device memory that holds a saved tensor, for autograd to read; compared with the original if that is there.
@@ -236,15 +235,15 @@ class Materializer:
         assert value.block is not None
         self.wait(value)
         storage = self._new_storage(value.num_bytes)
-        value.owns(storage, self._tiers.lanes.compute_stream())
         self._notice(storage)
         copy = self._tiers.swap_in(value.block, storage)
+        value.owns(storage, self._tiers.lanes.compute_stream())
         value.copy = copy if copy is not DONE else None
 
     def _new_storage(self, num_bytes: int) -> torch.UntypedStorage:
-        if self._device.type == "cpu" and torch._C._len_torch_dispatch_stack():  # perhaps a fake one
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
-        return torch.UntypedStorage(num_bytes, device=self._device)  # never filled, as deterministic mode fills tensors
+        if self.device.type == "cpu" and torch._C._len_torch_dispatch_stack():  # perhaps a fake one
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        return torch.UntypedStorage(num_bytes, device=self.device)  # never filled, as deterministic mode fills tensors
 
     def dismiss_visitors(self) -> None:
         """Values that came back only for a replay leave again; their host copies stayed."""
@@ -252,10 +251,22 @@ class Materializer:
             self._visitors.pop().storage = None
 
     def wait(self, value: LiveValue) -> None:
-        """Let compute go on after a value's copy, if one is under way."""
+        """Let compute go on after a value's copy, if one is under way.
+
+        Raises:
+            SpillError: It failed. What a copy out was to fill holds nothing, nor does what one back was to fill.
+        """
         copy, value.copy = value.copy, None
-        if copy is not None:
+        if copy is None:
+            return
+        try:
             self.stall_seconds += copy.wait()
+        except SpillError:
+            if value.is_ours and not value.has_origin:
+                value.storage = None
+            else:
+                value.block = None
+            raise
 
     def _notice(self, storage: torch.UntypedStorage) -> None:
         if self._observer is not None:

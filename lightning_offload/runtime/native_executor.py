@@ -196,6 +196,10 @@ class NativeExecutor(StepExecutor):
             super().backward_begins()
 
     @override
+    def backward_ends(self) -> None:
+        self._step.backward_ends()
+
+    @override
     def _check_forward(self) -> None:
         if isinstance(self._follower, ByForm):
             self._follower.place = self._step.route_place

@@ -106,21 +106,34 @@ def seeing_ops(device: torch.device, dispatch: Dispatch, made: Made, *, by_mode:
         made: Called with what autograd makes out of its sight.
         by_mode: Whether a mode must see them.
     """
-    core = core_on(device) if not by_mode else None
-    if core is not None:
-        watch = core.Watch(StepMode(dispatch))
-        watch.enter()
-        try:
+    seeing = seeing_calls(device, dispatch, made, by_mode=by_mode)
+    if not isinstance(seeing, StepMode):
+        with seeing:
             yield
-        finally:
-            watch.leave()
         return
     end = watch_backward(contextlib.nullcontext)  # Note [modes change backward]
     try:
-        with StepMode(dispatch, made):
+        with seeing:
             yield
     finally:
         end()
+
+
+def seeing_calls(
+    device: torch.device, dispatch: Dispatch, made: Made, *, by_mode: bool = False
+) -> contextlib.AbstractContextManager[Any]:
+    """The same around a call that runs no backward; also within one whose own ops nobody sees."""
+    core = core_on(device) if not by_mode else None
+    return _watching(core.Watch(StepMode(dispatch))) if core is not None else StepMode(dispatch, made)
+
+
+@contextlib.contextmanager
+def _watching(watch: Any) -> Iterator[None]:
+    watch.enter()
+    try:
+        yield
+    finally:
+        watch.leave()
 
 
 @contextlib.contextmanager

@@ -4,12 +4,13 @@ The side streams are ordered against compute by events. Host memory is used agai
 
 Note [streams and memory]: memory belongs to the stream it was allocated on. Swap-in buffers are allocated on the
 compute stream, and the side stream waits for what compute had queued before it writes there. A swapped-out
-tensor is held until compute has been made to wait for its copy; then compute's own order protects the memory, so
-``record_stream`` (which makes memory depend on timing) is never needed. A copy that nobody waits for is held by
-the lane until its event has passed. The compute stream is looked up at each call: autograd's device threads and
-users' own stream contexts may have another one each time. Where a model computes on several streams, memory goes back
-to the stream it was allocated on while another may still read it: that stream waits for copies too, and what is read
-elsewhere is reported to the allocator, as autograd's users must do themselves.
+tensor is held until compute has been made to wait for its copy; then compute's own order protects memory that was
+allocated there. Memory of another stream, on which the program made what compute saved, is reported to the allocator
+by ``record_stream``, which does nothing for a stream's own: plainly it would have stayed until backward. A copy that
+nobody waits for is held by the lane until its event has passed. The compute stream is looked up at each call:
+autograd's device threads and users' own stream contexts may have another one each time. Where a model computes on
+several streams, memory goes back to the stream it was allocated on while another may still read it: that stream waits
+for copies too, and what is read elsewhere is reported to the allocator, as autograd's users must do themselves.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ class StreamCopy(Copy):
         storage: The device memory it uses, until it is done or compute waits for it.
     """
 
-    __slots__ = ("_event", "_mover", "_owner", "storage")
+    __slots__ = ("_event", "_is_out", "_mover", "_owner", "storage")
 
-    def __init__(self, mover: StreamMover, event: Any, owner: Any, storage: torch.UntypedStorage) -> None:
+    def __init__(
+        self, mover: StreamMover, event: Any, owner: Any, storage: torch.UntypedStorage, *, is_out: bool
+    ) -> None:
         self._mover = mover
+        self._is_out = is_out
         self._event = event
         self._owner = owner
         self.storage: torch.UntypedStorage | None = storage
@@ -63,6 +67,8 @@ class StreamCopy(Copy):
     @override
     def wait(self) -> float:
         self._mover.let_compute_wait(self._event, self._owner)
+        if self._is_out and self.storage is not None:  # perhaps of another stream: nothing on the one that computes
+            self._mover.note_use(self.storage)
         self.storage = None
         return 0.0
 
@@ -158,6 +164,10 @@ class StreamMover(Mover):
         """Copy on the current stream."""
         target.copy_(source, non_blocking=True)
 
+    def note_use(self, storage: torch.UntypedStorage) -> None:
+        """Tell the allocator that this thread's ops use memory, which may be another stream's."""
+        storage_bytes(storage).record_stream(self.compute_stream())
+
     # ---- order
 
     def let_compute_wait(self, event: Any, owner: Any) -> None:
@@ -244,7 +254,7 @@ class StreamMover(Mover):
     def _issued(self, stream: Any, mark: _Mark, storage: torch.UntypedStorage, direction: _Direction) -> StreamCopy:
         event = self.new_event()
         event.record(stream)
-        copy = StreamCopy(self, event, mark.stream, storage)
+        copy = StreamCopy(self, event, mark.stream, storage, is_out=direction is self._out)
         self._out.forget_done()
         self._in.forget_done()
         direction.under_way.append(copy)

@@ -195,6 +195,8 @@ class ValueTracker:
         """What stands for an argument, whose value is noted; one from before the step is taken as it is, and owned."""
         if not is_plain(tensor) or (tensor.device != self._device and not is_at_hand(tensor, self._device)):
             raise Unrecordable
+        if tensor.is_inference():  # nothing tells of what is written there
+            raise Unrecordable
         storage = tensor.untyped_storage()
         value, owner = self._find(storage), None
         if value is None:
@@ -204,7 +206,7 @@ class ValueTracker:
             value = self._external(storage)
         if value.is_external:
             owner = _without_graph(tensor) if owner is None else owner
-            if owner is not None and not tensor.is_inference():
+            if owner is not None:
                 _guard(value, owner, tensor._version)
             if value.storage is None:  # a copy of statistics belongs to nobody else
                 self._table.own(value, storage)

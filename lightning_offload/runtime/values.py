@@ -120,7 +120,7 @@ class LiveValue:
             return
         tensor = self.wrapper() if self.wrapper is not None else None
         handle = next((found for found in (handle() for handle in self.handles) if found is not None), None)
-        if tensor is not None:
+        if tensor is not None and not tensor.is_inference():  # which has no counter
             self.guards = ((version_alias_of(tensor), tensor._version),)
         elif handle is not None:
             self.guards = ((handle.version_alias, handle.version),)
@@ -293,11 +293,12 @@ class Handle:
             is one, ``torch.utils.swap_tensors`` refuses to put another in its place. None otherwise.
         version: The version that was saved.
         is_out: Whether the tensor itself was handed out, which is somebody else's from then on.
+        shown: What a node of the program's own was given in its place: Note [gradients that are stolen].
     """
 
     __slots__ = (
-        "__weakref__", "borrowed", "geometry", "index", "is_out", "kept", "lease", "observer", "value", "version",
-        "version_alias",
+        "__weakref__", "borrowed", "geometry", "index", "is_out", "kept", "lease", "observer", "shown", "value",
+        "version", "version_alias",
     )  # fmt: skip
 
     def __init__(
@@ -319,6 +320,7 @@ class Handle:
         self.version_alias: Tensor = tensor
         self.borrowed = weakref.ref(tensor) if is_borrowed else None
         self.is_out = False
+        self.shown: Tensor | None = None
 
     @dynamo_disabled
     def __del__(self) -> None:

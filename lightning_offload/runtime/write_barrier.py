@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_offload.errors import SpillError
 from lightning_offload.runtime.hooks import bypass_mode
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.values import LiveValue, ValueTable
@@ -94,8 +95,8 @@ class WriteBarrier:
         if value is None:
             return False
         with self._lock, bypass_mode:
-            if value.copy is not None:
-                value.copy.wait()
+            with contextlib.suppress(SpillError):  # one that failed leaves the value where it is
+                self._materializer.wait(value)
             if value.call is None and value.block is None:
                 for wanted in value.wanted_of_readers():
                     self._materialize_before_write(wanted)

@@ -46,15 +46,18 @@ _DENIED = frozenset(
     }
 )  # fmt: skip
 
+_IN_ANY_ORDER = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put", "put", "put_"})
+"""Kernels whose threads write, or add with atomics, to one place in any order on a CPU: two runs may differ."""
+
 # Kernels that add with atomics on CUDA: two runs may differ in the last bit.
 _ATOMIC_ON_CUDA = frozenset(
     {
-        "index_add", "index_add_", "index_put", "index_put_", "_index_put_impl_", "scatter_add", "scatter_add_",
-        "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "put_", "put", "bincount", "histc",
+        "index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_reduce",
+        "index_reduce_", "bincount", "histc",
         "_embedding_bag", "_embedding_bag_forward_only", "cumsum", "cumsum_", "median", "kthvalue",
         "grid_sampler_2d", "grid_sampler_3d", "_ctc_loss", "_cudnn_ctc_loss", "cumprod", "cumprod_", "logcumsumexp",
         "_logcumsumexp", "scatter", "scatter_", "index_copy", "index_copy_", "max_unpool2d", "max_unpool3d",
-        "nll_loss2d_forward", "nanmedian", "mode", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate",
+        "nll_loss2d_forward", "nanmedian", "mode", "_unsafe_masked_index_put_accumulate",
         "segment_reduce",
     }
 )  # fmt: skip
@@ -267,6 +270,7 @@ def _inspect(func: Any) -> OpFacts:
         hidden = ((3, "running_mean"), (4, "running_var")) if base == "native_batch_norm" else ()
         return OpFacts(str(func), False, False, is_random, (*hidden, *writes), False, ())
     stats = _BATCH_NORM[base] if is_batch_norm else ()
+    denied = denied or base in _IN_ANY_ORDER
     denied = denied or base == "_native_batch_norm_legit"  # needs running statistics, which a replay leaves out
     return OpFacts(
         name=_ONE_OP.get(str(func), str(func)),

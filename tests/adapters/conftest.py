@@ -8,7 +8,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from tests.one_thread import one_thread as one_thread
-from tests.quick_collections import quick_collections as quick_collections
+from tests.short_searches import short_searches as short_searches
 
 
 @pytest.fixture(autouse=True)

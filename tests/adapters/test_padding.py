@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,10 +147,7 @@ def alone() -> Iterator[None]:
 
     level = logging.get_verbosity()
     logging.set_verbosity_error()
-    gc.collect()
     yield
-    gc.collect()
-    gc.unfreeze()
     logging.set_verbosity(level)
 
 

@@ -176,11 +176,8 @@ def tracked() -> Iterator[Seen]:
     """Count what is alive of all that is made inside."""
     gc.collect()
     gc.freeze()
-    try:
-        with LiveStorageTracker() as tracker:
-            yield Seen(tracker)
-    finally:
-        gc.unfreeze()
+    with LiveStorageTracker() as tracker:
+        yield Seen(tracker)
 
 
 def fit(module: type[pl.LightningModule], folder: Path, offload: dict[str, Any] | None, **settings: Any) -> Seen:

@@ -67,10 +67,7 @@ def fit(
     batches = data()
     gc.collect()
     gc.freeze()  # neither the data nor what earlier fits left is the step's
-    try:
-        trainer.fit(module, batches, ckpt_path=ckpt_path)
-    finally:
-        gc.unfreeze()
+    trainer.fit(module, batches, ckpt_path=ckpt_path)
     state = {
         "losses": module.losses,
         "weights": module.state_dict(),

@@ -95,7 +95,7 @@ SHARE = (  # the longest first
         only=(
             "test_same_bits and (inplace-residual-all or lstm-all-swap or dropout-all) or plain_peak and resnet50 "
             "or within_the_budget and resnet50 and 0.25 or step_given_as_a_function or same_to_the_byte and all-swap "
-            "or replays_are_compared or small_tensors "
+            "or replays_are_compared or small_tensors or another_stream "
             "or (out+in+compute or read_by_nobody) and (accumulation or custom-function)"
         ),
     ),
@@ -105,7 +105,7 @@ SHARE = (  # the longest first
         tests=(f"{GPU}/test_races.py", HERE),
         only=(
             "not other_settings and not gives_the_same_bits and not every_case and (emulated_cuda or does_not_wait"
-            " or is_timed or (out+in+compute or read_by_nobody) and (dropout or inplace-residual or views))"
+            " or is_timed or another_stream or (out+in+compute or read_by_nobody) and (dropout or inplace-residual or views))"
         ),
     ),
     Run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_offload.capture import workspace
+from tests.short_searches import short_searches as short_searches
 
 
 @pytest.fixture(autouse=True)

@@ -128,6 +128,7 @@ def trained_swapping(name: str, wrap: Wrap = Wrap.WHOLE) -> Training:
     return train(BY_NAME[name], MemoryPlugin(budget=None, policy="all-swap"), wrap=wrap)
 
 
+@functools.cache
 def levels(name: str, wrap: Wrap = Wrap.WHOLE) -> Levels:
     """Between what a case's budgets lie: the highest floor and peak of any of its steps."""
     reports = [step.report for step in trained_swapping(name, wrap).steps]

@@ -211,7 +211,7 @@ def train(
 ) -> Training:
     """Train a case under the tracker, plainly or under a plugin; an error ends it and is told.
 
-    Sets aside all that the garbage collector knows so far: `gc.unfreeze` when all trainings are done.
+    Sets aside all that the garbage collector knows so far, with `gc.freeze`.
     """
     tracker = tracker or LiveStorageTracker()
     gc.collect()
@@ -291,7 +291,7 @@ class Probe:
         return int(self.floor_bytes + height * (self.plain_peak_bytes - self.floor_bytes))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def probe(name: str) -> Probe:
     """Find where the budgets of a case lie."""
     case = LOOPS_BY_NAME[name]

@@ -6,8 +6,6 @@ Each case is held to a share of the budgets here, and to all of them by `make te
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,11 +22,9 @@ TYPICAL = ("sam", "lbfgs", "keeping", "gru")
 
 
 @pytest.fixture(autouse=True)
-def every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_step_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at what is beside every step, as is done where time allows: the promise is about what is seen."""
     monkeypatch.setattr(LiveScanClock, "is_due", lambda clock, share: True)
-    yield
-    gc.unfreeze()
 
 
 def _tries() -> list[object]:

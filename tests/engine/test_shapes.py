@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,16 +130,6 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Callable[[random.Random, int], Ba
     "cut off": (lambda: Features(longest=64), _short_at_first, {"input_ids": torch.ones(4, 160, dtype=torch.long)}),
 }
 """A model, its batches, and one that is as large as any."""
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Nothing of another training counts, nor is what the session has loaded looked through in every step."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.collect()
-    gc.unfreeze()
 
 
 class Trained:

@@ -250,13 +250,6 @@ def _least_budget(setting: Setting, folder: Path) -> int:
     raise AssertionError("each smallest budget was too small for the next plan")
 
 
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """Let the collector have what trainings set aside."""
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_fault_of_the_disk_breaks_the_promise(

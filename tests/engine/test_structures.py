@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,16 +159,6 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 
 REPEATED = {"olmoe", "whisper", "mixtral, padded", "olmoe, padded", "wav2vec2, padded"}
 """Those that take long and whose twin, with or without padding or of the same kind, shows what they do."""
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Nothing of another training counts, nor is what the session has loaded looked through in every step."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.collect()
-    gc.unfreeze()
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -11,6 +11,12 @@ from tests.engine.test_slow_links import seen_by_a_mode as seen_by_a_mode
 from tests.engine.wrong_figures import Step, Wrong, budget_at, train, true_device
 from tests.one_thread import one_thread as one_thread
 
+
+@pytest.fixture(autouse=True)
+def short_searches() -> None:
+    """Searches are users' own: plans are judged here."""
+
+
 WRONG = {
     "slower-link": Wrong(link=1 / 0.7),
     "faster-link": Wrong(link=0.7),

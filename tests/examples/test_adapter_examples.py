@@ -15,7 +15,6 @@ import pytest
 from tests.adapters.conftest import no_accelerator_state as no_accelerator_state
 from tests.examples.figures import figures_in
 from tests.one_thread import one_thread as one_thread
-from tests.quick_collections import quick_collections as quick_collections
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' advice to whoever runs a script
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import StaleInputError
@@ -278,6 +281,125 @@ def _swapped(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
     return loss
 
 
+def _inference_buffer(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """What was made in inference mode is written there between forward and backward: no version counter tells."""
+    with torch.inference_mode():
+        shift = x.cos()
+    with memory.step(x):
+        loss = ((x @ s.weight) + shift).sin().sum()
+    if attack:
+        with torch.inference_mode():
+            shift.mul_(0.9)
+    loss.backward()
+    return loss
+
+
+def _inference_teacher(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A teacher runs in inference mode within the step, and its output is there when that ends."""
+    with memory.step(x):
+        with torch.inference_mode():
+            target = (x @ s.running).relu()
+        loss = ((x @ s.weight) - target).sin().square().mean()
+    loss.backward()
+    assert target.is_inference()
+    return loss
+
+
+def _backward_in_another_thread(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """Its hook writes a weight past the version counter."""
+
+    def write(_: Tensor) -> None:
+        s.weight.data.add_(0.1)
+
+    with memory.step(x):
+        y = (x @ s.weight).sin() * 1.5
+        if attack:
+            y.register_hook(write)
+        loss = y.sum()
+        del y
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    return loss
+
+
+class _SavedGradient(Function):
+    """Makes the gradient in forward, as fused losses do."""
+
+    last: Tensor | None = None
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, held: bool) -> Tensor:
+        gradient = x * 1.5
+        ctx.save_for_backward(gradient)
+        _SavedGradient.last = gradient if held else None
+        return (weight * gradient).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient, None, None
+
+
+def _saved_gradient_of_the_program(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A saved tensor that the program has, too, becomes a gradient, and is clipped in place."""
+    last = _SavedGradient.last if attack else None
+    _SavedGradient.last = None
+    x = x if last is None else x + last
+    with memory.step(x):
+        loss: Tensor = _SavedGradient.apply(s.weight, x, True)
+        (loss + x @ s.running[0] @ s.bias).sum().backward()
+    torch.nn.utils.clip_grad_norm_([s.weight], 1.0)
+    assert _SavedGradient.last is not None
+    return _SavedGradient.last.sum() + loss
+
+
+def _saved_gradient_of_the_graph(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A saved tensor becomes a gradient, and the graph is run through again."""
+    with memory.step(x):
+        loss: Tensor = _SavedGradient.apply(s.weight, x, False)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return loss
+
+
+def _backward_in_the_midst(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A backward within the step has a hook that writes an activation, which is saved once more then."""
+    with memory.step(x):
+        y = x * 2.0
+        y.data.sum()
+        a = y * s.weight
+        side = (x @ s.running + s.bias).sin()
+        if attack:
+            side.register_hook(functools.partial(_add_one, y))
+        side.sum().backward()
+        b = y * s.weight
+        del y, side
+        loss = b.sum()
+        loss.backward()
+        del a
+    return loss
+
+
+def _add_one(tensor: Tensor, _: Tensor) -> None:
+    tensor.add_(1.0)
+
+
+def _checkpointed_loss(memory: Any, s: State, x: Tensor, attack: bool) -> Tensor:
+    """A region that is computed again in backward computes otherwise under a dispatch mode, in its last bits."""
+    target = torch.arange(SIDE * 8) % SIDE
+    target[::3] = -100
+
+    def region(h: Tensor) -> Tensor:
+        return F.cross_entropy((h @ s.weight).repeat(8, 1), target, weight=s.running[0].abs(), label_smoothing=0.1)
+
+    with memory.step(x):
+        loss: Tensor = checkpoint(region, (x @ s.weight).tanh().sin(), use_reentrant=False)
+        loss.backward()
+    return loss
+
+
 class _Plain:
     def step(self, *inputs: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -288,7 +410,9 @@ ATTACKS: tuple[Step, ...] = (
     _saved_self_of_prod, _backward_writes_saved, _two_steps_one_buffer, _set_alias, _max_with_negative_gradient,
     _unreplayable_write, _nested, _other_data, _other_data_of_own_classes,
     _gathered, _statistics_of_another_step,
-    _statistics_outside, _swapped,
+    _statistics_outside, _swapped, _inference_buffer, _inference_teacher, _backward_in_another_thread,
+    _saved_gradient_of_the_program, _saved_gradient_of_the_graph, _backward_in_the_midst,
+    _checkpointed_loss,
 )  # fmt: skip
 
 

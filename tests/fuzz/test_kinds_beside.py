@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_offload import MemoryPlugin
 from tests.bare_heap import FEW_BYTES
 from tests.bare_heap import links_are_measured as links_are_measured
-from tests.bare_heap import thawed as thawed
 from tests.engine.live_tracker import LiveStorageTracker
 
 NUM_ROUNDS = 9

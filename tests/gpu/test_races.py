@@ -95,6 +95,42 @@ class TestOnCuda:
         assert take_races() or not IS_EMULATED
         assert differences(plain.outcome, trained.outcome) or ARE_COPIES_FIRST
 
+    @pytest.mark.parametrize("policy", ["all-swap", "keep-all"])
+    def test_memory_of_another_stream_is_read_by_nobody_once_it_is_released(self, policy: str) -> None:
+        """An activation is made on the program's side stream and saved on the main one, which is behind the host."""
+        side, device = torch.cuda.Stream(), torch.device("cuda", torch.cuda.current_device())
+        torch.manual_seed(0)
+        weight, x = torch.nn.Parameter(torch.randn(1 << 18, device=device)), torch.randn(1 << 18, device=device)
+
+        def step(memory: MemoryPlugin | None) -> torch.Tensor:
+            main = torch.cuda.current_stream()
+            with memory.step(x) if memory is not None else contextlib.nullcontext():
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    y = x * 2.0
+                main.wait_stream(side)
+                for _ in range(20):
+                    torch.mm(x.view(512, 512), x.view(512, 512))  # main falls behind
+                a = y * weight
+                b = a.sin()
+                del y, a
+                with torch.cuda.stream(side):
+                    other = torch.full_like(x, 7.0)
+                b.sum().backward()
+                main.wait_stream(side)
+                del other
+            torch.cuda.synchronize()
+            gradient = weight.grad
+            assert gradient is not None
+            weight.grad = None
+            return gradient.cpu()
+
+        expected = step(None)
+        with MemoryPlugin(budget=None, policy=policy, device=device) as memory:
+            for _ in range(6):
+                assert torch.equal(step(memory), expected)
+        assert not take_races()
+
     def test_every_copy_is_timed(self) -> None:
         """Times wait for the events that tell them, which come later than the copies are known to be done."""
         mover, num_bytes = StreamMover(torch.device("cuda", torch.cuda.current_device())), 4096

@@ -9,6 +9,7 @@ import pytest
 from tests.lightning_runs import NOTICES, MakeTrainer, silence, trainer_factory
 from tests.lightning_runs import quiet_log as quiet_log
 from tests.one_thread import one_thread as one_thread
+from tests.short_searches import short_searches as short_searches
 
 _NOTICES = (
     *NOTICES,

@@ -14,7 +14,6 @@ from torch import nn
 from lightning_offload import MemoryPlugin
 from tests.bare_heap import FEW_BYTES
 from tests.bare_heap import links_are_measured as links_are_measured
-from tests.bare_heap import thawed as thawed
 from tests.engine.live_tracker import LiveStorageTracker
 
 NUM_STEPS = 12

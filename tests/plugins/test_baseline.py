@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,15 +14,6 @@ from lightning_offload.plugins.persistent import PersistentState
 from tests.plugins.training import MIB, attached, net, rows, train_step
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def set_aside() -> Iterator[None]:
-    """Nobody is to count what others left."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _scanned() -> Baseline:

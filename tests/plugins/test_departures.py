@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +18,6 @@ from lightning_offload.graph.step_graph import Departure
 from tests.engine.live_tracker import LiveStorageTracker
 
 NUM_STEPS = 7
-
-
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    """What was set aside comes back."""
-    yield
-    gc.unfreeze()
 
 
 Step = Callable[[nn.Module, Tensor], None]
@@ -119,7 +112,6 @@ def links_are_measured() -> None:
     with MemoryPlugin("64MiB", policy="all-swap") as memory:
         _train(nothing_held, memory)
     torch.set_num_threads(num_threads)
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("make", LOOPS)

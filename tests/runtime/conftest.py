@@ -1,4 +1,4 @@
-"""One thread is enough for small tensors, and the quickest, as are quick collections; the native core, if any."""
+"""One thread is enough for small tensors, and the quickest; the native core, if any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from lightning_offload.runtime import native
 from lightning_offload.runtime.sight import core_on
 from tests.one_thread import one_thread as one_thread
-from tests.quick_collections import quick_collections as quick_collections
 from tests.runtime.executing import CPU
 
 

@@ -165,6 +165,10 @@ class FakeStreamMover(StreamMover):
 
         stream.put(move)
 
+    @override
+    def note_use(self, storage: torch.UntypedStorage) -> None:
+        """No allocator of a host knows streams."""
+
     def end(self) -> None:
         """End the streams' threads."""
         self.drain()

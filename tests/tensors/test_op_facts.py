@@ -425,3 +425,11 @@ def test_facts_of_an_op_that_is_defined_anew() -> None:
         found.append(facts_of(torch.ops.aten._lo_test_op.default))
         library._destroy()
     assert [facts.mutates for facts in found] == [True, False]
+
+
+def test_kernels_whose_threads_meet_are_not_run_again_anywhere() -> None:
+    """Two runs may add, or write, to one place in another order."""
+    for op in (aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, aten.put_.default):
+        facts = facts_of(op)
+        assert (facts.replayable, facts.replayable_on_cuda) == (False, False), op
+    assert facts_of(aten.index_add.default).replayable

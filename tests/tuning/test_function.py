@@ -17,7 +17,6 @@ from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.tuning import runner
 from lightning_offload.tuning.function import find_efficient_batch_size
 from tests.plugins.training import net, rows
-from tests.quick_collections import quick_collections as quick_collections
 from tests.tuning.trainings import Clock, Training
 
 

@@ -19,7 +19,6 @@ from lightning_offload.tuning.ranks import Coordinator, SingleProcess
 from lightning_offload.tuning.runner import RankStatus, TrialRunner, TrialSettings
 from lightning_offload.tuning.trial import Trial
 from tests.plugins.training import Net, rows
-from tests.quick_collections import quick_collections as quick_collections
 from tests.tuning.trainings import Clock, Training
 
 

@@ -438,6 +438,9 @@ bool Step::refer(Call& call, int argument, int item, const at::Tensor& tensor) {
   if (!is_plain(tensor) || (tensor.device() != device && tensor.numel() > 1)) {
     return false;  // what a loader may fill anew meanwhile, say
   }
+  if (tensor.is_inference()) {
+    return false;  // nothing tells of what is written there
+  }
   const StoragePtr storage = tensor.storage().getWeakStorageImpl().lock();
   const auto value = read_by(tensor, storage);
   if (value->is_external && !value->storage) {
@@ -684,6 +687,12 @@ void hide() {
 void show() {
   --num_hidden;
   set_key();
+}
+
+int hidden(int count) {
+  const int before = std::exchange(num_hidden, count);
+  set_key();
+  return before;
 }
 
 static void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {

@@ -39,7 +39,7 @@ std::string Step::mismatch(int64_t index, const StoragePtr& storage) {
 
 // Let a saved value leave the device as the plan says; whether it need not be kept as it is.
 bool Step::leave(const ValuePtr& value, const StoragePtr& storage) {
-  if (value->is_external || storage->nbytes() == 0) {
+  if (value->is_external || storage->nbytes() == 0 || storage->device() != device) {
     return false;
   }
   if (value->block) {
@@ -117,6 +117,9 @@ Kept Step::pack(const at::Tensor& tensor, bool is_parameter, bool is_ordinary, c
     value = table.find(storage.get());
     if (!value && place >= 0 && program->action(program->pack_storages[place]) != Program::KEEP) {
       value = by_ordinal(program->pack_storages[place], tensor, storage, *handle);  // made out of sight
+    }
+    if (value && value->is_stale()) {
+      value.reset();  // a backward in the midst of the step has written it, out of sight
     }
   } else {
     value = by_ordinal(place >= 0 ? program->pack_storages[place] : -1, tensor, storage, *handle);
@@ -315,6 +318,7 @@ at::Tensor Step::unpack(Handle& handle) {
   if (handle.kept.defined() && !handle.geometry && is_sound && ordinal != 0 && is_backward && !is_busy) {
     num_unpacks = ordinal + 1;
     handle.is_out = true;
+    show(handle.kept, handle, 1 + (handle.value && handle.value->storage ? 1 : 0));
     return handle.kept;
   }
   if (is_backward) {
@@ -342,6 +346,7 @@ at::Tensor Step::unpack(Handle& handle) {
   }
   if (!handle.value || !handle.geometry) {
     handle.is_out = true;
+    show(handle.kept, handle, 1 + (handle.value && handle.value->storage ? 1 : 0));
     return handle.kept;
   }
   const ValuePtr value = handle.value;
@@ -360,7 +365,31 @@ at::Tensor Step::unpack(Handle& handle) {
   if (handle.saved.counter.enabled()) {
     tensor.unsafeGetTensorImpl()->set_version_counter(handle.saved.counter);
   }
+  show(tensor, handle, 2 + (value->storage ? 1 : 0));
   return tensor;
+}
+
+// Give a tensor in place of the one that was saved to a node; Note [gradients that are stolen] in executor.py.
+void Step::show(const at::Tensor& tensor, Handle& handle, size_t num_own) {
+  const void* const node = own_node();
+  if (node != shown_to_) {
+    backward_ends();
+    shown_to_ = node;
+  }
+  if (node == nullptr || handle.borrowed) {  // the program's own tensor
+    return;
+  }
+  if (is_plain(tensor) && tensor.storage().use_count() > num_own) {
+    shown_.push_back(tensor);
+  }
+  if (!handle.kept.defined()) {
+    handle.shown = tensor;
+  }
+}
+
+void Step::backward_ends() {
+  shown_to_ = nullptr;
+  const auto dying = std::exchange(shown_, {});
 }
 
 }  // namespace offload

@@ -15,6 +15,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <structmember.h>
@@ -34,6 +35,11 @@ namespace offload {
 static std::atomic<uint64_t> facts_generation{0};  // counts how often facts have changed
 static PyObject* tell_facts = nullptr;  // facts of an op by its qualified name: a tuple
 static PyObject* own_error = nullptr;   // the base of this package's errors
+
+const void* own_node() {
+  const auto node = torch::autograd::get_current_node();
+  return node && !node->is_traceable() ? node.get() : nullptr;
+}
 
 bool is_not_for_replays(const std::exception& error) {
   const auto* raised = dynamic_cast<const python_error*>(&error);
@@ -700,6 +706,10 @@ METHOD(step_close_table, {
   step_of(self).table.close();
   Py_RETURN_NONE;
 })
+METHOD(step_backward_ends, {
+  step_of(self).backward_ends();
+  Py_RETURN_NONE;
+})
 METHOD(step_replay, {
   Unseen unseen{SEEN_BY};
   return wrap(step_of(self).replay(value_of(given)));
@@ -821,6 +831,7 @@ PyMethodDef step_methods[] = {
     {"drop", step_drop, METH_O, nullptr},
     {"keep_watch", step_close_table, METH_NOARGS, nullptr},
     {"close", step_close_table, METH_NOARGS, nullptr},
+    {"backward_ends", step_backward_ends, METH_NOARGS, nullptr},
     {"replay", step_replay, METH_O, nullptr},
     {"track", step_track, METH_O, nullptr},
     {"know", step_know, METH_O, nullptr},
@@ -865,6 +876,7 @@ struct PyWatch {
   PyObject_HEAD
   Watch watch;
   Scope scope;
+  int hidden_before;
   std::shared_ptr<c10::SafePyObject> inherited_before;
 };
 
@@ -900,6 +912,7 @@ std::shared_ptr<c10::SafePyObject> nobody() {
 METHOD(watch_enter, {
   auto* object = reinterpret_cast<PyWatch*>(self);
   enter(self, Sight{nullptr, &object->watch});
+  object->hidden_before = hidden(0);  // also within a backward whose own ops nobody sees
   if (at::impl::ThreadLocalPythonObjects::contains(INHERITED)) {
     object->inherited_before = at::impl::ThreadLocalPythonObjects::get(INHERITED);
   }
@@ -910,6 +923,7 @@ METHOD(watch_enter, {
 METHOD(watch_leave, {
   auto* object = reinterpret_cast<PyWatch*>(self);
   leave(self);
+  hidden(object->hidden_before);
   auto former = std::exchange(object->inherited_before, nullptr);
   at::impl::ThreadLocalPythonObjects::set(INHERITED, former ? std::move(former) : nobody());
   Py_RETURN_NONE;

@@ -374,7 +374,11 @@ void Step::run_again(Call& call, uint64_t number) {
   try {
     Drawing drawing(call);
     {
-      WithoutGil others_go_on;
+      // Between the generator's being put back and the kernel's draw nobody else is to draw from it.
+      std::optional<WithoutGil> others_go_on;
+      if (!call.generator) {
+        others_go_on.emplace();
+      }
       call.op.callBoxed(stack);
     }
     drawing.end();

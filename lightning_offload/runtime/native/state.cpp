@@ -138,6 +138,7 @@ Call::~Call() {
 
 void Handle::release_resources() {
   kept.reset();
+  shown.reset();
   value.reset();
   geometry.reset();
   borrowed.reset();

@@ -150,6 +150,7 @@ struct Handle final : c10::intrusive_ptr_target {
   std::optional<Geometry> geometry;
   Guard saved;  // the saved tensor's counter and version
   bool is_out = false;
+  at::Tensor shown;  // what a node of the program's own was given in its place
   std::shared_ptr<std::atomic<int64_t>> counted;  // what stays, as long as it does; see Ledger
   int64_t counted_bytes = 0;
   PyObject* object = nullptr;  // borrowed: the Python object that autograd holds

@@ -203,6 +203,8 @@ class Step {
       const at::Tensor& tensor, bool is_parameter, bool is_ordinary, const c10::intrusive_ptr<Handle>& handle);
   // The saved tensor.
   at::Tensor unpack(Handle& handle);
+  // Let go of what the last node was given.
+  void backward_ends();
 
   // ---- for Python
   StoragePtr replay(const ValuePtr& value);
@@ -247,6 +249,7 @@ class Step {
   StoragePtr make(const ValuePtr& value);
   void run_again(Call& call, uint64_t number);
   bool captures();
+  void show(const at::Tensor& tensor, Handle& handle, size_t num_own);
 
   bool is_cpu_;
   Settings settings_;
@@ -255,6 +258,8 @@ class Step {
   std::unordered_map<int64_t, const c10::StorageImpl*> pack_keys_;
   std::optional<std::unordered_set<const void*>> outliving_;
   bool has_visitors_ = false;
+  std::vector<at::Tensor> shown_;
+  const void* shown_to_ = nullptr;
   int last_backward_ = -1;
 };
 
@@ -277,6 +282,8 @@ bool has_no_graph(const at::Tensor& tensor);
 at::Tensor beside(const at::Tensor& tensor);
 int backward_id();  // -1 outside of one
 bool in_backward();
+// The node of autograd's graph that runs now, where that is the program's own; null where it is torch's.
+const void* own_node();
 std::optional<c10::Stream> stream_of(c10::Device device);
 int intern(const std::string& name);
 
@@ -297,6 +304,7 @@ Sight look_through(Sight sight);  // the former one
 Sight looked_through();
 void hide();                      // until as many calls of `show`, nobody sees
 void show();
+int hidden(int count);            // so many calls of `hide` are in force from now on; how many were
 
 // The dispatch key that sees ops; checked once that nobody else uses it.
 bool install(std::string& why_not);

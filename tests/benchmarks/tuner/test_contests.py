@@ -17,7 +17,6 @@ from benchmarks.tuner.contest_jobs import quick_contests
 from benchmarks.tuner.contest_rows import contest_lines, contest_rows
 from benchmarks.tuner.contests import Contest, Run, best_of_grid, num_runs, runs_left
 from examples.demo.training import quiet_lightning
-from tests.quick_collections import quick_collections as quick_collections
 
 KEY = "gpt2-small-batch"
 CONFIG = {

@@ -29,7 +29,6 @@ def measured() -> Measurements:
     with pytest.MonkeyPatch.context() as patch, Progress(disable=True) as progress:
         patch.setattr(tuner, "quick_jobs", lambda: (fails, works))
         found = tuner.run(Options(quick=True), progress)
-    gc.unfreeze()
     return found
 
 

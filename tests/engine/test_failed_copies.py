@@ -1,0 +1,140 @@
+"""A copy that fails is nobody's memory: what it was to fill is neither read nor taken for a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_offload import MemoryPlugin
+from lightning_offload.errors import SpillError
+
+NUM_STEPS = 6
+LARGE = 12 << 20
+"""Numbers, 48 MiB: malloc takes so much from the system, so what nobody filled is zeros."""
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def each_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run planned steps in it; in Python twice where there is no compiler."""
+    if request.param == "python":
+        monkeypatch.setenv("LIGHTNING_OFFLOAD_ENGINE", "python")
+
+
+@contextlib.contextmanager
+def failing_once(name: str) -> Iterator[None]:
+    """Have the next call of a function of `os` fail."""
+    real, num_left = getattr(os, name), [1]
+
+    def call(*args: Any) -> Any:
+        if num_left[0]:
+            num_left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*args)
+
+    with mock.patch.object(os, name, call):
+        yield
+    assert not num_left[0], "nothing called it"
+
+
+def test_a_value_that_was_not_read_back_is_read_again(tmp_path: Path) -> None:
+    """A retained graph goes on after the error with plain PyTorch's bits."""
+    weight, x = nn.Parameter(torch.randn(LARGE)), torch.randn(LARGE)
+
+    def forward() -> Tensor:
+        return (x * weight).sin().sum()
+
+    forward().backward()
+    assert weight.grad is not None
+    expected, weight.grad = weight.grad, None
+    with MemoryPlugin(device="cpu", policy="all-swap", tier="disk", spill_dir=tmp_path) as memory:
+        for step in range(NUM_STEPS):
+            with memory.step(x):
+                loss = forward()
+                if step == NUM_STEPS - 1:
+                    with failing_once("preadv"), pytest.raises(SpillError):
+                        loss.backward(retain_graph=True)
+                    weight.grad = None
+                loss.backward()
+            assert torch.equal(weight.grad, expected)
+            weight.grad = None
+
+
+def test_a_write_goes_on_where_the_copy_before_it_fails(tmp_path: Path) -> None:
+    """The tensor is on the device still."""
+    torch.manual_seed(0)
+    first, second, x = (torch.randn(512, 512) for _ in range(3))
+    weight = nn.Parameter(second)
+
+    def run(memory: MemoryPlugin | None) -> list[bytes]:
+        found = []
+        for step in range(NUM_STEPS):
+            is_last = step == NUM_STEPS - 1
+            with memory.step(x) if memory is not None else contextlib.nullcontext():
+                y = x * 2.0
+                other = y * (first.requires_grad_())  # saves it, for a backward that does not come
+                fails = is_last and memory is not None
+                with failing_once("pwrite") if fails else contextlib.nullcontext():
+                    (y * weight).sum().backward()
+                    y.add_(1.0)
+                (y * weight).sum().backward()
+                del other
+            assert weight.grad is not None
+            found.append(weight.grad.numpy().tobytes())
+            weight.grad = None
+        return found
+
+    expected = run(None)
+    with MemoryPlugin(device="cpu", policy="all-swap", tier="disk", spill_dir=tmp_path) as memory:
+        assert run(memory) == expected
+
+
+class _SavesShape(torch.autograd.Function):
+    """Saves a tensor of another device, as lengths of sequences are on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.empty(1000, device="meta"))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (shape,) = ctx.saved_tensors
+        assert shape.device.type == "meta"
+        return gradient * 2
+
+
+def _longer(h: Tensor) -> Tensor:
+    return torch.cat([h, h]).exp()[: len(h)]
+
+
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute", "keep-all"])
+def test_what_lies_elsewhere_stays_there_once_a_step_has_left_its_plan(policy: str) -> None:
+    """The host has no copy of another device's memory."""
+    torch.manual_seed(0)
+    weight, x = nn.Parameter(torch.randn(128, 128) * 0.1), torch.randn(256, 128)
+
+    def step(memory: MemoryPlugin | None, change: Callable[[Tensor], Tensor]) -> bytes:
+        with memory.step(x) if memory is not None else contextlib.nullcontext():
+            h: Tensor = _SavesShape.apply(change((x @ weight).sin()))
+            for _ in range(3):
+                h = h.sin()
+            h.sum().backward()
+        assert weight.grad is not None
+        found = weight.grad.numpy().tobytes()
+        weight.grad = None
+        return found
+
+    changes = [*[torch.neg] * 5, _longer, torch.neg, _longer, _longer]
+    expected = [step(None, change) for change in changes]
+    with MemoryPlugin(device="cpu", policy=policy) as memory:
+        assert [step(memory, change) for change in changes] == expected
+        assert memory.report().num_deviations
