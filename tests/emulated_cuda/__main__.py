@@ -105,7 +105,8 @@ SHARE = (  # the longest first
         tests=(f"{GPU}/test_races.py", HERE),
         only=(
             "not other_settings and not gives_the_same_bits and not every_case and (emulated_cuda or does_not_wait"
-            " or is_timed or another_stream or (out+in+compute or read_by_nobody) and (dropout or inplace-residual or views))"
+            " or is_timed or another_stream"
+            " or (out+in+compute or read_by_nobody) and (dropout or inplace-residual or views))"
         ),
     ),
     Run(
