@@ -7,7 +7,7 @@ parabola is taken, which is the larger one beyond both sizes.
 
 Where lengths, heights or widths vary, perhaps several at once, a tensor's size is such a polynomial of one
 :class:`Feature`: a product of powers of what varies, each perhaps divided first and rounded up, as strided
-convolutions and patches do (:func:`shape_law`).
+convolutions and patches do (:class:`ShapeLaws`).
 
 What is measured (workspaces, durations) is not exact. A workspace gets a line that no measurement lies above;
 durations get the non-negative least squares of ``a + b*n``, where ``a`` is what launching costs. Ops that touch
