@@ -40,7 +40,7 @@ from lightning_offload.planning.problem import anchors, replay_cost
 from lightning_offload.planning.relaxation import Relaxation, relax
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Outcome
-from lightning_offload.planning.tiers import HostRoom, must_fit_host
+from lightning_offload.planning.tiers import HostRoom, short_host_bytes
 
 _AS_GOOD = 1.0005  # of the lower bound
 HOPELESS = 2.0
@@ -218,11 +218,10 @@ def swap_rate(device: DeviceSpec, weight: float) -> float:
 
 def _fit_host(request: PlanRequest, order: Order) -> Order:
     """Swap only what the host has room for, so that each prefix fits; recompute or keep the rest."""
-    problem, device = request.problem, request.device
-    if device.host_memory_bytes is None or not must_fit_host(device):
+    limit, candidates = short_host_bytes(request.device), request.problem.candidates
+    if limit is None:
         return order
-    candidates = problem.candidates
-    room = HostRoom(problem, device.host_memory_bytes, (s for s, c in candidates.items() if c.can_recompute))
+    room = HostRoom(request.problem, limit, (s for s, c in candidates.items() if c.can_recompute))
     fitting: Order = []
     for s, action in order:
         if action == "recompute" or room.take(s):

@@ -19,7 +19,7 @@ from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.request import PlanRequest, build_plan, describe
 from lightning_offload.planning.simulator import Actions, Schedule, Timeline
-from lightning_offload.planning.tiers import HostRoom, must_fit_host
+from lightning_offload.planning.tiers import HostRoom, short_host_bytes
 
 Ordered = Sequence[tuple[int, Action]]
 """Actions in the order in which a policy takes them while memory is short."""
@@ -238,8 +238,8 @@ def fit_host(request: PlanRequest, storages: Iterable[int], recomputed: Iterable
         storages: What may be swapped.
         recomputed: All storages that may be recomputed.
     """
-    limit = request.device.host_memory_bytes
-    if limit is None or not must_fit_host(request.device):
+    limit = short_host_bytes(request.device)
+    if limit is None:
         return list(storages)
     room = HostRoom(request.problem, limit, recomputed)
     return [s for s in storages if room.take(s)]

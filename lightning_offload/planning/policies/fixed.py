@@ -12,7 +12,7 @@ from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.floor import swap_everything, swap_what_fits
 from lightning_offload.planning.policies.fitting import fixed_plan
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.tiers import must_fit_host
+from lightning_offload.planning.tiers import short_host_bytes
 
 
 def keep_all(request: PlanRequest) -> MemoryPlan:
@@ -22,8 +22,8 @@ def keep_all(request: PlanRequest) -> MemoryPlan:
 
 def all_swap(request: PlanRequest) -> MemoryPlan:
     """Swap every saved tensor; where the tiers are too small for all of them, the rest is kept."""
-    problem, limit = request.problem, request.device.host_memory_bytes
-    if limit is None or not must_fit_host(request.device):
+    problem, limit = request.problem, short_host_bytes(request.device)
+    if limit is None:
         return fixed_plan(request, "all-swap", swap_everything(problem))
     return fixed_plan(request, "all-swap", swap_what_fits(problem, limit))
 

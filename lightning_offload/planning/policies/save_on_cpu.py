@@ -15,13 +15,12 @@ from lightning_offload.planning.floor import swap_everything, swap_what_fits
 from lightning_offload.planning.policies.fitting import plan_of
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import simulate
-from lightning_offload.planning.tiers import must_fit_host
+from lightning_offload.planning.tiers import short_host_bytes
 
 
 def save_on_cpu(request: PlanRequest) -> MemoryPlan:
     """Swap everything, and wait for each copy."""
     problem, device = request.problem, request.device
-    limit = device.host_memory_bytes
-    is_short = limit is not None and must_fit_host(device)
-    actions = swap_what_fits(problem, limit or 0) if is_short else swap_everything(problem)
+    limit = short_host_bytes(device)
+    actions = swap_everything(problem) if limit is None else swap_what_fits(problem, limit)
     return plan_of(request, "save-on-cpu", simulate(problem, actions, device, overlap=False), actions)
