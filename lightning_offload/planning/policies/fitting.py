@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.planning.floor import swap_everything, swap_what_fits
 from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.request import PlanRequest, build_plan, describe
 from lightning_offload.planning.simulator import Actions, Schedule, Timeline
@@ -110,7 +111,9 @@ class Fitting:
                 if best.tried is not None:
                     return best.tried, best.timeline(best.tried)
                 smallest += [best.smallest] if best.smallest is not None else []
-        raise too_small(self._request, self._policy, min(smallest, key=lambda timeline: timeline.peak_bytes))
+        lowest = min(smallest, key=lambda timeline: timeline.peak_bytes)
+        op = self._request.problem.graph.op_at(lowest.peak_tick)
+        raise self._request.infeasible(lowest.peak_bytes, describe(op) if op else "persistent state", self._policy)
 
     def plan(self) -> MemoryPlan:
         """The plan of the fastest choice.
@@ -195,39 +198,10 @@ def spaced(low: int, high: int, most: int) -> list[int]:
     return sorted({low + round(i * (high - low) / (most - 1)) for i in range(most)})
 
 
-def fits(request: PlanRequest, timeline: Timeline) -> bool:
-    """Whether a step is within the budget."""
-    return request.budget_bytes is None or timeline.peak_bytes <= request.budget_bytes
-
-
-def plan_of(
-    request: PlanRequest, policy: str, timeline: Timeline, actions: Actions, no_memo: frozenset[int] = frozenset()
-) -> MemoryPlan:
-    """The plan of a simulated choice.
-
-    Raises:
-        BudgetInfeasibleError: It does not fit; its own peak is the floor.
-    """
-    if not fits(request, timeline):
-        raise too_small(request, policy, timeline)
-    return build_plan(request, policy, actions, timeline, no_memo)
-
-
-def too_small(request: PlanRequest, policy: str, timeline: Timeline) -> Exception:
-    """The error for a budget below the smallest peak that a policy has."""
-    op = request.problem.graph.op_at(timeline.peak_tick)
-    return request.infeasible(timeline.peak_bytes, describe(op) if op else "persistent state", policy)
-
-
-def fixed_plan(
-    request: PlanRequest, policy: str, actions: dict[int, Action], no_memo: frozenset[int] = frozenset()
-) -> MemoryPlan:
-    """The plan of a choice that no budget changes; the simulator chooses when to copy.
-
-    Raises:
-        BudgetInfeasibleError: It does not fit even where each copy is waited for.
-    """
-    return Fitting(request, policy).one(Tried(actions=actions, no_memo=no_memo)).plan()
+def everything_swapped(request: PlanRequest) -> dict[int, Action]:
+    """Everything off the device; where the tiers are too small for all of it, the smallest are kept."""
+    problem, limit = request.problem, short_host_bytes(request.device)
+    return swap_everything(problem) if limit is None else swap_what_fits(problem, limit)
 
 
 def fit_host(request: PlanRequest, storages: Iterable[int], recomputed: Iterable[int] = ()) -> list[int]:

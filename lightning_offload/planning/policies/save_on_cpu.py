@@ -11,16 +11,12 @@ where the device has links. What a host of limited size has no room for is kept,
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.floor import swap_everything, swap_what_fits
-from lightning_offload.planning.policies.fitting import plan_of
+from lightning_offload.planning.policies.fitting import Fitting, Tried, everything_swapped
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import simulate
-from lightning_offload.planning.tiers import short_host_bytes
+from lightning_offload.planning.simulator import ON_DEMAND
 
 
 def save_on_cpu(request: PlanRequest) -> MemoryPlan:
     """Swap everything, and wait for each copy."""
-    problem, device = request.problem, request.device
-    limit = short_host_bytes(device)
-    actions = swap_everything(problem) if limit is None else swap_what_fits(problem, limit)
-    return plan_of(request, "save-on-cpu", simulate(problem, actions, device, overlap=False), actions)
+    tried = Tried(actions=everything_swapped(request), schedule=ON_DEMAND)
+    return Fitting(request, "save-on-cpu").one(tried).plan()
