@@ -19,7 +19,7 @@ from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.planning.floor import swap_everything, swap_what_fits
 from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.request import PlanRequest, build_plan, describe
-from lightning_offload.planning.simulator import Actions, Schedule, Timeline
+from lightning_offload.planning.simulator import ON_DEMAND, Actions, Schedule, Timeline
 from lightning_offload.planning.tiers import HostRoom, short_host_bytes
 
 Ordered = Sequence[tuple[int, Action]]
@@ -104,13 +104,15 @@ class Fitting:
         smallest: list[Timeline] = []
         for scans in filter(None, (self._scans, self._resort)):
             smallest.clear()
-            for overlap in (True, False):
-                best = _Best(self._request, overlap=overlap)
+            for schedule in (None, ON_DEMAND):
+                best = _Best(self._request, schedule)
                 for longest, make in scans:
                     best.scan(longest, make)
                 if best.tried is not None:
                     return best.tried, best.timeline(best.tried)
                 smallest += [best.smallest] if best.smallest is not None else []
+                if not best.is_free:
+                    break  # each copy has its time already
         lowest = min(smallest, key=lambda timeline: timeline.peak_bytes)
         op = self._request.problem.graph.op_at(lowest.peak_tick)
         raise self._request.infeasible(lowest.peak_bytes, describe(op) if op else "persistent state", self._policy)
@@ -128,14 +130,20 @@ class Fitting:
 class _Best:
     """The fastest of some choices that fits.
 
+    Args:
+        request: The step and its budget.
+        schedule: When copies are made where a choice does not say so; None where the simulator chooses.
+
     Attributes:
         tried: That choice; None before there is one.
         seconds: Its duration.
+        is_free: Whether there was a choice that does not say when copies are made.
     """
 
-    def __init__(self, request: PlanRequest, *, overlap: bool) -> None:
+    def __init__(self, request: PlanRequest, schedule: Schedule | None) -> None:
         self._request = request
-        self._overlap = overlap
+        self._schedule = schedule
+        self.is_free = False
         self.tried: Tried | None = None
         self.seconds = math.inf
         self._lowest: tuple[int, Tried] | None = None
@@ -149,7 +157,7 @@ class _Best:
         """The step under a choice."""
         request = self._request
         codes, flags = request.problem.codes(tried.actions), request.problem.flags(tried.no_memo)
-        return request.simulator.timeline(codes, flags, overlap=self._overlap, schedule=tried.schedule)
+        return request.simulator.timeline(codes, flags, schedule=tried.schedule or self._schedule)
 
     def scan(self, longest: int, make: Callable[[int], Tried]) -> None:
         """Try numbers from 0 to a longest one: all of them, or some, and then those around the fastest."""
@@ -169,7 +177,8 @@ class _Best:
         """Seconds of a step, infinite where it does not fit."""
         request = self._request
         codes, flags = request.problem.codes(tried.actions), request.problem.flags(tried.no_memo)
-        outcome = request.simulator.run(codes, flags, overlap=self._overlap, schedule=tried.schedule)
+        outcome = request.simulator.run(codes, flags, schedule=tried.schedule or self._schedule)
+        self.is_free |= tried.schedule is None
         if self._lowest is None or outcome.peak_bytes < self._lowest[0]:
             self._lowest = outcome.peak_bytes, tried
         if request.budget_bytes is not None and outcome.peak_bytes > request.budget_bytes:

@@ -73,7 +73,7 @@ def test_an_order_may_take_more_as_a_whole_than_in_part() -> None:
     with pytest.raises(BudgetInfeasibleError) as caught:
         Fitting(_setting(1), "test").prefixes(order).plan()
     floor = caught.value.floor_bytes
-    whole = simulate(Problem(NET), dict(order), DEVICE, overlap=False).peak_bytes
+    whole = simulate(Problem(NET), dict(order), DEVICE, schedule=ON_DEMAND).peak_bytes
     assert floor <= whole
     assert Fitting(_setting(floor), "test").prefixes(order).plan().predicted_peak_bytes <= floor
     with pytest.raises(BudgetInfeasibleError):
@@ -99,7 +99,7 @@ def test_without_a_budget_a_policy_does_all_that_its_paper_does() -> None:
 def test_one_choice_waits_for_each_copy_where_it_must() -> None:
     """Between the peaks with copies overlapped and waited for, the plan stalls more and fits."""
     loose = Fitting(_setting(None), "test").one(Tried(actions=dict(ORDER))).plan()
-    tight = simulate(Problem(NET), dict(ORDER), DEVICE, overlap=False)
+    tight = simulate(Problem(NET), dict(ORDER), DEVICE, schedule=ON_DEMAND)
     assert tight.peak_bytes < loose.predicted_peak_bytes
     found = Fitting(_setting(tight.peak_bytes), "test").one(Tried(actions=dict(ORDER))).plan()
     assert found.predicted_peak_bytes <= tight.peak_bytes
