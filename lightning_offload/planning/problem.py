@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,7 @@ _CODES: dict[Action, int] = {"keep": KEEP, "swap": SWAP, "recompute": RECOMPUTE}
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A saved storage that may be swapped or recomputed.
 
     Attributes:
@@ -135,7 +135,7 @@ class Problem:
         for name in ("lists", "plain_seconds", "_op_seconds"):
             made.__dict__.pop(name, None)
         sizes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
-        made.candidates = {s: _resized(c, max(1, int(sizes[s]))) for s, c in self.candidates.items()}
+        made.candidates = {s: c._replace(num_bytes=max(1, int(sizes[s]))) for s, c in self.candidates.items()}
         made.base = made._base(sizes, workspace_bytes)
         made.seconds = made._by_tick(op_seconds)
         made.op_seconds = op_seconds
@@ -335,21 +335,6 @@ class Problem:
         base: Bytes = np.cumsum(delta)[: graph.num_ticks + 1]
         base[self.op_ticks] += workspace_bytes
         return base
-
-
-def _resized(candidate: Candidate, num_bytes: int) -> Candidate:
-    """A candidate of another size, in a tenth of the time that `dataclasses.replace` takes."""
-    return Candidate(
-        storage=candidate.storage,
-        value=candidate.value,
-        num_bytes=num_bytes,
-        death=candidate.death,
-        pack_tick=candidate.pack_tick,
-        release=candidate.release,
-        can_swap=candidate.can_swap,
-        can_recompute=candidate.can_recompute,
-        module=candidate.module,
-    )
 
 
 def min_bytes(graph: StepGraph) -> int:

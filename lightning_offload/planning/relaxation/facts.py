@@ -79,7 +79,7 @@ def _find_items(problem: Problem, no_recompute: Collection[int] = ()) -> list[It
     items = []
     for s, c in problem.candidates.items():
         if s in no_recompute and c.can_recompute:
-            c = dataclasses.replace(c, can_recompute=False)
+            c = c._replace(can_recompute=False)
         read_at = reads.get(s, NEVER)
         if c.can_swap or c.can_recompute:
             items.append(Item(candidate=c, read_at=read_at, until=max(c.death, min(read_at, c.release))))
