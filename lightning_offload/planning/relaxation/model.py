@@ -179,7 +179,7 @@ class Model:
 
     def _make_replays(self) -> None:
         """Replays take the time of their ops, after the first tick they can happen at and before they are due."""
-        program, items, ops = self.program, self._case.items, self._case.problem.graph.ops
+        items, ops = self._case.items, self._case.problem.graph.ops
         read = [i for i, item in enumerate(items) if item.is_read and item.candidate.can_recompute]
         users: dict[int, list[int]] = {}
         for i in read:
@@ -206,13 +206,15 @@ class Model:
                 first = max(items[i].earliest for i in several)
                 after += [(first, [*runs, (self.recompute[one], -seconds)]), *self._not_before(one, seconds)]
                 before += ((items[i].read_at + 1, [(own[i], seconds)]) for i in several)
+        self._time_replays(total, before, after)
+
+    def _time_replays(self, total: Terms, before: Events, after: Events) -> None:
+        """Replays take no less than a total, nor than what is due before a tick or can only come after it."""
+        program, clock = self.program, self._clock
         program.at_most(total, 0.0)
-        done, late = (
-            self._clock.sums(before, 2 * self._most),
-            self._clock.sums_from(after, 2 * self._most),
-        )
-        for g in range(len(self._clock)):
-            here, end = self._clock.replays[g], self._clock.replays[-1]
+        done, late = clock.sums(before, 2 * self._most), clock.sums_from(after, 2 * self._most)
+        for g in range(len(clock)):
+            here, end = clock.replays[g], clock.replays[-1]
             program.at_most([(done[g], 1.0), (here, -1.0)], 0.0)
             program.at_most([(late[g], 1.0), (here, 1.0), (end, -1.0)], 0.0)
 
@@ -234,8 +236,8 @@ class Model:
 
     def _make_thin_replays(self, read: Sequence[int], users: Mapping[int, Sequence[int]]) -> None:
         """Replays take the time of those ops that are behind no other item."""
-        program, items, ops, clock = self.program, self._case.items, self._case.problem.graph.ops, self._clock
-        total: Terms = [(clock.replays[-1], -1.0)]
+        items, ops = self._case.items, self._case.problem.graph.ops
+        total: Terms = [(self._clock.replays[-1], -1.0)]
         before: Events = []
         after: Events = []
         for i in read:
@@ -244,11 +246,7 @@ class Model:
             total += terms
             before.append((items[i].read_at + 1, terms))
             after.append((items[i].earliest, terms))
-        program.at_most(total, 0.0)
-        done, late = clock.sums(before, 2 * self._most), clock.sums_from(after, 2 * self._most)
-        for g in range(len(clock)):
-            program.at_most([(done[g], 1.0), (clock.replays[g], -1.0)], 0.0)
-            program.at_most([(late[g], 1.0), (clock.replays[g], 1.0), (clock.replays[-1], -1.0)], 0.0)
+        self._time_replays(total, before, after)
 
     def _make_shared(self, several: Sequence[int], own: Columns) -> int:
         """How often an op runs that is behind several items."""
