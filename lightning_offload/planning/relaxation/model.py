@@ -421,70 +421,46 @@ class Copies:
     def _make_buffers(self) -> None:
         """A copy under way takes its whole buffer."""
         out, back = out_rates(self._case.device), in_rates(self._case.device)
-        buffers = BufferRows(self._program, self._case.items, self._clock, self._swap, self._sizes)
-        for g, held in enumerate(buffers.outgoing(min(out.link, out.disk) * self._scale)):
+        for g, held in enumerate(self._held_after_death(min(out.link, out.disk) * self._scale)):
             if held:
                 self._program.at_most([*held, (self.outgoing[g], -1.0)], 0.0)
-        for g, held in enumerate(buffers.incoming(min(back.link, back.disk) * self._scale)):
+        for g, held in enumerate(self._held_before_need(min(back.link, back.disk) * self._scale)):
             if held:
                 self._program.at_most([*held, (self.incoming[g], -1.0), *scaled(self._early[g], -1.0)], 0.0)
 
-
-class BufferRows:
-    """Write the rows.
-
-    Args:
-        program: The program.
-        items: The candidates.
-        clock: Its time.
-        swap: By item: the column of its swapped fraction.
-        sizes: By item: its bytes, in the program's units.
-    """
-
-    def __init__(
-        self, program: LinearProgram, items: Sequence[Item], clock: Clock, swap: Columns, sizes: Sequence[float]
-    ) -> None:
-        self._program = program
-        self._items = items
-        self._clock = clock
-        self._grid: list[int] = clock.grid.tolist()
-        self._swap = swap
-        self._sizes = sizes
-
-    def incoming(self, rate: float) -> list[Terms]:
-        """Copies back.
+    def _held_before_need(self, rate: float) -> list[Terms]:
+        """By place in the grid: bytes that are back before their need at least, as swapped less absent.
 
         Args:
             rate: Time per byte, in the program's units.
-
-        Returns:
-            By place in the grid: bytes that are on the device before their need at least, as swapped less absent.
         """
-        held: list[Terms] = [[] for _ in self._grid]
-        for i, item in enumerate(self._items):
+        grid: list[int] = self._clock.grid.tolist()
+        held: list[Terms] = [[] for _ in grid]
+        for i, item in enumerate(self._case.items):
             if not item.is_read or not item.candidate.can_swap:
                 continue
-            last = bisect.bisect_left(self._grid, item.read_at)
+            last = bisect.bisect_left(grid, item.read_at)
             for g in range(last - 1, -1, -1):
-                if self._grid[g] < item.candidate.death:
+                if grid[g] < item.candidate.death:
                     break
-                issue = min(self._clock.next_unpack(self._grid[g]), item.read_at)
+                issue = min(self._clock.next_unpack(grid[g]), item.read_at)
                 lacking = self._sizes[i] * rate - (self._clock.start(item.read_at) - self._clock.start(issue))
                 if lacking <= 0:
                     break
                 held[g] += self._hold(i, lacking, self._clock.spent(g, last))
         return held
 
-    def outgoing(self, rate: float) -> list[Terms]:
+    def _held_after_death(self, rate: float) -> list[Terms]:
         """The same of copies out: bytes that are not yet off the device after their death."""
-        held: list[Terms] = [[] for _ in self._grid]
-        for i, item in enumerate(self._items):
+        grid: list[int] = self._clock.grid.tolist()
+        held: list[Terms] = [[] for _ in grid]
+        for i, item in enumerate(self._case.items):
             c = item.candidate
             if not c.can_swap:
                 continue
-            first = bisect.bisect_left(self._grid, c.pack_tick) - 1
-            for g in range(bisect.bisect_left(self._grid, c.death), bisect.bisect_left(self._grid, item.until)):
-                lacking = self._sizes[i] * rate - (self._clock.start(self._grid[g]) - self._clock.start(c.pack_tick))
+            first = bisect.bisect_left(grid, c.pack_tick) - 1
+            for g in range(bisect.bisect_left(grid, c.death), bisect.bisect_left(grid, item.until)):
+                lacking = self._sizes[i] * rate - (self._clock.start(grid[g]) - self._clock.start(c.pack_tick))
                 if lacking <= 0:
                     break
                 held[g] += self._hold(i, lacking, self._clock.spent(first, g))
