@@ -95,11 +95,6 @@ class StepTrace:
         """The maximum of memory."""
         return int(self.memory.max())
 
-    @property
-    def peak_tick(self) -> int:
-        """The first tick of that."""
-        return int(np.argmax(self.memory))
-
     def of(self, lane: Lane) -> tuple[Span, ...]:
         """The spans of a lane."""
         return tuple(span for span in self.spans if span.lane == lane)
