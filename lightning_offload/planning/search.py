@@ -33,12 +33,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import Action, Tier
+from lightning_offload.graph.memory_plan import Action, MemoryPlan, Tier
 from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes
 from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.problem import anchors, replay_cost
 from lightning_offload.planning.relaxation import Relaxation, relax
-from lightning_offload.planning.request import PlanRequest
+from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.simulator import Outcome
 from lightning_offload.planning.tiers import HostRoom, short_host_bytes
 
@@ -132,6 +132,14 @@ class Search:
             if fits and (self.best is None or choice.seconds < self.best.seconds):
                 self.best = choice
         return choice
+
+
+def written(request: PlanRequest, choice: Choice) -> MemoryPlan:
+    """A choice as a plan of the planner's own."""
+    problem = request.problem
+    timeline = request.simulator.timeline(choice.codes, choice.no_memo)
+    no_memo = frozenset(problem.order[choice.no_memo].tolist())
+    return build_plan(request, "auto", problem.actions(choice.codes), timeline, no_memo)
 
 
 Order = list[tuple[int, Action]]
