@@ -17,7 +17,7 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.report.files import check_path
 from lightning_offload.report.html import plotly_script
-from lightning_offload.report.plan_view import Stored, bytes_by_action, costliest, predictions, stored_in, verdict
+from lightning_offload.report.plan_view import Stored, action_bytes, costliest, predictions, stored_in, verdict
 from lightning_offload.report.tables import action_rows, prediction_rows, size, storages_table, two_columns
 
 if TYPE_CHECKING:
@@ -92,10 +92,8 @@ def plan_step(options: PlanOptions, outputs: Outputs, *, as_json: bool) -> None:
     saved = stored_in(captured.graph, plan)
     if as_json:
         payload = checked.header | predictions(plan) | state_of(captured) | seconds
-        payload |= {f"{action}_bytes": num_bytes for action, num_bytes in bytes_by_action(saved).items()}
-        write_json(
-            payload | {"storages": [each.state_dict() for each in costliest(saved)[:NUM_SHOWN]]} | outputs.paths()
-        )
+        storages = {"storages": [each.state_dict() for each in costliest(saved)[:NUM_SHOWN]]}
+        write_json(payload | action_bytes(saved) | storages | outputs.paths())
         return
     _print(checked, captured, plan, saved)
     _print_files(outputs)

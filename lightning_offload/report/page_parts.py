@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import get_args
 
 from lightning_offload._version import __version__
-from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action
+from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND
 from lightning_offload.report.bar_plots import WORDS, measured_rows
-from lightning_offload.report.plan_view import MeasuredStep, PlanView, Stored
+from lightning_offload.report.plan_view import MeasuredStep, PlanView, Stored, bytes_by_action
 from lightning_offload.report.scale import escape, format_share, or_dash
 from lightning_offload.units import format_budget, format_bytes, format_seconds
 
@@ -102,7 +101,7 @@ def _card(label: str, value: str, beside: str, alarm: bool) -> str:
 
 def _split(view: PlanView) -> str:
     """How the saved bytes are divided, as a bar and in words."""
-    sizes = {action: view.bytes_of(action) for action in get_args(Action)}
+    sizes = bytes_by_action(view.stored)
     total = sum(sizes.values())
     if not total:
         return ""
