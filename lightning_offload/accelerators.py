@@ -238,6 +238,16 @@ def _as_current(device: torch.device) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
+def indexed(device: torch.device) -> torch.device:
+    """The device as the tensors on it name it: "cuda" is the current one of several, a CPU has no index."""
+    if device.type == HOST.type:
+        return torch.device(HOST.type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if device.index is None else None
+    if accelerator is None or accelerator.type != device.type:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def generator_of(device: torch.device) -> torch.Generator:
     """The generator that random ops on a device draw from by default; the CPU's where its kind has no row."""
     if not _is_accelerator(device):

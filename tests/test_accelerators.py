@@ -141,7 +141,6 @@ def test_lightning_and_the_commands_say_what_to_do(device: torch.device, capsys:
 NAMED = {
     "accelerators.py": "the table",
     "capture/cuda/programs.py": "programs that name CUDA are recorded on fake CPU tensors",
-    "capture/placement.py": "a CPU has no index",
     "capture/recorder.py": "which ops are exact again is known for CPUs and for CUDA: tensors/op_facts.py",
     "capture/spec_cache.py": "a CPU's rates depend on its threads, others' on a driver",
     "capture/workspace.py": "torch's profiler reports what a CPU's ops allocate",
@@ -333,3 +332,36 @@ def test_a_device_is_held_for_no_longer_than_its_clock_can_be_wrong(
         accelerators._cycles_a_second.cache_clear()
     assert slept[-1] == pytest.approx(0.01 * hertz)
     assert len(slept) == 4  # three to measure, one to hold
+
+
+# ---- which of several devices is meant
+
+
+def test_cpu_has_no_index() -> None:
+    """However a CPU is named, it is the device that tensors on it name."""
+    for name in ("cpu", "cpu:0"):
+        assert accelerators.indexed(torch.device(name)) == torch.ones(1).device == CPU
+
+
+def test_an_index_stays() -> None:
+    """A device that is given with its index is that one; no accelerator is asked."""
+    assert accelerators.indexed(GPU) == GPU
+
+
+def test_an_accelerator_without_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an index the current one of several devices is meant; other types than the machine's are left alone."""
+
+    class Fake:
+        @staticmethod
+        def current_accelerator(*, check_available: bool) -> torch.device:
+            assert check_available
+            return torch.device("cuda")
+
+        @staticmethod
+        def current_device_index() -> int:
+            return 3
+
+    monkeypatch.setattr(torch, "accelerator", Fake)
+    assert accelerators.indexed(torch.device("cuda")) == torch.device("cuda", 3)
+    assert accelerators.indexed(torch.device("xpu")) == torch.device("xpu")
+    assert accelerators.indexed(GPU) == GPU

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_offload.capture.placement import indexed
+from lightning_offload.accelerators import indexed
 
 
 def main(arguments: list[str]) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
-from lightning_offload.capture.placement import indexed
+from lightning_offload.accelerators import indexed
 from lightning_offload.capture.workspace import Workspaces
 from lightning_offload.tensors.observer import StepObserver
 from lightning_offload.tensors.op_facts import Effects, OpFacts, effects, is_plain

@@ -9,6 +9,7 @@ were measured; a disk's rates are never raised, since its caches are fast for a 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from lightning_offload.graph.device_spec import DeviceSpec
 
@@ -17,6 +18,9 @@ SMOOTHING = 0.5
 
 MIN_BYTES = 8 << 20
 """Less than this is about latencies, not about rates."""
+
+_LANES = {"d2h": "out", "h2d": "in", "disk_write": "disk_out", "disk_read": "disk_in"}
+"""By link, as a spec names it: the lane, as an observation does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,25 +64,16 @@ def updated(spec: DeviceSpec, observed: Observed, before: Observed | None = None
         observed: What the step showed.
         before: What the last measured step before it showed.
     """
-    now, last = observed, before or Observed()
-    return dataclasses.replace(
-        spec,
-        d2h_bytes_per_second=_moved(
-            spec.d2h_bytes_per_second, _rate(now.out_bytes, now.out_seconds), _rate(last.out_bytes, last.out_seconds)
-        ),
-        h2d_bytes_per_second=_moved(
-            spec.h2d_bytes_per_second, _rate(now.in_bytes, now.in_seconds), _rate(last.in_bytes, last.in_seconds)
-        ),
-        disk_write_bytes_per_second=_moved(
-            spec.disk_write_bytes_per_second, _rate(now.disk_out_bytes, now.disk_out_seconds), None
-        ),
-        disk_read_bytes_per_second=_moved(
-            spec.disk_read_bytes_per_second, _rate(now.disk_in_bytes, now.disk_in_seconds), None
-        ),
-    )
+    rates: dict[str, Any] = {}
+    for link, lane in _LANES.items():
+        name = f"{link}_bytes_per_second"
+        last = None if lane.startswith("disk") or before is None else _rate(before, lane)
+        rates[name] = _moved(getattr(spec, name), _rate(observed, lane), last)
+    return dataclasses.replace(spec, **rates)
 
 
-def _rate(num_bytes: int, seconds: float) -> float | None:
+def _rate(observed: Observed, lane: str) -> float | None:
+    num_bytes, seconds = getattr(observed, f"{lane}_bytes"), getattr(observed, f"{lane}_seconds")
     return num_bytes / seconds if num_bytes >= MIN_BYTES and seconds > 0 else None
 
 

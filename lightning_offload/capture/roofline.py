@@ -44,22 +44,6 @@ class Work:
         return device.work_seconds(self.kind, self.flops, self.num_bytes)
 
 
-class WorkMeter:
-    """Notes the work of each call; stands in for a clock.
-
-    Attributes:
-        work: By call, in order; none for views.
-    """
-
-    def __init__(self) -> None:
-        self.work: list[Work] = []
-
-    def __call__(self, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> float:
-        """Note a call; its duration is not known yet."""
-        self.work.append(work_of(facts, args, kwargs, out))
-        return 0.0
-
-
 def work_of(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> Work:
     """The work of a call, from the op, its arguments and its result."""
     did = effects(facts, args, kwargs, out)

@@ -31,8 +31,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
-from lightning_offload.accelerators import hold, is_capturing, kind_of
-from lightning_offload.capture.placement import indexed
+from lightning_offload.accelerators import hold, indexed, is_capturing, kind_of
 from lightning_offload.capture.workspace import OpMemory
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.tensors.observer import StepObserver

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from typing_extensions import override
 
-from lightning_offload.accelerators import kind_of, memory_of
-from lightning_offload.capture.placement import indexed
+from lightning_offload.accelerators import indexed, kind_of, memory_of
 
 _PAGE_BYTES = 4096  # less is the bookkeeping of an op
 

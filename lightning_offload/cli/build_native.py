@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 from lightning_offload.cli.output import note, progress, say, write_json
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.units import format_seconds
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """A native core.
-
-    Attributes:
-        path: The library.
-        torch: The version of torch that it is for.
-        abi: The ABI of Python that it is for.
-        was_built: Whether it was built now.
-        build_seconds: How long that took; None where it was there.
-    """
-
-    path: str
-    torch: str
-    abi: str
-    was_built: bool
-    build_seconds: float | None
 
 
 def build_native(*, renew: bool, in_package: bool, as_json: bool) -> None:
@@ -43,21 +24,20 @@ def build_native(*, renew: bool, in_package: bool, as_json: bool) -> None:
     """
     made = _built(renew=renew, in_package=in_package)
     if as_json:
-        write_json(dataclasses.asdict(made))
+        write_json(made)
         return
-    for_what = f"the native core for torch {made.torch} and {made.abi}"
-    if made.build_seconds is not None:
-        say(f"Built {for_what} in {format_seconds(made.build_seconds)}: {made.path}")
+    for_what = f"the native core for torch {made['torch']} and {made['abi']}"
+    if made["was_built"]:
+        say(f"Built {for_what} in {format_seconds(made['build_seconds'])}: {made['path']}")
     else:
-        say(f"There is {for_what} already, --force builds it anew: {made.path}")
+        say(f"There is {for_what} already, --force builds it anew: {made['path']}")
 
 
-def _built(*, renew: bool, in_package: bool) -> Built:
-    try:
-        from lightning_offload.runtime import native
-        from lightning_offload.runtime.native import build, builds
-    except ImportError as error:
-        raise UnsupportedError(f"the native core is built for a torch that is there: {error}") from error
+def _built(*, renew: bool, in_package: bool) -> dict[str, Any]:
+    """Where the core lies, what it is for, whether it was built now and how long that took; None where it was there."""
+    from lightning_offload.runtime import native
+    from lightning_offload.runtime.native import build, builds
+
     reason = build.why_not()
     if reason:
         raise UnsupportedError(f"no native core can be built here: {reason}; planned steps run in Python")
@@ -73,7 +53,13 @@ def _built(*, renew: bool, in_package: bool) -> Built:
     except ImportError as error:
         raise UnsupportedError(f"{str(path)!r} does not load: {error}; build it anew by --force") from error
     stamp = builds.wanted()
-    return Built(path=str(path), torch=stamp.torch, abi=stamp.abi, was_built=seconds is not None, build_seconds=seconds)
+    return {
+        "path": str(path),
+        "torch": stamp.torch,
+        "abi": stamp.abi,
+        "was_built": seconds is not None,
+        "build_seconds": seconds,
+    }
 
 
 def _compiled(*, in_package: bool, renew: bool) -> Path:

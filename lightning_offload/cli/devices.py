@@ -9,7 +9,7 @@ from typing import Any
 from lightning_offload.cli.output import console, say, write_json
 from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph import catalog
-from lightning_offload.graph.cards import Card
+from lightning_offload.graph.cards import CARDS, Card
 from lightning_offload.report.tables import add_row, make_table
 from lightning_offload.units import format_bytes, format_rate
 
@@ -40,7 +40,7 @@ def devices(*, as_json: bool) -> None:
     here = devices_here()
     if as_json:
         write_json({
-            "catalog": [_entry(card) for card in catalog.cards()],
+            "catalog": [_entry(card) for card in CARDS],
             "here": [dataclasses.asdict(device) for device in here],
         })  # fmt: skip
         return
@@ -49,11 +49,9 @@ def devices(*, as_json: bool) -> None:
 
 
 def devices_here() -> list[DeviceHere]:
-    """The devices of this machine; without torch, none is known."""
-    try:
-        import torch
-    except ImportError:
-        return []
+    """The devices of this machine."""
+    import torch
+
     from lightning_offload.accelerators import accelerators_here
 
     return [_describe(device) for device in (torch.device("cpu"), *accelerators_here())]
@@ -123,7 +121,7 @@ def _print_catalog() -> None:
     say("Devices to plan for", style="bold")
     has_titles = console().width >= _WITH_TITLES
     table = make_table("", "name", *(["GPU"] if has_titles else []), *(f">{name}" for name in _FIGURES))
-    for card in catalog.cards():
+    for card in CARDS:
         spec = catalog.device_spec(card.name)
         add_row(
             table,
@@ -143,8 +141,6 @@ def _print_catalog() -> None:
 
 
 def _print_here(here: list[DeviceHere]) -> None:
-    if not here:
-        return
     say("\nIn this machine", style="bold")
     table = make_table("", "device", "name", ">memory", ">in the\ncatalogue", ">to host", ">back")
     for device in here:

@@ -22,7 +22,7 @@ from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.findings import FloorFinding, explain_floor
 from lightning_offload.report.plan_view import (
-    bytes_by_action,
+    action_bytes,
     costliest,
     module_totals,
     predictions,
@@ -142,10 +142,8 @@ def _payload(plan: MemoryPlan, graph: StepGraph | None, finding: FloorFinding | 
     if graph is None:
         return payload | {"storages": None, "modules": None}
     saved = stored_in(graph, plan)
-    payload |= {f"{action}_bytes": num_bytes for action, num_bytes in bytes_by_action(saved).items()}
     storages = [each.state_dict() for each in costliest(saved)]
-    modules = [dataclasses.asdict(total) for total in module_totals(saved)]
-    return payload | {"storages": storages, "modules": modules}
+    return payload | action_bytes(saved) | {"storages": storages, "modules": module_totals(saved)}
 
 
 def _print(

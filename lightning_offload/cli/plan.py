@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_offload import report
 from lightning_offload.cli.output import check_writable, console, progress, say, write_file, write_json
 from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
-from lightning_offload.errors import UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import plan as make_plan
-from lightning_offload.report.plan_view import Stored, bytes_by_action, costliest, predictions, stored_in, verdict
+from lightning_offload.report.files import check_path
+from lightning_offload.report.html import plotly_script
+from lightning_offload.report.plan_view import Stored, action_bytes, costliest, predictions, stored_in, verdict
 from lightning_offload.report.tables import action_rows, prediction_rows, size, storages_table, two_columns
 
 if TYPE_CHECKING:
@@ -42,14 +44,20 @@ class Outputs:
     trace: Path | None
 
     def check(self) -> None:
-        """Check that each can be written.
+        """Check that each can be written, and a page made.
 
         Raises:
-            UnsupportedError: One cannot.
+            UnsupportedError: One cannot, or a page needs an extra that is not installed.
+            ReportFileError: A page or a trace has another extension than they have.
         """
         named = (("--output", self.plan), ("--graph", self.graph), ("--report", self.report), ("--trace", self.trace))
         for option, path in named:
             check_writable(option, path)
+        if self.report is not None:
+            check_path(self.report, (".html", ".htm"))
+            plotly_script()
+        if self.trace is not None:
+            check_path(self.trace, (".json",))
 
     def paths(self) -> dict[str, str | None]:
         """Where the files are, for JSON."""
@@ -84,10 +92,8 @@ def plan_step(options: PlanOptions, outputs: Outputs, *, as_json: bool) -> None:
     saved = stored_in(captured.graph, plan)
     if as_json:
         payload = checked.header | predictions(plan) | state_of(captured) | seconds
-        payload |= {f"{action}_bytes": num_bytes for action, num_bytes in bytes_by_action(saved).items()}
-        write_json(
-            payload | {"storages": [each.state_dict() for each in costliest(saved)[:NUM_SHOWN]]} | outputs.paths()
-        )
+        storages = {"storages": [each.state_dict() for each in costliest(saved)[:NUM_SHOWN]]}
+        write_json(payload | action_bytes(saved) | storages | outputs.paths())
         return
     _print(checked, captured, plan, saved)
     _print_files(outputs)
@@ -143,23 +149,17 @@ def write_outputs(outputs: Outputs, graph: StepGraph, plan: MemoryPlan, device: 
     """Write the files that were asked for.
 
     Raises:
-        UnsupportedError: One cannot be written, or needs an extra that is not installed.
+        UnsupportedError: One cannot be written.
+        ReportFileError: A page or a trace cannot.
     """
     if outputs.plan is not None:
         write_file("--output", outputs.plan, plan.to_json())
     if outputs.graph is not None:
         write_file("--graph", outputs.graph, graph.to_json())
-    if outputs.report is None and outputs.trace is None:
-        return
-    from lightning_offload import report
-
-    try:
-        if outputs.report is not None:
-            report.save_plan_html(outputs.report, graph, plan, device)
-        if outputs.trace is not None:
-            report.save_plan_trace(outputs.trace, graph, plan, device)
-    except ImportError as error:
-        raise UnsupportedError(f"--report needs {error.name}: pip install 'lightning-offload[report]'") from error
+    if outputs.report is not None:
+        report.save_plan_html(outputs.report, graph, plan, device)
+    if outputs.trace is not None:
+        report.save_plan_trace(outputs.trace, graph, plan, device)
 
 
 def _print_files(outputs: Outputs) -> None:

@@ -118,10 +118,8 @@ def _computed_in(precision: str | None, dtype: catalog.DType) -> catalog.DType:
 
 
 def _workload(options: PlanOptions, dtype: catalog.DType) -> Workload:
-    try:
-        import torch
-    except ImportError:
-        raise UnsupportedError("planning for a model needs torch: pip install torch") from None
+    import torch
+
     from lightning_offload.cli import loop
     from lightning_offload.cli.inputs import parse_dtype, parse_inputs
     from lightning_offload.cli.steps import find_target

@@ -41,11 +41,6 @@ def _key(name: str) -> str:
 _BY_KEY = {_key(name): card for card in CARDS for name in (card.name, card.title, *card.aliases)}
 
 
-def cards() -> tuple[Card, ...]:
-    """All entries."""
-    return CARDS
-
-
 def names() -> tuple[str, ...]:
     """The names of all entries, without aliases."""
     return tuple(card.name for card in CARDS)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
-from lightning_offload.graph.step_graph import StepGraph, by_structure
+from lightning_offload.graph.step_graph import StepGraph, by_structure, last_values
 
 ALIGNMENT = 4096
 """Bytes; direct access to a disk needs it, and memory comes in such pages."""
@@ -52,7 +52,7 @@ class LiveRanges:
         self.begin: dict[int, int] = {}
         self.dropped: dict[int, int] = {}
         self._graph = graph
-        self._last = {value.storage: i for i, value in enumerate(graph.values)}
+        self._last = last_values(graph)
         self._saved: set[int] = set()
         for save in graph.saves:
             storage = graph.values[save.value].storage

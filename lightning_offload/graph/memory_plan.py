@@ -116,6 +116,6 @@ class MemoryPlan:
         for i, decision in enumerate(self.decisions):
             ok = 0 <= decision.storage < len(graph.storages) and decision.storage not in seen
             ok = ok and AT_PACK <= decision.release_op <= len(graph.ops)
-            if not ok or not ON_DEMAND <= decision.prefetch_unpack < max(num_unpacks, 1):
+            if not ok or not ON_DEMAND <= decision.prefetch_unpack < num_unpacks:
                 raise PlanError(f"decisions[{i}] points outside the graph or repeats a storage: {decision}")
             seen.add(decision.storage)

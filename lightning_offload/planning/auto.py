@@ -34,8 +34,8 @@ from lightning_offload.planning.arrays import Codes
 from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.policies import ONLY, PUBLISHED
 from lightning_offload.planning.relaxation import MAX_ITEMS
-from lightning_offload.planning.request import PlanRequest, build_plan
-from lightning_offload.planning.search import Choice, Order, Search, families, roundings
+from lightning_offload.planning.request import PlanRequest, build_plan, choice_of
+from lightning_offload.planning.search import Choice, Order, Search, families, roundings, written
 
 _CLOSE = 1.01  # to the lower bound, in multiples of it: more starts are not looked for
 _SLOW = {"checkmate": 1.001, "dtr": 1.03}  # policies that take long to fit: as near to the bound as they hardly come
@@ -97,10 +97,7 @@ def _plan(request: PlanRequest, best: Choice | None, rival: MemoryPlan | None) -
         return dataclasses.replace(rival, policy="auto")
     if best is None or seconds > request.floor.step_seconds:
         return build_plan(request, "auto", request.floor_actions, request.floor)
-    problem = request.problem
-    timeline = request.simulator.timeline(best.codes, best.no_memo)
-    no_memo = frozenset(int(s) for s in problem.order[np.flatnonzero(best.no_memo)])
-    return build_plan(request, "auto", problem.actions(best.codes), timeline, no_memo)
+    return written(request, best)
 
 
 def _best_policy(search: Search) -> MemoryPlan | None:
@@ -121,8 +118,7 @@ def _best_policy(search: Search) -> MemoryPlan | None:
         except BudgetInfeasibleError:
             continue
         plans.append(plan)
-        actions = {decision.storage: decision.action for decision in plan.decisions}
-        no_memo = frozenset(decision.storage for decision in plan.decisions if not decision.memo)
+        actions, no_memo = choice_of(plan.decisions)
         search.try_(request.problem.codes(actions), request.problem.flags(no_memo))
     return min(plans, key=lambda plan: plan.predicted_step_seconds, default=None)
 

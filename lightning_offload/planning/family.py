@@ -29,8 +29,8 @@ from lightning_offload.planning.auto import auto, shortest_prefix
 from lightning_offload.planning.kernels import expect
 from lightning_offload.planning.planner import sparing_the_mode
 from lightning_offload.planning.problem import Problem, min_bytes, replay_cost
-from lightning_offload.planning.request import PlanRequest, build_plan
-from lightning_offload.planning.search import FEW_FAMILIES, Choice, Family, Order, Search, order_of, swap_rate
+from lightning_offload.planning.request import PlanRequest, build_plan, choice_of
+from lightning_offload.planning.search import FEW_FAMILIES, Choice, Family, Order, Search, order_of, swap_rate, written
 from lightning_offload.planning.simulator import Simulator
 from lightning_offload.planning.step_model import Figures, StepModel
 
@@ -109,7 +109,7 @@ class FamilyPlanner:
             orders = _swaps_alone(problem)
             found = {i: shortest_prefix(search, orders[i]) for i in tried}
             choices.update((i, choice) for i, choice in found.items() if choice is not None)
-            return _written(request, min(choices.values(), key=lambda choice: choice.seconds, default=None))
+            return written(request, min(choices.values(), key=lambda choice: choice.seconds)) if choices else None
 
         spared = sparing_the_mode(problem, made, device, budget_bytes, quiet) if tried else made
         if choices and is_new:
@@ -126,12 +126,12 @@ class FamilyPlanner:
             figures: What depends on its size.
             device: Where it runs.
         """
-        moved = {d.storage: d.action for d in plan.decisions if d.action != "keep"}
+        moved, no_memo = choice_of(plan.decisions)
         problem = self._problem if moved.keys() <= self._problem.number.keys() else self._whole
         problem = problem.resized(graph, figures.workspace_bytes, figures.seconds)
         problem.is_urgent = True
-        no_memo = problem.flags(frozenset(d.storage for d in plan.decisions if not d.memo))
-        return Simulator(problem, device, plan.budget_bytes).timeline(problem.codes(moved), no_memo).peak_bytes
+        simulator = Simulator(problem, device, plan.budget_bytes)
+        return simulator.timeline(problem.codes(moved), problem.flags(no_memo)).peak_bytes
 
     @functools.cached_property
     def _whole(self) -> Problem:
@@ -140,10 +140,8 @@ class FamilyPlanner:
 
     def _search(self, search: Search) -> MemoryPlan:
         made = auto(search.request)
-        leaving = _Leaving(
-            tuple((d.storage, d.action) for d in made.decisions if d.action != "keep"),
-            frozenset(d.storage for d in made.decisions if not d.memo),
-        )
+        actions, no_memo = choice_of(made.decisions)
+        leaving = _Leaving(tuple(actions.items()), no_memo)
         self._thorough[leaving] = None
         self._thorough.move_to_end(leaving)
         while len(self._thorough) > _NUM_REMEMBERED:
@@ -164,10 +162,9 @@ class FamilyPlanner:
         if best is not None:
             for leaving in self._thorough:
                 self._shortest(search, _leaving_first(request, leaving, order))
-        made = _written(request, search.best)
-        if made is None:  # each copy is waited for
+        if search.best is None:  # each copy is waited for
             return build_plan(request, "auto", request.floor_actions, request.floor)
-        return made
+        return written(request, search.best)
 
     def _shortest(self, search: Search, order: Order) -> Choice | None:
         """The shortest feasible prefix of an order, looked for where it was at the sizes before."""
@@ -222,15 +219,6 @@ def _leaving_first(request: PlanRequest, leaving: _Leaving, rest: Order) -> Orde
     first = sorted(leaving.actions, key=lambda pair: (price(*pair), pair[0]))
     known = {storage for storage, _ in first}
     return [*first, *((storage, action) for storage, action in rest if storage not in known)]
-
-
-def _written(request: PlanRequest, choice: Choice | None) -> MemoryPlan | None:
-    if choice is None:
-        return None
-    problem = request.problem
-    timeline = request.simulator.timeline(choice.codes, choice.no_memo if choice.no_memo.any() else None)
-    no_memo = frozenset(int(s) for s in problem.order[choice.no_memo])
-    return build_plan(request, "auto", problem.actions(choice.codes), timeline, no_memo)
 
 
 def _swaps_alone(problem: Problem) -> tuple[Order, Order]:

@@ -19,7 +19,7 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.problem import Problem, anchors
-from lightning_offload.planning.simulator import Timeline, simulate
+from lightning_offload.planning.simulator import ON_DEMAND, Timeline, simulate
 from lightning_offload.planning.tiers import HostRoom
 
 _MAX_HALVINGS = 10  # of all bytes: parts between two anchors; below a thousandth nothing changes
@@ -83,7 +83,7 @@ def swap_what_fits(problem: Problem, limit_bytes: int) -> dict[int, Action]:
 
 
 def _tight(problem: Problem, device: DeviceSpec, actions: dict[int, Action]) -> Floor:
-    return Floor(actions, simulate(problem, actions, device, overlap=False))
+    return Floor(actions, simulate(problem, actions, device, schedule=ON_DEMAND))
 
 
 def _choices(problem: Problem, limit_bytes: int) -> Iterator[dict[int, Action]]:

@@ -21,7 +21,7 @@ from lightning_offload.planning.auto import auto
 from lightning_offload.planning.policies import PUBLISHED, Policy
 from lightning_offload.planning.policies.fixed import all_recompute, all_swap, keep_all
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.request import PlanRequest, decisions_of
+from lightning_offload.planning.request import PlanRequest, choice_of, decisions_of
 from lightning_offload.planning.trace import simulate_plan
 
 POLICIES: dict[str, Policy] = {
@@ -384,10 +384,10 @@ def _simulated(problem: Problem, made: MemoryPlan, decisions: list[Decision], de
     if tuple(decisions) == made.decisions:
         return made
     timeline = simulate_plan(problem, decisions, device)
-    no_memo = frozenset(d.storage for d in decisions if not d.memo)
+    actions, no_memo = choice_of(decisions)
     return dataclasses.replace(
         made,
-        decisions=decisions_of(problem, {d.storage: d.action for d in decisions}, timeline, no_memo),
+        decisions=decisions_of(problem, actions, timeline, no_memo),
         predicted_peak_bytes=timeline.peak_bytes,
         predicted_step_seconds=timeline.step_seconds,
         predicted_stall_seconds=timeline.stall_seconds,

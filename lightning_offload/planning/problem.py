@@ -3,8 +3,8 @@
 A saved storage is a *candidate* if it may leave the device: made in the step, saved in one value that is the last one
 written to it, and large enough to be worth it. Others are kept, and counted as fixed.
 
-A candidate's *source* is what one replay of it reads and costs if every saved value around it is at hand. Where what
-it reads is recomputed as well, replays form a *chain*; `anchors` are the storages that break chains at a length.
+A candidate's *replay* makes it again if every saved value around it is at hand. Where what it reads is recomputed as
+well, replays form a *chain*; `anchors` are the storages that break chains at a length.
 
 The simulator's inner loops read the problem as columns of plain numbers (:mod:`~.arrays`).
 """
@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,7 @@ _CODES: dict[Action, int] = {"keep": KEEP, "swap": SWAP, "recompute": RECOMPUTE}
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A saved storage that may be swapped or recomputed.
 
     Attributes:
@@ -97,8 +97,8 @@ class Problem:
         self.stays = LiveRanges(graph)
         self.views: dict[type, object] = {}
         self.is_urgent = False
-        self._sources: dict[int, Source | None] = {}
         self._walks: dict[int, Walk | None] = {}
+        self._replay_seconds: dict[int, float] = {}
         self.last_value = last_values(graph)
         self.written_until = _overwritten_at(graph)
         saves = _saves_by_storage(graph)
@@ -131,11 +131,11 @@ class Problem:
         made = copy.copy(self)
         made.requested = graph
         made.graph = graph = graph.allocated()
-        made.views, made._sources = {}, {}
+        made.views, made._replay_seconds = {}, {}
         for name in ("lists", "plain_seconds", "_op_seconds"):
             made.__dict__.pop(name, None)
         sizes = np.array([s.num_bytes for s in graph.storages], dtype=np.int64)
-        made.candidates = {s: _resized(c, max(1, int(sizes[s]))) for s, c in self.candidates.items()}
+        made.candidates = {s: c._replace(num_bytes=max(1, int(sizes[s]))) for s, c in self.candidates.items()}
         made.base = made._base(sizes, workspace_bytes)
         made.seconds = made._by_tick(op_seconds)
         made.op_seconds = op_seconds
@@ -221,20 +221,20 @@ class Problem:
         flags[[self.number[s] for s in storages if s in self.number]] = True
         return flags
 
-    def source(self, candidate: Candidate) -> Source | None:
-        """What a replay of a candidate reads and costs by itself; None where there can be no such replay."""
-        if candidate.storage not in self._sources:
-            self._sources[candidate.storage] = self._source(candidate)
-        return self._sources[candidate.storage]
+    def replay(self, candidate: Candidate) -> Walk | None:
+        """What a replay of a candidate runs and reads, the same at all sizes; None where there can be none."""
+        storage = candidate.storage
+        if storage not in self._walks:
+            walk = walk_back(self, candidate.value, MAX_REPLAYED_OPS) if candidate.can_recompute else None
+            self._walks[storage] = walk if walk is not None and len(walk[0]) <= MAX_REPLAYED_OPS else None
+        return self._walks[storage]
 
-    def _source(self, candidate: Candidate) -> Source | None:
-        if candidate.storage not in self._walks:  # which are the same at all sizes
-            self._walks[candidate.storage] = find_walk(self, candidate)
-        walk = self._walks[candidate.storage]
-        if walk is None:
-            return None
-        seconds = self._op_seconds
-        return Source(seconds=sum([seconds[i] for i in walk.ops]), saved=walk.saved)
+    def replay_seconds(self, storage: int, ops: Sequence[int]) -> float:
+        """Duration of the ops of a storage's replay."""
+        if storage not in self._replay_seconds:
+            seconds = self._op_seconds
+            self._replay_seconds[storage] = sum([seconds[i] for i in ops])
+        return self._replay_seconds[storage]
 
     @functools.cached_property
     def _op_seconds(self) -> list[float]:
@@ -337,21 +337,6 @@ class Problem:
         return base
 
 
-def _resized(candidate: Candidate, num_bytes: int) -> Candidate:
-    """A candidate of another size, in a tenth of the time that `dataclasses.replace` takes."""
-    return Candidate(
-        storage=candidate.storage,
-        value=candidate.value,
-        num_bytes=num_bytes,
-        death=candidate.death,
-        pack_tick=candidate.pack_tick,
-        release=candidate.release,
-        can_swap=candidate.can_swap,
-        can_recompute=candidate.can_recompute,
-        module=candidate.module,
-    )
-
-
 def min_bytes(graph: StepGraph) -> int:
     """Smallest size worth a decision: 64 KiB, less in a step so small that this would be most of it."""
     saved = {graph.values[save.value].storage for save in graph.saves}
@@ -392,52 +377,37 @@ MAX_REPLAYED_OPS = 256
 """Replays of more ops in a row that save nothing are no choice; the limit keeps long chains of them affordable."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where a value comes from.
+Walk = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ops that make a value from saved values and from those that are always there, and the saved ones that they read."""
 
-    Attributes:
-        seconds: Time of the ops that make it from saved values and from those that are always there.
-        saved: The saved values that they read.
+
+def walk_back(
+    problem: Problem, value: int, most: int | None = None, is_held: Callable[[int], bool] = lambda value: False
+) -> Walk:
+    """Walk back from a value to the saved values around it.
+
+    Args:
+        problem: The step.
+        value: What is to be made again.
+        most: Of how many ops it is too far: the walk ends at the one after them.
+        is_held: Which values that are not saved are at hand, so that they count for neither ops nor saved values.
     """
-
-    seconds: float
-    saved: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
-    """The way back from a value to what it is made of.
-
-    Attributes:
-        ops: Those that make it from saved values and from those that are always there.
-        saved: The saved values that they read.
-    """
-
-    ops: tuple[int, ...]
-    saved: tuple[int, ...]
-
-
-def find_walk(problem: Problem, candidate: Candidate) -> Walk | None:
-    """Walk back from a candidate to the saved values around it; None where that is too far, or impossible."""
-    if not candidate.can_recompute:
-        return None
     values, ops = problem.graph.values, problem.graph.ops
-    saved = dict[int, None]()
-    stack, seen = [candidate.value], dict[int, None]()
-    while stack:
+    found, saved = dict[int, None](), dict[int, None]()
+    stack = [value]
+    while stack and (most is None or len(found) <= most):
         producer = values[stack.pop()].producer
-        if producer in seen or producer < 0:
+        if producer in found or producer < 0:
             continue
-        seen[producer] = None
-        if len(seen) > MAX_REPLAYED_OPS:
-            return None
+        found[producer] = None
         for v in ops[producer].inputs:
+            if problem.is_external(v):
+                continue
             if problem.is_saved_for_good(v):
                 saved[v] = None
-            elif not problem.is_external(v):
+            elif not is_held(v):
                 stack.append(v)
-    return Walk(ops=tuple(seen), saved=tuple(saved))
+    return tuple(found), tuple(saved)
 
 
 def replay_cost(problem: Problem, candidate: Candidate, chain_bytes: Mapping[int, float]) -> tuple[float, float]:
@@ -451,10 +421,12 @@ def replay_cost(problem: Problem, candidate: Candidate, chain_bytes: Mapping[int
     Returns:
         Infinite for both where it cannot be replayed, or only by very many ops in a row that save nothing.
     """
-    source = problem.source(candidate)
-    if source is None:
+    replay = problem.replay(candidate)
+    if replay is None:
         return float("inf"), float("inf")
-    return source.seconds, candidate.num_bytes + sum([chain_bytes.get(v, 0.0) for v in source.saved])
+    ops, saved = replay
+    chain = candidate.num_bytes + sum([chain_bytes.get(v, 0.0) for v in saved])
+    return problem.replay_seconds(candidate.storage, ops), chain
 
 
 def anchors(problem: Problem, limit_bytes: float) -> set[int]:

@@ -45,6 +45,8 @@ def largest_region(graph: StepGraph) -> Region | None:
     """The node that reads half of what a step saves, or more; None where there is none."""
     made = [save for save in graph.saves if not graph.storages[graph.values[save.value].storage].is_persistent]
     saved_bytes = _num_bytes(graph, made)
+    if not saved_bytes:
+        return None
     ops = [(op.tick, None) for op in graph.ops]
     reads = [(at, save) for save in made for at in save.unpack_ticks]
     events = sorted([*ops, *reads], key=lambda event: event[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -209,3 +210,9 @@ def decisions_of(
         )
         for (s, action), release_op in zip(ordered, release_ops, strict=True)
     )
+
+
+def choice_of(decisions: Sequence[Decision]) -> tuple[dict[int, Action], frozenset[int]]:
+    """What decisions do beside keeping, by storage, and the storages that are not memoised."""
+    actions: dict[int, Action] = {d.storage: d.action for d in decisions if d.action != "keep"}
+    return actions, frozenset(d.storage for d in decisions if not d.memo)

@@ -7,7 +7,7 @@ parabola is taken, which is the larger one beyond both sizes.
 
 Where lengths, heights or widths vary, perhaps several at once, a tensor's size is such a polynomial of one
 :class:`Feature`: a product of powers of what varies, each perhaps divided first and rounded up, as strided
-convolutions and patches do (:func:`shape_law`).
+convolutions and patches do (:class:`ShapeLaws`).
 
 What is measured (workspaces, durations) is not exact. A workspace gets a line that no measurement lies above;
 durations get the non-negative least squares of ``a + b*n``, where ``a`` is what launching costs. Ops that touch
@@ -215,7 +215,6 @@ class ShapeLaws:
         self._low, self._high = self._values.argmin(axis=1), self._values.argmax(axis=1)
         self._lowest = self._values[rows, self._low]
         self._spread = self._values[rows, self._high] - self._lowest
-        self._known: dict[tuple[int, ...], SizeLaw] = {}
 
     def __call__(self, seen: Sequence[int]) -> SizeLaw:
         """The law of a size; where nothing simple is exact, a line that covers what was seen.
@@ -226,12 +225,6 @@ class ShapeLaws:
         Args:
             seen: Bytes at each point.
         """
-        key = tuple(seen)
-        if key not in self._known:
-            self._known[key] = self._find(key)
-        return self._known[key]
-
-    def _find(self, seen: tuple[int, ...]) -> SizeLaw:
         if min(seen) == max(seen):
             return SizeLaw(self._features[0], SizePolynomial(seen[0]))
         sizes = np.array(seen, dtype=np.float64)
@@ -249,7 +242,7 @@ class ShapeLaws:
         ):
             for i in np.flatnonzero(chosen):
                 law = self._on(self._features[i], find, seen)
-                if law is not None and self.is_exact(law, seen):
+                if law is not None and all(law.at(p) == y for p, y in zip(self._points, seen, strict=True)):
                     return law
         steadiness = ratios.max(axis=1) / np.maximum(ratios.min(axis=1), _CLOSE)
         best = self._features[int(np.argmin(np.where(self._is_simple, steadiness, np.inf)))]
@@ -271,10 +264,6 @@ class ShapeLaws:
         values = sorted(known)
         polynomial = find(values, [known[value] for value in values])
         return SizeLaw(feature, polynomial) if polynomial is not None else None
-
-    def is_exact(self, law: SizeLaw, seen: Sequence[int]) -> bool:
-        """Whether a law gives just what was seen."""
-        return all(law.at(point) == num_bytes for point, num_bytes in zip(self._points, seen, strict=True))
 
 
 def _multiple(sizes: Sequence[int], seen: Sequence[int]) -> SizePolynomial:

@@ -33,14 +33,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import Action, Tier
+from lightning_offload.graph.memory_plan import Action, MemoryPlan, Tier
 from lightning_offload.planning.arrays import KEEP, RECOMPUTE, SWAP, Codes
 from lightning_offload.planning.links import in_rates, out_rates
 from lightning_offload.planning.problem import anchors, replay_cost
 from lightning_offload.planning.relaxation import Relaxation, relax
-from lightning_offload.planning.request import PlanRequest
+from lightning_offload.planning.request import PlanRequest, build_plan
 from lightning_offload.planning.simulator import Outcome
-from lightning_offload.planning.tiers import HostRoom, must_fit_host
+from lightning_offload.planning.tiers import HostRoom, short_host_bytes
 
 _AS_GOOD = 1.0005  # of the lower bound
 HOPELESS = 2.0
@@ -96,17 +96,13 @@ class Search:
     @property
     def is_over(self) -> bool:
         """Whether to stop with what there is: time is up, or the best is as good as the lower bound."""
-        return self.is_out_of_time or (self.best is not None and self.best.seconds <= self.enough_seconds)
+        is_late = self._deadline is not None and time.perf_counter() >= self._deadline
+        return is_late or (self.best is not None and self.best.seconds <= self.enough_seconds)
 
     @property
     def enough_seconds(self) -> float:
         """As good as the lower bound: a choice as fast as that ends the search."""
         return _AS_GOOD * self.request.bound_seconds
-
-    @property
-    def is_out_of_time(self) -> bool:
-        """Whether the time to search is up."""
-        return self._deadline is not None and time.perf_counter() >= self._deadline
 
     @property
     def gap(self) -> float:
@@ -136,6 +132,14 @@ class Search:
             if fits and (self.best is None or choice.seconds < self.best.seconds):
                 self.best = choice
         return choice
+
+
+def written(request: PlanRequest, choice: Choice) -> MemoryPlan:
+    """A choice as a plan of the planner's own."""
+    problem = request.problem
+    timeline = request.simulator.timeline(choice.codes, choice.no_memo)
+    no_memo = frozenset(problem.order[choice.no_memo].tolist())
+    return build_plan(request, "auto", problem.actions(choice.codes), timeline, no_memo)
 
 
 Order = list[tuple[int, Action]]
@@ -184,14 +188,10 @@ def families(request: PlanRequest, *, few: bool = False) -> Iterator[Order]:
 
 def order_of(request: PlanRequest, family: Family) -> Order:
     """The order in which storages leave the device by a family's prices, as far as the tiers hold them."""
-    return _fit_host(request, _order(request, *family))
-
-
-def _order(request: PlanRequest, swap_weight: float, chain_fraction: float, break_by: Action) -> Order:
     problem, device = request.problem, request.device
     candidates = sorted(problem.candidates.values(), key=lambda c: c.value)
-    chain_limit = chain_fraction * request.step_bytes
-    rate = swap_rate(device, swap_weight)
+    chain_limit = family.chain_fraction * request.step_bytes
+    rate = swap_rate(device, family.swap_weight)
     chain_bytes: dict[int, float] = {}
     priced: list[tuple[float, int, Action]] = []
     for c in candidates:
@@ -199,14 +199,14 @@ def _order(request: PlanRequest, swap_weight: float, chain_fraction: float, brea
         replay, chain = replay_cost(problem, c, chain_bytes)
         replay += device.replay_overhead
         can_replay = c.can_recompute and (chain <= chain_limit or not c.can_swap)
-        if not can_replay and (not c.can_swap or (break_by == "keep" and c.can_recompute)):
+        if not can_replay and (not c.can_swap or (family.break_by == "keep" and c.can_recompute)):
             chain_bytes[c.value] = 0.0
             continue
         action: Action = "recompute" if can_replay and (replay <= swap or not c.can_swap) else "swap"
         chain_bytes[c.value] = chain if action == "recompute" else 0.0
         priced.append(((replay if action == "recompute" else swap) / c.num_bytes, c.storage, action))
     priced.sort(key=lambda row: row[:2])
-    return [(storage, action) for _, storage, action in priced]
+    return _fit_host(request, [(storage, action) for _, storage, action in priced])
 
 
 def swap_rate(device: DeviceSpec, weight: float) -> float:
@@ -218,11 +218,10 @@ def swap_rate(device: DeviceSpec, weight: float) -> float:
 
 def _fit_host(request: PlanRequest, order: Order) -> Order:
     """Swap only what the host has room for, so that each prefix fits; recompute or keep the rest."""
-    problem, device = request.problem, request.device
-    if device.host_memory_bytes is None or not must_fit_host(device):
+    limit, candidates = short_host_bytes(request.device), request.problem.candidates
+    if limit is None:
         return order
-    candidates = problem.candidates
-    room = HostRoom(problem, device.host_memory_bytes, (s for s, c in candidates.items() if c.can_recompute))
+    room = HostRoom(request.problem, limit, (s for s, c in candidates.items() if c.can_recompute))
     fitting: Order = []
     for s, action in order:
         if action == "recompute" or room.take(s):

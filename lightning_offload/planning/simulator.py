@@ -181,7 +181,6 @@ def simulate(
     *,
     limit_bytes: int | None = None,
     no_memo: frozenset[int] = frozenset(),
-    overlap: bool = True,
     schedule: Schedule | None = None,
 ) -> Timeline:
     """Simulate a step.
@@ -192,13 +191,10 @@ def simulate(
         device: Links, tiers and overheads.
         limit_bytes: Releases and prefetches are chosen so that memory stays below this where they can.
         no_memo: Recomputed storages that are not kept when they are replayed on the way to another.
-        overlap: Whether copies may overlap compute; False is the offload-all fallback, which waits for each.
         schedule: When to release and to prefetch; by default chosen for the limit.
     """
     simulator = Simulator(problem, device, limit_bytes)
-    return simulator.timeline(
-        problem.codes(actions), problem.flags(no_memo) if no_memo else None, overlap=overlap, schedule=schedule
-    )
+    return simulator.timeline(problem.codes(actions), problem.flags(no_memo) if no_memo else None, schedule=schedule)
 
 
 class _Pass(NamedTuple):
@@ -237,7 +233,7 @@ class Simulator:
     ) -> None:
         self.problem = problem
         self.device = device
-        self.limit_bytes = limit_bytes
+        self._limit = NO_LIMIT if limit_bytes is None else limit_bytes
         self._kernels = kernels
         self._spaces: dict[bool, Space] = {}
         out, back = out_rates(device), in_rates(device)
@@ -257,7 +253,6 @@ class Simulator:
         codes: Codes,
         no_memo: npt.NDArray[np.bool_] | None = None,
         *,
-        overlap: bool = True,
         schedule: Schedule | None = None,
         max_seconds: float = float("inf"),
     ) -> Outcome:
@@ -266,14 +261,11 @@ class Simulator:
         Args:
             codes: By candidate: 0 keep, 1 swap, 2 recompute.
             no_memo: By candidate: whether it is not kept when it is replayed on the way to another; all are by default.
-            overlap: Whether copies may overlap compute.
             schedule: When to release and to prefetch; by default chosen for the limit.
             max_seconds: Where replays alone make the step longer than this, the simulation is given up, and the
                 outcome is that of a step that never ends: chains without memo are long to simulate.
         """
-        is_given = schedule is not None or not overlap
-        made = self._simulate(codes, no_memo, schedule or ON_DEMAND if is_given else None, max_seconds)
-        return made.outcome
+        return self._simulate(codes, no_memo, schedule, max_seconds).outcome
 
     def anneal(self, moves: Moves, seen: Seen, run: Annealing, draws: npt.NDArray[np.float64], until: int) -> None:
         """Go on with a search; cf. :func:`~lightning_offload.planning.kernels.annealing.anneal`.
@@ -302,7 +294,6 @@ class Simulator:
         codes: Codes,
         no_memo: npt.NDArray[np.bool_] | None = None,
         *,
-        overlap: bool = True,
         schedule: Schedule | None = None,
     ) -> Timeline:
         """The whole step under a choice.
@@ -310,11 +301,9 @@ class Simulator:
         Args:
             codes: By candidate: 0 keep, 1 swap, 2 recompute.
             no_memo: By candidate: whether it is not kept when it is replayed on the way to another; all are by default.
-            overlap: Whether copies may overlap compute.
             schedule: When to release and to prefetch; by default chosen for the limit.
         """
-        is_given = schedule is not None or not overlap
-        made = self._simulate(codes, no_memo, schedule or ON_DEMAND if is_given else None, float("inf"))
+        made, is_given = self._simulate(codes, no_memo, schedule, float("inf")), schedule is not None
         swapped = np.flatnonzero(codes == SWAP)
         needs, transfers, lanes = made.needs, made.columns.transfers, made.copies.lanes
         release, prefetch, needed, memory = (
@@ -380,10 +369,6 @@ class Simulator:
         if space is None:
             space = self._spaces[kernels.is_compiled] = space_of(self.problem, is_compiled=kernels.is_compiled)
         return space
-
-    @property
-    def _limit(self) -> int:
-        return self.limit_bytes if self.limit_bytes is not None else NO_LIMIT
 
     def _follow(self, schedule: Schedule, transfers: Transfers) -> None:
         """Note what a schedule says."""

@@ -140,46 +140,18 @@ class _Laws(NamedTuple):
         return found
 
 
-class _Touched(NamedTuple):
-    """Storages that ops read or make, flat: each with its op."""
-
-    op: npt.NDArray[np.int64]
-    storage: npt.NDArray[np.int64]
-    num_ops: int
-
-    @classmethod
-    def of(cls, graph: StepGraph) -> _Touched:
-        pairs = [
-            (i, s)
-            for i, op in enumerate(graph.ops)
-            for s in {graph.values[v].storage for v in (*op.inputs, *op.outputs)}
-        ]
-        flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        return cls(flat[:, 0], flat[:, 1], len(graph.ops))
-
-    def bytes_of(self, storage_bytes: npt.NDArray[np.int64]) -> Floats:
-        """By op: the bytes that it touches."""
-        found = np.bincount(self.op, weights=storage_bytes[self.storage], minlength=self.num_ops)
-        return found.astype(np.float64)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
     """A training step at any size, fitted to recorded ones by :meth:`fit`.
 
     Attributes:
         sizes: Sizes that it was fitted to, ascending.
-        left_out: Those of graphs whose structure is another one.
         num_inexact: Storages whose sizes follow no simple law; they are predicted rather too large.
-        seconds_error: By what share the sum of the ops' seconds at one of the sizes is off, at most. Always small
-            with two sizes; with more, it tells how far the step is from ``a + b*n`` seconds.
         structure: The step at the largest of the sizes, with what the others allow.
     """
 
     sizes: tuple[Size, ...]
-    left_out: tuple[Size, ...]
     num_inexact: int
-    seconds_error: float
     structure: StepGraph = dataclasses.field(repr=False)
     _storages: _Laws = dataclasses.field(repr=False)
     _workspaces: _Laws = dataclasses.field(repr=False)
@@ -214,8 +186,7 @@ class StepModel:
                 f"predicted from another; those at {low} and {high}: {difference(by_size[low], by_size[high])}. "
                 "Record other sizes of at least 2, with all else the same"
             )
-        left_out = tuple(size for size in sorted(by_size) if size not in sizes)
-        return _fit(sizes, [by_size[size] for size in sizes], left_out)
+        return _fit(sizes, [by_size[size] for size in sizes])
 
     def figures_at(self, size: Size) -> Figures:
         """What of the step at a size is not structure.
@@ -271,29 +242,37 @@ class _Growth(NamedTuple):
     where shapes vary.
 
     Attributes:
-        touched: What ops touch.
+        op: The ops of what is touched, flat.
+        storage: The storages that these ops read or make.
         is_plain: By op: whether it grows with the batch size.
     """
 
-    touched: _Touched
+    op: npt.NDArray[np.int64]
+    storage: npt.NDArray[np.int64]
     is_plain: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, structure: StepGraph, storages: _Laws, *, is_batch: bool) -> _Growth:
-        touched = _Touched.of(structure)
+        touched = [
+            (i, s)
+            for i, op in enumerate(structure.ops)
+            for s in {structure.values[v].storage for v in (*op.inputs, *op.outputs)}
+        ]
+        flat = np.array(touched, dtype=np.int64).reshape(-1, 2)
         of_pairs = np.array([not is_batch or law.polynomial.square > 0 for law in storages.laws], dtype=bool)[
             storages.of
         ]
-        is_plain = np.ones(touched.num_ops, dtype=bool)
-        is_plain[touched.op[of_pairs[touched.storage]]] = False
-        return cls(touched, is_plain)
+        is_plain = np.ones(len(structure.ops), dtype=bool)
+        is_plain[flat[of_pairs[flat[:, 1]], 0]] = False
+        return cls(flat[:, 0], flat[:, 1], is_plain)
 
     def at(self, point: Point, storage_bytes: npt.NDArray[np.int64]) -> Floats:
         """By op: what its duration grows with."""
-        return np.where(self.is_plain, float(point[0]), self.touched.bytes_of(storage_bytes))
+        touched = np.bincount(self.op, weights=storage_bytes[self.storage], minlength=len(self.is_plain))
+        return np.where(self.is_plain, float(point[0]), touched)
 
 
-def _fit(sizes: tuple[Size, ...], graphs: Sequence[StepGraph], left_out: tuple[Size, ...]) -> StepModel:
+def _fit(sizes: tuple[Size, ...], graphs: Sequence[StepGraph]) -> StepModel:
     is_batch = not isinstance(sizes[0], tuple)
     points = [check_size(size) for size in sizes]
     by_size = np.argsort([sum(s.num_bytes for s in g.storages) for g in graphs], kind="stable")
@@ -305,13 +284,10 @@ def _fit(sizes: tuple[Size, ...], graphs: Sequence[StepGraph], left_out: tuple[S
     seen = np.array([[op.seconds for op in g.ops] for g in graphs], dtype=np.float64).reshape(len(graphs), -1)
     growth = np.array([growths.at(point, storages.at(point)) for point in points])
     seconds = fit_seconds(growth[by_size], seen[by_size], growths.is_plain)
-    total, predicted = seen.sum(axis=1), seconds.at(growth).sum(axis=1)
     inexact = np.array([storages.at(point) for point in points]) != np.array(seen_bytes).reshape(len(graphs), -1)
     return StepModel(
         sizes=sizes,
-        left_out=left_out,
         num_inexact=int(inexact.any(axis=0).sum()),
-        seconds_error=float(np.max(np.abs(predicted - total) / np.where(total > 0, total, 1.0))),
         structure=structure,
         _storages=storages,
         _workspaces=_laws(covering, [[op.workspace_bytes for op in g.ops] for g in graphs]),

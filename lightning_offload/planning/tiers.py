@@ -18,9 +18,9 @@ from lightning_offload.planning.problem import Problem
 Ints = npt.NDArray[np.int64]
 
 
-def must_fit_host(device: DeviceSpec) -> bool:
-    """Whether there is a limit to what can be swapped."""
-    return device.host_memory_bytes is not None and not device.has_disk
+def short_host_bytes(device: DeviceSpec) -> int | None:
+    """The most that can be swapped, where there is no disk behind a host of limited size; None for no limit."""
+    return None if device.has_disk else device.host_memory_bytes
 
 
 class HostRoom:

@@ -22,6 +22,7 @@ from lightning_offload.graph.step_graph import Phase, StepGraph
 from lightning_offload.planning.kernels.clock import CLOCK_NOISE
 from lightning_offload.planning.links import Rates, in_rates, out_rates
 from lightning_offload.planning.problem import Bytes, Problem
+from lightning_offload.planning.request import choice_of
 from lightning_offload.planning.simulator import Schedule, Timeline, residency, simulate
 
 Lane = Literal["compute", "d2h", "h2d", "disk_write", "disk_read"]
@@ -95,11 +96,6 @@ class StepTrace:
         """The maximum of memory."""
         return int(self.memory.max())
 
-    @property
-    def peak_tick(self) -> int:
-        """The first tick of that."""
-        return int(np.argmax(self.memory))
-
     def of(self, lane: Lane) -> tuple[Span, ...]:
         """The spans of a lane."""
         return tuple(span for span in self.spans if span.lane == lane)
@@ -124,9 +120,7 @@ def follow(step: StepGraph | Problem, plan: MemoryPlan | None, device: DeviceSpe
     if not device.has_disk and "disk" in tiers.values():
         raise PlanError(f"the plan swaps to disk, and device {device.name!r} has none; give disk_*_bytes_per_second")
     simulated = simulate_plan(problem, decisions, device)
-    actions: dict[int, Action] = {d.storage: d.action for d in decisions if d.action != "keep"}
-    no_memo = frozenset(d.storage for d in decisions if not d.memo)
-    return _Walk(problem, device, tiers, simulated).run(actions, no_memo)
+    return _Walk(problem, device, tiers, simulated).run(*choice_of(decisions))
 
 
 def simulate_plan(problem: Problem, decisions: Sequence[Decision], device: DeviceSpec) -> Timeline:
@@ -135,7 +129,7 @@ def simulate_plan(problem: Problem, decisions: Sequence[Decision], device: Devic
     Raises:
         PlanError: A decision cannot be carried out.
     """
-    actions: dict[int, Action] = {d.storage: d.action for d in decisions if d.action != "keep"}
+    actions, no_memo = choice_of(decisions)
     _check(problem, actions)
     swaps = [d for d in decisions if d.action == "swap"]
     schedule = Schedule(
@@ -143,7 +137,6 @@ def simulate_plan(problem: Problem, decisions: Sequence[Decision], device: Devic
         prefetch={d.storage: d.prefetch_unpack for d in swaps},
         tiers={d.storage: d.tier for d in swaps},
     )
-    no_memo = frozenset(d.storage for d in decisions if not d.memo)
     return simulate(problem, actions, device, no_memo=no_memo, schedule=schedule)
 
 

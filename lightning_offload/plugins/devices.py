@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lightning_offload.accelerators import KINDS, device_in_use, memory_of
+from lightning_offload.accelerators import KINDS, device_in_use, indexed, memory_of
 from lightning_offload.capture import spec_cache
 from lightning_offload.capture.calibrate import LinkRates, Transfer, measure_device, measure_transfers, spec_of
-from lightning_offload.capture.placement import indexed
 from lightning_offload.errors import SpillError, UnsupportedError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.runtime.host_pool import HostPool

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +25,7 @@ from lightning_offload.capture.cuda.kernels import CudaKernels
 from lightning_offload.capture.cuda.programs import on_the_gpu
 from lightning_offload.capture.known_values import KnownValues, seen_by_transformers
 from lightning_offload.capture.recorder import Recorder
-from lightning_offload.capture.roofline import Work, WorkMeter
+from lightning_offload.capture.roofline import Work, work_of
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.runtime.executor import StepExecutor
@@ -32,6 +33,7 @@ from lightning_offload.runtime.hooks import executing
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
 from lightning_offload.runtime.lanes import FakeLanes
 from lightning_offload.runtime.tiers import Tiers
+from lightning_offload.tensors.op_facts import OpFacts
 
 Step = Callable[[], None]
 
@@ -74,13 +76,18 @@ def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]], device: Devic
             FakeTensorMode, so it costs no memory whatever the sizes.
         device: Whose kernels the step calls; a CPU's by default. Times are not its: cf. :meth:`FakeStep.on`.
     """
-    meter = WorkMeter()
+    work: list[Work] = []
+
+    def price(facts: OpFacts, args: Any, kwargs: Any, out: Any) -> float:
+        work.append(work_of(facts, args, kwargs, out))
+        return 0.0  # not known yet
+
     kind = HOST if device is None else KINDS.get(device.kind, HOST)
     with _LOCK, FakeTensorMode(allow_non_fake_inputs=True), KnownValues(), _kernels_of(device):
         module, step = build()
         if kind is not HOST:
             recurrent.flatten(module)
-        recorder = Recorder(torch.device("cpu"), module, meter, kind=kind)
+        recorder = Recorder(torch.device("cpu"), module, price, kind=kind)
         executor = StepExecutor(
             device=torch.device("cpu"),
             tiers=Tiers(FakeLanes(), _FakePool()),
@@ -96,7 +103,7 @@ def record_fake(build: Callable[[], tuple[torch.nn.Module, Step]], device: Devic
             fused() if kind is not HOST else contextlib.nullcontext(),
         ):
             step()
-        return FakeStep(recorder.finish(), tuple(meter.work))
+        return FakeStep(recorder.finish(), tuple(work))
 
 
 @contextlib.contextmanager

@@ -329,7 +329,7 @@ def make_report(
 
 
 def _distrusted(graph: StepGraph | None) -> tuple[tuple[str, str], ...]:
-    names = {op.name for op in graph.ops} if graph is not None and custom_ops.is_any_known() else set()
+    names = {op.name for op in graph.ops} if graph is not None else set()
     return tuple(custom_ops.not_believed(names).items())
 
 

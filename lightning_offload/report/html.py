@@ -7,7 +7,7 @@ device and policy names) is escaped; the page's own policy forbids it to load an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
 
 from lightning_offload._version import __version__
@@ -15,7 +15,7 @@ from lightning_offload.errors import UnsupportedError
 from lightning_offload.report.scale import escape
 from lightning_offload.report.timeline_plots import Plot
 
-__all__ = ["make_page", "plot_place", "plotly_script", "plots_json", "section", "table"]
+__all__ = ["cell", "make_page", "plot_place", "plotly_script", "plots_json", "section", "table"]
 
 
 def plotly_script() -> str:
@@ -87,9 +87,18 @@ def plot_place(name: str, label: str, plots: Mapping[str, Plot]) -> str:
     )
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts, which are escaped."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+def table(
+    columns: Sequence[str], rows: Iterable[Iterable[str]], right: Collection[int] = (), *, stacks: bool = False
+) -> str:
+    """A table of cells that are HTML; one that stacks has those of a row below each other on a narrow screen."""
+    head = "".join(
+        f'<th scope="col"{" class=number" if i in right else ""}>{escape(name)}</th>' for i, name in enumerate(columns)
+    )
+    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    name = ' class="stacks"' if stacks else ""
+    return f'<div class="scroll"><table{name}><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+
+
+def cell(text: str) -> str:
+    """A cell of a table."""
+    return f"<td>{escape(text)}</td>"

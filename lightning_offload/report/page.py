@@ -35,7 +35,7 @@ def save_plan_html(
         plan: The plan for it.
         device: Where it runs.
         measured: What was measured of steps under the plan, shown beside what was predicted.
-        comparison: The outcomes of several policies, of :func:`~.data.compare_policies`.
+        comparison: The outcomes of several policies, of :func:`~.plan_view.compare_policies`.
 
     Raises:
         ReportFileError: There is no writing to the path; nothing is left there.

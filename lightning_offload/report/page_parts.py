@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import get_args
 
 from lightning_offload._version import __version__
-from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND, Action
+from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND
 from lightning_offload.report.bar_plots import WORDS, measured_rows
-from lightning_offload.report.plan_view import MeasuredStep, PlanView, Stored
+from lightning_offload.report.html import cell, table
+from lightning_offload.report.plan_view import MeasuredStep, PlanView, Stored, bytes_by_action
 from lightning_offload.report.scale import escape, format_share, or_dash
 from lightning_offload.units import format_budget, format_bytes, format_seconds
 
@@ -102,7 +101,7 @@ def _card(label: str, value: str, beside: str, alarm: bool) -> str:
 
 def _split(view: PlanView) -> str:
     """How the saved bytes are divided, as a bar and in words."""
-    sizes = {action: view.bytes_of(action) for action in get_args(Action)}
+    sizes = bytes_by_action(view.stored)
     total = sum(sizes.values())
     if not total:
         return ""
@@ -126,9 +125,9 @@ def measured_table(view: PlanView) -> str:
     for label, kind, predicted, measured in measured_rows(view):
         known = bool(predicted) and measured is not None
         difference = format_share(measured / predicted - 1) if known and predicted and measured is not None else "n/a"
-        rows.append([_cell(label), _number(or_dash(predicted, kind)), _number(or_dash(measured, kind)),
+        rows.append([cell(label), _number(or_dash(predicted, kind)), _number(or_dash(measured, kind)),
                      _number(difference)])  # fmt: skip
-    return _table(("", "predicted", "measured", "difference"), {1, 2, 3}, rows)
+    return table(("", "predicted", "measured", "difference"), rows, {1, 2, 3})
 
 
 def storages_table(view: PlanView) -> str:
@@ -142,9 +141,9 @@ def storages_table(view: PlanView) -> str:
             f'<td class="name" data-label="saved by"><code>{escape(stored.module or "(no module)")}</code></td>',
             f'<td class="name" data-label="made by"><code>{escape(stored.op or "(input)")}</code></td>',
             f'<td class="short"><span class="dot {stored.action}"></span>{escape(what)}</td>',
-            _cell(how),
+            cell(how),
         ])  # fmt: skip
-    return _table(("size", "saved by", "made by", "decision", "how"), {0}, rows, stacks=True)
+    return table(("size", "saved by", "made by", "decision", "how"), rows, {0}, stacks=True)
 
 
 def in_words(stored: Stored) -> tuple[str, str]:
@@ -157,20 +156,6 @@ def in_words(stored: Stored) -> tuple[str, str]:
     release = "at its pack" if decision.release_op == AT_PACK else f"before op {decision.release_op}"
     back = "on demand" if decision.prefetch_unpack == ON_DEMAND else f"at unpack {decision.prefetch_unpack}"
     return f"swapped to {decision.tier}", f"released {release}, brought back {back}"
-
-
-def _table(header: Iterable[str], right: set[int], rows: Iterable[list[str]], *, stacks: bool = False) -> str:
-    """A table; one that stacks has the cells of a row below each other on a narrow screen."""
-    cells = "".join(
-        f'<th scope="col"{" class=number" if i in right else ""}>{escape(name)}</th>' for i, name in enumerate(header)
-    )
-    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    name = ' class="stacks"' if stacks else ""
-    return f'<div class="scroll"><table{name}><thead><tr>{cells}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
-
-
-def _cell(text: str) -> str:
-    return f"<td>{escape(text)}</td>"
 
 
 def _number(text: str) -> str:

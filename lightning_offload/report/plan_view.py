@@ -23,7 +23,7 @@ from lightning_offload.report.scale import format_share
 from lightning_offload.units import format_budget
 
 __all__ = [
-    "MeasuredStep", "ModuleTotal", "PlanView", "PolicyOutcome", "Stored", "bytes_by_action", "compare_policies",
+    "MeasuredStep", "PlanView", "PolicyOutcome", "Stored", "action_bytes", "bytes_by_action", "compare_policies",
     "costliest", "gap_to_bound", "module_totals", "overhead", "predictions", "stored_in", "verdict", "view_plan",
 ]  # fmt: skip
 
@@ -135,21 +135,6 @@ class PolicyOutcome:
             return None
         return self.step_seconds / self.plain_step_seconds - 1
 
-    @classmethod
-    def of_plan(cls, made: MemoryPlan, graph: StepGraph | None = None) -> PolicyOutcome:
-        """The outcome of a policy that made a plan; what it does with saved bytes is known with the step's graph."""
-        sizes = bytes_by_action(stored_in(graph, made)) if graph is not None else None
-        return cls(
-            policy=made.policy,
-            step_seconds=made.predicted_step_seconds,
-            plain_step_seconds=made.plain_step_seconds,
-            peak_bytes=made.predicted_peak_bytes,
-            floor_bytes=made.floor_bytes if made.policy == "auto" else None,
-            stall_seconds=made.predicted_stall_seconds,
-            swap_bytes=sizes["swap"] if sizes is not None else None,
-            recompute_bytes=sizes["recompute"] if sizes is not None else None,
-        )
-
 
 def compare_policies(
     graph: StepGraph,
@@ -178,9 +163,22 @@ def compare_policies(
         tell(name)
         try:
             made = plan(graph, device, budget_bytes, policy=name, keep=keep)
-            outcomes.append(PolicyOutcome.of_plan(made, graph))
         except BudgetInfeasibleError as error:
             outcomes.append(PolicyOutcome(policy=name, floor_bytes=error.floor_bytes))
+            continue
+        sizes = bytes_by_action(stored_in(graph, made))
+        outcomes.append(
+            PolicyOutcome(
+                policy=made.policy,
+                step_seconds=made.predicted_step_seconds,
+                plain_step_seconds=made.plain_step_seconds,
+                peak_bytes=made.predicted_peak_bytes,
+                floor_bytes=made.floor_bytes if made.policy == "auto" else None,
+                stall_seconds=made.predicted_stall_seconds,
+                swap_bytes=sizes["swap"],
+                recompute_bytes=sizes["recompute"],
+            )
+        )
     return tuple(outcomes)
 
 
@@ -226,16 +224,6 @@ class Stored:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleTotal:
-    """What a plan does with all that one module saved, in bytes."""
-
-    module: str
-    keep_bytes: int
-    swap_bytes: int
-    recompute_bytes: int
-
-
 def stored_in(graph: StepGraph, made: MemoryPlan) -> tuple[Stored, ...]:
     """What a plan does with each saved storage that did not exist before the step, in the order of first packs."""
     decisions = {decision.storage: decision for decision in made.decisions}
@@ -263,23 +251,17 @@ def bytes_by_action(stored: Iterable[Stored]) -> dict[Action, int]:
     return sizes
 
 
-def module_totals(stored: Iterable[Stored]) -> list[ModuleTotal]:
-    """Totals by module, in the order in which modules first saved."""
+def action_bytes(stored: Iterable[Stored]) -> dict[str, int]:
+    """The same, with the keys that they have in JSON."""
+    return {f"{action}_bytes": num_bytes for action, num_bytes in bytes_by_action(stored).items()}
+
+
+def module_totals(stored: Iterable[Stored]) -> list[dict[str, Any]]:
+    """The same of each module, in the order in which modules first saved."""
     groups: dict[str, list[Stored]] = {}
     for each in sorted(stored, key=lambda each: each.storage):
         groups.setdefault(each.module, []).append(each)
-    totals = []
-    for module, group in groups.items():
-        sizes = bytes_by_action(group)
-        totals.append(
-            ModuleTotal(
-                module=module,
-                keep_bytes=sizes["keep"],
-                swap_bytes=sizes["swap"],
-                recompute_bytes=sizes["recompute"],
-            )
-        )
-    return totals
+    return [{"module": module, **action_bytes(group)} for module, group in groups.items()]
 
 
 class _PlainClock:
@@ -334,10 +316,6 @@ class PlanView:
     stored: tuple[Stored, ...]
     measured: MeasuredStep | None
     comparison: tuple[PolicyOutcome, ...]
-
-    def bytes_of(self, action: Action) -> int:
-        """Saved bytes under an action."""
-        return bytes_by_action(self.stored)[action]
 
     @property
     def overhead(self) -> float | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-__all__ = ["Printed", "PrintedTables", "html_of", "text_of"]
+__all__ = ["Printed", "PrintedTables"]
 
 _HTML_WIDTH = 100  # characters
 _PRE = (
@@ -33,12 +33,26 @@ class Printed(abc.ABC):
         """What is shown of it, by ``rich.print`` and in all that follows here."""
 
     def __str__(self) -> str:
-        """The same as text without colours, as wide as the terminal."""
-        return text_of(self.__rich__())
+        """The same as text without colours and blanks at the ends of lines.
+
+        Lines are as wide as the terminal, 80 characters where there is none; boxes are drawn in ASCII where standard
+        output is no Unicode.
+        """
+        from rich.console import Console
+
+        file = _Lines()
+        console = Console(file=file, color_system=None, highlight=False, force_jupyter=False)
+        console.print(self.__rich__())
+        lines = "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
+        return lines.encode(file.encoding, errors="replace").decode(file.encoding)
 
     def _repr_html_(self) -> str:
-        """The same in a notebook."""
-        return html_of(self.__rich__())
+        """The same as a block of HTML, for a notebook; names of the user's are text in it."""
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=_HTML_WIDTH, record=True, highlight=False, force_jupyter=False)
+        console.print(self.__rich__())
+        return console.export_html(inline_styles=True, code_format=_PRE)
 
 
 class PrintedTables(Printed):
@@ -54,34 +68,6 @@ class PrintedTables(Printed):
         from rich.console import Group
 
         return Group(*self._parts)
-
-
-def text_of(shown: RenderableType) -> str:
-    """What rich shows as text, without colours and blanks at the ends of lines.
-
-    Args:
-        shown: Anything that a rich console prints.
-
-    Returns:
-        Lines as wide as the terminal, 80 characters where there is none; boxes are drawn in ASCII where standard
-        output is no Unicode.
-    """
-    from rich.console import Console
-
-    file = _Lines()
-    console = Console(file=file, color_system=None, highlight=False, force_jupyter=False)
-    console.print(shown)
-    lines = "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
-    return lines.encode(file.encoding, errors="replace").decode(file.encoding)
-
-
-def html_of(shown: RenderableType) -> str:
-    """What rich shows as a block of HTML, in which names of the user's are text."""
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=_HTML_WIDTH, record=True, highlight=False, force_jupyter=False)
-    console.print(shown)
-    return console.export_html(inline_styles=True, code_format=_PRE)
 
 
 class _Lines(io.StringIO):

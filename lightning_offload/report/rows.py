@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.report.plan_view import Stored
+from lightning_offload.report.plan_view import Stored, bytes_by_action
 
 __all__ = ["ModuleRow", "module_rows"]
 
@@ -99,12 +99,9 @@ def _runs(groups: list[_Group], max_rows: int) -> list[list[_Group]]:
 
 
 def _row(run: list[_Group]) -> ModuleRow:
-    num_bytes: dict[Action, int] = {"keep": 0, "swap": 0, "recompute": 0}
-    for group in run:
-        for stored in group.stored:
-            num_bytes[stored.action] += stored.num_bytes
+    stored = [each for group in run for each in group.stored]
     return ModuleRow(
         label=run[0].name if len(run) == 1 else f"{run[0].name} … {run[-1].name}",
-        num_bytes=num_bytes,
-        num_storages=sum(len(group.stored) for group in run),
+        num_bytes=bytes_by_action(stored),
+        num_storages=len(stored),
     )

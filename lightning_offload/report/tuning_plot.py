@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_offload._version import __version__
 from lightning_offload.report.files import check_path, write_text
-from lightning_offload.report.html import make_page, plot_place, plotly_script, section, table
+from lightning_offload.report.html import cell, make_page, plot_place, plotly_script, section, table
 from lightning_offload.report.scale import bytes_unit
 from lightning_offload.report.timeline_plots import MARGIN_LEFT, NARROW_MARGINS, Plot, level_line
 from lightning_offload.units import format_bytes
@@ -152,19 +152,18 @@ def _body(curve: TuningCurve, plots: dict[str, Plot]) -> str:
 
 
 def _table(curve: TuningCurve) -> str:
-    return table(
-        ("batch size", "samples/s", *(["goodput"] if curve.has_goodput else []), "peak", "fits"),
+    rows = (
         (
-            (
-                str(p.batch_size),
-                _speed(p.samples_per_second),
-                *([_speed(p.goodput)] if curve.has_goodput else []),
-                _bytes(p.peak_bytes),
-                "yes" if p.is_feasible else "no",
-            )
-            for p in curve.sorted_points(is_predicted=False)
-        ),
+            str(p.batch_size),
+            _speed(p.samples_per_second),
+            *([_speed(p.goodput)] if curve.has_goodput else []),
+            _bytes(p.peak_bytes),
+            "yes" if p.is_feasible else "no",
+        )
+        for p in curve.sorted_points(is_predicted=False)
     )
+    columns = ("batch size", "samples/s", *(["goodput"] if curve.has_goodput else []), "peak", "fits")
+    return table(columns, (map(cell, row) for row in rows))
 
 
 def tuning_plots(curve: TuningCurve) -> dict[str, Plot]:

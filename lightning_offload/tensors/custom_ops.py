@@ -129,11 +129,6 @@ def known() -> Iterator[tuple[str, Standing]]:
     return iter(sorted(_standings.items()))
 
 
-def is_any_known() -> bool:
-    """Whether any op was watched."""
-    return bool(_standings)
-
-
 def not_believed(names: Collection[str]) -> dict[str, str]:
     """Why ops may not be run again or not be trusted with what they are given, by name, of those with these names."""
     found = {identity.partition("(")[0]: standing.why for identity, standing in known() if standing.why}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,11 +63,3 @@ def test_gpus_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     found = json_of(capsys, "devices")["here"][1:]
     assert [(gpu["device"], gpu["catalog_name"]) for gpu in found] == [("cuda:0", "4090"), ("cuda:1", None)]
     assert {gpu["memory_bytes"] for gpu in found} == {47 << 30}
-
-
-def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The catalogue needs no torch."""
-    monkeypatch.setitem(sys.modules, "torch", None)
-    found = json_of(capsys, "devices")
-    assert found["here"] == []
-    assert len(found["catalog"]) == len(names())

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin, cli
+from lightning_offload.cli.workload import Workload
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
@@ -153,6 +155,20 @@ def test_report_and_trace(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert rest[0] == StepGraph.from_json(Path("plan.graph.json").read_text())
     assert rest[1] == MemoryPlan.from_json(Path("plan.json").read_text())
     assert rest[2] == device_spec("k40c")
+
+
+def test_a_report_that_cannot_be_made_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its extension and what draws it are checked before anything is captured."""
+    monkeypatch.setattr(Workload, "capture", lambda *_: pytest.fail("the step was captured"))
+    for arguments, message in [
+        (("--report", "page.txt"), "'page.txt' must end in .html or .htm: write to 'page.html'"),
+        (("--trace", "trace.html"), "'trace.html' must end in .json: write to 'trace.json'"),
+    ]:
+        assert message in refused(capsys, "plan", *SMALL, *arguments)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert "HTML reports need plotly: pip install" in refused(capsys, "plan", *SMALL, "--report", "page.html")
 
 
 def test_kept_modules(capsys: pytest.CaptureFixture[str]) -> None:

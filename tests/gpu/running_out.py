@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.memory import CudaMeter, free_memory
 from lightning_offload import MemoryPlugin
-from lightning_offload.capture.placement import indexed
+from lightning_offload.accelerators import indexed
 from tests.gpu.device import IS_EMULATED
 from tests.gpu.large import DeepMlp
 

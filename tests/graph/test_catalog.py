@@ -11,10 +11,10 @@ import pytest
 from lightning_offload.errors import OffloadError, UnsupportedError
 from lightning_offload.graph import calibration, catalog
 from lightning_offload.graph.calibration import Arithmetic
+from lightning_offload.graph.cards import CARDS
 from lightning_offload.graph.catalog import (
     DType,
     arithmetic_of,
-    cards,
     check_dtype,
     device_spec,
     find_card,
@@ -57,9 +57,9 @@ def test_each_entry_is_a_possible_device(subtests: pytest.Subtests) -> None:
 
 def test_every_figure_has_its_source_and_none_repeats_a_name() -> None:
     """Sources are texts that name a document; names and aliases are unique, whatever their blanks and dashes."""
-    for card in cards():
+    for card in CARDS:
         assert all(len(text) > 20 for text in (card.source, card.memory_source, card.link.source)), card
-    written = [name for card in cards() for name in (card.name, card.title, *card.aliases)]
+    written = [name for card in CARDS for name in (card.name, card.title, *card.aliases)]
     assert len({catalog._key(name) for name in written}) == len(written)
 
 

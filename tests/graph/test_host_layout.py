@@ -85,6 +85,25 @@ def test_overwritten_saves_are_not_read_by_replays() -> None:
     assert LiveRanges(b.build()).ends({2}) == {1: 6, 2: 7}
 
 
+def test_what_is_written_once_backward_has_read_a_save_matters_to_no_replay() -> None:
+    """A gradient that is made in the memory of what was saved: until then replays make what was saved."""
+    b = GraphBuilder()
+    first = b.make(10, b.given(1))
+    second = b.make(20, first)
+    saves = [b.pack(first), b.pack(second)]
+    b.drop(first)
+    b.backward()
+    b.unpack(saves[0])
+    b.release(saves[0])
+    b.unpack(saves[1])
+    b.op((second,), writes=(second,))
+    b.release(saves[1])
+    b.drop(second)
+    stays = LiveRanges(b.build())
+    assert stays.ends(()) == {1: 5, 2: 7}
+    assert stays.ends({2}) == {1: 7, 2: 7}
+
+
 def test_bytes_are_rounded_up_to_the_alignment() -> None:
     """A storage takes whole pages."""
     assert [stored_bytes(n) for n in (0, 1, ALIGNMENT, ALIGNMENT + 1)] == [0, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph import Decision, MemoryPlan, StepGraph
-from tests.graph.building import chain
+from tests.graph.building import GraphBuilder, chain
 
 SIZES = st.integers(0, 1 << 60)
 SECONDS = st.floats(0, 1e6)
@@ -130,6 +130,16 @@ def test_decision_outside_the_graph_is_refused(subtests: pytest.Subtests) -> Non
             graph = chain(40, 50)
             with pytest.raises(PlanError, match="decisions"):
                 plan_for(graph, *decisions).check(graph)
+
+
+def test_a_step_that_reads_nothing_back_has_no_unpack_to_prefetch_at() -> None:
+    """Only what comes back on demand, that is never, is inside it."""
+    b = GraphBuilder()
+    b.pack(b.make(40, b.given(8)))
+    graph = b.build()
+    plan_for(graph, Decision(storage=1, action="swap")).check(graph)
+    with pytest.raises(PlanError, match="points outside the graph"):
+        plan_for(graph, Decision(storage=1, action="swap", prefetch_unpack=0)).check(graph)
 
 
 def test_decision_at_the_edges_is_accepted() -> None:

@@ -28,12 +28,9 @@ def reference_timeline(
     *,
     limit_bytes: int | None = None,
     no_memo: frozenset[int] = frozenset(),
-    overlap: bool = True,
     schedule: Schedule | None = None,
 ) -> Timeline:
     """What :func:`lightning_offload.planning.simulator.simulate` returns."""
-    if schedule is None and not overlap:
-        schedule = Schedule(release={}, prefetch={})
     return _Step(problem, actions, device, no_memo).run(limit_bytes, schedule)
 
 

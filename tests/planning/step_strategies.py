@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_offload.graph import StepGraph
 from lightning_offload.graph.memory_plan import Action
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.simulator import Schedule
+from lightning_offload.planning.simulator import ON_DEMAND, Schedule
 from tests.graph.building import GraphBuilder
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -90,7 +90,6 @@ class Choice:
     actions: dict[int, Action]
     no_memo: frozenset[int]
     limit_bytes: int | None
-    overlap: bool
     schedule: Schedule | None
 
 
@@ -106,8 +105,7 @@ def random_choice(problem: Problem, rng: random.Random) -> Choice:
         actions=actions,
         no_memo=frozenset(s for s in actions if rng.random() < 0.3),
         limit_bytes=rng.choice([None, rng.randint(highest // 2, 2 * highest + 1)]),
-        overlap=rng.random() < 0.85,
-        schedule=_random_schedule(problem, actions, rng) if rng.random() < 0.25 else None,
+        schedule=rng.choice([*[None] * 10, ON_DEMAND, ON_DEMAND, *[_random_schedule(problem, actions, rng)] * 4]),
     )
 
 

@@ -15,7 +15,7 @@ from lightning_offload.planning.planner import POLICIES, plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import relax
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.simulator import ON_DEMAND, simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 
 SHARED = dataclasses.replace(DEVICE, copy_interference=0.5)
@@ -52,7 +52,7 @@ def _saved_and_never_read() -> Problem:
 def test_bound_allows_for_saves_that_are_never_read(action: str) -> None:
     """What autograd saves and drops unread is never copied back nor replayed, which costs less."""
     problem = _saved_and_never_read()
-    timeline = simulate(problem, {1: action}, SHARED, overlap=False)  # type: ignore[dict-item]
+    timeline = simulate(problem, {1: action}, SHARED, schedule=ON_DEMAND)  # type: ignore[dict-item]
     assert timeline.peak_bytes == 101
     assert relax(problem, SHARED, 101).seconds <= timeline.step_seconds
 

@@ -19,7 +19,7 @@ from lightning_offload.planning.relaxation import integral_bound, relax
 from lightning_offload.planning.relaxation.facts import Case
 from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import Schedule, Timeline, simulate
+from lightning_offload.planning.simulator import ON_DEMAND, Schedule, Timeline, simulate
 from tests.graph.building import GraphBuilder, chain, step_graphs, tiered_devices
 from tests.shares import examples, share
 
@@ -57,8 +57,9 @@ def all_memos(actions: dict[int, Action]) -> Iterator[frozenset[int]]:
 def feasible_timelines(problem: Problem, device: DeviceSpec, budget: int, *, memos: bool = False) -> Iterator[Timeline]:
     """The simulated steps of all choices that fit, overlapped or not, and with `memos` memoised or not."""
     for actions in all_choices(problem):
-        for no_memo, overlap in itertools.product(all_memos(actions) if memos else [frozenset[int]()], (True, False)):
-            timeline = simulate(problem, actions, device, limit_bytes=budget, no_memo=no_memo, overlap=overlap)
+        no_memos = all_memos(actions) if memos else [frozenset[int]()]
+        for no_memo, schedule in itertools.product(no_memos, (None, ON_DEMAND)):
+            timeline = simulate(problem, actions, device, limit_bytes=budget, no_memo=no_memo, schedule=schedule)
             if timeline.peak_bytes <= budget and not timeline.overflow_bytes:
                 yield timeline
 
@@ -87,7 +88,7 @@ def random_plan(problem: Problem, device: DeviceSpec, rng: random.Random) -> Tim
 def test_floor_is_the_smallest_peak_of_all_choices(graph: StepGraph, device: DeviceSpec) -> None:
     """No choice of actions has a smaller peak than the floor: auto is feasible whenever anything is."""
     problem = Problem(graph)
-    peaks = [simulate(problem, actions, device, overlap=False).peak_bytes for actions in all_choices(problem)]
+    peaks = [simulate(problem, actions, device, schedule=ON_DEMAND).peak_bytes for actions in all_choices(problem)]
     assert PlanRequest(problem, device, None).floor.peak_bytes == min(peaks)
 
 

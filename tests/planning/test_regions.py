@@ -56,3 +56,18 @@ def test_blocks_are_none() -> None:
         with pytest.raises(BudgetInfeasibleError) as caught:
             plan(graph, DEVICE, explain_floor(graph).floor_bytes - 1)
         assert "at once" not in str(caught.value)
+
+
+def test_a_step_that_saves_no_bytes_has_none() -> None:
+    """Whatever it reads back at once, its floor is told of as that of any other step."""
+    b = GraphBuilder()
+    weight = b.given(8)
+    saves = [b.pack(b.make(0, weight)) for _ in range(2)]
+    b.backward()
+    for save in saves:
+        b.unpack(save)
+    b.release(*saves)
+    graph = b.build()
+    assert largest_region(graph) is None
+    with pytest.raises(BudgetInfeasibleError):
+        plan(graph, DEVICE, 1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_offload.graph import StepGraph
 from lightning_offload.planning.problem import Problem
-from lightning_offload.planning.simulator import Simulator, simulate
+from lightning_offload.planning.simulator import ON_DEMAND, Simulator, simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs
 
 INSTANT = dataclasses.replace(DEVICE, d2h_bytes_per_second=1e15, h2d_bytes_per_second=1e15)
@@ -33,7 +33,7 @@ def test_everything_kept_by_hand() -> None:
 
 def test_swapped_storage_is_away_between_death_and_need() -> None:
     """The first result is away from the third op, which no longer reads it, until its own unpack."""
-    timeline = simulate(THREE, {1: "swap"}, DEVICE, overlap=False)
+    timeline = simulate(THREE, {1: "swap"}, DEVICE, schedule=ON_DEMAND)
     away = range(4, 10)  # dropped by the program at tick 4, needed at tick 10
     assert timeline.memory.tolist() == [m - 20 * (t in away) for t, m in enumerate(KEPT)]
     assert timeline.release_tick == {1: -1}
@@ -57,7 +57,7 @@ def test_overhead_counts_once_a_replay_and_twice_a_swap() -> None:
 
 def test_unhidden_copies_stall_for_their_whole_duration() -> None:
     """Without overlap compute waits for the copy out and for the copy back."""
-    timeline = simulate(THREE, {3: "swap"}, DEVICE, overlap=False)
+    timeline = simulate(THREE, {3: "swap"}, DEVICE, schedule=ON_DEMAND)
     assert timeline.stall_seconds == pytest.approx(0.4 + 0.4)
     assert timeline.step_seconds == pytest.approx(6.8)
 
@@ -150,7 +150,7 @@ def test_prefetch_is_on_demand_where_there_is_no_room() -> None:
 def test_copies_queue_on_their_lane() -> None:
     """Two copies out on one lane follow each other: the second waits for the first."""
     slow = dataclasses.replace(INSTANT, d2h_bytes_per_second=10.0)  # 2 s from 1 s on, then 3 s, for two storages
-    timeline = simulate(THREE, {1: "swap", 2: "swap"}, slow, overlap=False)
+    timeline = simulate(THREE, {1: "swap", 2: "swap"}, slow, schedule=ON_DEMAND)
     assert timeline.stall_seconds == pytest.approx(5.0)
     overlapped = simulate(THREE, {1: "swap", 2: "swap"}, slow)
     assert overlapped.release_tick[1] == 7  # ends at 3 s
@@ -197,19 +197,19 @@ ON_DISK = dataclasses.replace(
 
 def test_unhidden_disk_copies_stall_at_the_rates_of_the_disk() -> None:
     """Forty bytes take 4 s out and 2 s back; memory is that of any swap."""
-    timeline = simulate(THREE, {3: "swap"}, ON_DISK, overlap=False)
+    timeline = simulate(THREE, {3: "swap"}, ON_DISK, schedule=ON_DEMAND)
     assert timeline.tiers == {3: "disk"}
     assert timeline.stall_seconds == pytest.approx(4.0 + 2.0)
     assert timeline.step_seconds == pytest.approx(12.0)
-    assert timeline.memory.tolist() == simulate(THREE, {3: "swap"}, DEVICE, overlap=False).memory.tolist()
+    assert timeline.memory.tolist() == simulate(THREE, {3: "swap"}, DEVICE, schedule=ON_DEMAND).memory.tolist()
 
 
 def test_disk_is_no_faster_than_the_link_of_a_device() -> None:
     """A disk of 400 B/s behind a link of 100 B/s is one of 100 B/s, but to a CPU, which has no such link."""
     fast = dataclasses.replace(ON_DISK, disk_write_bytes_per_second=400.0, disk_read_bytes_per_second=400.0)
-    assert simulate(THREE, {3: "swap"}, fast, overlap=False).stall_seconds == pytest.approx(0.2)
+    assert simulate(THREE, {3: "swap"}, fast, schedule=ON_DEMAND).stall_seconds == pytest.approx(0.2)
     fast = dataclasses.replace(fast, kind="cuda")
-    assert simulate(THREE, {3: "swap"}, fast, overlap=False).stall_seconds == pytest.approx(0.8)
+    assert simulate(THREE, {3: "swap"}, fast, schedule=ON_DEMAND).stall_seconds == pytest.approx(0.8)
 
 
 PAGES = Problem(chain(4096, 4096, 4096))
@@ -268,7 +268,7 @@ def test_waiting_for_each_copy_is_the_smallest_memory(graph: StepGraph, data: st
     """At each tick: swapped and waited for takes no more than overlapped, nor that more than kept."""
     problem = Problem(graph)
     chosen = [c for c in problem.candidates if data.draw(st.booleans())]
-    tight = simulate(problem, dict.fromkeys(chosen, "swap"), DEVICE, overlap=False)
+    tight = simulate(problem, dict.fromkeys(chosen, "swap"), DEVICE, schedule=ON_DEMAND)
     loose = simulate(problem, dict.fromkeys(chosen, "swap"), DEVICE)
     kept = simulate(problem, {}, DEVICE)
     assert (tight.memory <= loose.memory).all()

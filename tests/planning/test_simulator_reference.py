@@ -40,10 +40,9 @@ def run(problem: Problem, choice: Choice, device: DeviceSpec, kernels: Kernels) 
     """The fast simulation of a choice."""
     simulator = Simulator(problem, device, choice.limit_bytes, kernels=kernels)
     codes, no_memo = problem.codes(choice.actions), problem.flags(choice.no_memo)
-    found = simulator.timeline(codes, no_memo, overlap=choice.overlap, schedule=choice.schedule)
-    if choice.schedule is None:
-        outcome = simulator.run(codes, no_memo, overlap=choice.overlap)
-        assert outcome == (found.peak_bytes, found.step_seconds, found.stall_seconds, found.overflow_bytes)
+    found = simulator.timeline(codes, no_memo, schedule=choice.schedule)
+    outcome = simulator.run(codes, no_memo, schedule=choice.schedule)
+    assert outcome == (found.peak_bytes, found.step_seconds, found.stall_seconds, found.overflow_bytes)
     return found
 
 
@@ -95,11 +94,11 @@ def test_simulations_leave_nothing_behind(name: str, graph: StepGraph, device: D
     reused = Simulator(problem, device, limit, kernels=kernels)
     for choice in [random_choice(problem, rng) for _ in range(4)]:
         codes, no_memo = problem.codes(choice.actions), problem.flags(choice.no_memo)
-        how = {"overlap": choice.overlap, "schedule": choice.schedule}
-        reused.run(codes, no_memo, max_seconds=problem.plain_seconds, **how)
+        reused.run(codes, no_memo, schedule=choice.schedule, max_seconds=problem.plain_seconds)
         new = Simulator(problem, device, limit, kernels=kernels)
         for flags in (no_memo, None):
-            assert_same(reused.timeline(codes, flags, **how), new.timeline(codes, flags, **how))
+            found, expected = (each.timeline(codes, flags, schedule=choice.schedule) for each in (reused, new))
+            assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -112,8 +111,7 @@ def test_long_chains(name: str, slow: int) -> None:
     )
     problem = Problem(graph)
     everything = Choice(
-        actions=dict.fromkeys(problem.candidates, "swap"), no_memo=frozenset(), limit_bytes=None, overlap=True,
-        schedule=None,
+        actions=dict.fromkeys(problem.candidates, "swap"), no_memo=frozenset(), limit_bytes=None, schedule=None,
     )  # fmt: skip
     for choice in (everything, dataclasses.replace(everything, limit_bytes=100_000)):
         expected = reference_timeline(problem, device=device, **vars_of(choice))

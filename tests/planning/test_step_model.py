@@ -39,8 +39,7 @@ def test_steps_on_lines_are_predicted_exactly(seed: int, sizes: list[int], n: in
     check(predicted)
     assert untimed(predicted) == untimed(family(n))
     assert _seconds(predicted) == pytest.approx(_seconds(family(n)), rel=1e-6, abs=1e-9)
-    assert (model.num_inexact, model.left_out) == (0, ())
-    assert model.seconds_error < 1e-9
+    assert (model.num_inexact, model.sizes) == (0, tuple(sorted(sizes)))
 
 
 @given(SEEDS, st.integers(1, 300))
@@ -91,14 +90,13 @@ def test_seconds_of_recorded_models_are_close(name: str, device: str) -> None:
     model = StepModel.fit({n: family(n) for n in (2, 4, 8)})
     for n in (3, 16, 64):
         assert model.at(n).seconds == pytest.approx(family(n).seconds, rel=TOLERANCES[name][device])
-    assert model.seconds_error < 0.01
 
 
 def test_a_size_with_another_structure_is_left_out() -> None:
     """The LSTM's step at size 1 has fewer copies; the other two are used."""
     family = recorded_family("lstm")
     model = StepModel.fit({n: family(n) for n in (1, 2, 4)})
-    assert (model.sizes, model.left_out) == ((2, 4), (1,))
+    assert model.sizes == (2, 4)
     assert untimed(model.at(64)) == untimed(family(64))
 
 

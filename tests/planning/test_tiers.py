@@ -13,7 +13,7 @@ from lightning_offload.graph.host_layout import Stay, most_bytes, stored_bytes
 from lightning_offload.graph.memory_plan import Action, Tier
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.simulator import simulate
-from lightning_offload.planning.tiers import HostRoom, must_fit_host
+from lightning_offload.planning.tiers import HostRoom, short_host_bytes
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
 
 PAGE = 4096
@@ -96,11 +96,11 @@ def test_nothing_swapped_uses_no_tier() -> None:
     assert (found.tiers, found.host_peak_bytes, found.disk_peak_bytes, found.overflow_bytes) == ({}, 0, 0, 0)
 
 
-def test_must_fit_is_a_limit_without_disk() -> None:
+def test_a_host_without_disk_is_a_limit() -> None:
     """With a disk everything can be swapped, and without a limit too."""
-    assert must_fit_host(device(0, disk=False))
-    assert not must_fit_host(device(None, disk=False))
-    assert not must_fit_host(device(0))
+    assert short_host_bytes(device(0, disk=False)) == 0
+    assert short_host_bytes(device(None, disk=False)) is None
+    assert short_host_bytes(device(0)) is None
 
 
 def test_room_is_that_of_the_fullest_moment() -> None:

@@ -17,7 +17,7 @@ from lightning_offload.graph import Action, Decision, DeviceSpec, MemoryPlan, St
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest, build_plan
-from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.simulator import ON_DEMAND, Schedule, simulate
 from lightning_offload.planning.trace import Span, StepTrace, follow
 from lightning_offload.plugins.fake import Step, record_fake_step
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
@@ -32,11 +32,13 @@ CARD = dataclasses.replace(
 DISK = {"disk_write_bytes_per_second": 1e9, "disk_read_bytes_per_second": 2e9}
 
 
-def made(graph: StepGraph, actions: dict[int, Action], device: DeviceSpec, **options: bool) -> MemoryPlan:
+def made(
+    graph: StepGraph, actions: dict[int, Action], device: DeviceSpec, schedule: Schedule | None = None
+) -> MemoryPlan:
     """A plan of these actions as the simulator schedules them."""
     problem = Problem(graph)
     return build_plan(
-        PlanRequest(problem, device, None), "test", actions, simulate(problem, actions, device, **options)
+        PlanRequest(problem, device, None), "test", actions, simulate(problem, actions, device, schedule=schedule)
     )
 
 
@@ -75,7 +77,7 @@ def test_everything_kept_is_ops_alone() -> None:
 
 def test_unhidden_swap_by_hand() -> None:
     """Forty bytes: out from 3 s to 3.4 s and back to 3.8 s, and compute stalls for both."""
-    found = follow(THREE, made(THREE, {3: "swap"}, DEVICE, overlap=False), DEVICE)
+    found = follow(THREE, made(THREE, {3: "swap"}, DEVICE, schedule=ON_DEMAND), DEVICE)
     assert [brief(span) for span in found.of("d2h")] == [("copy", 3, 3.0, 3.4)]
     assert [brief(span) for span in found.of("h2d")] == [("copy", 3, 3.4, 3.8)]
     stalls = [brief(span) for span in found.spans if span.kind == "stall"]
@@ -93,13 +95,13 @@ def test_replay_takes_its_place_on_the_compute_lane() -> None:
 
 def test_ticks_begin_after_waits_for_releases_and_before_waits_for_needs() -> None:
     """The pack at tick 5 waits for its copy out, the unpack at tick 6 for the copy back, before the op at tick 7."""
-    found = follow(THREE, made(THREE, {3: "swap"}, DEVICE, overlap=False), DEVICE)
+    found = follow(THREE, made(THREE, {3: "swap"}, DEVICE, schedule=ON_DEMAND), DEVICE)
     assert found.tick_seconds.tolist()[4:] == pytest.approx([2, 3.4, 3.4, 3.8, 4.8, 4.8, 5.8, 5.8, 6.8])
 
 
 def test_replay_begins_when_what_it_reads_is_back() -> None:
     """The third result is made from the second, which takes 0.3 s each way: back at 3.6 s, made again until 4.6 s."""
-    found = follow(THREE, made(THREE, {2: "swap", 3: "recompute"}, DEVICE, overlap=False), DEVICE)
+    found = follow(THREE, made(THREE, {2: "swap", 3: "recompute"}, DEVICE, schedule=ON_DEMAND), DEVICE)
     back = [brief(span) for span in found.of("compute") if span.tick == 6]
     assert back == [("stall", 2, 3.3, 3.6), ("replay", 3, 3.6, 4.6)]
     check_lanes(found)
@@ -133,15 +135,15 @@ def test_disk_copy_takes_its_share_of_the_link() -> None:
     )
     for kind, link in (("cpu", []), ("cuda", [("copy", 3, 3.0, 3.4)])):
         device = dataclasses.replace(slow, kind=kind)
-        found = follow(THREE, made(THREE, {3: "swap"}, device, overlap=False), device)
+        found = follow(THREE, made(THREE, {3: "swap"}, device, schedule=ON_DEMAND), device)
         assert [brief(span) for span in found.of("disk_write")] == [("copy", 3, 3.0, 7.0)]
         assert [brief(span) for span in found.of("disk_read")] == [("copy", 3, 7.0, 9.0)]
         assert [brief(span) for span in found.of("d2h")] == link
 
 
-@given(graph=step_graphs(), data=st.data(), device=tiered_devices(), overlap=st.booleans())
+@given(graph=step_graphs(), data=st.data(), device=tiered_devices(), schedule=st.sampled_from([None, ON_DEMAND]))
 def test_random_choices_agree_with_the_simulator(
-    graph: StepGraph, data: st.DataObject, device: DeviceSpec, overlap: bool
+    graph: StepGraph, data: st.DataObject, device: DeviceSpec, schedule: Schedule | None
 ) -> None:
     """Memory tick by tick, end and stalls, whatever is swapped to whatever tier, recomputed or not memoised."""
     problem = Problem(graph)
@@ -150,7 +152,7 @@ def test_random_choices_agree_with_the_simulator(
     actions: dict[int, Action] = {s: action for s, action in drawn.items() if action != "keep"}  # type: ignore[misc]
     no_memo = frozenset(s for s, action in actions.items() if action == "recompute" and data.draw(st.booleans()))
     limit = data.draw(st.none() | st.integers(1, 600))
-    timeline = simulate(problem, actions, device, no_memo=no_memo, limit_bytes=limit, overlap=overlap)
+    timeline = simulate(problem, actions, device, no_memo=no_memo, limit_bytes=limit, schedule=schedule)
     made = build_plan(PlanRequest(problem, device, None), "test", actions, timeline, no_memo)
     found = follow(graph, made, device)
     assert np.array_equal(found.memory, timeline.memory)

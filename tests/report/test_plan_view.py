@@ -32,8 +32,8 @@ def test_saved_bytes_are_those_of_the_plan() -> None:
     """By action, with the module and the op of each storage."""
     plan = plan_of(SIX, MIXED)
     view = view_plan(SIX, plan, CARD)
-    for action in ("keep", "swap", "recompute"):
-        assert view.bytes_of(action) == plan.bytes_of(SIX, action) == 200  # type: ignore[arg-type]
+    for action, num_bytes in bytes_by_action(view.stored).items():
+        assert num_bytes == plan.bytes_of(SIX, action) == 200
     assert [(s.storage, s.module, s.action) for s in view.stored][:2] == [
         (1, "stem", "swap"),
         (2, "body.0.conv", "recompute"),
@@ -148,5 +148,7 @@ def test_totals() -> None:
     graph = step()
     saved = stored_in(graph, decided(graph, Decision(storage=2, action="recompute")))
     assert bytes_by_action(saved) == {"keep": 10, "swap": 0, "recompute": 40}
-    totals = [(t.module, t.keep_bytes, t.swap_bytes, t.recompute_bytes) for t in module_totals(saved)]
-    assert totals == [("first", 10, 0, 0), ("second", 0, 0, 40)]
+    assert module_totals(saved) == [
+        {"module": "first", "keep_bytes": 10, "swap_bytes": 0, "recompute_bytes": 0},
+        {"module": "second", "keep_bytes": 0, "swap_bytes": 0, "recompute_bytes": 40},
+    ]

@@ -39,8 +39,8 @@ def test_print_shows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_output_is_no_unicode() -> None:
     """Tables are drawn in ASCII, and what has no letter there is a question mark, not an error."""
     code = (
-        "from lightning_offload.report.fields import rich_table; from lightning_offload.report.printed import text_of; "
-        "print(text_of(rich_table([('long…name', '1')], 'title')))"
+        "from lightning_offload.report.fields import rich_table; from lightning_offload.report.printed import "
+        "PrintedTables; print(PrintedTables(rich_table([('long…name', '1')], 'title')))"
     )
     done = subprocess.run(
         [sys.executable, "-X", "utf8=0", "-c", code], capture_output=True, text=True, check=True, timeout=100,

@@ -53,6 +53,6 @@ def by_fraction(request: PlanRequest, budget_bytes: int) -> Ordered:
 
 def largest_first(problem: Problem) -> Ordered:
     """What can be recomputed, the largest storages first."""
-    again = [c for c in problem.candidates.values() if problem.source(c) is not None]
+    again = [c for c in problem.candidates.values() if problem.replay(c) is not None]
     again.sort(key=lambda c: (-c.num_bytes, c.storage))
     return [(c.storage, "recompute") for c in again]

@@ -14,20 +14,10 @@ from the first on, as is fastest within it; the paper offloads all. Nothing is r
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host, swap
-from lightning_offload.planning.policies.layers import layers_of
-from lightning_offload.planning.policies.schedules import one_ahead, releases
+from lightning_offload.planning.policies.schedules import by_layers
 from lightning_offload.planning.request import PlanRequest
 
 
 def cpu_offload(request: PlanRequest) -> MemoryPlan:
     """Offload every layer, wait at its end, and look one layer ahead in backward."""
-    layers = layers_of(request.problem)
-    storages = fit_host(request, layers.swappable())
-
-    def first(num: int) -> Tried:
-        release = releases(layers, storages[:num], {})
-        actions = swap(release)
-        return Tried(actions=actions, schedule=one_ahead(layers, release, actions))
-
-    return Fitting(request, "cpu-offload").up_to(len(storages), first).plan()
+    return by_layers(request, "cpu-offload")

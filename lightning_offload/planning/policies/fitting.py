@@ -16,10 +16,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.planning.floor import swap_everything, swap_what_fits
 from lightning_offload.planning.kernels import is_compilable
 from lightning_offload.planning.request import PlanRequest, build_plan, describe
-from lightning_offload.planning.simulator import Actions, Schedule, Timeline
-from lightning_offload.planning.tiers import HostRoom, must_fit_host
+from lightning_offload.planning.simulator import ON_DEMAND, Actions, Schedule, Timeline
+from lightning_offload.planning.tiers import HostRoom, short_host_bytes
 
 Ordered = Sequence[tuple[int, Action]]
 """Actions in the order in which a policy takes them while memory is short."""
@@ -103,14 +104,18 @@ class Fitting:
         smallest: list[Timeline] = []
         for scans in filter(None, (self._scans, self._resort)):
             smallest.clear()
-            for overlap in (True, False):
-                best = _Best(self._request, overlap=overlap)
+            for schedule in (None, ON_DEMAND):
+                best = _Best(self._request, schedule)
                 for longest, make in scans:
                     best.scan(longest, make)
                 if best.tried is not None:
                     return best.tried, best.timeline(best.tried)
                 smallest += [best.smallest] if best.smallest is not None else []
-        raise too_small(self._request, self._policy, min(smallest, key=lambda timeline: timeline.peak_bytes))
+                if not best.is_free:
+                    break  # each copy has its time already
+        lowest = min(smallest, key=lambda timeline: timeline.peak_bytes)
+        op = self._request.problem.graph.op_at(lowest.peak_tick)
+        raise self._request.infeasible(lowest.peak_bytes, describe(op) if op else "persistent state", self._policy)
 
     def plan(self) -> MemoryPlan:
         """The plan of the fastest choice.
@@ -125,14 +130,20 @@ class Fitting:
 class _Best:
     """The fastest of some choices that fits.
 
+    Args:
+        request: The step and its budget.
+        schedule: When copies are made where a choice does not say so; None where the simulator chooses.
+
     Attributes:
         tried: That choice; None before there is one.
         seconds: Its duration.
+        is_free: Whether there was a choice that does not say when copies are made.
     """
 
-    def __init__(self, request: PlanRequest, *, overlap: bool) -> None:
+    def __init__(self, request: PlanRequest, schedule: Schedule | None) -> None:
         self._request = request
-        self._overlap = overlap
+        self._schedule = schedule
+        self.is_free = False
         self.tried: Tried | None = None
         self.seconds = math.inf
         self._lowest: tuple[int, Tried] | None = None
@@ -146,7 +157,7 @@ class _Best:
         """The step under a choice."""
         request = self._request
         codes, flags = request.problem.codes(tried.actions), request.problem.flags(tried.no_memo)
-        return request.simulator.timeline(codes, flags, overlap=self._overlap, schedule=tried.schedule)
+        return request.simulator.timeline(codes, flags, schedule=tried.schedule or self._schedule)
 
     def scan(self, longest: int, make: Callable[[int], Tried]) -> None:
         """Try numbers from 0 to a longest one: all of them, or some, and then those around the fastest."""
@@ -166,7 +177,8 @@ class _Best:
         """Seconds of a step, infinite where it does not fit."""
         request = self._request
         codes, flags = request.problem.codes(tried.actions), request.problem.flags(tried.no_memo)
-        outcome = request.simulator.run(codes, flags, overlap=self._overlap, schedule=tried.schedule)
+        outcome = request.simulator.run(codes, flags, schedule=tried.schedule or self._schedule)
+        self.is_free |= tried.schedule is None
         if self._lowest is None or outcome.peak_bytes < self._lowest[0]:
             self._lowest = outcome.peak_bytes, tried
         if request.budget_bytes is not None and outcome.peak_bytes > request.budget_bytes:
@@ -195,39 +207,10 @@ def spaced(low: int, high: int, most: int) -> list[int]:
     return sorted({low + round(i * (high - low) / (most - 1)) for i in range(most)})
 
 
-def fits(request: PlanRequest, timeline: Timeline) -> bool:
-    """Whether a step is within the budget."""
-    return request.budget_bytes is None or timeline.peak_bytes <= request.budget_bytes
-
-
-def plan_of(
-    request: PlanRequest, policy: str, timeline: Timeline, actions: Actions, no_memo: frozenset[int] = frozenset()
-) -> MemoryPlan:
-    """The plan of a simulated choice.
-
-    Raises:
-        BudgetInfeasibleError: It does not fit; its own peak is the floor.
-    """
-    if not fits(request, timeline):
-        raise too_small(request, policy, timeline)
-    return build_plan(request, policy, actions, timeline, no_memo)
-
-
-def too_small(request: PlanRequest, policy: str, timeline: Timeline) -> Exception:
-    """The error for a budget below the smallest peak that a policy has."""
-    op = request.problem.graph.op_at(timeline.peak_tick)
-    return request.infeasible(timeline.peak_bytes, describe(op) if op else "persistent state", policy)
-
-
-def fixed_plan(
-    request: PlanRequest, policy: str, actions: dict[int, Action], no_memo: frozenset[int] = frozenset()
-) -> MemoryPlan:
-    """The plan of a choice that no budget changes; the simulator chooses when to copy.
-
-    Raises:
-        BudgetInfeasibleError: It does not fit even where each copy is waited for.
-    """
-    return Fitting(request, policy).one(Tried(actions=actions, no_memo=no_memo)).plan()
+def everything_swapped(request: PlanRequest) -> dict[int, Action]:
+    """Everything off the device; where the tiers are too small for all of it, the smallest are kept."""
+    problem, limit = request.problem, short_host_bytes(request.device)
+    return swap_everything(problem) if limit is None else swap_what_fits(problem, limit)
 
 
 def fit_host(request: PlanRequest, storages: Iterable[int], recomputed: Iterable[int] = ()) -> list[int]:
@@ -238,8 +221,8 @@ def fit_host(request: PlanRequest, storages: Iterable[int], recomputed: Iterable
         storages: What may be swapped.
         recomputed: All storages that may be recomputed.
     """
-    limit = request.device.host_memory_bytes
-    if limit is None or not must_fit_host(request.device):
+    limit = short_host_bytes(request.device)
+    if limit is None:
         return list(storages)
     room = HostRoom(request.problem, limit, recomputed)
     return [s for s in storages if room.take(s)]

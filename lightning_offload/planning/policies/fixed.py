@@ -9,26 +9,21 @@ of SuperNeurons (PPoPP'18, arXiv 1801.04380) with memoised chains; what cannot b
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.floor import swap_everything, swap_what_fits
-from lightning_offload.planning.policies.fitting import fixed_plan
+from lightning_offload.planning.policies.fitting import Fitting, Tried, everything_swapped
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.tiers import must_fit_host
 
 
 def keep_all(request: PlanRequest) -> MemoryPlan:
     """Keep every saved tensor, as plain autograd does."""
-    return fixed_plan(request, "keep-all", {})
+    return Fitting(request, "keep-all").one(Tried(actions={})).plan()
 
 
 def all_swap(request: PlanRequest) -> MemoryPlan:
     """Swap every saved tensor; where the tiers are too small for all of them, the rest is kept."""
-    problem, limit = request.problem, request.device.host_memory_bytes
-    if limit is None or not must_fit_host(request.device):
-        return fixed_plan(request, "all-swap", swap_everything(problem))
-    return fixed_plan(request, "all-swap", swap_what_fits(problem, limit))
+    return Fitting(request, "all-swap").one(Tried(actions=everything_swapped(request))).plan()
 
 
 def all_recompute(request: PlanRequest) -> MemoryPlan:
     """Recompute every saved tensor that can be."""
     actions: dict[int, Action] = {s: "recompute" for s, c in request.problem.candidates.items() if c.can_recompute}
-    return fixed_plan(request, "all-recompute", actions)
+    return Fitting(request, "all-recompute").one(Tried(actions=actions)).plan()

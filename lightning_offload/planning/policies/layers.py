@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from lightning_offload.graph.step_graph import Op
 from lightning_offload.planning.policies.kinds import STRENGTH, Kind, kind_of
-from lightning_offload.planning.problem import MAX_REPLAYED_OPS, Candidate, Problem
+from lightning_offload.planning.problem import MAX_REPLAYED_OPS, Candidate, Problem, walk_back
 from lightning_offload.planning.simulator import Actions
 
 
@@ -107,9 +107,8 @@ class Layers:
     def _layer(self, candidate: Candidate, readers: list[int], first_unpack: Mapping[int, int]) -> Layer:
         problem, graph = self.problem, self.problem.graph
         producer = graph.values[candidate.value].producer
-        chain = _chain(problem, candidate.value)
-        source = problem.source(candidate)
-        saved = source.saved if source is not None else ()
+        chain, saved = walk_back(problem, candidate.value, MAX_REPLAYED_OPS)
+        can_recompute = candidate.can_recompute and len(chain) <= MAX_REPLAYED_OPS
         kinds = {_kind_in(problem, graph.ops[i]) for i in chain}
         last = _kind_in(problem, graph.ops[producer]) if producer >= 0 else Kind.OTHER
         return Layer(
@@ -118,13 +117,13 @@ class Layers:
             num_bytes=candidate.num_bytes,
             producer=producer,
             chain=chain,
-            sources=tuple(dict.fromkeys(graph.values[v].storage for v in saved)),
+            sources=tuple(dict.fromkeys(graph.values[v].storage for v in saved)) if can_recompute else (),
             seconds=sum(graph.ops[i].seconds for i in chain),
             readers=tuple(readers),
             last_used=max([graph.ops[i].tick for i in readers] + [candidate.pack_tick]),
             first_unpack=first_unpack.get(candidate.storage, graph.num_ticks),
             can_swap=candidate.can_swap,
-            can_recompute=source is not None,
+            can_recompute=can_recompute,
         )
 
     def reader_kinds(self, layer: Layer) -> set[Kind]:
@@ -164,21 +163,6 @@ class Layers:
 def _sizes(problem: Problem, op: Op) -> list[int]:
     storages = {problem.graph.values[v].storage for v in (*op.inputs, *op.outputs)}
     return [problem.graph.storages[s].num_bytes for s in storages if not problem.graph.storages[s].is_persistent]
-
-
-def _chain(problem: Problem, value: int) -> tuple[int, ...]:
-    """Ops that make a value from the saved and given values around it; no more than there may be in a replay."""
-    graph = problem.graph
-    found: dict[int, None] = {}
-    stack = [value]
-    while stack and len(found) <= MAX_REPLAYED_OPS:
-        producer = graph.values[stack.pop()].producer
-        if producer < 0 or producer in found:
-            continue
-        found[producer] = None
-        inputs = graph.ops[producer].inputs
-        stack.extend(v for v in inputs if not problem.is_external(v) and not problem.is_saved_for_good(v))
-    return tuple(found)
 
 
 def _kind_in(problem: Problem, op: Op) -> Kind:

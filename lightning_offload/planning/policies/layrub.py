@@ -17,20 +17,10 @@ Under a budget as many layers, from the first on, are moved out as is fastest wi
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host, swap
-from lightning_offload.planning.policies.layers import layers_of
-from lightning_offload.planning.policies.schedules import one_ahead, releases
+from lightning_offload.planning.policies.schedules import by_layers
 from lightning_offload.planning.request import PlanRequest
 
 
 def layrub(request: PlanRequest) -> MemoryPlan:
     """Move out all that forward is done with, and bring it back a layer ahead."""
-    layers = layers_of(request.problem)
-    storages = fit_host(request, layers.swappable())
-
-    def first(num: int) -> Tried:
-        release = releases(layers, storages[:num], {}, num_later=1)
-        actions = swap(release)
-        return Tried(actions=actions, schedule=one_ahead(layers, release, actions))
-
-    return Fitting(request, "layrub").up_to(len(storages), first).plan()
+    return by_layers(request, "layrub", num_later=1)

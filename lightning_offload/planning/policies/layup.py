@@ -15,11 +15,10 @@ layers, from the first on, are treated so as is fastest within it; the paper tre
 
 from __future__ import annotations
 
-from lightning_offload.graph.memory_plan import Action, MemoryPlan
-from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host
+from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.planning.policies.kinds import COMPUTE_BOUND, Kind
 from lightning_offload.planning.policies.layers import Layer, layers_of
-from lightning_offload.planning.policies.schedules import one_ahead, releases
+from lightning_offload.planning.policies.schedules import by_layers
 from lightning_offload.planning.request import PlanRequest
 
 _TRANSFERRED = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
@@ -27,21 +26,8 @@ _TRANSFERRED = COMPUTE_BOUND | {Kind.JOIN, Kind.CONCAT}
 
 def layup(request: PlanRequest) -> MemoryPlan:
     """Transfer what is dear to compute, recompute the rest."""
-    layers = layers_of(request.problem)
-    again = [s for s, layer in layers.by_storage.items() if _is_recomputed(layer)]
-    recomputed = set(again)
-    transferable = fit_host(request, (s for s in layers.swappable() if s not in recomputed), again)
-    chosen = recomputed | set(transferable)
-    storages = [s for s in layers.by_storage if s in chosen]
-
-    def first(num: int) -> Tried:
-        treated = set(storages[:num])
-        actions: dict[int, Action] = {s: "recompute" for s in again if s in treated}
-        release = releases(layers, [s for s in transferable if s in treated], actions, num_later=1)
-        actions |= dict.fromkeys(release, "swap")
-        return Tried(actions=actions, schedule=one_ahead(layers, release, actions))
-
-    return Fitting(request, "layup").up_to(len(storages), first).plan()
+    again = [s for s, layer in layers_of(request.problem).by_storage.items() if _is_recomputed(layer)]
+    return by_layers(request, "layup", again, num_later=1)
 
 
 def _is_recomputed(layer: Layer) -> bool:

@@ -11,17 +11,12 @@ where the device has links. What a host of limited size has no room for is kept,
 from __future__ import annotations
 
 from lightning_offload.graph.memory_plan import MemoryPlan
-from lightning_offload.planning.floor import swap_everything, swap_what_fits
-from lightning_offload.planning.policies.fitting import plan_of
+from lightning_offload.planning.policies.fitting import Fitting, Tried, everything_swapped
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import simulate
-from lightning_offload.planning.tiers import must_fit_host
+from lightning_offload.planning.simulator import ON_DEMAND
 
 
 def save_on_cpu(request: PlanRequest) -> MemoryPlan:
     """Swap everything, and wait for each copy."""
-    problem, device = request.problem, request.device
-    limit = device.host_memory_bytes
-    is_short = limit is not None and must_fit_host(device)
-    actions = swap_what_fits(problem, limit or 0) if is_short else swap_everything(problem)
-    return plan_of(request, "save-on-cpu", simulate(problem, actions, device, overlap=False), actions)
+    tried = Tried(actions=everything_swapped(request), schedule=ON_DEMAND)
+    return Fitting(request, "save-on-cpu").one(tried).plan()

@@ -7,12 +7,15 @@ waited for by the node that needs it. Ops of views end no layer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from lightning_offload.graph.memory_plan import Action, MemoryPlan
+from lightning_offload.planning.policies.fitting import Fitting, Tried, fit_host, swap
 from lightning_offload.planning.policies.kinds import Kind
-from lightning_offload.planning.policies.layers import Layer, Layers
+from lightning_offload.planning.policies.layers import Layer, Layers, layers_of
+from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.simulator import Actions, Schedule
 
 
@@ -75,3 +78,27 @@ def nearest_ahead(layers: Layers, release: Mapping[int, int], actions: Actions, 
                 prefetch.update((s, node.ordinal) for s in wanted[found])
                 break
     return Schedule(release=release, prefetch=prefetch)
+
+
+def by_layers(request: PlanRequest, policy: str, again: Sequence[int] = (), num_later: int = 0) -> MemoryPlan:
+    """The plan of a policy that swaps or recomputes layers from the first on, as many as are fastest within the budget.
+
+    Args:
+        request: The step and its budget.
+        policy: Whose plan it is.
+        again: Storages that are recomputed; all others that can be are swapped, and come back one layer ahead.
+        num_later: How many more layers a copy out may take beyond the last one that reads its storage.
+    """
+    layers, recomputed = layers_of(request.problem), set(again)
+    swappable = fit_host(request, (s for s in layers.swappable() if s not in recomputed), again)
+    treatable = recomputed.union(swappable)
+    storages = [s for s in layers.by_storage if s in treatable]
+
+    def first(num: int) -> Tried:
+        treated = set(storages[:num])
+        actions: dict[int, Action] = {s: "recompute" for s in again if s in treated}
+        release = releases(layers, [s for s in swappable if s in treated], actions, num_later)
+        actions |= swap(release)
+        return Tried(actions=actions, schedule=one_ahead(layers, release, actions))
+
+    return Fitting(request, policy).up_to(len(storages), first).plan()

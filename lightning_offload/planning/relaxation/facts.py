@@ -10,13 +10,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
 import numpy as np
 
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.planning.problem import Bytes, Candidate, Problem
+from lightning_offload.planning.problem import Bytes, Candidate, Problem, walk_back
 from lightning_offload.planning.relaxation.program import Columns, Floats, LinearProgram, Terms
 from lightning_offload.planning.simulator import Timeline
 
@@ -79,7 +79,7 @@ def _find_items(problem: Problem, no_recompute: Collection[int] = ()) -> list[It
     items = []
     for s, c in problem.candidates.items():
         if s in no_recompute and c.can_recompute:
-            c = dataclasses.replace(c, can_recompute=False)
+            c = c._replace(can_recompute=False)
         read_at = reads.get(s, NEVER)
         if c.can_swap or c.can_recompute:
             items.append(Item(candidate=c, read_at=read_at, until=max(c.death, min(read_at, c.release))))
@@ -100,14 +100,14 @@ def _with_replays(problem: Problem, items: list[Item]) -> list[Item]:
         if not item.candidate.can_recompute:
             continue
         begin = earliest[producers[i]]
-        ops, behind = _closure(problem, item.candidate.value, begin)
+        ops, behind = walk_back(problem, item.candidate.value, is_held=_held_after(problem, begin))
         found[i] = dataclasses.replace(
             item,
-            ops=tuple(ops),
+            ops=ops,
             behind=tuple(place[v] for v in behind if v in place and items[place[v]].candidate.death <= begin),
             earliest=min(earliest[op] for op in ops),
         )
-        possible_ops, possible = _closure(problem, item.candidate.value, -1)
+        possible_ops, possible = walk_back(problem, item.candidate.value)
         for v in possible:
             for k in makers.get(problem.graph.values[v].producer, ()):
                 (consumers if items[k].candidate.value == v else sharers)[k].add(i)
@@ -157,29 +157,9 @@ def _returns(items: Sequence[Item], i: int, makers: int, reads: Sequence[int]) -
     return tuple((tick, first_after(tick)) for tick in chosen)
 
 
-def _closure(problem: Problem, value: int, live_until: int) -> tuple[dict[int, None], dict[int, None]]:
-    """Ops that run to make a value again from saved ones, and the saved values that they read.
-
-    Values that the program holds at a tick after ``live_until`` may be used where they lie, so they count for neither;
-    with -1 nothing is taken to be held.
-    """
-    graph = problem.graph
-    ops: dict[int, None] = {}
-    saved: dict[int, None] = {}
-    stack = [graph.values[value].producer]
-    while stack:
-        op = stack.pop()
-        if op in ops or op < 0:
-            continue
-        ops[op] = None
-        for v in graph.ops[op].inputs:
-            if problem.is_external(v):
-                continue
-            if problem.is_saved_for_good(v):
-                saved[v] = None
-            elif live_until < 0 or _dead_from(problem, v) <= live_until:
-                stack.append(graph.values[v].producer)
-    return ops, saved
+def _held_after(problem: Problem, tick: int) -> Callable[[int], bool]:
+    """Whether the program holds a value after a tick, so that it may be used where it lies."""
+    return lambda value: _dead_from(problem, value) > tick
 
 
 def _dead_from(problem: Problem, value: int) -> int:

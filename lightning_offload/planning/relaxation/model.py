@@ -179,7 +179,7 @@ class Model:
 
     def _make_replays(self) -> None:
         """Replays take the time of their ops, after the first tick they can happen at and before they are due."""
-        program, items, ops = self.program, self._case.items, self._case.problem.graph.ops
+        items, ops = self._case.items, self._case.problem.graph.ops
         read = [i for i, item in enumerate(items) if item.is_read and item.candidate.can_recompute]
         users: dict[int, list[int]] = {}
         for i in read:
@@ -206,13 +206,15 @@ class Model:
                 first = max(items[i].earliest for i in several)
                 after += [(first, [*runs, (self.recompute[one], -seconds)]), *self._not_before(one, seconds)]
                 before += ((items[i].read_at + 1, [(own[i], seconds)]) for i in several)
+        self._time_replays(total, before, after)
+
+    def _time_replays(self, total: Terms, before: Events, after: Events) -> None:
+        """Replays take no less than a total, nor than what is due before a tick or can only come after it."""
+        program, clock = self.program, self._clock
         program.at_most(total, 0.0)
-        done, late = (
-            self._clock.sums(before, 2 * self._most),
-            self._clock.sums_from(after, 2 * self._most),
-        )
-        for g in range(len(self._clock)):
-            here, end = self._clock.replays[g], self._clock.replays[-1]
+        done, late = clock.sums(before, 2 * self._most), clock.sums_from(after, 2 * self._most)
+        for g in range(len(clock)):
+            here, end = clock.replays[g], clock.replays[-1]
             program.at_most([(done[g], 1.0), (here, -1.0)], 0.0)
             program.at_most([(late[g], 1.0), (here, 1.0), (end, -1.0)], 0.0)
 
@@ -234,8 +236,8 @@ class Model:
 
     def _make_thin_replays(self, read: Sequence[int], users: Mapping[int, Sequence[int]]) -> None:
         """Replays take the time of those ops that are behind no other item."""
-        program, items, ops, clock = self.program, self._case.items, self._case.problem.graph.ops, self._clock
-        total: Terms = [(clock.replays[-1], -1.0)]
+        items, ops = self._case.items, self._case.problem.graph.ops
+        total: Terms = [(self._clock.replays[-1], -1.0)]
         before: Events = []
         after: Events = []
         for i in read:
@@ -244,11 +246,7 @@ class Model:
             total += terms
             before.append((items[i].read_at + 1, terms))
             after.append((items[i].earliest, terms))
-        program.at_most(total, 0.0)
-        done, late = clock.sums(before, 2 * self._most), clock.sums_from(after, 2 * self._most)
-        for g in range(len(clock)):
-            program.at_most([(done[g], 1.0), (clock.replays[g], -1.0)], 0.0)
-            program.at_most([(late[g], 1.0), (clock.replays[g], 1.0), (clock.replays[-1], -1.0)], 0.0)
+        self._time_replays(total, before, after)
 
     def _make_shared(self, several: Sequence[int], own: Columns) -> int:
         """How often an op runs that is behind several items."""
@@ -423,70 +421,46 @@ class Copies:
     def _make_buffers(self) -> None:
         """A copy under way takes its whole buffer."""
         out, back = out_rates(self._case.device), in_rates(self._case.device)
-        buffers = BufferRows(self._program, self._case.items, self._clock, self._swap, self._sizes)
-        for g, held in enumerate(buffers.outgoing(min(out.link, out.disk) * self._scale)):
+        for g, held in enumerate(self._held_after_death(min(out.link, out.disk) * self._scale)):
             if held:
                 self._program.at_most([*held, (self.outgoing[g], -1.0)], 0.0)
-        for g, held in enumerate(buffers.incoming(min(back.link, back.disk) * self._scale)):
+        for g, held in enumerate(self._held_before_need(min(back.link, back.disk) * self._scale)):
             if held:
                 self._program.at_most([*held, (self.incoming[g], -1.0), *scaled(self._early[g], -1.0)], 0.0)
 
-
-class BufferRows:
-    """Write the rows.
-
-    Args:
-        program: The program.
-        items: The candidates.
-        clock: Its time.
-        swap: By item: the column of its swapped fraction.
-        sizes: By item: its bytes, in the program's units.
-    """
-
-    def __init__(
-        self, program: LinearProgram, items: Sequence[Item], clock: Clock, swap: Columns, sizes: Sequence[float]
-    ) -> None:
-        self._program = program
-        self._items = items
-        self._clock = clock
-        self._grid: list[int] = clock.grid.tolist()
-        self._swap = swap
-        self._sizes = sizes
-
-    def incoming(self, rate: float) -> list[Terms]:
-        """Copies back.
+    def _held_before_need(self, rate: float) -> list[Terms]:
+        """By place in the grid: bytes that are back before their need at least, as swapped less absent.
 
         Args:
             rate: Time per byte, in the program's units.
-
-        Returns:
-            By place in the grid: bytes that are on the device before their need at least, as swapped less absent.
         """
-        held: list[Terms] = [[] for _ in self._grid]
-        for i, item in enumerate(self._items):
+        grid: list[int] = self._clock.grid.tolist()
+        held: list[Terms] = [[] for _ in grid]
+        for i, item in enumerate(self._case.items):
             if not item.is_read or not item.candidate.can_swap:
                 continue
-            last = bisect.bisect_left(self._grid, item.read_at)
+            last = bisect.bisect_left(grid, item.read_at)
             for g in range(last - 1, -1, -1):
-                if self._grid[g] < item.candidate.death:
+                if grid[g] < item.candidate.death:
                     break
-                issue = min(self._clock.next_unpack(self._grid[g]), item.read_at)
+                issue = min(self._clock.next_unpack(grid[g]), item.read_at)
                 lacking = self._sizes[i] * rate - (self._clock.start(item.read_at) - self._clock.start(issue))
                 if lacking <= 0:
                     break
                 held[g] += self._hold(i, lacking, self._clock.spent(g, last))
         return held
 
-    def outgoing(self, rate: float) -> list[Terms]:
+    def _held_after_death(self, rate: float) -> list[Terms]:
         """The same of copies out: bytes that are not yet off the device after their death."""
-        held: list[Terms] = [[] for _ in self._grid]
-        for i, item in enumerate(self._items):
+        grid: list[int] = self._clock.grid.tolist()
+        held: list[Terms] = [[] for _ in grid]
+        for i, item in enumerate(self._case.items):
             c = item.candidate
             if not c.can_swap:
                 continue
-            first = bisect.bisect_left(self._grid, c.pack_tick) - 1
-            for g in range(bisect.bisect_left(self._grid, c.death), bisect.bisect_left(self._grid, item.until)):
-                lacking = self._sizes[i] * rate - (self._clock.start(self._grid[g]) - self._clock.start(c.pack_tick))
+            first = bisect.bisect_left(grid, c.pack_tick) - 1
+            for g in range(bisect.bisect_left(grid, c.death), bisect.bisect_left(grid, item.until)):
+                lacking = self._sizes[i] * rate - (self._clock.start(grid[g]) - self._clock.start(c.pack_tick))
                 if lacking <= 0:
                     break
                 held[g] += self._hold(i, lacking, self._clock.spent(first, g))

@@ -14,7 +14,7 @@ from benchmarks.scale.collectives import Choice, exchange_cost
 from lightning_offload.errors import PlanError
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest, build_plan
-from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.simulator import ON_DEMAND, simulate
 from tests.benchmarks.scale.clusters import clusters, faster, flat, profile, profiles, simulated_end
 from tests.graph.building import DEVICE, GraphBuilder, chain
 
@@ -222,7 +222,7 @@ def test_a_planned_step() -> None:
     graph = trained().build()
     problem = Problem(graph)
     first = problem.graph.values[graph.saves[0].value].storage
-    timeline = simulate(problem, {first: "swap"}, DEVICE, overlap=False)
+    timeline = simulate(problem, {first: "swap"}, DEVICE, schedule=ON_DEMAND)
     plan = build_plan(PlanRequest(problem, DEVICE, None), "test", {first: "swap"}, timeline)
     found = profile_step(problem, plan, DEVICE, batch_size=4, bucket_bytes=100)
     assert found.step_seconds == timeline.step_seconds > 9.0

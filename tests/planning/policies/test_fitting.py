@@ -6,10 +6,10 @@ import pytest
 
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.memory_plan import Action
-from lightning_offload.planning.policies.fitting import Fitting, Tried, fits, fixed_plan, spaced
+from lightning_offload.planning.policies.fitting import Fitting, Tried, spaced
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import ON_DEMAND, simulate
+from lightning_offload.planning.simulator import ON_DEMAND, Timeline, simulate
 from tests.graph.building import DEVICE, chain
 
 NET = chain(*[100] * 12)
@@ -20,6 +20,11 @@ def _setting(budget: int | None) -> PlanRequest:
 
 
 ORDER: list[tuple[int, Action]] = [(s, "swap") for s in range(1, 13)]
+
+
+def fits(request: PlanRequest, timeline: Timeline) -> bool:
+    """Whether a step is within the budget."""
+    return request.budget_bytes is None or timeline.peak_bytes <= request.budget_bytes
 
 
 def test_no_other_prefix_is_faster() -> None:
@@ -68,7 +73,7 @@ def test_an_order_may_take_more_as_a_whole_than_in_part() -> None:
     with pytest.raises(BudgetInfeasibleError) as caught:
         Fitting(_setting(1), "test").prefixes(order).plan()
     floor = caught.value.floor_bytes
-    whole = simulate(Problem(NET), dict(order), DEVICE, overlap=False).peak_bytes
+    whole = simulate(Problem(NET), dict(order), DEVICE, schedule=ON_DEMAND).peak_bytes
     assert floor <= whole
     assert Fitting(_setting(floor), "test").prefixes(order).plan().predicted_peak_bytes <= floor
     with pytest.raises(BudgetInfeasibleError):
@@ -91,13 +96,13 @@ def test_without_a_budget_a_policy_does_all_that_its_paper_does() -> None:
     assert found.actions == dict(ORDER[:5])
 
 
-def test_fixed_plan_waits_for_each_copy_where_it_must() -> None:
+def test_one_choice_waits_for_each_copy_where_it_must() -> None:
     """Between the peaks with copies overlapped and waited for, the plan stalls more and fits."""
-    loose = fixed_plan(_setting(None), "test", dict(ORDER))
-    tight = simulate(Problem(NET), dict(ORDER), DEVICE, overlap=False)
+    loose = Fitting(_setting(None), "test").one(Tried(actions=dict(ORDER))).plan()
+    tight = simulate(Problem(NET), dict(ORDER), DEVICE, schedule=ON_DEMAND)
     assert tight.peak_bytes < loose.predicted_peak_bytes
-    found = fixed_plan(_setting(tight.peak_bytes), "test", dict(ORDER))
+    found = Fitting(_setting(tight.peak_bytes), "test").one(Tried(actions=dict(ORDER))).plan()
     assert found.predicted_peak_bytes <= tight.peak_bytes
     assert found.predicted_stall_seconds >= loose.predicted_stall_seconds
     with pytest.raises(BudgetInfeasibleError, match=str(tight.peak_bytes)):
-        fixed_plan(_setting(tight.peak_bytes - 1), "test", dict(ORDER))
+        Fitting(_setting(tight.peak_bytes - 1), "test").one(Tried(actions=dict(ORDER))).plan()

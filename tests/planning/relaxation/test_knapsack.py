@@ -15,7 +15,7 @@ from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.relaxation import bound_of_action
 from lightning_offload.planning.relaxation.facts import Case
 from lightning_offload.planning.relaxation.knapsack import knapsack
-from lightning_offload.planning.simulator import simulate
+from lightning_offload.planning.simulator import ON_DEMAND, simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain, deep_chains, step_graphs, tiered_devices
 
 SHARED = dataclasses.replace(DEVICE, copy_interference=0.5)
@@ -84,7 +84,8 @@ def test_no_plan_of_one_action_is_below_its_bound(
     no_memo = (
         frozenset(data.draw(st.lists(st.sampled_from(chosen), unique=True))) if action == "recompute" else frozenset()
     )
-    made = simulate(problem, dict.fromkeys(chosen, action), device, no_memo=no_memo, overlap=data.draw(st.booleans()))
+    schedule = data.draw(st.sampled_from([None, ON_DEMAND]))
+    made = simulate(problem, dict.fromkeys(chosen, action), device, no_memo=no_memo, schedule=schedule)
     assume(made.overflow_bytes == 0)
     plain = simulate(problem, {}, device)
     bound = bound_of_action(problem, device, plain, made.peak_bytes, action)

@@ -20,7 +20,7 @@ from lightning_offload.planning.relaxation.facts import Case
 from lightning_offload.planning.relaxation.knapsack import knapsack
 from lightning_offload.planning.relaxation.model import Model
 from lightning_offload.planning.request import PlanRequest
-from lightning_offload.planning.simulator import Schedule, residency, simulate
+from lightning_offload.planning.simulator import ON_DEMAND, Schedule, residency, simulate
 from tests.graph.building import DEVICE, GraphBuilder, chain, deep_chains, step_graphs, tiered_devices
 from tests.shares import examples
 
@@ -180,7 +180,7 @@ def test_every_plan_is_a_point_of_the_program(
     recomputed = [s for s, action in actions.items() if action == "recompute"]
     no_memo = frozenset(s for s in recomputed if data.draw(st.integers(0, 7)) == 0)
     plain = simulate(problem, {}, device)
-    limit = simulate(problem, actions, device, no_memo=no_memo, overlap=False).peak_bytes
+    limit = simulate(problem, actions, device, no_memo=no_memo, schedule=ON_DEMAND).peak_bytes
     limit += int(height * max(0, plain.peak_bytes - limit))
     timeline = simulate(problem, actions, device, limit_bytes=limit, no_memo=no_memo)
     if timeline.overflow_bytes or timeline.peak_bytes >= plain.peak_bytes:
