@@ -72,6 +72,21 @@ class SearchResult:
     smallest_failing: int | None
     ended_by: EndedBy
 
+    @classmethod
+    def of(cls, trials: Sequence[Trial], *, batch_size: int, confidence: float, ended_by: EndedBy) -> SearchResult:
+        """Sum up the trials of a search; at least one ran."""
+        fails = min((trial.batch_size for trial in trials if not trial.is_ok), default=None)
+        ran = [trial.batch_size for trial in trials if trial.is_ok]
+        return cls(
+            batch_size=batch_size,
+            confidence=confidence,
+            trials=tuple(trials),
+            estimates=tuple(pool(trials).values()),
+            largest=max((size for size in ran if fails is None or size < fails), default=batch_size),
+            smallest_failing=fails,
+            ended_by=ended_by,
+        )
+
     @property
     def is_exhausted(self) -> bool:
         """Whether trials or seconds ran out before the search was sure."""
@@ -106,7 +121,8 @@ def find_batch_size(
         max_trials: Calls of `run`; 12 with a usable prediction and 24 without, unless given.
         max_seconds: No trial is begun that would probably end later, except the first.
         clock: Seconds, from any start.
-        known: Trials that were run before, the same on every rank; they count among the trials.
+        known: Trials that were run before, the same on every rank; they count among the trials, but for those of sizes
+            that are not allowed, which the result has and the search does not heed.
         sizes: Those that may be tried, ascending; None for all between the limits.
         efficiency: What a sample is worth at a size, by what it is at another one: what is looked for is the best of
             throughput times this (goodput). Unless given, samples are worth the same.
@@ -134,7 +150,8 @@ def find_batch_size(
         max_trials=max_trials,
         max_seconds=max_seconds,
         clock=clock,
-        trials=list(known),
+        outside=[trial for trial in known if not _is_between(trial.batch_size, min_size, max_size)],
+        trials=[trial for trial in known if _is_between(trial.batch_size, min_size, max_size)],
     )
     while True:
         decision = agreement.decided(search.next_decision)
@@ -172,7 +189,8 @@ class _Search:
     clock: Callable[[], float]
     sizes: Sequence[int] | None
     efficiency: Callable[[int], float] | None
-    trials: list[Trial] = field(default_factory=list)
+    outside: Sequence[Trial]
+    trials: list[Trial]
     _space: Space | None = None
     _began: float = 0.0
     _durations: dict[int, float] = field(default_factory=dict)
@@ -182,7 +200,7 @@ class _Search:
         if self._space is None:
             self._began = self.clock()
             # of those that ran before, about: half of a trial is timed
-            ran = [trial for trial in self.trials if trial.step_seconds]
+            ran = [trial for trial in (*self.outside, *self.trials) if trial.step_seconds]
             self._durations.update({trial.batch_size: 2 * sum(trial.step_seconds) for trial in ran})
             self._space = self._asked()
         next_trial = decide(self._space, self.trials)
@@ -216,15 +234,10 @@ class _Search:
         best, ended_by = decision.next_trial.best, decision.ended_by
         if best is None or ended_by is None:
             raise _no_size_fits(self.trials, self.min_size, ended_by)
-        fails = min((trial.batch_size for trial in self.trials if not trial.is_ok), default=None)
-        ran = [trial.batch_size for trial in self.trials if trial.is_ok]
-        return SearchResult(
+        return SearchResult.of(
+            (*self.outside, *self.trials),
             batch_size=best,
             confidence=decision.next_trial.confidence,
-            trials=tuple(self.trials),
-            estimates=tuple(pool(self.trials).values()),
-            largest=max(size for size in ran if fails is None or size < fails),
-            smallest_failing=fails,
             ended_by=ended_by,
         )
 
@@ -244,10 +257,10 @@ class _Search:
         usual = MAX_TRIALS if space.forecast is None else MAX_TRIALS_PREDICTED
         if len(self.trials) >= (self.max_trials or usual):
             return "trials"
-        if self.max_seconds is None:
+        if self.max_seconds is None or not self.trials:  # without a trial there is nothing to choose from
             return None
-        if not self._durations:  # nothing tells how long a trial takes; without any there is nothing to choose from
-            return "seconds" if self.trials and self.clock() - self._began > self.max_seconds else None
+        if not self._durations:  # nothing tells how long a trial takes
+            return "seconds" if self.clock() - self._began > self.max_seconds else None
         # the time it takes, by the nearest size that ran
         ran = {trial.batch_size for trial in self.trials if trial.is_ok} or self._durations.keys()
         nearest = min(ran, key=lambda tried: abs(math.log(tried / size)))
@@ -286,6 +299,10 @@ def _start(min_size: int, max_size: int | None, init_size: int | None, sizes: Se
     start = max(min_size, init_size if init_size is not None else min_size)
     start = start if max_size is None else min(start, max_size)
     return start if sizes is None else sizes[max(0, bisect.bisect_right(sizes, start) - 1)]
+
+
+def _is_between(size: int, min_size: int, max_size: int | None) -> bool:
+    return min_size <= size and (max_size is None or size <= max_size)
 
 
 def _inside(sizes: Sequence[int], min_size: int, max_size: int | None) -> Sequence[int]:

@@ -163,6 +163,25 @@ def test_a_run_that_takes_little_time_is_not_tuned(make_trainer: MakeTrainer) ->
         assert ("The configured 8 is kept: the run takes about 4.00 s" in finder.result.note) == (not is_tuned)
 
 
+@pytest.mark.parametrize("objective", ["goodput", "keep_effective_batch"])
+def test_the_configured_size_may_be_one_that_is_not_allowed(make_trainer: MakeTrainer, objective: Any) -> None:
+    """It is tried and compared with; the search is for one of the others."""
+    clock = Clock()
+    finder = goodput(clock, objective=objective, max_seconds=None, max_val=32)
+    trainer = make_trainer(
+        callbacks=[finder, Stop()], max_steps=20_000, max_epochs=-1, accumulate_grad_batches=2, limit_train_batches=100
+    )
+    trainer.fit(Bowl(400.0, clock, batch_size=64))
+    result = finder.result
+    sizes = [trial.batch_size for trial in result.trials]
+    assert sizes[0] == 64
+    assert len(sizes) > 1
+    assert all(size <= 32 for size in sizes[1:])
+    assert result.found_batch_size <= 32
+    assert result.expected_speedup is not None
+    assert result.batch_size == 64, "a smaller one is slower"
+
+
 def test_a_batch_that_is_best_already_is_kept(make_trainer: MakeTrainer) -> None:
     """Where a larger one is more throughput and less progress; nothing changes, and one line says why."""
     clock = Clock()

@@ -218,6 +218,27 @@ def test_all_sizes_stay_within_the_limits() -> None:
         assert found.batch_size in right_sizes(saturating(30), 100, smallest=24)
 
 
+@pytest.mark.parametrize("is_predicted", [False, True])
+def test_what_is_known_of_sizes_that_are_not_allowed(is_predicted: bool) -> None:
+    """It is in the result, for comparisons, and the search goes on as if it had not been seen."""
+
+    def predict(size: int) -> Prediction:
+        return Prediction(batch_size=size, is_feasible=True, samples_per_second=saturating(20)(size))
+
+    machine = FakeMachine(curve=saturating(20), edge=80, noise=0.0)
+    known = [machine.run(size) for size in (64, 8, 100)]
+    arguments: dict[str, Any] = {"predict": predict if is_predicted else None, "min_size": 16, "max_size": 32}
+    found = find_batch_size(machine.run, init_size=32, known=known, **arguments)
+    assert list(found.trials[:3]) == known
+    assert all(16 <= size <= 32 for size in machine.sizes[3:])
+    assert found.batch_size in right_sizes(saturating(20), 32, smallest=16)
+    assert found.ended_by == "confidence"
+    assert {8, 64} < {each.batch_size for each in found.estimates}
+    assert (found.largest, found.smallest_failing) == (64, 100)
+    late = find_batch_size(machine.run, known=known, max_seconds=1e-9, clock=machine.clock, **arguments)
+    assert len(late.trials) == 4, "the first of the sizes that are allowed is tried whatever it takes"
+
+
 def test_starts_at_init_size_and_shrinks_if_it_does_not_fit() -> None:
     """Growth starts at init_size; where that fails sizes shrink until one fits."""
     found, machine = exact(saturating(5), 40, init_size=512, max_size=4096)

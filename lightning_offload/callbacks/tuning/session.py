@@ -57,7 +57,6 @@ from lightning_offload.tuning.noise_scale import (
     likely_efficiency,
     settled_after,
 )
-from lightning_offload.tuning.posterior import pool
 from lightning_offload.tuning.predictions import Predictions
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
@@ -440,7 +439,10 @@ class Session:
         )
         is_tried = any(trial.batch_size == base for trial in found.trials)
         if found.batch_size != base and not is_tried:
-            found = _with_trial(found, runner.run(base))  # what it is compared with
+            found = SearchResult.of(  # with what it is compared with
+                (*found.trials, runner.run(base)),
+                batch_size=found.batch_size, confidence=found.confidence, ended_by=found.ended_by,
+            )  # fmt: skip
         return found
 
     def _efficiency(self, runner: TrialRunner) -> Callable[[int], float] | None:
@@ -630,15 +632,6 @@ class _Expected:
 def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
     """Whether an error says that there is not enough memory."""
     return isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or host.is_out_of_memory(error)
-
-
-def _with_trial(found: SearchResult, trial: Trial) -> SearchResult:
-    """What was found, with one more trial."""
-    trials = (*found.trials, trial)
-    failing = [each.batch_size for each in trials if not each.is_ok]
-    return dataclasses.replace(
-        found, trials=trials, estimates=tuple(pool(trials).values()), smallest_failing=min(failing, default=None)
-    )
 
 
 def _seconds(prediction: Prediction | None, batch_size: int) -> float | None:
