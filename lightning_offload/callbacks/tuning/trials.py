@@ -513,9 +513,9 @@ class LightningHost:
         )  # fmt: skip
         with self._data.fed(batch_size), self._unfrozen():
             # ranks ask for loaders together: one that goes without recording after all has them already
-            if recorder.is_able and meter.is_recorded:
-                recorder.begin()
             try:
+                if recorder.is_able and meter.is_recorded:
+                    recorder.begin()
                 self._run_timed(timer)
             except (torch.OutOfMemoryError, BudgetInfeasibleError):
                 raise
