@@ -141,16 +141,18 @@ def _has(owner: Any, name: str) -> bool:
     return True
 
 
-def _nested(root: Any, name: str) -> Iterator[_Place]:
-    """Places of a name inside of hparams that hold other mappings or namespaces."""
+def _nested(root: Any, name: str, known: set[int] | None = None) -> Iterator[_Place]:
+    """Places of a name inside of hparams that hold other mappings or namespaces, which may refer to one another."""
+    known = set() if known is None else known
     members = root if isinstance(root, Mapping) else getattr(root, "__dict__", None)
-    if not isinstance(members, Mapping):
+    if not isinstance(members, Mapping) or id(root) in known:
         return
+    known.add(id(root))
     for key, value in members.items():
         if key == name:
             yield _Place(holder=root, key=name)
         elif isinstance(value, Mapping) or (hasattr(value, "__dict__") and not callable(value)):
-            yield from _nested(value, name)
+            yield from _nested(value, name, known)
 
 
 def _distinct(places: Iterator[_Place]) -> list[_Place]:
