@@ -158,22 +158,28 @@ def _lengths(scheduler: Any, place: str) -> dict[str, float]:
     return found
 
 
-def check_lengths(before: dict[str, float], after: dict[str, float], *, num_before: float, num_after: float) -> None:
+def check_lengths(
+    before: dict[str, float], after: dict[str, float], *, num_steps: float, ratio: Fraction, done: int = 0
+) -> None:
     """See that schedules have the length of the run that begins.
 
     Args:
         before: :func:`schedule_lengths` of the configured batch.
         after: The same with the schedulers made anew for the found one.
-        num_before: Optimizer steps of the run with the configured batch.
-        num_after: Those with the found one.
+        num_steps: Optimizer steps of the run with the configured batch; infinite where that is not known.
+        ratio: The found effective batch by the configured one.
+        done: Steps of the configured batch that were made before.
 
     Raises:
         TuningError: One is still as long as the run was.
     """
-    if not math.isfinite(num_before) or abs(num_after - num_before) <= _ABOUT * num_before:
+    if not math.isfinite(num_steps):
+        return
+    num_after = scaled_steps(int(num_steps), ratio, done)
+    if abs(num_after - num_steps) <= _ABOUT * num_steps:
         return
     for where, length in after.items():
-        if before.get(where) == length and abs(length - num_before) <= _ABOUT * num_before:
+        if before.get(where) == length and abs(length - num_steps) <= _ABOUT * num_steps:
             name = where.rpartition(" ")[2].partition("[")[0]
             raise TuningError(
                 f"{name} is {length:g} steps, the length of the run with the configured batch size, and with the found"

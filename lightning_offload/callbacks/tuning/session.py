@@ -168,10 +168,9 @@ class Session:
             check_lengths(
                 lengths,
                 schedule_lengths(self._trainer.strategy.lr_scheduler_configs),
-                num_before=self._total_steps,
-                num_after=math.ceil(self._total_steps / result.batch_ratio)
-                if math.isfinite(self._total_steps)
-                else math.inf,
+                num_steps=self._total_steps,
+                ratio=result.batch_ratio,
+                done=result.first_step,
             )
         except BaseException as error:
             self._limits.put_back(self._trainer)
