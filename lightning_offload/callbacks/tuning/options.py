@@ -37,9 +37,10 @@ class AdvancedTuning:
         max_lr_factor: By how much the rate may be raised at most; by default 16 where the noise scale is measured, and
             8 where it is not.
         max_data_share: The largest effective batch, as a share of the data set.
-        min_confidence: How sure the search has to be, from 0 to 1, that the size that it found is right, or (but for
-            objective "throughput") that the run surely ends 1.05 times as early with it. Below it the configured size
-            and rate stay, unless that size does not fit. With 0 and objective "throughput" whatever is found is set.
+        min_confidence: How sure the search has to be, from 0 to 1, that the size that it found is right. Below it a
+            size is set with which the run surely ends 1.05 times as early (for objective "throughput": has as many
+            more samples per second), where there is one; else the configured size and rate stay, unless that size does
+            not fit. With 0 and objective "throughput" whatever is found is set.
         min_efficiency: For goodput, what a sample is worth at least in the larger batch, by what it is worth in the
             configured one: a run of so many epochs makes that share of its progress. 0 for trainings that end at a
             loss.
