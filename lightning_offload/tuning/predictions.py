@@ -33,7 +33,7 @@ class Recorded:
         planned: The step, and the device it was planned for; None where nothing could record it.
         peak_bytes: Peak of the last measured step.
         fixed_seconds: What the step took beyond forward and backward: the optimizer and the transfer of the batch.
-        step_seconds: The shortest of a few steps that nothing watched; 0.0 where there is no recording.
+        step_seconds: The median of a few steps that nothing watched; 0.0 where there is no recording.
     """
 
     planned: Planned | None

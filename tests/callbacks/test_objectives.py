@@ -200,6 +200,33 @@ def test_a_batch_that_is_best_already_is_kept(make_trainer: MakeTrainer) -> None
     assert max(throughputs.values()) > 1.5 * throughputs[16]
 
 
+def test_a_run_that_is_kept_is_warned_of_nothing(make_trainer: MakeTrainer) -> None:
+    """What a rule would do to the rate with another size is no news, where that is not set."""
+
+    class Adaptive(Bowl):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), self.lr)
+
+    clock = Clock()
+    finder = goodput(clock)
+    make_trainer(callbacks=[finder], max_steps=20).fit(Adaptive(4.0, clock, batch_size=16))
+    assert (finder.result.batch_size, finder.result.lr_factor) == (16, 1.0)
+    assert "times the rate" in finder.result.note
+
+
+def test_what_a_base_batch_changes_is_told_where_the_size_is_kept(make_trainer: MakeTrainer) -> None:
+    """The rate is for another effective batch, or that is kept by accumulating more."""
+    for objective, change in (
+        ("goodput", "the learning rate is multiplied by 0.25"),
+        ("keep_effective_batch", "4 micro-batches are accumulated, not 1"),
+    ):
+        clock = Clock()
+        finder = goodput(clock, objective=objective, max_seconds=None, base_batch_size=32)
+        make_trainer(callbacks=[finder, Stop()], max_steps=50, max_epochs=-1).fit(Bowl(100.0, clock))
+        assert finder.result.note.startswith("The configured 8 is kept: ")
+        assert f"; since the base batch is 32, {change}." in finder.result.note
+
+
 def test_a_run_whose_values_are_kept_is_the_run_without_a_finder(make_trainer: MakeTrainer) -> None:
     """Bit for bit, after a pilot that trained it on its own batches."""
     clock = Clock()

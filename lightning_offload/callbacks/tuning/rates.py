@@ -16,7 +16,6 @@ import torch
 
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
-from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.tuning.learning_rate import (
     check_rate,
     has_step_hooks,
@@ -33,6 +32,11 @@ __all__ = ["Place", "ScaledRate", "base_rates", "is_resumed", "scale_groups", "s
 _MOST_BY_RULE, _MOST_BY_NOISE = 8.0, 16.0
 """By how much a rate is raised at most: where only a rule says how much, and where the noise scale does too."""
 
+_LEFT_ALONE = (
+    "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go on with"
+    " theirs. Start from weights alone to have it scaled."
+)
+
 Place = tuple[int, int]
 """A parameter group: the number of its optimizer, and its own there."""
 
@@ -46,12 +50,14 @@ class ScaledRate:
         factor: By how much it is scaled.
         base_batch: The effective batch that the configured rate was for.
         note: What a reader should know.
+        warnings: What a user is to be warned of where it is set.
     """
 
     lr: float
     factor: float
     base_batch: int
     note: str
+    warnings: tuple[str, ...]
 
 
 def scaled_rate(
@@ -78,23 +84,19 @@ def scaled_rate(
     # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
     base = options.base_batch_size or batch_of_rate(module, targets) or configured
     rule = resolved_rule(options.lr_scaling, trainer.optimizers)
-    if rule != "none" and is_resumed(trainer):
+    warnings = []
+    if effective != base and rule != "none" and is_resumed(trainer):
         rule = "none"
-        rank_zero(
-            targets.package,
-            "warn",
-            "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go on"
-            " with theirs. Start from weights alone to have it scaled.",
-        )
+        warnings.append(_LEFT_ALONE)
     wanted = learning_rate_factor(rule=rule, effective_batch=effective, base_batch=base)
     if noise is not None and rule != "none" and wanted > 1:
         wanted = likely_rate_factor(noise, base_batch=base, batch=effective, rule=rule)
     factor, note = _allowed_factor(trainer, options, wanted, is_measured=noise is not None)
     warning = rule_warning(trainer.optimizers, rule=rule, factor=factor)
     if warning is not None:
-        rank_zero(targets.package, "warn", warning)
+        warnings.append(warning)
     rate = targets.base_rate if targets.base_rate is not None else _first_rate(trainer.optimizers)
-    return ScaledRate(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note)
+    return ScaledRate(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note, warnings=tuple(warnings))
 
 
 def _allowed_factor(trainer: Any, options: FinderOptions, wanted: float, *, is_measured: bool) -> tuple[float, str]:

@@ -47,6 +47,7 @@ from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
 from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start
 from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tensors.compiled_code import may_run
 from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
@@ -114,6 +115,7 @@ class Session:
         self._warmup_steps: int | None = None  # as the pilot shows
         self._lengths: Lengths | None = None  # where they vary
         self._shares: dict[int, float] = {}  # what a mean step takes, by one of a trial
+        self._warnings: tuple[str, ...] = ()  # of what is set
         self._pilot_seconds = 0.0
         self._most: int | None = None  # the largest size, where the configured one does not fit
         self._began = clock()
@@ -181,6 +183,8 @@ class Session:
             self._tell_of(error)
             self._make_optimizers(before, 1.0)
             return None
+        for warning in self._warnings:
+            rank_zero(self._targets.package, "warn", warning)
         note = " ".join(filter(None, (result.note, f"{told}." if told else "")))
         return dataclasses.replace(result, scaled_groups=places, note=note)
 
@@ -513,6 +517,7 @@ class Session:
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
         predicted = predictions.largest(*bounds[:2]) if is_limited else None
+        why_kept = choice.why_kept and choice.why_kept + self._changed_all_the_same(rates)
         is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
         return TuningResult(
             **self._settings(size, rates),
@@ -528,8 +533,8 @@ class Session:
             confidence=choice.confidence,
             budget_bytes=budget_bytes,
             note=_note(
-                choice, found, host.decline, self._left(choice, found), rates.note,
-                _of_lengths(data.note, typical, base_size),
+                dataclasses.replace(choice, why_kept=why_kept), found, host.decline, self._left(choice, found),
+                rates.note, _of_lengths(data.note, typical, base_size),
             ),
         )  # fmt: skip
 
@@ -551,7 +556,7 @@ class Session:
 
     def _settings(self, size: int, rates: ScaledRate) -> dict[str, Any]:
         """What is set, what it is set in place of, and why; the same whether or not anything was tried."""
-        noise = self._noise
+        noise, self._warnings = self._noise, rates.warnings
         return {
             "batch_size": size,
             "configured_batch_size": self._targets.base_size,
@@ -574,8 +579,19 @@ class Session:
         """The configured size, where nothing was tried."""
         size = self._targets.base_size
         rates = self._rates(size)
-        note = " ".join(f"{each}." for each in (f"The configured {size} is kept: {why}", rates.note) if each)
+        why = f"The configured {size} is kept: {why}{self._changed_all_the_same(rates)}"
+        note = " ".join(f"{each}." for each in (why, rates.note) if each)
         return TuningResult(**self._settings(size, rates), note=note)
+
+    def _changed_all_the_same(self, rates: ScaledRate) -> str:
+        """What changes though the configured size is kept: the rate is for another effective batch, or that is kept."""
+        base, before = self._targets.base_size, self._objective.configured_accumulation
+        number, changed = self._objective.accumulation(base), []
+        if number != before:
+            changed.append(f"{number} micro-batches are accumulated, not {before}")
+        if rates.factor != 1.0:
+            changed.append(f"the learning rate is multiplied by {rates.factor:.3g}")
+        return f"; since the base batch is {rates.base_batch}, {' and '.join(changed)}" if changed else ""
 
     def _effective(self, batch_size: int) -> int:
         return effective_batch(batch_size, self._trainer.world_size, self._objective.accumulation(batch_size))
