@@ -8,8 +8,7 @@
 * ``none``: the rate stays.
 * ``auto``: ``linear`` where every optimizer is SGD or LARS, ``sqrt`` otherwise (:func:`resolved_rule`).
 
-The effective batch is what one optimizer step sees: samples of one rank x ranks x micro-batches accumulated. Rules
-are pure functions of numbers; :mod:`~.learning_rate` applies the factor to optimizers and schedulers.
+The effective batch is what one optimizer step sees: samples of one rank x ranks x micro-batches accumulated.
 
 The groups. Learning rates inside torch optimizers and schedulers: finding, checking and multiplying them in place.
 
@@ -346,34 +345,10 @@ RULES: Final[dict[str, Callable[[float], float]]] = {
 """By name: the factor of the rate, given the ratio of the batches."""
 AUTO: Final = "auto"
 """The name of the rule that the optimizers decide."""
+SCALINGS: Final = (AUTO, *RULES)
 WARMUP_STEPS: Final = 50  # at most
 LEAST_WARMUP_STEPS: Final = 10  # where the run has room for them
 WARMUP_SHARE: Final = 0.1  # of the run, at most
-
-
-def check_rule(rule: str) -> str:
-    """The name of a rule, checked.
-
-    Raises:
-        TuningError: There is none of that name.
-    """
-    if not isinstance(rule, str) or rule not in RULES:
-        raise TuningError(f"unknown learning rate rule {rule!r}: choose one of {', '.join(map(repr, RULES))}")
-    return rule
-
-
-def check_scaling(rule: str) -> str:
-    """The name of a rule, or "auto", checked.
-
-    Raises:
-        TuningError: There is none of that name.
-    """
-    if rule == AUTO:
-        return rule
-    if not isinstance(rule, str) or rule not in RULES:
-        names = ", ".join(map(repr, (AUTO, *RULES)))
-        raise TuningError(f"unknown learning rate rule {rule!r}: choose one of {names}")
-    return rule
 
 
 def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
@@ -383,13 +358,13 @@ def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
     low a rate costs time, too high a one the run.
 
     Args:
-        rule: One of :data:`RULES`, or "auto".
+        rule: One of :data:`SCALINGS`.
         optimizers: Of torch, wrapped or not.
 
     Raises:
-        TuningError: No such rule, or something that is no optimizer.
+        TuningError: Something that is no optimizer.
     """
-    if check_scaling(rule) != AUTO:
+    if rule != AUTO:
         return rule
     kinds = [is_sgd_like(optimizer) for optimizer in optimizers]
     return "linear" if kinds and all(kinds) else "sqrt"
@@ -419,63 +394,3 @@ def shown_warmup_steps(settled: int | None, num_first: int) -> int:
         num_first: How many of its first steps show that.
     """
     return max(LEAST_WARMUP_STEPS, 2 * (num_first if settled is None else settled))
-
-
-def effective_batch(batch_size: int, num_ranks: int = 1, num_accumulated: int = 1) -> int:
-    """Samples that one optimizer step sees.
-
-    Args:
-        batch_size: Samples of one step on one rank.
-        num_ranks: Ranks that train together.
-        num_accumulated: Micro-batches whose gradients are added up before an optimizer step.
-
-    Raises:
-        TuningError: One of them is not a positive integer.
-    """
-    _check_count("batch size", batch_size)
-    return batch_size * _check_count("number of ranks", num_ranks) * _check_count("accumulation", num_accumulated)
-
-
-def learning_rate_factor(*, effective_batch: int, base_batch: int | None, rule: str = "linear") -> float:
-    """What to multiply the base rate by.
-
-    Args:
-        effective_batch: Samples of an optimizer step from now on.
-        base_batch: Samples of the optimizer step that the base rate was chosen for; not needed by "none".
-        rule: One of :data:`RULES`.
-
-    Raises:
-        TuningError: No such rule, or a batch that is not a positive integer.
-    """
-    if check_rule(rule) == "none":
-        return 1.0
-    effective = _check_count("effective batch", effective_batch)
-    return RULES[rule](effective / _check_count("base_batch_size", base_batch))
-
-
-def rule_warning(optimizers: Iterable[Any], *, rule: str, factor: float) -> str | None:
-    """What to tell the user about the rule for these optimizers; None where it suits them or nothing changes.
-
-    Args:
-        optimizers: Of torch, wrapped or not.
-        rule: One of :data:`RULES`.
-        factor: What the rates are multiplied by.
-
-    Raises:
-        TuningError: No such rule, or something that is no optimizer.
-    """
-    if check_rule(rule) != "linear" or factor == 1:
-        return None
-    names = dict.fromkeys(type(unwrapped(o)).__name__ for o in optimizers if is_adam_like(o))
-    if not names:
-        return None
-    return (
-        f"the learning rate is scaled linearly, by {factor:.3g}, which suits SGD; for {', '.join(names)} the square "
-        f"root of the batch's ratio ({math.sqrt(factor):.3g}) is usually right: lr_scaling='sqrt'"
-    )
-
-
-def _check_count(name: str, count: object) -> int:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise TuningError(f"{name} {count!r} is not a positive integer: give the number it is for, such as 32")
-    return count

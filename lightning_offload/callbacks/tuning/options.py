@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import current_package, import_from, package_of
-from lightning_offload.tuning.learning_rate import check_scaling
+from lightning_offload.tuning.learning_rate import SCALINGS
 from lightning_offload.tuning.noise_scale import MIN_STEPS
 
 OBJECTIVES = ("auto", "keep_effective_batch", "goodput", "throughput")
@@ -143,16 +143,18 @@ class FinderOptions(AdvancedTuning):
 
     def __post_init__(self) -> None:
         super(FinderOptions, self).__post_init__()  # a class with slots is another one than this
-        check_scaling(self.lr_scaling)
+        for name, what, allowed in (
+            ("lr_scaling", "learning rate rule", SCALINGS),
+            ("objective", "objective", OBJECTIVES),
+            ("on_failure", "on_failure", ON_FAILURE),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise TuningError(f"unknown {what} {value!r}: choose one of {', '.join(map(repr, allowed))}")
         _check_name("batch_arg_name", self.batch_arg_name, is_optional=False)
         _check_name("lr_arg_name", self.lr_arg_name, is_optional=True)
         _check_count("max_val", self.max_val, least=1, is_optional=True)
         _check_count("min_val", self.min_val, least=1, is_optional=False)
-        if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
-            names = ", ".join(map(repr, OBJECTIVES))
-            raise TuningError(f"unknown objective {self.objective!r}: choose one of {names}")
-        if not isinstance(self.on_failure, str) or self.on_failure not in ON_FAILURE:
-            raise TuningError(f"on_failure={self.on_failure!r} is not known: choose 'keep' or 'raise'")
         if self.max_seconds is not None and not (_is_number(self.max_seconds) and self.max_seconds > 0):
             raise TuningError(f"max_seconds={self.max_seconds!r} is not possible: give a positive number, or None")
         if self.max_val is not None and self.min_val > self.max_val:

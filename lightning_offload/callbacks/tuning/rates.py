@@ -17,15 +17,16 @@ import torch
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
 from lightning_offload.tuning.learning_rate import (
+    RULES,
     check_rate,
     has_step_hooks,
-    learning_rate_factor,
+    is_adam_like,
     resolved_rule,
-    rule_warning,
     scale_optimizer,
     scale_scheduler,
+    unwrapped,
 )
-from lightning_offload.tuning.noise_scale import NoiseScale, likely_rate_factor
+from lightning_offload.tuning.noise_scale import NoiseScale, likely_efficiency
 
 __all__ = ["Place", "ScaledRate", "base_rates", "is_resumed", "scale_groups", "scaled_rate", "stragglers"]
 
@@ -88,13 +89,20 @@ def scaled_rate(
     if effective != base and rule != "none" and is_resumed(trainer):
         rule = "none"
         warnings.append(_LEFT_ALONE)
-    wanted = learning_rate_factor(rule=rule, effective_batch=effective, base_batch=base)
-    if noise is not None and rule != "none" and wanted > 1:
-        wanted = likely_rate_factor(noise, base_batch=base, batch=effective, rule=rule)
-    factor, note = _allowed_factor(trainer, options, wanted, is_measured=noise is not None)
-    warning = rule_warning(trainer.optimizers, rule=rule, factor=factor)
-    if warning is not None:
-        warnings.append(warning)
+    ratio = effective / base
+    # the best rate is that of a step without noise times 1 / (1 + phi / B) (McCandlish et al. 2018, equation 2.5), for
+    # optimizers that divide by the gradient's size its square root; for a larger batch never more than the rule says
+    if noise is not None and ratio > 1:
+        ratio *= likely_efficiency(noise, base_batch=base, batch=effective)
+    factor, note = _allowed_factor(trainer, options, RULES[rule](ratio), is_measured=noise is not None)
+    adaptive: dict[str, None] = {}
+    if rule == "linear" and factor != 1:
+        adaptive = dict.fromkeys(type(unwrapped(each)).__name__ for each in trainer.optimizers if is_adam_like(each))
+    if adaptive:
+        warnings.append(
+            f"the learning rate is scaled linearly, by {factor:.3g}, which suits SGD; for {', '.join(adaptive)} the"
+            f" square root of the batch's ratio ({math.sqrt(factor):.3g}) is usually right: lr_scaling='sqrt'"
+        )
     rate = targets.base_rate if targets.base_rate is not None else _first_rate(trainer.optimizers)
     return ScaledRate(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note, warnings=tuple(warnings))
 

@@ -51,7 +51,7 @@ from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tensors.compiled_code import may_run
 from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
-from lightning_offload.tuning.learning_rate import effective_batch, shown_warmup_steps
+from lightning_offload.tuning.learning_rate import shown_warmup_steps
 from lightning_offload.tuning.noise_scale import (
     NoiseScale,
     estimate_noise_scale,
@@ -594,7 +594,7 @@ class Session:
         return f"; since the base batch is {rates.base_batch}, {' and '.join(changed)}" if changed else ""
 
     def _effective(self, batch_size: int) -> int:
-        return effective_batch(batch_size, self._trainer.world_size, self._objective.accumulation(batch_size))
+        return batch_size * int(self._trainer.world_size) * self._objective.accumulation(batch_size)
 
     def _rates(self, batch_size: int) -> ScaledRate:
         """The rate for a size."""
