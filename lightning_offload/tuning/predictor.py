@@ -1,9 +1,8 @@
 """Predicts throughput and peak of any batch size under a memory budget, without running it.
 
 A :class:`~lightning_offload.planning.step_model.StepModel` gives the step at that size, the planner plans it, and its
-predicted step time gives
-samples per second: ``num_ranks * n / (step + fixed)``. All that is deterministic, so ranks that were given the same
-predict the same.
+predicted step time gives samples per second: ``num_ranks * n / (step + fixed)``. All that is deterministic, so ranks
+that were given the same predict the same.
 
 Effort: a little planning is enough while it comes close to the lower bound of the step time; where it does not, which
 is close to the smallest feasible budget, the planner takes the effort that the real plan will get.
@@ -22,7 +21,6 @@ sizes that the prediction cannot tell apart::
 
 from __future__ import annotations
 
-import math
 from typing import final
 
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
@@ -49,13 +47,8 @@ class Predictor:
         policy: Who plans; "keep-all" predicts training without a plan.
         num_ranks: Devices that train together, each on its own batch of that size.
         fixed_seconds: What a step takes beyond forward and backward whatever its size: the optimizer above all.
-        fixed_bytes: Device bytes beyond those of the step model: state of the optimizer that was not there yet.
-        keep: Storages that must stay on the device.
-        launch_seconds: What the host needs to launch one op, for durations that are modelled: no step is faster.
-        is_provisional: Whether a little planning must do everywhere, which makes tight budgets look slower.
 
     Raises:
-        TuningError: A number is negative or not finite, or there is no rank.
         PolicyError: No such policy.
     """
 
@@ -67,25 +60,10 @@ class Predictor:
         policy: str = "auto",
         num_ranks: int = 1,
         fixed_seconds: float = 0.0,
-        fixed_bytes: int = 0,
-        *,
-        keep: frozenset[int] = frozenset(),
-        launch_seconds: float = 0.0,
-        is_provisional: bool = False,
     ) -> None:
-        _check_amounts(fixed_seconds=fixed_seconds, fixed_bytes=fixed_bytes, launch_seconds=launch_seconds)
-        if not isinstance(num_ranks, int) or num_ranks < 1:
-            raise TuningError(f"num_ranks={num_ranks!r} is not a positive integer: give the number of devices")
-        self.step_model = step_model
-        self.device = device
-        self.budget_bytes = budget_bytes
-        self.policy = check_policy(policy)
-        self.num_ranks = num_ranks
-        self.fixed_seconds = fixed_seconds
-        self.fixed_bytes = fixed_bytes
-        self.keep = keep
-        self.launch_seconds = launch_seconds
-        self.is_provisional = is_provisional
+        self._step_model, self._device, self._budget_bytes = step_model, device, budget_bytes
+        self._policy = check_policy(policy)
+        self._num_ranks, self._fixed_seconds = num_ranks, fixed_seconds
         self._predictions: dict[int, Prediction] = {}
         self._needs: dict[int, int] = {}
 
@@ -99,44 +77,11 @@ class Predictor:
             self._predictions[batch_size] = self._predict(batch_size)
         return self._predictions[batch_size]
 
-    @property
-    def room_bytes(self) -> int | None:
-        """What of the budget is left for the step; may be negative."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.fixed_bytes
-
     def plain(self) -> Predictor:
         """The same for training without a plan: everything kept."""
         return Predictor(
-            self.step_model,
-            self.device,
-            self.budget_bytes,
-            _PLAIN,
-            self.num_ranks,
-            self.fixed_seconds,
-            self.fixed_bytes,
-            keep=self.keep,
-            launch_seconds=self.launch_seconds,
-            is_provisional=self.is_provisional,
+            self._step_model, self._device, self._budget_bytes, _PLAIN, self._num_ranks, self._fixed_seconds
         )
-
-    def plan(self, batch_size: int) -> MemoryPlan:
-        """Plan a batch size within what is left of the budget.
-
-        Raises:
-            BudgetInfeasibleError: The policy cannot meet the budget.
-            TuningError: The size is not a positive integer.
-        """
-        graph = self.step_model.at(batch_size)
-
-        def planned(*, is_provisional: bool) -> MemoryPlan:
-            return plan(
-                graph, self.device, self.room_bytes, policy=self.policy, keep=self.keep, is_provisional=is_provisional
-            )
-
-        quick = planned(is_provisional=True)
-        if self.is_provisional or self.policy != "auto" or quick.predicted_step_seconds <= _CLOSE * quick.bound_seconds:
-            return quick
-        return min(quick, planned(is_provisional=False), key=lambda made: made.predicted_step_seconds)
 
     def needed_bytes(self, batch_size: int) -> int:
         """The smallest budget at which a size fits; of a policy other than "auto" and "keep-all", as far as it tells.
@@ -145,12 +90,12 @@ class Predictor:
             TuningError: The size is not a positive integer.
         """
         if batch_size not in self._needs:
-            self._needs[batch_size] = self.fixed_bytes + self._step_needs(batch_size)
+            self._needs[batch_size] = self._needed(batch_size)
         return self._needs[batch_size]
 
     def fits(self, batch_size: int) -> bool:
         """Whether a size fits the budget, without planning it where the policy allows that."""
-        return self.budget_bytes is None or self.needed_bytes(batch_size) <= self.budget_bytes
+        return self._budget_bytes is None or self.needed_bytes(batch_size) <= self._budget_bytes
 
     def largest_feasible(self, min_size: int, max_size: int) -> int | None:
         """The largest batch size from ``min_size`` to ``max_size`` that fits; None if not even the smallest does.
@@ -176,30 +121,32 @@ class Predictor:
         if not self.fits(batch_size):
             return infeasible
         try:
-            made = self.plan(batch_size)
+            made = self._planned(batch_size)
         except BudgetInfeasibleError:
             return infeasible
-        launching = self.launch_seconds * len(self.step_model.structure.ops)
-        seconds = max(made.predicted_step_seconds, launching) + self.fixed_seconds
+        seconds = made.predicted_step_seconds + self._fixed_seconds
         return Prediction(
             batch_size=batch_size,
             is_feasible=True,
-            samples_per_second=self.num_ranks * batch_size / seconds if seconds > 0 else None,
-            peak_bytes=made.predicted_peak_bytes + self.fixed_bytes,
+            samples_per_second=self._num_ranks * batch_size / seconds if seconds > 0 else None,
+            peak_bytes=made.predicted_peak_bytes,
             floor_bytes=needed_bytes,
         )
 
-    def _step_needs(self, batch_size: int) -> int:
-        if self.policy in ("auto", _PLAIN):
-            setting = PlanRequest(Problem(self.step_model.at(batch_size), self.keep), self.device, None)
-            return (setting.floor if self.policy == "auto" else setting.plain).peak_bytes
+    def _planned(self, batch_size: int) -> MemoryPlan:
+        """The plan of a size; a thorough one where a quick one is not close to the bound."""
+        graph, device, budget_bytes = self._step_model.at(batch_size), self._device, self._budget_bytes
+        quick = plan(graph, device, budget_bytes, policy=self._policy, is_provisional=True)
+        if self._policy != "auto" or quick.predicted_step_seconds <= _CLOSE * quick.bound_seconds:
+            return quick
+        thorough = plan(graph, device, budget_bytes, policy=self._policy)
+        return min(quick, thorough, key=lambda made: made.predicted_step_seconds)
+
+    def _needed(self, batch_size: int) -> int:
+        if self._policy in ("auto", _PLAIN):
+            setting = PlanRequest(Problem(self._step_model.at(batch_size)), self._device, None)
+            return (setting.floor if self._policy == "auto" else setting.plain).peak_bytes
         try:
-            return self.plan(batch_size).predicted_peak_bytes
+            return self._planned(batch_size).predicted_peak_bytes
         except BudgetInfeasibleError as error:
             return error.floor_bytes
-
-
-def _check_amounts(**amounts: float) -> None:
-    for name, amount in amounts.items():
-        if not math.isfinite(amount) or amount < 0:
-            raise TuningError(f"{name}={amount!r} is not possible: it must be finite and not negative")
