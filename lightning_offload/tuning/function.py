@@ -37,7 +37,7 @@ from lightning_offload.errors import TuningError, UnsupportedError
 from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.tuning.function_host import FunctionHost
-from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
+from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import ENDED_EARLY, TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
 from lightning_offload.tuning.snapshot import Restore, take_snapshot
@@ -225,11 +225,11 @@ class EfficientBatchSize:
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SearchResult:
         used = [*args, *kwargs.values(), *variables_of(self._function)]
         restores = [take_snapshot(used), self._remember(used)]
-        agreement, options = _agreement(), self._options
+        options = self._options
         host = FunctionHost(lambda size: self._function(size, *args, **kwargs), restores, self._settings.clock)
-        runner = TrialRunner(host, self._settings, agreement)
-        try:
-            with heap_set_aside():
+        with _agreement() as agreement, heap_set_aside():
+            runner = TrialRunner(host, self._settings, agreement)
+            try:
                 return runner.find(
                     first=options.starting_batch_size,
                     low=options.min_size,
@@ -238,11 +238,8 @@ class EfficientBatchSize:
                     max_trials=options.max_trials,
                     max_seconds=options.max_seconds,
                 )
-        except TuningError as error:
-            raise self._about_length(runner.done) or error from None
-        finally:
-            if isinstance(agreement, GlooCoordinator):
-                agreement.close()  # which ends the wait of the others at once, if this rank fails
+            except TuningError as error:
+                raise self._about_length(runner.done) or error from None
 
     def _about_length(self, trials: Sequence[Trial]) -> TuningError | None:
         """What to say where no size was too large, but training too short at each."""
@@ -354,7 +351,7 @@ def _agreement() -> Coordinator:
             "the ranks cannot agree on a batch size before they are connected: make the Accelerator, or call "
             "torch.distributed.init_process_group, before the decorated function"
         )
-    return SingleProcess()
+    return Coordinator()
 
 
 def _nothing() -> None:

@@ -36,7 +36,7 @@ from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
 from lightning_offload.tuning.gradient_sync import GradientSyncOff
 from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, throughput_scale_of
-from lightning_offload.tuning.ranks import Coordinator, agreed
+from lightning_offload.tuning.ranks import STOPPED, Coordinator, agreed
 from lightning_offload.tuning.search import MAX_TRIALS, MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Predict, Trial
 from lightning_offload.units import format_bytes
@@ -45,7 +45,6 @@ __all__ = ["ENDED_EARLY", "Host", "RankStatus", "Seen", "StepMeter", "TrialOver"
 
 ENDED_EARLY = "training ended after"
 """How the reason of a trial begins whose host returned before anything could be timed."""
-_STOPPED = "another rank stopped"
 _RECORDED_SHARE = 4
 """Of so many trials one goes to a size that the performance model is fitted to."""
 _SMALLEST_RECORDED = 2  # libraries take shortcuts for a single sample
@@ -209,7 +208,7 @@ class StepMeter:
 
     def ends(self, status: RankStatus) -> RankStatus:
         """Tell the other ranks how this one fares; the worst of all."""
-        worst = RankStatus(int(self._agreement.largest([float(status)])[0]))
+        worst = RankStatus(int(self._agreement.largest(status)))
         if worst is not RankStatus.GOES_ON:
             self.status = worst
         return worst
@@ -468,13 +467,7 @@ class TrialRunner:
         if meter.status is RankStatus.FAILED:
             raise TuningError(f"{what} failed on another rank: see its error")
         own = _reason(meter, status, reason or meter.excess, self._settings)
-        is_ok = agreement.is_true_on_all(not own)
-        trial = agreed(_trial(batch_size, meter, own), agreement)
-        if is_ok or agreement.num_ranks == 1:
-            return trial
-        reasons = agreement.gather(own)  # the first rank that failed may have stopped for another
-        told = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each not in ("", _STOPPED)), None)
-        return dataclasses.replace(trial, reason=told or trial.reason)
+        return agreed(_trial(batch_size, meter, own), agreement)
 
     def _trained(self, batch_size: int, meter: StepMeter) -> tuple[RankStatus, str, Exception | None]:
         """Let the host train; how that ended, why the size does not fit, and what else was raised."""
@@ -515,11 +508,11 @@ def _reason(meter: StepMeter, status: RankStatus, reason: str, settings: TrialSe
     if reason:
         return reason
     if meter.status is RankStatus.DOES_NOT_FIT:
-        return _STOPPED
+        return STOPPED
     if not meter.step_seconds:
         needed = settings.warmup_steps + 1
         early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps of whole batches, a trial takes at least {needed}"
-        return early if status is RankStatus.ENDED else _STOPPED
+        return early if status is RankStatus.ENDED else STOPPED
     return ""
 
 

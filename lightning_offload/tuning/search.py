@@ -38,7 +38,7 @@ from lightning_offload.errors import TuningError
 from lightning_offload.tuning.acquisition import NextTrial, Space, decide
 from lightning_offload.tuning.forecast import Forecast
 from lightning_offload.tuning.posterior import Estimate, pool
-from lightning_offload.tuning.ranks import Coordinator, SingleProcess
+from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.trial import Predict, Prediction, Run, Trial
 
 __all__ = ["MAX_TRIALS", "MAX_TRIALS_PREDICTED", "EndedBy", "SearchResult", "find_batch_size"]
@@ -135,7 +135,7 @@ def find_batch_size(
         TuningError: An argument leaves nothing to search, or no size was found to fit.
     """
     _check(min_size, max_size, init_size, tolerance, max_trials, max_seconds)
-    agreement = agreement if agreement is not None else SingleProcess()
+    agreement = agreement if agreement is not None else Coordinator()
     if sizes is not None:
         sizes = _inside(sizes, min_size, max_size)
         min_size, max_size = sizes[0], sizes[-1]
@@ -154,7 +154,9 @@ def find_batch_size(
         trials=[trial for trial in known if _is_between(trial.batch_size, min_size, max_size)],
     )
     while True:
-        decision = agreement.decided(search.next_decision)
+        decided = agreement.together(lambda: search.next_decision() if agreement.rank == 0 else None, "deciding")
+        decision = agreement.broadcast(decided)
+        assert decision is not None  # rank 0 has decided
         if decision.ended_by is not None:
             return search.result(decision)
         search.run_trial(decision, run)

@@ -80,8 +80,8 @@ def many(group: GlooCoordinator, rank: int) -> object:
 
 def values(group: GlooCoordinator, rank: int) -> object:
     return {
-        "smallest": group.smallest([rank, 1 - rank, 5]),
-        "largest": group.largest([rank, 1 - rank, 5]),
+        "smallest": [group.smallest(rank), group.smallest(5)],
+        "largest": [group.largest(1 - rank), group.largest(5)],
         "all": [group.is_true_on_all(rank == 0), group.is_true_on_all(True)],
         "first": group.broadcast({"from": rank}),
         "gathered": group.gather(f"rank {rank}"),
@@ -96,7 +96,7 @@ def failing_model(group: GlooCoordinator, rank: int) -> object:
     try:
         find_batch_size(lambda size: Trial.from_steps(size, (1.0,)), predict=predict, agreement=group)
     except (TuningError, KeyError) as error:
-        return [type(error).__name__, str(error)]
+        return [type(error).__name__, str(error), error is group.told]
     return "no error"
 
 

@@ -134,7 +134,7 @@ class TrialData:
             TuningError: They leave no size, or the loaders do not follow it.
         """
         options = self._options
-        (most,) = agreement.smallest([self._most(objective)])
+        most = agreement.smallest(self._most(objective))
         largest = int(min(most, options.max_val if options.max_val is not None else math.inf))
         if options.min_val > largest:
             raise TuningError(

@@ -8,11 +8,10 @@ the optimizers are made once more, under the random state and on the dataloaders
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +58,7 @@ from lightning_offload.tuning.noise_scale import (
     settled_after,
 )
 from lightning_offload.tuning.predictions import Predictions
-from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
+from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
 from lightning_offload.tuning.trial import Prediction, Trial
@@ -127,7 +126,7 @@ class Session:
         self._options, self._targets, self._is_alone = options, targets, is_alone
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
-        self._agreement: Coordinator = SingleProcess()
+        self._agreement = Coordinator() if trainer.world_size == 1 else GlooCoordinator()
         self._start = start
         self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
 
@@ -145,7 +144,7 @@ class Session:
         before = base_rates(self._trainer.optimizers)
         lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
         try:
-            with self._agreeing():
+            with self._agreement:
                 result = self._tuned()
         except Exception as error:
             if not self._goes_on_after(error):
@@ -198,14 +197,6 @@ class Session:
         tell_kept(self._targets.package, error, self._targets.base_size)
         release_frames(error)
 
-    @contextlib.contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        if self._trainer.world_size == 1:
-            yield
-            return
-        with GlooCoordinator() as self._agreement:
-            yield
-
     # ---- searching
 
     def _tuned(self) -> TuningResult:
@@ -241,7 +232,7 @@ class Session:
             size = choice.batch_size
             if size != self._targets.base_size:
                 lower = data.without_single(size, bounds[0], self._sizes())
-                (size,) = map(int, self._agreement.smallest([lower]))
+                size = int(self._agreement.smallest(lower))
             choice = dataclasses.replace(choice, batch_size=size)
             return self._result(choice, found, expected, runner.predictions, host, data, bounds)
         finally:
