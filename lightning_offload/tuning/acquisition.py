@@ -31,7 +31,6 @@ from lightning_offload.tuning.forecast import Forecast
 from lightning_offload.tuning.posterior import (
     Array,
     Estimate,
-    Points,
     draw_curves,
     draw_edges,
     pool,
@@ -169,10 +168,6 @@ class Space:
     forecast: Forecast | None
     sizes: Sequence[int] | None = None
     efficiency: Callable[[int], float] | None = None
-
-    def is_allowed(self, size: int) -> bool:
-        """Whether a size may be tried."""
-        return self.sizes is None or size in self.sizes
 
     def down(self, size: int) -> int:
         """The largest size that may be tried and is not above this one; the smallest where all are."""
@@ -314,17 +309,11 @@ def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs, float]:
     array = np.array(sizes, dtype=np.float64)
     measured = [estimate for size, estimate in known.estimates.items() if size >= bottom]
     shapes = possible_shapes(array, largest, forecast.log_speeds if forecast is not None else None)
-    points = Points(
-        index=np.array([sizes.index(estimate.batch_size) for estimate in measured], dtype=np.intp),
-        log_speed=np.log([estimate.samples_per_second for estimate in measured]),
-        variance=np.array([estimate.relative_error**2 for estimate in measured]),
-        num_trials=np.array([float(estimate.num_trials) for estimate in measured]),
-    )
-    curves = draw_curves(array, shapes.log_speeds, shapes.log_weights, points)
+    curves, drift = draw_curves(array, *shapes, measured)
     edge = forecast.edge if forecast is not None and forecast.is_edge_known else None
     edges = draw_edges(largest, top, is_open=known.fails is None, predicted=edge)
     worth = np.log([space.worth(size) for size in sizes])
-    return sizes, Beliefs.of(array, curves.log_speeds + worth, edges, space.tolerance), curves.drift
+    return sizes, Beliefs.of(array, curves + worth, edges, space.tolerance), drift
 
 
 def _candidates(space: Space, known: _Known, bottom: int, top: int, others: set[int]) -> list[int]:

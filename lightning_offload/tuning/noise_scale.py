@@ -80,13 +80,11 @@ class NoiseScale:
         value: The estimate; infinite where no gradient can be told from the noise.
         low: Lower end of the interval that holds the true one with a probability of 95%.
         high: Upper end; may be infinite.
-        num_steps: Steps that it comes from.
     """
 
     value: float
     low: float
     high: float
-    num_steps: int
 
 
 def estimate_noise_scale(steps: Sequence[GradientSquares]) -> NoiseScale | None:
@@ -105,7 +103,7 @@ def estimate_noise_scale(steps: Sequence[GradientSquares]) -> NoiseScale | None:
     mean_noise, mean_signal = fmean(noise), fmean(signal)
     value = math.inf if mean_signal <= 0 else max(0.0, mean_noise / mean_signal)
     low, high = _fieller(noise, signal)
-    return NoiseScale(value=value, low=min(low, value), high=max(high, value), num_steps=len(finite))
+    return NoiseScale(value=value, low=min(low, value), high=max(high, value))
 
 
 _SETTLED, _DRIFTING = 4.0, 2.5
