@@ -21,6 +21,7 @@ do in all.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -37,6 +38,7 @@ from lightning_offload.errors import TuningError, UnsupportedError
 from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.tuning.function_host import FunctionHost
+from lightning_offload.tuning.ranges import check_ranges
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import ENDED_EARLY, TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
@@ -289,13 +291,17 @@ def find_efficient_batch_size(
     Raises:
         TuningError: A number is out of range.
     """
-    _check_range(starting_batch_size, min_size, max_size)
-    _check_counts(steps_per_trial=steps_per_trial, warmup_steps=warmup_steps, max_trials=max_trials)
-    _check_limits(tolerance, max_seconds, memory)
     options = SearchOptions(
         starting_batch_size=starting_batch_size, tolerance=tolerance, min_size=min_size, max_size=max_size,
         max_trials=max_trials, max_seconds=max_seconds,
     )  # fmt: skip
+    check_ranges({**dataclasses.asdict(options), "steps_per_trial": steps_per_trial, "warmup_steps": warmup_steps})
+    if not min_size <= starting_batch_size <= (max_size or starting_batch_size):
+        raise TuningError(
+            f"starting_batch_size={starting_batch_size} is not between min_size={min_size} and max_size={max_size}"
+        )
+    if memory is not None and not isinstance(memory, MemoryPlugin):
+        raise TuningError(f"memory={memory!r} is a {type(memory).__name__}: give a MemoryPlugin")
     settings = TrialSettings(
         warmup_steps=warmup_steps, timed_steps=steps_per_trial, memory=memory, is_out_of_memory=is_out_of_memory
     )
@@ -305,37 +311,6 @@ def find_efficient_batch_size(
         return EfficientBatchSize(function, options, settings, remember)
 
     return decorate if function is None else decorate(function)
-
-
-def _check_range(starting_batch_size: int, min_size: int, max_size: int | None) -> None:
-    sizes = {"min_size": min_size, "starting_batch_size": starting_batch_size, "max_size": max_size}
-    for name, size in sizes.items():
-        if (size is not None or name != "max_size") and (type(size) is not int or size < 1):
-            raise TuningError(f"{name}={size!r} is not a batch size: give a whole number of 1 or more")
-    if starting_batch_size < min_size or (max_size is not None and starting_batch_size > max_size):
-        raise TuningError(
-            f"starting_batch_size={starting_batch_size} is not between min_size={min_size} and max_size={max_size}"
-        )
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        least = 0 if name == "warmup_steps" else 1
-        if (count is not None or name != "max_trials") and (type(count) is not int or count < least):
-            raise TuningError(f"{name}={count!r} is not possible: give a whole number of {least} or more")
-
-
-def _check_limits(tolerance: float, max_seconds: float | None, memory: MemoryPlugin | None) -> None:
-    if not _is_number(tolerance) or not 0 < tolerance < 1:
-        raise TuningError(f"tolerance={tolerance!r} is not a fraction: give one between 0 and 1, such as 0.03")
-    if max_seconds is not None and (not _is_number(max_seconds) or not max_seconds > 0):
-        raise TuningError(f"max_seconds={max_seconds!r} allows no trial: give a positive number, or None for no limit")
-    if memory is not None and not isinstance(memory, MemoryPlugin):
-        raise TuningError(f"memory={memory!r} is a {type(memory).__name__}: give a MemoryPlugin")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _agreement() -> Coordinator:

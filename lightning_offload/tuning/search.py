@@ -132,9 +132,8 @@ def find_batch_size(
         The size and how it was found.
 
     Raises:
-        TuningError: An argument leaves nothing to search, or no size was found to fit.
+        TuningError: No size may be tried, or none was found to fit.
     """
-    _check(min_size, max_size, init_size, tolerance, max_trials, max_seconds)
     agreement = agreement if agreement is not None else Coordinator()
     if sizes is not None:
         sizes = _inside(sizes, min_size, max_size)
@@ -317,27 +316,3 @@ def _inside(sizes: Sequence[int], min_size: int, max_size: int | None) -> Sequen
             f"none of the sizes {few} is between min_size={min_size} and max_size={max_size}: widen these"
         )
     return inside
-
-
-def _check(
-    min_size: int,
-    max_size: int | None,
-    init_size: int | None,
-    tolerance: float,
-    max_trials: int | None,
-    max_seconds: float | None,
-) -> None:
-    """Refuse arguments that leave nothing to search."""
-    for name, size in (("min_size", min_size), ("max_size", max_size), ("init_size", init_size)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise TuningError(f"{name}={size!r} is not a batch size: give a whole number of 1 or more")
-    if max_size is not None and min_size > max_size:
-        raise TuningError(
-            f"min_size={min_size} is above max_size={max_size}: no batch size lies between; lower min_size"
-        )
-    if not 0 < tolerance < 1:
-        raise TuningError(f"tolerance={tolerance!r} is not a fraction: give one between 0 and 1, such as 0.03")
-    if max_trials is not None and max_trials < 1:
-        raise TuningError(f"max_trials={max_trials} allows no trial: give 1 or more, or None for the usual number")
-    if max_seconds is not None and not max_seconds > 0:
-        raise TuningError(f"max_seconds={max_seconds!r} allows no trial: give a positive number, or None for no limit")

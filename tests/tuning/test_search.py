@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import re
 import statistics
 from typing import Any
 
 import pytest
 
-from lightning_offload.errors import OffloadError, TuningError
+from lightning_offload.errors import TuningError
 from lightning_offload.tuning.search import SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Prediction, Trial
 from tests.shares import is_all
@@ -256,29 +254,6 @@ def test_no_size_fits_within_the_trials() -> None:
     """Where trials run out before anything fitted, the error says so and names the smallest that was tried."""
     with pytest.raises(TuningError, match=r"before trials ran out: the smallest of 1 trials, 512, failed \(out of"):
         exact(saturating(5), 3, init_size=512, max_trials=1)
-
-
-def test_arguments_that_leave_nothing_to_search(subtests: pytest.Subtests) -> None:
-    """They are refused in one line that echoes the value, before any trial."""
-    for arguments, message in [
-        ({"min_size": 8, "max_size": 4}, "min_size=8 is above max_size=4"),
-        ({"min_size": 0}, "min_size=0 is not a batch size"),
-        ({"max_size": -1}, "max_size=-1 is not a batch size"),
-        ({"init_size": 2.5}, "init_size=2.5 is not a batch size"),
-        ({"min_size": True}, "min_size=True is not a batch size"),
-        ({"tolerance": 0}, "tolerance=0 is not a fraction"),
-        ({"tolerance": 1.0}, "tolerance=1.0 is not a fraction"),
-        ({"tolerance": math.nan}, "tolerance=nan is not a fraction"),
-        ({"max_trials": 0}, "max_trials=0 allows no trial"),
-        ({"max_seconds": 0.0}, "max_seconds=0.0 allows no trial"),
-    ]:
-        with subtests.test(arguments=arguments):
-            machine = FakeMachine(curve=saturating(1), edge=10)
-            with pytest.raises(TuningError, match="^" + re.escape(message)) as caught:
-                find_batch_size(machine.run, **arguments)
-            assert isinstance(caught.value, OffloadError)
-            assert "\n" not in str(caught.value)
-            assert machine.sizes == []
 
 
 def test_a_trial_of_another_size() -> None:
