@@ -357,7 +357,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         if self.result is None:
             return {}
         warmup = self._warmup.state_dict() if self._warmup is not None else self._warmup_state
-        return {"result": self.result.state_dict(), "warmup": dict(warmup) if warmup is not None else None}
+        return {"result": self.result.state_dict(), "warmup": warmup}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
