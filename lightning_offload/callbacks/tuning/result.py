@@ -120,13 +120,7 @@ class TuningResult(Printed):
 
     def state_dict(self) -> dict[str, Any]:
         """The result as plain containers, safe to load with `weights_only=True`."""
-        state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in _INTERVALS:
-            state[name] = None if state[name] is None else list(state[name])
-        state["scaled_groups"] = [list(place) for place in self.scaled_groups]
-        state["trials"] = [_plain(trial) for trial in self.trials]
-        state["predictions"] = [_plain(prediction) for prediction in self.predictions]
-        return {"schema": _SCHEMA, **state}
+        return {"schema": _SCHEMA, **dataclasses.asdict(self)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> TuningResult:
@@ -152,11 +146,6 @@ class TuningResult(Printed):
                 f"the checkpoint's state of EfficientBatchSizeFinder cannot be read ({error!r}): it is from another"
                 " version; remove the callback from this run and set the batch size"
             ) from None
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    values = dataclasses.asdict(record)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 _TRIALS = ("size", "step", "samples/s", "predicted", "peak", "predicted", "")

@@ -207,7 +207,9 @@ class Targets:
                 else self.loaders
             )
         elif self.is_remade and is_other:
-            source.dataloader = _Remade(source, batch_size, self.package)
+            source.dataloader = lambda: map_loaders(
+                type(source).dataloader(source), lambda loader: resized(loader, batch_size, self.package)
+            )
 
     def apply(self, trainer: Any, batch_size: int, rate: float | None) -> None:
         """Set a size and a rate for the coming fit."""
@@ -219,24 +221,6 @@ class Targets:
 def with_rate_of_now(targets: Targets) -> Targets:
     """The same with the rate that another callback has set since, as Lightning's `LearningRateFinder` does."""
     return targets if targets.rate is None else dataclasses.replace(targets, base_rate=_checked_rate(targets.rate))
-
-
-class _Remade:
-    """Stands in for what asks a model or its data for loaders: they get another batch size.
-
-    Args:
-        source: Of a Trainer's fit loop.
-        batch_size: What they get.
-        package: The Lightning package in use.
-    """
-
-    def __init__(self, source: Any, batch_size: int, package: str) -> None:
-        self._source, self._batch_size, self._package = source, batch_size, package
-
-    def __call__(self) -> Any:
-        """Make the loaders."""
-        made = type(self._source).dataloader(self._source)
-        return map_loaders(made, lambda loader: resized(loader, self._batch_size, self._package))
 
 
 def forget_remade(trainer: Any) -> None:
