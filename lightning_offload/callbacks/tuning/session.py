@@ -139,29 +139,14 @@ class Session:
         Raises:
             TuningError: There is nothing to tune, or no size fits, and that ends the fit.
         """
-        result: TuningResult | None = None
         self._targets = with_rate_of_now(self._targets)
         before = base_rates(self._trainer.optimizers)
         lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
         try:
             with self._agreement:
                 result = self._tuned()
-        except Exception as error:
-            if not self._goes_on_after(error):
-                raise
-            self._tell_of(error)
-        finally:
-            # after an error too: what a user does next begins from a model that was not trained
             self._restore()
-            self._targets.apply(
-                self._trainer,
-                result.batch_size if result is not None else self._targets.base_size,
-                result.lr if result is not None else self._targets.base_rate,
-            )
-        if result is None:
-            self._make_optimizers(before, 1.0)
-            return None
-        try:
+            self._targets.apply(self._trainer, result.batch_size, result.lr)
             if result.accumulation != result.configured_accumulation:
                 self._limits.accumulate(self._trainer, result.accumulation)
             told = self._limits.scale(self._trainer, result.batch_ratio, result.size_ratio, result.first_step)
@@ -174,12 +159,14 @@ class Session:
                 done=result.first_step,
             )
         except BaseException as error:
+            # what a user does next begins from a model that was not trained
             self._limits.put_back(self._trainer)
             self._restore()
             self._targets.apply(self._trainer, self._targets.base_size, self._targets.base_rate)
             if not (isinstance(error, Exception) and self._goes_on_after(error)):
                 raise
-            self._tell_of(error)
+            tell_kept(self._targets.package, error, self._targets.base_size)
+            release_frames(error)
             self._make_optimizers(before, 1.0)
             return None
         for warning in self._warnings:
@@ -192,10 +179,6 @@ class Session:
         if self._options.on_failure == "raise" or self._is_alone:
             return False
         return self._trainer.world_size == 1 or isinstance(error, TuningError) or error is self._agreement.told
-
-    def _tell_of(self, error: Exception) -> None:
-        tell_kept(self._targets.package, error, self._targets.base_size)
-        release_frames(error)
 
     # ---- searching
 
