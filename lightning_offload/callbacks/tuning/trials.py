@@ -40,12 +40,12 @@ from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sh
 from lightning_offload.callbacks.tuning.freezing import unfreeze
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
 from lightning_offload.callbacks.tuning.sampling import TrialData
-from lightning_offload.callbacks.tuning.turns import OptimizerTurns
-from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.strategies.precision import graft, ungraft
+from lightning_offload.tuning.learning_rate import has_step_hooks, unwrapped
 from lightning_offload.tuning.noise_scale import GradientSquares
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import Seen, StepMeter
@@ -359,13 +359,17 @@ def _watch_class(package: str) -> Any:
     return type("TrialCallback", (LoopWatch, import_from(package, "callbacks").Callback), {})
 
 
+_MOST_BATCHES = 64
+"""Of a step with manual optimization; whichever optimizer has not stepped in so many is not waited for."""
+
+
 @final
 class StepTimer:
     """Times steps from the end of one to the end of the next: loading, transfer, hooks and optimizer included.
 
-    A *step* is a batch's share of an accumulation window, or with manual optimization of as many batches as it takes
-    until each optimizer has stepped. Of a longer window two batches are run, and stand for all: one that accumulates
-    and one with the optimizer's step.
+    A *step* is a batch's share of an accumulation window. With manual optimization, where the model decides when an
+    optimizer steps, it is one of as many batches as it takes until each that ever steps has stepped. Of a longer window
+    two batches are run, and stand for all: one that accumulates and one with the optimizer's step.
 
     Args:
         trainer: Its fit loop runs within :meth:`timing`, and tells of its batches.
@@ -389,7 +393,10 @@ class StepTimer:
         self._device: torch.device = trainer.strategy.root_device
         self._clock, self._took, self._talked = clock, took, talked
         self._accumulation = accumulation
-        self._turns = None if module.automatic_optimization else OptimizerTurns(trainer.optimizers)
+        self._is_manual = not module.automatic_optimization
+        watched = filter(has_step_hooks, trainer.optimizers) if self._is_manual else ()
+        self._optimizers = [unwrapped(each) for each in watched]
+        self._awaited, self._stepped = set(range(len(self._optimizers))), set[int]()
         self._window: list[float] = []
         self._since: float | None = None
         self._num_collectives = 0
@@ -403,7 +410,11 @@ class StepTimer:
     def timing(self) -> Iterator[None]:
         """The loop runs inside."""
         self._window, self._since = [], None
-        with self._turns.watched() if self._turns is not None else contextlib.nullcontext():
+        self._stepped.clear()
+        with contextlib.ExitStack() as stack:
+            for number, optimizer in enumerate(self._optimizers):
+                noted = functools.partial(self._note_step, number)
+                stack.callback(optimizer.register_step_pre_hook(noted).remove)
             yield
 
     def before_batch(self) -> None:
@@ -423,18 +434,32 @@ class StepTimer:
         assert self._since is not None
         self._window.append(self._clock() - self._since)
         self._talked(num_collectives() != self._num_collectives)
-        if self._turns is not None:
-            if self._turns.are_over(len(self._window)):
+        if self._is_manual:
+            if self._have_all_stepped():
                 self._end(sum(self._window) / len(self._window))
         elif len(self._window) == self.accumulation:
             first, last = self._window[0], self._window[-1]
             self._end(((self._accumulation - 1) * first + last) / self._accumulation)
         self._since = self._clock()
 
+    def _note_step(self, number: int, *_: Any) -> None:
+        self._stepped.add(number)
+
+    def _have_all_stepped(self) -> bool:
+        number = len(self._window)
+        if number >= _MOST_BATCHES:
+            if not self._stepped and self._optimizers:
+                raise TuningError(
+                    f"training_step() made no optimizer step in {number} batches, so what a step takes is not known:"
+                    " step at least that often, or leave the accumulation to Trainer(accumulate_grad_batches=) with"
+                    " automatic optimization"
+                )
+            self._awaited = set(self._stepped)
+        return self._awaited <= self._stepped
+
     def _end(self, seconds: float) -> None:
         self._window = []
-        if self._turns is not None:
-            self._turns.begin()
+        self._stepped.clear()
         self._took(seconds)
 
 
