@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor
-from typing_extensions import override
 
 from lightning_offload.accelerators import kind_of, memory_of, synchronize
 from lightning_offload.callbacks.tuning.accumulation import accumulating
@@ -136,32 +134,6 @@ class Start:
         """Put all of it back."""
         self.snapshot.restore()
         self.random_states.restore()
-
-
-@final
-class Prepared(StateSnapshot):
-    """Which objects there are once the optimizers are made; the contents of tensors are those of the start.
-
-    Args:
-        start: The start of the fit, which `restore` goes back to first.
-        made: What was made since, optimizers and schedules.
-    """
-
-    def __init__(self, start: Start, made: Sequence[object]) -> None:
-        self._start = start
-        super().__init__((*start.roots, *made), keeps_hooks=True)
-
-    @override
-    def restore(self) -> None:
-        """Put the contents of the start into the objects of now."""
-        self._start.restore()
-        super().restore()
-
-    @override
-    def _note_tensor(self, tensor: Tensor, *, is_data: bool) -> None:
-        """A second copy of the model is not needed."""
-        if not self._start.snapshot.knows(tensor):
-            super()._note_tensor(tensor, is_data=is_data)
 
 
 NUM_LEARNING_STEPS = 3
@@ -505,7 +477,10 @@ class LightningHost:
         self.decline = reason_not_to_run_out(trainer, module, allow_oom)
         self._trainer, self._module, self._package = trainer, module, package
         schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
-        self._prepared = Prepared(start, [*trainer.optimizers, *schedulers])
+        self._start = start
+        self._prepared = StateSnapshot(
+            (*start.roots, *trainer.optimizers, *schedulers), keeps_hooks=True, since=start.snapshot
+        )
         self._plugin = StateSnapshot([trainer.precision_plugin])
         self._data, self._clock = data, clock
         self._agreement, self._known_size = agreement, known_size
@@ -627,6 +602,7 @@ class LightningHost:
         for parameter in self._module.parameters():
             parameter.grad = None
         self._plugin.restore()
+        self._start.random_states.restore()
         self._prepared.restore()
 
     def refusal(self, batch_size: int, trials: Sequence[Trial], predict: Predict) -> str:
