@@ -25,16 +25,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.accelerators import memory_in_use
-from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError
+from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError, UnsupportedError
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
-from lightning_offload.tuning.gradient_sync import GradientSyncOff
 from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, throughput_scale_of
 from lightning_offload.tuning.ranks import STOPPED, Coordinator, agreed
 from lightning_offload.tuning.search import MAX_TRIALS, MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
@@ -160,7 +162,7 @@ class StepMeter:
         with self._withheld:
             if self._agreement.num_ranks > 1:
                 allows = self._settings.allows_sync_batch_norm
-                self._withheld.enter_context(GradientSyncOff(allows_sync_batch_norm=allows))
+                self._withheld.enter_context(gradient_sync_off(allows_sync_batch_norm=allows))
             self._num_before.update({each: each.report().num_steps for each in attached_plugins()})
             self._watch_allocator()
             self._end_warmup()
@@ -238,6 +240,42 @@ class StepMeter:
                 self.excess = f"peak {format_bytes(measured)} is above the budget {format_bytes(budget)}"
         if len(plugins) == 1:
             self.seen = Seen.of(plugins[0], self.step_seconds[-1])
+
+
+_SYNC_FLAGS = {  # DDP reads them in its forward
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,
+}
+
+
+@contextlib.contextmanager
+def gradient_sync_off(*, allows_sync_batch_norm: bool = False) -> Iterator[None]:
+    """Inside, models under DDP exchange nothing, as under its ``no_sync``, in a static graph's first step neither.
+
+    Args:
+        allows_sync_batch_norm: Whether a model may have it: its ranks wait for one another within a step.
+    """
+    before: dict[int, dict[str, Any]] = {}
+
+    def withhold(module: nn.Module, _: Any) -> None:
+        if not isinstance(module, DistributedDataParallel):
+            return
+        if not allows_sync_batch_norm and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            raise UnsupportedError(
+                "a batch size cannot be tried with SyncBatchNorm: a rank that runs out of memory would leave the "
+                "others waiting; use batch norm without synchronisation, or set the batch size yourself"
+            )
+        before[id(module)] = {name: vars(module)[name] for name in _SYNC_FLAGS if name in vars(module)}
+        vars(module).update({name: _SYNC_FLAGS[name] for name in before[id(module)]})
+
+    def put_back(module: nn.Module, *_: Any) -> None:
+        vars(module).update(before.pop(id(module), {}))
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(register_module_forward_pre_hook(withhold).remove)
+        hooks.callback(register_module_forward_hook(put_back, always_call=True).remove)
+        yield
 
 
 class Host(Protocol):
