@@ -39,7 +39,7 @@ from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
 from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, throughput_scale_of
 from lightning_offload.tuning.ranks import STOPPED, Coordinator, agreed
-from lightning_offload.tuning.search import MAX_TRIALS, MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
+from lightning_offload.tuning.search import MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Predict, Trial
 from lightning_offload.units import format_bytes
 
@@ -308,7 +308,7 @@ class TrialRunner:
         host: What trains.
         settings: How long a trial is.
         agreement: Among the ranks.
-        shown: Entered around each trial, for whoever watches.
+        tell: Told the size of each trial before it begins.
 
     Attributes:
         done: The trials that ran.
@@ -321,18 +321,13 @@ class TrialRunner:
         settings: TrialSettings,
         agreement: Coordinator,
         *,
-        shown: Callable[[int], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
+        tell: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.done: list[Trial] = []
         self.predictions = Predictions(None, agreement)
-        self._host, self._settings, self._agreement, self._shown = host, settings, agreement, shown
+        self._host, self._settings, self._agreement, self._tell = host, settings, agreement, tell
         self._seen: dict[int, Seen | None] = {}
         self._allowed: Sequence[int] | None = None
-
-    @property
-    def max_trials(self) -> int:
-        """Most trials of a search that is given no `max_trials`."""
-        return MAX_TRIALS_PREDICTED if self.predictions.is_usable else MAX_TRIALS
 
     @every_shape_recorded()
     def find(
@@ -405,12 +400,12 @@ class TrialRunner:
             TuningError: Another rank failed.
             Exception: Whatever the host raised on this one, unless it says that the size does not fit.
         """
-        with self._shown(batch_size):
-            refusal = self._host.refusal(batch_size, self.done, self.predictions)
-            if refusal:
-                trial = Trial(batch_size=batch_size, is_ok=False, reason=refusal)
-            else:
-                trial = self._tried(batch_size, is_recorded=is_recorded)
+        self._tell(batch_size)
+        refusal = self._host.refusal(batch_size, self.done, self.predictions)
+        if refusal:
+            trial = Trial(batch_size=batch_size, is_ok=False, reason=refusal)
+        else:
+            trial = self._tried(batch_size, is_recorded=is_recorded)
         self.done.append(trial)
         return trial
 

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -255,47 +255,16 @@ def _bytes(value: int | None) -> str:
     return "" if value is None else format_bytes(value)
 
 
-class SearchProgress:
-    """A progress bar over the trials, where the Trainer shows one.
+@contextlib.contextmanager
+def search_shown(is_visible: bool) -> Iterator[Callable[[int], None]]:
+    """Show that a search runs inside, and which size it tries; gives what is to be told of each."""
+    if not is_visible:
+        yield lambda _: None
+        return
+    from rich import get_console
 
-    Args:
-        is_visible: Whether to show it at all.
-    """
-
-    def __init__(self, is_visible: bool) -> None:
-        self._is_visible = is_visible
-        self._progress: Any = None
-        self._task: Any = None
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the bar inside."""
-        if not self._is_visible:
-            yield
-            return
-        from rich import progress
-
-        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
-        with progress.Progress(*columns, progress.TimeElapsedColumn(), transient=True) as self._progress:
-            self._task = self._progress.add_task("Finding the efficient batch size", total=None)
-            try:
-                yield
-            finally:
-                self._progress = None
-
-    @contextlib.contextmanager
-    def trying(self, batch_size: int, *, total: int) -> Iterator[None]:
-        """A trial takes place inside.
-
-        Args:
-            batch_size: Its size.
-            total: Most trials that there can be.
-        """
-        if self._progress is not None:
-            self._progress.update(self._task, description=f"Trying batch size {batch_size}", total=total)
-        yield
-        if self._progress is not None:
-            self._progress.advance(self._task)
+    with get_console().status("Finding the efficient batch size") as status:
+        yield lambda batch_size: status.update(f"Trying batch size {batch_size}")
 
 
 NAME = "batch_size"

@@ -40,7 +40,7 @@ from lightning_offload.callbacks.tuning.rates import (
     scaled_rate,
     stragglers,
 )
-from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult, tell_kept
+from lightning_offload.callbacks.tuning.result import TuningResult, search_shown, tell_kept
 from lightning_offload.callbacks.tuning.sampling import Bounds, TrialData, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
 from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start
@@ -204,9 +204,8 @@ class Session:
             allow_oom=options.allow_oom, accumulation=self._objective.accumulation, clock=self._clock,
         )  # fmt: skip
         try:
-            progress = SearchProgress(self._is_visible)
-            runner = self._runner(host, progress)
-            with progress.shown(), heap_set_aside():
+            with search_shown(self._is_visible) as tell, heap_set_aside():
+                runner = self._runner(host, tell)
                 why = self._too_quick(runner) or self._pilot(host, runner)
                 if why:
                     return self._kept(why)
@@ -381,7 +380,7 @@ class Session:
             return max(_THROUGHPUT_SECONDS, _TUNING_SHARE * (seconds or 0.0))
         return None if seconds is None else _TUNING_SHARE * seconds
 
-    def _runner(self, host: LightningHost, progress: SearchProgress) -> TrialRunner:
+    def _runner(self, host: LightningHost, tell: Callable[[int], None]) -> TrialRunner:
         options, memory = self._options, host.recorder.memory
         settings = TrialSettings(
             # each size is a new shape of step to a plugin; what it records and verifies is no time to trust
@@ -392,10 +391,7 @@ class Session:
             is_out_of_memory=host.is_out_of_memory,
             allows_sync_batch_norm=True,
         )
-        runner = TrialRunner(
-            host, settings, self._agreement, shown=lambda size: progress.trying(size, total=runner.max_trials)
-        )
-        return runner
+        return TrialRunner(host, settings, self._agreement, tell=tell)
 
     def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> SearchResult:
         options, base = self._options, self._targets.base_size
