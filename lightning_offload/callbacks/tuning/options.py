@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_offload.errors import TuningError
-from lightning_offload.lightning_packages import current_package, import_from, package_of
+from lightning_offload.lightning_packages import import_from, package_for
 from lightning_offload.tuning.learning_rate import SCALINGS
 from lightning_offload.tuning.ranges import check_ranges
 
@@ -152,7 +152,7 @@ def checked_folder(plot_dir: Any) -> Path:
 
 def misconfiguration(trainer: Any, message: str) -> Exception:
     """A `TuningError` that is the `MisconfigurationException` of the Trainer's Lightning package too."""
-    error: Exception = _misconfiguration_class(package_of(trainer) or current_package())(message)
+    error: Exception = _misconfiguration_class(package_for(trainer))(message)
     return error
 
 
