@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_of
-from lightning_offload.callbacks.tuning.freezing import num_trainable, unfreezes_later
 from lightning_offload.callbacks.tuning.length import StepLimits
 from lightning_offload.callbacks.tuning.options import (
     AdvancedTuning,
@@ -33,6 +31,7 @@ from lightning_offload.callbacks.tuning.targets import (
     rate_to_set,
     warn_of_other_batch,
 )
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, unfreezes_later
 from lightning_offload.callbacks.tuning.trials import Start, roots_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import build_class, import_from, package_for, rank_zero
@@ -219,7 +218,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
                 return
             self.optimal_batch_size = self.result.batch_size
             self._mark(pl_module)
-            self._num_trainable = None if unfreezes_later(trainer) else num_trainable(pl_module)
+            self._num_trainable = None if unfreezes_later(trainer) else _num_trainable(pl_module)
             rewrite_configuration(trainer, package_for(trainer), self.result, **self._names)
             show(self.result, trainer, package_for(trainer), self._plot_dir)
         if self._early_exit:
@@ -243,8 +242,8 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns where parameters are trained that were frozen in trials."""
-        if self._num_trainable is not None and num_trainable(pl_module) > self._num_trainable:
-            more, self._num_trainable = num_trainable(pl_module) - self._num_trainable, None
+        if self._num_trainable is not None and _num_trainable(pl_module) > self._num_trainable:
+            more, self._num_trainable = _num_trainable(pl_module) - self._num_trainable, None
             rank_zero(
                 package_for(trainer),
                 "warn",
@@ -337,6 +336,10 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self.optimal_batch_size = self.result.batch_size
         self._warmup_state = state_dict.get("warmup")
         self._is_restored = True
+
+
+def _num_trainable(module: LightningModule) -> int:
+    return sum(parameter.requires_grad for parameter in module.parameters())
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_schedule
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_schedule
 from lightning_offload.errors import TuningError
 
 __all__ = [

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.freezing import unfreezes_later
 from lightning_offload.callbacks.tuning.length import (
     StepLimits,
     check_lengths,
@@ -28,7 +27,7 @@ from lightning_offload.callbacks.tuning.length import (
     steps_left,
 )
 from lightning_offload.callbacks.tuning.lengths import Lengths
-from lightning_offload.callbacks.tuning.objective import GOODPUT, THROUGHPUT, Objective, objective_of
+from lightning_offload.callbacks.tuning.objective import GOODPUT, LARGEST, THROUGHPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import (
@@ -72,7 +71,6 @@ _LEAST_SECONDS = 1.0
 """What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
 _THROUGHPUT_SECONDS = 60.0
 """What trials may take in a run of any length, where throughput was asked for."""
-_LARGEST = 1 << 31  # samples: more than any device holds
 _WORTH_A_WORD = 1.1
 """How many times the samples per second are told of where they are not taken."""
 _LEAST_BATCHES = 128
@@ -200,7 +198,6 @@ class Session:
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, data=data,
             agreement=self._agreement, known_size=self._targets.base_size,
-            unfreezes_later=unfreezes_later(self._trainer),
             allow_oom=options.allow_oom, accumulation=self._objective.accumulation, clock=self._clock,
         )  # fmt: skip
         try:
@@ -332,7 +329,7 @@ class Session:
         """The largest size at which a sample is worth enough: a run of so many epochs is to end where it did."""
         base, least = self._targets.base_size, self._options.min_efficiency
         if not least:
-            return _LARGEST
+            return LARGEST
         batch = self._effective(base)
         largest = (noise_scale + batch) / least - noise_scale  # of the effective batch
         return max(base, int(largest * base / batch))

@@ -22,10 +22,10 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, resized
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.result import TuningResult
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from, rank_zero
 from lightning_offload.tuning.snapshot import RandomStates

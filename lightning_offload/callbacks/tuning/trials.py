@@ -32,12 +32,10 @@ from typing import Any, final
 import torch
 
 from lightning_offload.accelerators import kind_of, memory_of, synchronize
-from lightning_offload.callbacks.tuning.accumulation import accumulating
 from lightning_offload.callbacks.tuning.batches import loaders_in
-from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
-from lightning_offload.callbacks.tuning.freezing import unfreeze
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
 from lightning_offload.callbacks.tuning.sampling import TrialData
+from lightning_offload.callbacks.tuning.trainer_facts import is_batch_norm_shared, sharding_of, unfreezes_later
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
@@ -435,6 +433,16 @@ class StepTimer:
         self._took(seconds)
 
 
+@contextlib.contextmanager
+def _accumulating(trainer: Any, number: int) -> Iterator[None]:
+    """Inside, the Trainer accumulates so many micro-batches."""
+    before, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, number
+    try:
+        yield
+    finally:
+        trainer.accumulate_grad_batches = before
+
+
 class LightningHost:
     """Trains with the fit loop of a Trainer, on this rank.
 
@@ -447,7 +455,6 @@ class LightningHost:
         agreement: Between ranks.
         known_size: The largest size that the user is known to train with.
         allow_oom: What the user says of trials that run out of memory, if anything.
-        unfreezes_later: Whether a callback is going to train parameters that are frozen now.
         accumulation: Micro-batches of an optimizer step with a size, whatever the Trainer's own number is.
         clock: Tells seconds.
 
@@ -467,11 +474,9 @@ class LightningHost:
         agreement: Coordinator,
         known_size: int,
         allow_oom: bool | None,
-        unfreezes_later: bool,
         accumulation: Callable[[int], int],
         clock: Clock,
     ) -> None:
-        self._unfreezes_later = unfreezes_later
         self._accumulation = accumulation
         self.recorder = StepRecorder(trainer, module)
         self.decline = reason_not_to_run_out(trainer, module, allow_oom)
@@ -541,7 +546,7 @@ class LightningHost:
         trainer, loop = self._trainer, self._trainer.fit_loop
         watch = _watch_class(self._package)(**hooks)
         call = import_from(self._package, "trainer.call")
-        with quiet(trainer, self._module, self._package, watch), accumulating(trainer, accumulation):
+        with quiet(trainer, self._module, self._package, watch), _accumulating(trainer, accumulation):
             call._call_lightning_module_hook(trainer, "on_fit_start")  # which comes after the callbacks' own
             num_before = -1
             while watch.num_batches > num_before:
@@ -562,14 +567,25 @@ class LightningHost:
 
     @contextlib.contextmanager
     def _unfrozen(self) -> Iterator[None]:
+        """Inside, all parameters are trained where a callback is going to train those that are frozen now."""
         groups = [(optimizer, list(optimizer.param_groups)) for optimizer in self._trainer.optimizers]
-        if self._unfreezes_later:
-            unfreeze(self._module, self._trainer.optimizers[0])
+        if unfreezes_later(self._trainer):
+            self._unfreeze(self._trainer.optimizers[0])
         try:
             yield
         finally:
             for optimizer, before in groups:
                 optimizer.param_groups[:] = before  # schedules know no others
+
+    def _unfreeze(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have all parameters trained, by this optimizer where they have none; state and optimizer are put back."""
+        frozen = [each for each in self._module.parameters() if not each.requires_grad and each.is_floating_point()]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        added = [parameter for parameter in frozen if id(parameter) not in known]
+        if added:
+            optimizer.add_param_group({"params": added})
 
     def pilot(
         self, *, batch_size: int, plan: PilotPlan, num_steps: float, is_late: Callable[[], bool] = lambda: False
@@ -585,7 +601,7 @@ class LightningHost:
         Returns:
             Those of the first steps, and those of the measured ones.
         """
-        with accumulating(self._trainer, plan.accumulation):
+        with _accumulating(self._trainer, plan.accumulation):
             pilot = Pilot(
                 self._trainer, self._module, plan, micro_size=batch_size, num_ranks=self._agreement.num_ranks,
                 num_steps=num_steps, is_late=is_late,
