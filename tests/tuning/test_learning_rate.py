@@ -214,7 +214,7 @@ def test_a_group_without_a_rate_is_named() -> None:
 def test_the_tuner_imports_no_torch() -> None:
     """Rates and the performance model are plain Python until they meet an optimizer."""
     code = (
-        "import sys, lightning_offload.tuning.learning_rate, lightning_offload.tuning.predictor\n"
+        "import sys, lightning_offload.tuning.learning_rate, lightning_offload.tuning.predictions\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0

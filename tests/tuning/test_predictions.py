@@ -11,8 +11,8 @@ from lightning_offload.errors import BudgetInfeasibleError, PolicyError, TuningE
 from lightning_offload.graph import StepGraph
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.step_model import StepModel
-from lightning_offload.tuning import predictor as predictor_module
-from lightning_offload.tuning.predictor import Predictor
+from lightning_offload.tuning import predictions
+from lightning_offload.tuning.predictions import Predictor
 from lightning_offload.tuning.trial import Prediction
 from tests.graph.building import DEVICE, chain
 from tests.tuning.steps import A100, recorded, recorded_family
@@ -83,7 +83,7 @@ def test_each_size_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(graph.storages[1].num_bytes // 100)
         return plan(graph, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(predictor_module, "plan", counted)
+    monkeypatch.setattr(predictions, "plan", counted)
     predict = Predictor(MODEL, FAST, Predictor(MODEL, FAST, None).plain().needed_bytes(20))
     assert predict(10) is predict(10)
     assert not predict(10_000).is_feasible
@@ -99,7 +99,7 @@ def test_more_effort_where_a_little_is_not_enough(monkeypatch: pytest.MonkeyPatc
         efforts.append(is_provisional)
         return plan(*args, is_provisional=is_provisional, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(predictor_module, "plan", noted)
+    monkeypatch.setattr(predictions, "plan", noted)
     model = _model("lstm")
     budget = Predictor(model, A100, None).needed_bytes(64)
     full = Predictor(model, A100, budget)(64)
