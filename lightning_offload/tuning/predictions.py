@@ -31,6 +31,7 @@ from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.trial import Prediction
 
 if TYPE_CHECKING:
+    from lightning_offload.plugins.memory import MemoryPlugin
     from lightning_offload.plugins.report import Planned
 
 __all__ = ["Predictions", "Predictor", "Recorded", "fit_predictor", "throughput_scale_of"]
@@ -43,24 +44,42 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a few steps at one batch size showed.
+    """What a memory plugin showed of a few steps at one batch size.
 
     Attributes:
         planned: The step, and the device it was planned for; None where nothing could record it.
         peak_bytes: Peak of the last measured step.
         fixed_seconds: What the step took beyond forward and backward: the optimizer and the transfer of the batch.
-        step_seconds: The median of a few steps that nothing watched; 0.0 where there is no recording.
+        step_seconds: The median of a few steps that nothing watched.
+        policy: Who plans.
+        budget_bytes: The budget, None for no limit.
     """
 
     planned: Planned | None
     peak_bytes: int | None
-    fixed_seconds: float = 0.0
-    step_seconds: float = 0.0
+    fixed_seconds: float
+    step_seconds: float
+    policy: str
+    budget_bytes: int | None
 
-    @property
-    def has_collectives(self) -> bool:
-        """Whether ranks talk to one another within forward and backward."""
-        return self.planned is not None and self.planned.graph.has_collectives
+    @classmethod
+    def of(cls, memory: MemoryPlugin, step_seconds: float) -> Recorded:
+        """Read a plugin.
+
+        Args:
+            memory: It measured the last step.
+            step_seconds: What that took.
+        """
+        memory.plan()
+        report = memory.report(of_last=True)
+        return cls(
+            planned=report.planned,
+            peak_bytes=report.measured_peak_bytes,
+            fixed_seconds=max(0.0, step_seconds - (report.measured_step_seconds or step_seconds)),
+            step_seconds=step_seconds,
+            policy=memory.policy,
+            budget_bytes=memory.budget_bytes,
+        )
 
 
 @final
@@ -250,17 +269,16 @@ def throughput_scale_of(predictor: Predictor | None, recorded: Mapping[int, Reco
     return median(ratios) if ratios else 1.0
 
 
-def fit_predictor(
-    recorded: Mapping[int, Recorded], *, budget_bytes: int | None, policy: str, num_ranks: int
-) -> Predictor | None:
+def fit_predictor(recorded: Mapping[int, Recorded], num_ranks: int) -> Predictor | None:
     """Make the predictor for steps recorded at some sizes; None where they do not suffice."""
     planned = {size: found.planned for size, found in recorded.items() if found.planned is not None}
     if len(planned) < 2:
         return None
+    last = recorded[max(recorded)]
     try:
         step_model = StepModel.fit({size: found.graph for size, found in planned.items()})
         fixed_seconds = min(recorded[size].fixed_seconds for size in planned)
         device = planned[max(planned)].device
-        return Predictor(step_model, device, budget_bytes, policy, num_ranks, fixed_seconds)
+        return Predictor(step_model, device, last.budget_bytes, last.policy, num_ranks, fixed_seconds)
     except OffloadError:
         return None

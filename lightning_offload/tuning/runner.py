@@ -43,7 +43,7 @@ from lightning_offload.tuning.search import MAX_TRIALS_PREDICTED, SearchResult, 
 from lightning_offload.tuning.trial import Predict, Trial
 from lightning_offload.units import format_bytes
 
-__all__ = ["ENDED_EARLY", "Host", "RankStatus", "Seen", "StepMeter", "TrialOver", "TrialRunner", "TrialSettings"]
+__all__ = ["ENDED_EARLY", "Host", "RankStatus", "StepMeter", "TrialOver", "TrialRunner", "TrialSettings"]
 
 ENDED_EARLY = "training ended after"
 """How the reason of a trial begins whose host returned before anything could be timed."""
@@ -88,39 +88,6 @@ class TrialSettings:
     allows_sync_batch_norm: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What a memory plugin tells of a trial's steps.
-
-    Attributes:
-        recorded: The step, its peak and its times.
-        policy: Who plans.
-        budget_bytes: The budget, None for no limit.
-    """
-
-    recorded: Recorded
-    policy: str
-    budget_bytes: int | None
-
-    @classmethod
-    def of(cls, memory: MemoryPlugin, step_seconds: float) -> Seen:
-        """Read a plugin.
-
-        Args:
-            memory: It measured the last step.
-            step_seconds: What that took.
-        """
-        memory.plan()
-        report = memory.report(of_last=True)
-        recorded = Recorded(
-            planned=report.planned,
-            peak_bytes=report.measured_peak_bytes,
-            fixed_seconds=max(0.0, step_seconds - (report.measured_step_seconds or step_seconds)),
-            step_seconds=step_seconds,
-        )
-        return cls(recorded=recorded, policy=memory.policy, budget_bytes=memory.budget_bytes)
-
-
 class StepMeter:
     """Collects the steps of one trial on this rank, and ends it once there are enough.
 
@@ -135,7 +102,7 @@ class StepMeter:
         peak_bytes: The largest after the warm-up; None where it is not known.
         excess: Why the steps do not fit though none failed; empty where they do.
         status: Of the worst rank in the round that ended the trial; None while it goes on.
-        seen: What a memory plugin reported; None without one.
+        recorded: What a memory plugin showed; None without one.
         exchanges: Whether ranks exchange their gradients by now.
     """
 
@@ -145,7 +112,7 @@ class StepMeter:
         self.peak_bytes: int | None = None
         self.excess = ""
         self.status: RankStatus | None = None
-        self.seen: Seen | None = None
+        self.recorded: Recorded | None = None
         self.is_recorded = is_recorded
         self.exchanges = False
         # with several ranks the first step shows that a size fits on all
@@ -168,10 +135,9 @@ class StepMeter:
             self._end_warmup()
             yield
 
-    def note(self, seen: Seen) -> None:
+    def note(self, recorded: Recorded) -> None:
         """Take what a memory plugin of the host's own showed."""
-        self.seen = seen
-        self.peak_bytes = seen.recorded.peak_bytes
+        self.recorded, self.peak_bytes = recorded, recorded.peak_bytes
 
     def step_took(self, seconds: float, *, counts: bool = True) -> None:
         """Count a step that has ended.
@@ -239,7 +205,7 @@ class StepMeter:
             if budget is not None and measured > budget:
                 self.excess = f"peak {format_bytes(measured)} is above the budget {format_bytes(budget)}"
         if len(plugins) == 1:
-            self.seen = Seen.of(plugins[0], self.step_seconds[-1])
+            self.recorded = Recorded.of(plugins[0], self.step_seconds[-1])
 
 
 _SYNC_FLAGS = {  # DDP reads them in its forward
@@ -326,7 +292,7 @@ class TrialRunner:
         self.done: list[Trial] = []
         self.predictions = Predictions(None, agreement)
         self._host, self._settings, self._agreement, self._tell = host, settings, agreement, tell
-        self._seen: dict[int, Seen | None] = {}
+        self._recorded: dict[int, Recorded | None] = {}
         self._allowed: Sequence[int] | None = None
 
     @every_shape_recorded()
@@ -418,7 +384,7 @@ class TrialRunner:
         waiting = list(dict.fromkeys((begin, first)))
         fits: int | None = None
         is_spread = False
-        while len(self._seen) < most and len(self.done) < 2 * most and not self._is_late(until()):
+        while len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until()):
             if not waiting:
                 if fits is None or is_spread:
                     return
@@ -455,20 +421,14 @@ class TrialRunner:
     @property
     def _is_watched(self) -> bool:
         """Whether a plugin showed the steps of all trials that were ok."""
-        return all(each is not None and each.recorded.planned is not None for each in self._seen.values())
+        return all(each is not None and each.planned is not None for each in self._recorded.values())
 
     def _fitted(self) -> Predictions:
         """Fit the performance model, if plugins have shown enough."""
-        agreement = self._agreement
-        seen = {size: each for size, each in self._seen.items() if each is not None}
-        recorded = {size: each.recorded for size, each in seen.items()}
-        predictor = None
-        if seen:
-            last = seen[max(seen)]
-            predictor = fit_predictor(
-                recorded, budget_bytes=last.budget_bytes, policy=last.policy, num_ranks=agreement.num_ranks
-            )
-        return Predictions(predictor, agreement, throughput_scale_of(predictor, recorded, agreement.num_ranks))
+        num_ranks = self._agreement.num_ranks
+        recorded = {size: each for size, each in self._recorded.items() if each is not None}
+        predictor = fit_predictor(recorded, num_ranks)
+        return Predictions(predictor, self._agreement, throughput_scale_of(predictor, recorded, num_ranks))
 
     # ---- one trial
 
@@ -481,7 +441,8 @@ class TrialRunner:
             raise
         self._agreement.together(self._host.restore, f"putting back what the trial of batch size {batch_size} changed")
         if trial.is_ok:
-            self._seen[batch_size] = _at_speed(meter)
+            recorded, seconds = meter.recorded, median(meter.step_seconds)
+            self._recorded[batch_size] = recorded and dataclasses.replace(recorded, step_seconds=seconds)
         return trial
 
     def _measured(self, batch_size: int, meter: StepMeter) -> Trial:
@@ -556,11 +517,3 @@ def _trial(batch_size: int, meter: StepMeter, reason: str) -> Trial:
     return Trial(
         batch_size=batch_size, is_ok=False, peak_bytes=meter.peak_bytes, step_seconds=seconds, reason=reason
     )  # fmt: skip
-
-
-def _at_speed(meter: StepMeter) -> Seen | None:
-    """What a plugin reported, with the time of the steps that were timed."""
-    if meter.seen is None:
-        return None
-    recorded = dataclasses.replace(meter.seen.recorded, step_seconds=median(meter.step_seconds))
-    return dataclasses.replace(meter.seen, recorded=recorded)

@@ -43,8 +43,9 @@ from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.strategies.precision import graft, ungraft
 from lightning_offload.tuning.learning_rate import has_step_hooks, unwrapped
 from lightning_offload.tuning.noise_scale import GradientSquares
+from lightning_offload.tuning.predictions import Recorded
 from lightning_offload.tuning.ranks import Coordinator
-from lightning_offload.tuning.runner import Seen, StepMeter
+from lightning_offload.tuning.runner import StepMeter
 from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
 from lightning_offload.tuning.trial import Predict, Trial
 
@@ -185,7 +186,7 @@ class StepRecorder:
         self._own.attach(self._module, strategy.root_device)
         self._own.allow_unserved()
 
-    def step_took(self, seconds: float) -> Seen | None:
+    def step_took(self, seconds: float) -> Recorded | None:
         """Note that a step has ended; after a few tell what they showed, and take the plugin off."""
         assert self._own is not None
         self._num_steps += 1
@@ -193,9 +194,9 @@ class StepRecorder:
             graft(self._trainer.strategy.precision_plugin, self._own)
         if self._num_steps < NUM_LEARNING_STEPS + 2:
             return None
-        seen = Seen.of(self._own, seconds)
+        recorded = Recorded.of(self._own, seconds)
         self.end()
-        return dataclasses.replace(seen, budget_bytes=self.budget_bytes)
+        return dataclasses.replace(recorded, budget_bytes=self.budget_bytes)
 
     def end(self) -> None:
         """Take our own plugin off, if it is on."""
@@ -504,9 +505,8 @@ class LightningHost:
         def took(seconds: float) -> None:
             if not recorder.is_recording:
                 meter.step_took(seconds)
-            elif (seen := recorder.step_took(seconds)) is not None:
-                self._has_talked |= seen.recorded.has_collectives
-                meter.note(seen)
+            elif (recorded := recorder.step_took(seconds)) is not None:
+                meter.note(recorded)
 
         def talked(has_talked: bool) -> None:
             if not meter.exchanges:  # its own gradients, that is
@@ -625,11 +625,6 @@ class LightningHost:
         """A size is refused where it may not fit and a rank that runs out of memory would leave others waiting."""
         ran = [trial.batch_size for trial in trials if trial.is_ok]
         if self.is_to_be_watched and ran:
-            memory = self.recorder.memory
-            if memory is not None:
-                memory.plan()
-            planned = memory.report(of_last=True).planned if memory is not None else None
-            self._has_talked |= planned is not None and planned.graph.has_collectives
             self._may_talk = False
             if not self._agreement.is_true_on_all(not self._has_talked):
                 self.decline = "the model has collectives of its own in a training step"
