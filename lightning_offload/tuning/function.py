@@ -21,7 +21,6 @@ do in all.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -37,6 +36,7 @@ from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import TuningError, UnsupportedError
 from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.function_host import FunctionHost
 from lightning_offload.tuning.ranges import check_ranges
 from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
@@ -154,10 +154,7 @@ Remember = Callable[[Sequence[Any]], Restore]
 class SearchOptions:
     """What :func:`find_efficient_batch_size` was given for its search."""
 
-    starting_batch_size: int
-    tolerance: float
-    min_size: int
-    max_size: int | None
+    space: Space
     max_trials: int | None
     max_seconds: float | None
 
@@ -232,14 +229,7 @@ class EfficientBatchSize:
         with _agreement() as agreement, heap_set_aside():
             runner = TrialRunner(host, self._settings, agreement)
             try:
-                return runner.find(
-                    first=options.starting_batch_size,
-                    low=options.min_size,
-                    high=options.max_size,
-                    tolerance=options.tolerance,
-                    max_trials=options.max_trials,
-                    max_seconds=options.max_seconds,
-                )
+                return runner.find(options.space, max_trials=options.max_trials, max_seconds=options.max_seconds)
             except TuningError as error:
                 raise self._about_length(runner.done) or error from None
 
@@ -291,17 +281,21 @@ def find_efficient_batch_size(
     Raises:
         TuningError: A number is out of range.
     """
-    options = SearchOptions(
-        starting_batch_size=starting_batch_size, tolerance=tolerance, min_size=min_size, max_size=max_size,
-        max_trials=max_trials, max_seconds=max_seconds,
+    check_ranges(
+        {
+            "starting_batch_size": starting_batch_size, "tolerance": tolerance, "min_size": min_size,
+            "max_size": max_size, "steps_per_trial": steps_per_trial, "warmup_steps": warmup_steps,
+            "max_trials": max_trials, "max_seconds": max_seconds,
+        }
     )  # fmt: skip
-    check_ranges({**dataclasses.asdict(options), "steps_per_trial": steps_per_trial, "warmup_steps": warmup_steps})
     if not min_size <= starting_batch_size <= (max_size or starting_batch_size):
         raise TuningError(
             f"starting_batch_size={starting_batch_size} is not between min_size={min_size} and max_size={max_size}"
         )
     if memory is not None and not isinstance(memory, MemoryPlugin):
         raise TuningError(f"memory={memory!r} is a {type(memory).__name__}: give a MemoryPlugin")
+    space = Space(low=min_size, high=max_size, start=starting_batch_size, tolerance=tolerance)
+    options = SearchOptions(space=space, max_trials=max_trials, max_seconds=max_seconds)
     settings = TrialSettings(
         warmup_steps=warmup_steps, timed_steps=steps_per_trial, memory=memory, is_out_of_memory=is_out_of_memory
     )

@@ -37,6 +37,7 @@ from lightning_offload.errors import BudgetInfeasibleError, OffloadError, Tuning
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, throughput_scale_of
 from lightning_offload.tuning.ranks import STOPPED, Coordinator, agreed
 from lightning_offload.tuning.search import MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
@@ -293,36 +294,25 @@ class TrialRunner:
         self.predictions = Predictions(None, agreement)
         self._host, self._settings, self._agreement, self._tell = host, settings, agreement, tell
         self._recorded: dict[int, Recorded | None] = {}
-        self._allowed: Sequence[int] | None = None
 
     @every_shape_recorded()
     def find(
         self,
+        space: Space,
         *,
-        first: int,
         begin: int | None = None,
-        low: int,
-        high: int | None,
-        tolerance: float,
         max_trials: int | None,
         max_seconds: float | None,
         usual_seconds: Callable[[Sequence[Trial]], float | None] = lambda _: None,
-        sizes: Sequence[int] | None = None,
-        efficiency: Callable[[int], float] | None = None,
     ) -> SearchResult:
         """Find the efficiency-optimal size; every rank calls it, and all get the same.
 
         Args:
-            first: Where the search begins.
-            begin: A smaller size to try before, to see what a step does; `first` unless given.
-            low: The smallest size allowed.
-            high: The largest, None for no limit.
-            tolerance: How much of the best throughput may be lost for a smaller size.
+            space: What is searched.
+            begin: A smaller size than its start to try before, to see what a step does.
             max_trials: Most trials, None for the usual number.
             max_seconds: No trial begins that would probably end later; rank zero's clock counts.
             usual_seconds: The same where `max_seconds` is None, once a trial has shown what a step takes.
-            sizes: Those that may be tried, ascending; None for all.
-            efficiency: What a sample is worth at a size, by what it is at another.
 
         Raises:
             TuningError: No size was found to fit, or a rank failed.
@@ -335,23 +325,17 @@ class TrialRunner:
             return None if seconds is None else began + seconds
 
         most = max(1, (max_trials or MAX_TRIALS_PREDICTED) // _RECORDED_SHARE)
-        self._allowed = sizes
-        self._record(first if begin is None else begin, first, low, high, most, until)
+        self._record(space, space.start if begin is None else begin, most, until)
         self.predictions = self._fitted()
         end = until()
         return find_batch_size(
             self.run,
-            init_size=first,
-            tolerance=tolerance,
-            min_size=low,
-            max_size=high,
+            space,
             max_trials=max_trials,
             max_seconds=None if end is None else max(end - clock(), _NO_TIME),
             predict=self.predictions.local if self.predictions.is_usable else None,
             clock=clock,
             known=self.done,
-            sizes=sizes,
-            efficiency=efficiency,
             agreement=self._agreement,
         )
 
@@ -377,23 +361,21 @@ class TrialRunner:
 
     # ---- recording
 
-    def _record(
-        self, begin: int, first: int, low: int, high: int | None, most: int, until: Callable[[], float | None]
-    ) -> None:
+    def _record(self, space: Space, begin: int, most: int, until: Callable[[], float | None]) -> None:
         """Try a few sizes first, as long as a memory plugin shows their steps."""
-        waiting = list(dict.fromkeys((begin, first)))
+        waiting = list(dict.fromkeys((begin, space.start)))
         fits: int | None = None
         is_spread = False
         while len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until()):
             if not waiting:
                 if fits is None or is_spread:
                     return
-                smallest = max(low, _SMALLEST_RECORDED)
+                smallest = max(space.low, _SMALLEST_RECORDED)
                 waiting = [size for size in (2 * fits, fits // 2, 4 * fits) if size >= smallest]
                 is_spread = True
                 continue
             size = waiting.pop(0)
-            if size < low or (high is not None and size > high):
+            if not space.is_within(size):
                 continue
             tried = next((trial for trial in self.done if trial.batch_size == size), None)
             if tried is not None:
@@ -402,7 +384,7 @@ class TrialRunner:
                 elif fits is None and not tried.is_ok:
                     waiting = [size // 4]
                 continue
-            if self._allowed is not None and size not in self._allowed:
+            if space.sizes is not None and size not in space.sizes:
                 continue
             if self._host.refusal(size, self.done, self.predictions):
                 continue  # it is no trial yet: the search may never come to it

@@ -27,7 +27,6 @@ trial's cost is not weighed against another's.
 
 from __future__ import annotations
 
-import bisect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -95,37 +94,26 @@ class SearchResult:
 
 def find_batch_size(
     run: Run,
+    space: Space,
     *,
-    min_size: int = 1,
-    max_size: int | None = None,
-    init_size: int | None = None,
-    tolerance: float = 0.03,
     predict: Predict | None = None,
     max_trials: int | None = None,
     max_seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     known: Sequence[Trial] = (),
-    sizes: Sequence[int] | None = None,
-    efficiency: Callable[[int], float] | None = None,
     agreement: Coordinator | None = None,
 ) -> SearchResult:
     """Find the smallest batch size whose throughput is within a tolerance of the best under the budget.
 
     Args:
         run: Runs a trial of a size; the same on every rank. It may be called with a size again.
-        min_size: The smallest size allowed.
-        max_size: The largest size allowed; None for no limit.
-        init_size: Where to start without a usable prediction; `min_size` unless given.
-        tolerance: What throughput may fall short of the best, as a fraction.
+        space: What is searched.
         predict: Predicts throughput and whether a size fits, for any size; called on rank 0 only.
         max_trials: Calls of `run`; 12 with a usable prediction and 24 without, unless given.
         max_seconds: No trial is begun that would probably end later, except the first.
         clock: Seconds, from any start.
         known: Trials that were run before, the same on every rank; they count among the trials, but for those of sizes
             that are not allowed, which the result has and the search does not heed.
-        sizes: Those that may be tried, ascending; None for all between the limits.
-        efficiency: What a sample is worth at a size, by what it is at another one: what is looked for is the best of
-            throughput times this (goodput). Unless given, samples are worth the same.
         agreement: Of the ranks that search together, the same that `run` uses; None for one process.
 
     Returns:
@@ -135,22 +123,15 @@ def find_batch_size(
         TuningError: No size may be tried, or none was found to fit.
     """
     agreement = agreement if agreement is not None else Coordinator()
-    if sizes is not None:
-        sizes = _inside(sizes, min_size, max_size)
-        min_size, max_size = sizes[0], sizes[-1]
+    space = space.narrowed()
     search = _Search(
-        min_size=min_size,
-        max_size=max_size,
-        start=_start(min_size, max_size, init_size, sizes),
-        sizes=sizes,
-        efficiency=efficiency,
-        tolerance=tolerance,
+        space=space,
         predict=predict,
         max_trials=max_trials,
         max_seconds=max_seconds,
         clock=clock,
-        outside=[trial for trial in known if not _is_between(trial.batch_size, min_size, max_size)],
-        trials=[trial for trial in known if _is_between(trial.batch_size, min_size, max_size)],
+        outside=[trial for trial in known if not space.is_within(trial.batch_size)],
+        trials=[trial for trial in known if space.is_within(trial.batch_size)],
     )
     while True:
         decided = agreement.together(lambda: search.next_decision() if agreement.rank == 0 else None, "deciding")
@@ -180,37 +161,35 @@ class _Decision:
 class _Search:
     """One search: its limits, and the trials so far, which are the same on all ranks."""
 
-    min_size: int
-    max_size: int | None
-    start: int
-    tolerance: float
+    space: Space
     predict: Predict | None
     max_trials: int | None
     max_seconds: float | None
     clock: Callable[[], float]
-    sizes: Sequence[int] | None
-    efficiency: Callable[[int], float] | None
     outside: Sequence[Trial]
     trials: list[Trial]
-    _space: Space | None = None
-    _began: float = 0.0
+    _began: float | None = None
     _durations: dict[int, float] = field(default_factory=dict)
 
     def next_decision(self) -> _Decision:
         """Decide what all ranks do next; called on rank 0 only."""
-        if self._space is None:
+        if self._began is None:
             self._began = self.clock()
             # of those that ran before, about: half of a trial is timed
             ran = [trial for trial in (*self.outside, *self.trials) if trial.step_seconds]
             self._durations.update({trial.batch_size: 2 * sum(trial.step_seconds) for trial in ran})
-            self._space = self._asked()
-        next_trial = decide(self._space, self.trials)
+            space = self.space
+            forecast = Forecast.of(
+                self.predict, low=space.low, high=space.high, tolerance=space.tolerance, worth=space.worth
+            )
+            self.space = replace(space, forecast=forecast)
+        next_trial = decide(self.space, self.trials)
         size = next_trial.next_size
         if size is None:
             return _Decision(next_trial=next_trial, ended_by="confidence", prediction=None)
-        ended_by = self._ended_by(self._space, size)
+        ended_by = self._ended_by(size, self.clock() - self._began)
         if ended_by is not None:
-            next_trial = decide(self._space, self.trials, may_grow=False)
+            next_trial = decide(self.space, self.trials, may_grow=False)
             return _Decision(next_trial=next_trial, ended_by=ended_by, prediction=None)
         prediction = self.predict(size) if self.predict is not None else None
         return _Decision(next_trial=next_trial, ended_by=None, prediction=prediction)
@@ -234,7 +213,7 @@ class _Search:
         """
         best, ended_by = decision.next_trial.best, decision.ended_by
         if best is None or ended_by is None:
-            raise _no_size_fits(self.trials, self.min_size, ended_by)
+            raise _no_size_fits(self.trials, self.space.low, ended_by)
         return SearchResult.of(
             (*self.outside, *self.trials),
             batch_size=best,
@@ -242,31 +221,20 @@ class _Search:
             ended_by=ended_by,
         )
 
-    def _asked(self) -> Space:
-        """Ask the performance model, if there is one."""
-        worth = self.efficiency or (lambda _: 1.0)
-        forecast = Forecast.of(
-            self.predict, low=self.min_size, high=self.max_size, tolerance=self.tolerance, worth=worth
-        )
-        return Space(
-            low=self.min_size, high=self.max_size, start=self.start, tolerance=self.tolerance, forecast=forecast,
-            sizes=self.sizes, efficiency=self.efficiency,
-        )  # fmt: skip
-
-    def _ended_by(self, space: Space, size: int) -> EndedBy | None:
-        """Say what forbids one more trial, of this size, if anything does."""
-        usual = MAX_TRIALS if space.forecast is None else MAX_TRIALS_PREDICTED
+    def _ended_by(self, size: int, seconds: float) -> EndedBy | None:
+        """Say what forbids one more trial, of this size and after so many seconds, if anything does."""
+        usual = MAX_TRIALS if self.space.forecast is None else MAX_TRIALS_PREDICTED
         if len(self.trials) >= (self.max_trials or usual):
             return "trials"
         if self.max_seconds is None or not self.trials:  # without a trial there is nothing to choose from
             return None
         if not self._durations:  # nothing tells how long a trial takes
-            return "seconds" if self.clock() - self._began > self.max_seconds else None
+            return "seconds" if seconds > self.max_seconds else None
         # the time it takes, by the nearest size that ran
         ran = {trial.batch_size for trial in self.trials if trial.is_ok} or self._durations.keys()
         nearest = min(ran, key=lambda tried: abs(math.log(tried / size)))
         expected = self._durations[nearest] * max(1.0, size / nearest)
-        return "seconds" if self.clock() - self._began + expected > self.max_seconds else None
+        return "seconds" if seconds + expected > self.max_seconds else None
 
 
 def _with_prediction(trial: Trial, prediction: Prediction | None) -> Trial:
@@ -293,26 +261,3 @@ def _no_size_fits(trials: Sequence[Trial], min_size: int, ended_by: EndedBy | No
         f"no batch size was found to fit from {min_size} on before {ended_by} ran out: the smallest of "
         f"{len(trials)} trials, {smallest.batch_size}, failed ({reason}); start with a smaller size"
     )
-
-
-def _start(min_size: int, max_size: int | None, init_size: int | None, sizes: Sequence[int] | None) -> int:
-    """Return where to start, within the limits."""
-    start = max(min_size, init_size if init_size is not None else min_size)
-    start = start if max_size is None else min(start, max_size)
-    return start if sizes is None else sizes[max(0, bisect.bisect_right(sizes, start) - 1)]
-
-
-def _is_between(size: int, min_size: int, max_size: int | None) -> bool:
-    return min_size <= size and (max_size is None or size <= max_size)
-
-
-def _inside(sizes: Sequence[int], min_size: int, max_size: int | None) -> Sequence[int]:
-    """Return those within the limits."""
-    end = len(sizes) if max_size is None else bisect.bisect_right(sizes, max_size)
-    inside = sizes[bisect.bisect_left(sizes, min_size) : end]
-    if not inside:
-        few = f"{list(sizes[:8])}{'...' if len(sizes) > 8 else ''}"
-        raise TuningError(
-            f"none of the sizes {few} is between min_size={min_size} and max_size={max_size}: widen these"
-        )
-    return inside

@@ -48,6 +48,7 @@ from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tensors.compiled_code import may_run
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
 from lightning_offload.tuning.learning_rate import shown_warmup_steps
 from lightning_offload.tuning.noise_scale import (
@@ -395,17 +396,16 @@ class Session:
         smallest, largest, first = bounds
         largest = largest if self._most is None else min(largest, self._most)
         first = min(first, largest)
+        space = Space(
+            low=smallest, high=largest, start=first, tolerance=options.tolerance, sizes=self._sizes(),
+            efficiency=self._efficiency(runner),
+        )  # fmt: skip
         found = runner.find(
-            first=first,
+            space,
             begin=min(first, base) if host.is_to_be_watched else first,
-            low=smallest,
-            high=largest,
-            tolerance=options.tolerance,
             max_trials=options.max_trials,
             max_seconds=None if options.max_seconds is None else options.max_seconds - self._pilot_seconds,
             usual_seconds=self._usual_seconds,
-            sizes=self._sizes(),
-            efficiency=self._efficiency(runner),
         )
         is_tried = any(trial.batch_size == base for trial in found.trials)
         if found.batch_size != base and not is_tried:
