@@ -208,7 +208,8 @@ class Session:
                 if why:
                     return self._kept(why)
                 found = self._found(host, runner, bounds)
-            choice, expected = self._agreement.broadcast(self._chosen(found, runner.predictions))  # by one clock
+            chosen = self._agreement.together(lambda: self._chosen(found, runner.predictions), "choosing a size")
+            choice, expected = self._agreement.broadcast(chosen)  # by one clock
             size = choice.batch_size
             if size != self._targets.base_size:
                 lower = data.without_single(size, bounds[0], self._sizes())
