@@ -49,16 +49,31 @@ def package_of(instance: object) -> str | None:
     return None
 
 
+def package_for(trainer: object) -> str:
+    """Names the Lightning package of a Trainer; the current one where its class is from neither."""
+    return package_of(trainer) or current_package()
+
+
 def import_from(package: str, name: str = "") -> ModuleType:
     """Imports `package` or, with `name`, the module `package.name`."""
     return importlib.import_module(f"{package}.{name}" if name else package)
 
 
-def name_constructor(mixin: type, name: str) -> None:
-    """Have Python's errors about a mixin's keywords name the class that is made of it, which is what the user wrote."""
+def build_class(mixin: type, name: str, base: type, **members: Any) -> type[Any]:
+    """Builds a class of ours for a Lightning package.
+
+    Args:
+        mixin: What is ours of it.
+        name: The public name, by which pickle and LightningCLI find the class.
+        base: The package's own class.
+        members: Further members, in place of the mixin's.
+    """
     constructor = vars(mixin).get("__init__")
-    if constructor is not None:
+    if constructor is not None:  # Python's errors about its keywords name what the user wrote
         constructor.__qualname__ = f"{name}.__init__"
+    namespace = {"__module__": "lightning_offload", "__qualname__": name, "__doc__": mixin.__doc__, **members}
+    built: type[Any] = type(base)(name, (mixin, base), namespace)
+    return built
 
 
 def rank_zero(package: str, level: str, message: str) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.tuner.judging import judge
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.search import find_batch_size
 from lightning_offload.tuning.trial import Trial
 
@@ -152,7 +153,7 @@ def search(shape: str, seed: int, *, tolerance: float, overhead_seconds: float) 
     start = time.perf_counter()
     known: dict[str, Any] = {"shape": shape, "seed": seed, "edge": machine.edge}
     try:
-        found = find_batch_size(run, max_size=_LARGEST, tolerance=tolerance)
+        found = find_batch_size(run, Space(high=_LARGEST, tolerance=tolerance))
     except Exception as error:  # one search that fails is a result, not the end of the others
         return Outcome(
             **known, chosen=None, best_size=None, best_over_chosen=None, is_right=False, num_trials=len(trials),

@@ -1,4 +1,4 @@
-"""A tuning without a training: a fit that ends as soon as the tuning is done, of which nothing else remains."""
+"""`EfficientBatchSizeFinder`: tunes when a fit begins, or in a fit that ends as soon as the tuning is done."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import override
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_of
-from lightning_offload.callbacks.tuning.freezing import num_trainable, unfreezes_later
 from lightning_offload.callbacks.tuning.length import StepLimits
 from lightning_offload.callbacks.tuning.options import (
     AdvancedTuning,
@@ -33,15 +31,10 @@ from lightning_offload.callbacks.tuning.targets import (
     rate_to_set,
     warn_of_other_batch,
 )
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, unfreezes_later
 from lightning_offload.callbacks.tuning.trials import Start, roots_of
 from lightning_offload.errors import TuningError
-from lightning_offload.lightning_packages import (
-    current_package,
-    import_from,
-    name_constructor,
-    package_of,
-    rank_zero,
-)
+from lightning_offload.lightning_packages import build_class, import_from, package_for, rank_zero
 from lightning_offload.tuning.learning_rate import Warmup, default_warmup_steps
 from lightning_offload.tuning.snapshot import RandomStates
 
@@ -50,30 +43,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import BatchSizeFinder as _FinderBase
 else:
     _FinderBase = object  # the real base comes from the package in use, see build_finder
-
-
-def tuned_alone(finder: Any, trainer: Any, model: Any, *, datamodule: Any, train_dataloaders: Any) -> None:
-    """Run `finder` on the start of a fit.
-
-    Args:
-        finder: An `EfficientBatchSizeFinder`.
-        trainer: Its callbacks are left out but for the finder and the progress bar.
-        model: The model.
-        datamodule: Its data, or None.
-        train_dataloaders: Dataloaders in its place.
-    """
-    states = RandomStates.now()
-    callbacks, loggers = trainer.callbacks, trainer.loggers
-    progress_bar = trainer.progress_bar_callback
-    trainer.callbacks = [finder, *([progress_bar] if progress_bar is not None else [])]
-    trainer.loggers = []
-    finder._early_exit = True
-    try:
-        trainer.fit(model, train_dataloaders, datamodule=datamodule)
-    finally:
-        finder._early_exit = False
-        trainer.callbacks, trainer.loggers = callbacks, loggers
-        states.restore()
 
 
 _MARK = "_efficient_batch_size_token"
@@ -176,13 +145,13 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
 
     def _is_skipped(self, trainer: Trainer) -> bool:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by one of its connectors
-            package = package_of(trainer) or current_package()
+            package = package_for(trainer)
             rank_zero(package, "info", "EfficientBatchSizeFinder is skipped: fast_dev_run is on")
             return True
         return False
 
     def _before_optimizers(self, trainer: Trainer, module: LightningModule) -> None:
-        package = package_of(trainer) or current_package()
+        package = package_for(trainer)
         is_known = self.result is not None and (self._is_restored or self._has_tuned(module))
         start: Start | RandomStates = RandomStates.now()
         try:
@@ -249,11 +218,11 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
                 return
             self.optimal_batch_size = self.result.batch_size
             self._mark(pl_module)
-            self._num_trainable = None if unfreezes_later(trainer) else num_trainable(pl_module)
-            rewrite_configuration(trainer, package_of(trainer) or current_package(), self.result, **self._names)
-            show(self.result, trainer, package_of(trainer) or current_package(), self._plot_dir)
+            self._num_trainable = None if unfreezes_later(trainer) else _num_trainable(pl_module)
+            rewrite_configuration(trainer, package_for(trainer), self.result, **self._names)
+            show(self.result, trainer, package_for(trainer), self._plot_dir)
         if self._early_exit:
-            package = package_of(trainer) or current_package()
+            package = package_for(trainer)
             raise import_from(package, "utilities.exceptions")._TunerExitException
 
     @override
@@ -273,10 +242,10 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns where parameters are trained that were frozen in trials."""
-        if self._num_trainable is not None and num_trainable(pl_module) > self._num_trainable:
-            more, self._num_trainable = num_trainable(pl_module) - self._num_trainable, None
+        if self._num_trainable is not None and _num_trainable(pl_module) > self._num_trainable:
+            more, self._num_trainable = _num_trainable(pl_module) - self._num_trainable, None
             rank_zero(
-                package_of(trainer) or current_package(),
+                package_for(trainer),
                 "warn",
                 f"{more} parameters are trained from epoch {trainer.current_epoch} on that were frozen when the batch"
                 " size was tuned, so more memory may be needed than was measured: use a BaseFinetuning callback, which"
@@ -308,18 +277,6 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         """Takes all hooks off."""
         self.teardown(trainer, pl_module, "fit")
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluation is not tuned."""
-
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluation is not tuned."""
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prediction is not tuned."""
-
     # ---- before a fit
 
     def tune(
@@ -344,7 +301,18 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
             TuningError: As for the finder itself.
         """
         self.result, self._token = None, ""
-        tuned_alone(self, trainer, model, datamodule=datamodule, train_dataloaders=train_dataloaders)
+        tuned: Any = trainer
+        states = RandomStates.now()
+        callbacks, loggers, progress_bar = tuned.callbacks, tuned.loggers, tuned.progress_bar_callback
+        tuned.callbacks = [self, *([progress_bar] if progress_bar is not None else [])]
+        tuned.loggers = []
+        self._early_exit = True
+        try:
+            tuned.fit(model, train_dataloaders, datamodule=datamodule)
+        finally:
+            self._early_exit = False
+            tuned.callbacks, tuned.loggers = callbacks, loggers
+            states.restore()
         if self.result is None:
             raise misconfiguration(trainer, "nothing was tuned: fast_dev_run is on, or the run was interrupted")
         return self.result
@@ -357,7 +325,7 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         if self.result is None:
             return {}
         warmup = self._warmup.state_dict() if self._warmup is not None else self._warmup_state
-        return {"result": self.result.state_dict(), "warmup": dict(warmup) if warmup is not None else None}
+        return {"result": self.result.state_dict(), "warmup": warmup}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,18 +338,12 @@ class EfficientBatchSizeFinderMixin(_FinderBase):
         self._is_restored = True
 
 
+def _num_trainable(module: LightningModule) -> int:
+    return sum(parameter.requires_grad for parameter in module.parameters())
+
+
 @functools.cache
 def build_finder(package: str) -> type[EfficientBatchSizeFinderMixin]:
     """Builds the class `EfficientBatchSizeFinder` for the Lightning package `package`, importing it if need be."""
     base = import_from(package, "callbacks").BatchSizeFinder
-    namespace = {
-        # the public name, by which pickle and LightningCLI find the class
-        "__module__": "lightning_offload",
-        "__qualname__": "EfficientBatchSizeFinder",
-        "__doc__": EfficientBatchSizeFinderMixin.__doc__,
-    }
-    name_constructor(EfficientBatchSizeFinderMixin, "EfficientBatchSizeFinder")
-    built: type[EfficientBatchSizeFinderMixin] = type(base)(
-        "EfficientBatchSizeFinder", (EfficientBatchSizeFinderMixin, base), namespace
-    )
-    return built
+    return build_class(EfficientBatchSizeFinderMixin, "EfficientBatchSizeFinder", base)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_offload.lightning_packages import current_package, import_from, name_constructor, package_of
+from lightning_offload.lightning_packages import build_class, import_from, package_for
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.report.scale import bytes_unit
 
@@ -97,8 +97,7 @@ def _memory_of(trainer: Trainer) -> MemoryPlugin | None:
 
 def _misconfiguration(trainer: Trainer, message: str) -> Exception:
     """Lightning's own exception, of the package that `trainer` comes from."""
-    package = package_of(trainer) or current_package()
-    error: Exception = import_from(package, "utilities.exceptions").MisconfigurationException(message)
+    error: Exception = import_from(package_for(trainer), "utilities.exceptions").MisconfigurationException(message)
     return error
 
 
@@ -125,13 +124,4 @@ def peak_of_budget(peak_bytes: int | None, budget_bytes: int | None) -> str:
 @functools.cache
 def build_monitor(package: str) -> type[OffloadMonitorMixin]:
     """Builds the class `OffloadMonitor` for the Lightning package `package`, importing it if need be."""
-    base = import_from(package, "callbacks").Callback
-    namespace = {
-        # the public name, by which pickle and LightningCLI find the class
-        "__module__": "lightning_offload",
-        "__qualname__": "OffloadMonitor",
-        "__doc__": OffloadMonitorMixin.__doc__,
-    }
-    name_constructor(OffloadMonitorMixin, "OffloadMonitor")
-    built: type[OffloadMonitorMixin] = type(base)("OffloadMonitor", (OffloadMonitorMixin, base), namespace)
-    return built
+    return build_class(OffloadMonitorMixin, "OffloadMonitor", import_from(package, "callbacks").Callback)

@@ -39,7 +39,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_offload.lightning_packages import import_from, loaded_packages, name_constructor
+from lightning_offload.lightning_packages import build_class, import_from, loaded_packages
 
 CHECKPOINT_KEY = "lightning_offload"
 
@@ -281,15 +281,7 @@ def build(mixin: type[_Mixin], package: str) -> type[_Mixin]:
 @functools.cache
 def _build(mixin: type[Any], package: str) -> type[Any]:
     base = getattr(import_from(package, "strategies"), mixin.base_name)
-    namespace = {
-        # the public name, by which pickle and LightningCLI find the class
-        "__module__": "lightning_offload",
-        "__qualname__": mixin.public_name,
-        "__doc__": _documentation(mixin),
-        "_package": package,
-    }
-    name_constructor(mixin, mixin.public_name)
-    built: type[Any] = type(base)(mixin.public_name, (mixin, base), namespace)
+    built = build_class(mixin, mixin.public_name, base, __doc__=_documentation(mixin), _package=package)
     _BUILT.append(built)
     for loaded in loaded_packages():
         accept_built_classes(loaded)

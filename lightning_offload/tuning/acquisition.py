@@ -21,17 +21,17 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_offload.errors import TuningError
 from lightning_offload.tuning.forecast import Forecast
 from lightning_offload.tuning.posterior import (
     Array,
     Estimate,
-    Points,
     draw_curves,
     draw_edges,
     pool,
@@ -154,25 +154,41 @@ class Space:
     Args:
         low: The smallest size allowed.
         high: The largest size allowed, None for no limit.
-        start: Where growth starts.
-        tolerance: What the answer may fall short of the best, as a fraction.
-        forecast: Usable predictions, or None.
-        sizes: Those that may be tried, ascending, from `low` to `high`; None for all.
-        efficiency: What a sample is worth at a size, by what it is at another; throughput times this is what is to be
-            best. None where samples are worth the same.
+        start: Where growth starts, without a usable prediction.
+        tolerance: What throughput may fall short of the best, as a fraction.
+        sizes: Those that may be tried, ascending; None for all.
+        efficiency: What a sample is worth at a size, by what it is at another; throughput times this (goodput) is what
+            is to be best. None where samples are worth the same.
+        forecast: Usable predictions, which the search asks for; None where there are none.
     """
 
-    low: int
-    high: int | None
-    start: int
-    tolerance: float
-    forecast: Forecast | None
+    low: int = 1
+    high: int | None = None
+    start: int = 1
+    tolerance: float = 0.03
     sizes: Sequence[int] | None = None
     efficiency: Callable[[int], float] | None = None
+    forecast: Forecast | None = None
 
-    def is_allowed(self, size: int) -> bool:
-        """Whether a size may be tried."""
-        return self.sizes is None or size in self.sizes
+    def narrowed(self) -> Space:
+        """The same with limits that are sizes which may be tried, and a start that is one.
+
+        Raises:
+            TuningError: There is none between the limits.
+        """
+        sizes, low, high = self.sizes, self.low, self.high
+        if sizes is not None:
+            sizes = sizes[bisect.bisect_left(sizes, low) : None if high is None else bisect.bisect_right(sizes, high)]
+            if not sizes:
+                few = f"{list(self.sizes or ())[:8]}{'...' if len(self.sizes or ()) > 8 else ''}"
+                raise TuningError(f"none of the sizes {few} is between {low} and {high}: widen these")
+            low, high = sizes[0], sizes[-1]
+        narrow = replace(self, sizes=sizes, low=low, high=high)
+        return replace(narrow, start=narrow.down(max(low, self.start if high is None else min(self.start, high))))
+
+    def is_within(self, size: int) -> bool:
+        """Whether a size is within the limits."""
+        return self.low <= size and (self.high is None or size <= self.high)
 
     def down(self, size: int) -> int:
         """The largest size that may be tried and is not above this one; the smallest where all are."""
@@ -314,17 +330,11 @@ def _beliefs(space: Space, known: _Known) -> tuple[list[int], Beliefs, float]:
     array = np.array(sizes, dtype=np.float64)
     measured = [estimate for size, estimate in known.estimates.items() if size >= bottom]
     shapes = possible_shapes(array, largest, forecast.log_speeds if forecast is not None else None)
-    points = Points(
-        index=np.array([sizes.index(estimate.batch_size) for estimate in measured], dtype=np.intp),
-        log_speed=np.log([estimate.samples_per_second for estimate in measured]),
-        variance=np.array([estimate.relative_error**2 for estimate in measured]),
-        num_trials=np.array([float(estimate.num_trials) for estimate in measured]),
-    )
-    curves = draw_curves(array, shapes.log_speeds, shapes.log_weights, points)
+    curves, drift = draw_curves(array, *shapes, measured)
     edge = forecast.edge if forecast is not None and forecast.is_edge_known else None
     edges = draw_edges(largest, top, is_open=known.fails is None, predicted=edge)
     worth = np.log([space.worth(size) for size in sizes])
-    return sizes, Beliefs.of(array, curves.log_speeds + worth, edges, space.tolerance), curves.drift
+    return sizes, Beliefs.of(array, curves + worth, edges, space.tolerance), drift
 
 
 def _candidates(space: Space, known: _Known, bottom: int, top: int, others: set[int]) -> list[int]:

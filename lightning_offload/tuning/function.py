@@ -36,8 +36,10 @@ from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import TuningError, UnsupportedError
 from lightning_offload.plugins.data_parallel import num_ranks
 from lightning_offload.plugins.memory import MemoryPlugin
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.function_host import FunctionHost
-from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
+from lightning_offload.tuning.ranges import check_ranges
+from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import ENDED_EARLY, TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
 from lightning_offload.tuning.snapshot import Restore, take_snapshot
@@ -152,10 +154,7 @@ Remember = Callable[[Sequence[Any]], Restore]
 class SearchOptions:
     """What :func:`find_efficient_batch_size` was given for its search."""
 
-    starting_batch_size: int
-    tolerance: float
-    min_size: int
-    max_size: int | None
+    space: Space
     max_trials: int | None
     max_seconds: float | None
 
@@ -225,24 +224,14 @@ class EfficientBatchSize:
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SearchResult:
         used = [*args, *kwargs.values(), *variables_of(self._function)]
         restores = [take_snapshot(used), self._remember(used)]
-        agreement, options = _agreement(), self._options
+        options = self._options
         host = FunctionHost(lambda size: self._function(size, *args, **kwargs), restores, self._settings.clock)
-        runner = TrialRunner(host, self._settings, agreement)
-        try:
-            with heap_set_aside():
-                return runner.find(
-                    first=options.starting_batch_size,
-                    low=options.min_size,
-                    high=options.max_size,
-                    tolerance=options.tolerance,
-                    max_trials=options.max_trials,
-                    max_seconds=options.max_seconds,
-                )
-        except TuningError as error:
-            raise self._about_length(runner.done) or error from None
-        finally:
-            if isinstance(agreement, GlooCoordinator):
-                agreement.close()  # which ends the wait of the others at once, if this rank fails
+        with _agreement() as agreement, heap_set_aside():
+            runner = TrialRunner(host, self._settings, agreement)
+            try:
+                return runner.find(options.space, max_trials=options.max_trials, max_seconds=options.max_seconds)
+            except TuningError as error:
+                raise self._about_length(runner.done) or error from None
 
     def _about_length(self, trials: Sequence[Trial]) -> TuningError | None:
         """What to say where no size was too large, but training too short at each."""
@@ -292,13 +281,21 @@ def find_efficient_batch_size(
     Raises:
         TuningError: A number is out of range.
     """
-    _check_range(starting_batch_size, min_size, max_size)
-    _check_counts(steps_per_trial=steps_per_trial, warmup_steps=warmup_steps, max_trials=max_trials)
-    _check_limits(tolerance, max_seconds, memory)
-    options = SearchOptions(
-        starting_batch_size=starting_batch_size, tolerance=tolerance, min_size=min_size, max_size=max_size,
-        max_trials=max_trials, max_seconds=max_seconds,
+    check_ranges(
+        {
+            "starting_batch_size": starting_batch_size, "tolerance": tolerance, "min_size": min_size,
+            "max_size": max_size, "steps_per_trial": steps_per_trial, "warmup_steps": warmup_steps,
+            "max_trials": max_trials, "max_seconds": max_seconds,
+        }
     )  # fmt: skip
+    if not min_size <= starting_batch_size <= (max_size or starting_batch_size):
+        raise TuningError(
+            f"starting_batch_size={starting_batch_size} is not between min_size={min_size} and max_size={max_size}"
+        )
+    if memory is not None and not isinstance(memory, MemoryPlugin):
+        raise TuningError(f"memory={memory!r} is a {type(memory).__name__}: give a MemoryPlugin")
+    space = Space(low=min_size, high=max_size, start=starting_batch_size, tolerance=tolerance)
+    options = SearchOptions(space=space, max_trials=max_trials, max_seconds=max_seconds)
     settings = TrialSettings(
         warmup_steps=warmup_steps, timed_steps=steps_per_trial, memory=memory, is_out_of_memory=is_out_of_memory
     )
@@ -308,37 +305,6 @@ def find_efficient_batch_size(
         return EfficientBatchSize(function, options, settings, remember)
 
     return decorate if function is None else decorate(function)
-
-
-def _check_range(starting_batch_size: int, min_size: int, max_size: int | None) -> None:
-    sizes = {"min_size": min_size, "starting_batch_size": starting_batch_size, "max_size": max_size}
-    for name, size in sizes.items():
-        if (size is not None or name != "max_size") and (type(size) is not int or size < 1):
-            raise TuningError(f"{name}={size!r} is not a batch size: give a whole number of 1 or more")
-    if starting_batch_size < min_size or (max_size is not None and starting_batch_size > max_size):
-        raise TuningError(
-            f"starting_batch_size={starting_batch_size} is not between min_size={min_size} and max_size={max_size}"
-        )
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        least = 0 if name == "warmup_steps" else 1
-        if (count is not None or name != "max_trials") and (type(count) is not int or count < least):
-            raise TuningError(f"{name}={count!r} is not possible: give a whole number of {least} or more")
-
-
-def _check_limits(tolerance: float, max_seconds: float | None, memory: MemoryPlugin | None) -> None:
-    if not _is_number(tolerance) or not 0 < tolerance < 1:
-        raise TuningError(f"tolerance={tolerance!r} is not a fraction: give one between 0 and 1, such as 0.03")
-    if max_seconds is not None and (not _is_number(max_seconds) or not max_seconds > 0):
-        raise TuningError(f"max_seconds={max_seconds!r} allows no trial: give a positive number, or None for no limit")
-    if memory is not None and not isinstance(memory, MemoryPlugin):
-        raise TuningError(f"memory={memory!r} is a {type(memory).__name__}: give a MemoryPlugin")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _agreement() -> Coordinator:
@@ -354,7 +320,7 @@ def _agreement() -> Coordinator:
             "the ranks cannot agree on a batch size before they are connected: make the Accelerator, or call "
             "torch.distributed.init_process_group, before the decorated function"
         )
-    return SingleProcess()
+    return Coordinator()
 
 
 def _nothing() -> None:

@@ -8,8 +8,7 @@
 * ``none``: the rate stays.
 * ``auto``: ``linear`` where every optimizer is SGD or LARS, ``sqrt`` otherwise (:func:`resolved_rule`).
 
-The effective batch is what one optimizer step sees: samples of one rank x ranks x micro-batches accumulated. Rules
-are pure functions of numbers; :mod:`~.learning_rate` applies the factor to optimizers and schedulers.
+The effective batch is what one optimizer step sees: samples of one rank x ranks x micro-batches accumulated.
 
 The groups. Learning rates inside torch optimizers and schedulers: finding, checking and multiplying them in place.
 
@@ -29,9 +28,10 @@ a gradient scaler skips, nor micro-batches that are accumulated.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
-from typing import Any, Final, TypedDict, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Final, final
 
 from lightning_offload.errors import TuningError
 
@@ -193,34 +193,6 @@ def _is_scheduler(found: Any) -> bool:
     return hasattr(found, "last_epoch")
 
 
-class WarmupState(TypedDict):
-    """What a resumed run goes on from: the steps made, by optimizer."""
-
-    num_steps: int
-    scale: float
-    steps: list[int]
-
-
-def warmup_factor(step: int, num_warmup_steps: int, scale: float) -> float:
-    """What to multiply the scaled rate with at a step: from ``1 / scale`` at step 0 to 1 after the warm-up.
-
-    Args:
-        step: Optimizer steps made before this one.
-        num_warmup_steps: Length of the warm-up; 0 for none.
-        scale: What the base rate was multiplied by. Up to 1 there is nothing to warm up to.
-
-    Raises:
-        TuningError: A negative count, or a scale that is not finite and positive.
-    """
-    check_factor(scale)
-    for name, count in (("step", step), ("num_warmup_steps", num_warmup_steps)):
-        if count < 0:
-            raise TuningError(f"{name}={count} is negative: steps are counted from 0")
-    if step >= num_warmup_steps or scale <= 1:
-        return 1.0
-    return 1 / scale + (1 - 1 / scale) * (step / num_warmup_steps)
-
-
 @final
 class Warmup:
     """Raises the rates of optimizers from the base rate to the scaled one over the first steps.
@@ -229,29 +201,26 @@ class Warmup:
     in the checkpoint. Attached again, it goes on where it was.
 
     Args:
-        num_steps: Optimizer steps until the scaled rate is reached.
-        scale: What the base rates were multiplied by.
+        num_steps: Optimizer steps until the scaled rate is reached; 0 for none.
+        scale: What the base rates were multiplied by. Up to 1 there is nothing to warm up to.
 
     Raises:
-        TuningError: As :func:`warmup_factor`.
+        TuningError: A negative count, or a scale that is not finite and positive.
     """
 
     def __init__(self, num_steps: int, scale: float) -> None:
-        warmup_factor(0, num_steps, scale)
-        self.num_steps = num_steps
-        self.scale = scale
+        if num_steps < 0:
+            raise TuningError(f"num_steps={num_steps} is negative: steps are counted from 0")
+        self.num_steps, self.scale = num_steps, check_factor(scale)
         self._steps: list[int] = []
-        self._attached: list[_Attached] = []
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all attached optimizers use their full rates."""
-        return all(self.factor(i) == 1.0 for i in range(len(self._attached)))
+        self._hooks = contextlib.ExitStack()
 
     def factor(self, optimizer: int = 0) -> float:
-        """What the rates of the optimizer of this index are multiplied by in its next step."""
+        """What the rates of the optimizer of this index are multiplied by in its next step: from 1 / scale to 1."""
         step = self._steps[optimizer] if optimizer < len(self._steps) else 0
-        return warmup_factor(step, self.num_steps, self.scale)
+        if step >= self.num_steps or self.scale <= 1:
+            return 1.0
+        return 1 / self.scale + (1 - 1 / self.scale) * (step / self.num_steps)
 
     def attach(self, optimizers: Iterable[Any]) -> None:
         """Warm up these optimizers from their next step on, in place of those attached before.
@@ -263,79 +232,58 @@ class Warmup:
             TuningError: One of them is no torch optimizer.
         """
         self.remove()
-        for i, optimizer in enumerate(optimizers):
-            if i == len(self._steps):
+        for index, optimizer in enumerate(map(unwrapped, optimizers)):
+            if not has_step_hooks(optimizer):
+                raise TuningError(
+                    f"{type(optimizer).__name__} has no hooks around its step: warm-up needs torch's Optimizer"
+                )
+            if index == len(self._steps):
                 self._steps.append(0)
-            self._attached.append(_Attached(self, i, unwrapped(optimizer)))
+            self._hook(index, optimizer)
 
     def remove(self) -> None:
         """Take the hooks off; the counts stay."""
-        for attached in self._attached:
-            attached.remove()
-        self._attached.clear()
+        self._hooks.close()
 
-    def state_dict(self) -> WarmupState:
-        """What :meth:`load_state_dict` takes."""
-        return WarmupState(num_steps=self.num_steps, scale=self.scale, steps=list(self._steps))
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` takes: the steps made, by optimizer."""
+        return {"num_steps": self.num_steps, "scale": self.scale, "steps": list(self._steps)}
 
-    def load_state_dict(self, state: WarmupState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, attached or not."""
-        warmup_factor(0, state["num_steps"], state["scale"])
-        self.num_steps, self.scale = state["num_steps"], state["scale"]
+        self.num_steps, self.scale = state["num_steps"], check_factor(state["scale"])
         self._steps[:] = [*state["steps"], *self._steps[len(state["steps"]) :]]
 
-    def made_step(self, optimizer: int) -> None:
-        """Count a step of the optimizer of this index."""
-        self._steps[optimizer] += 1
+    def _hook(self, index: int, optimizer: Any) -> None:
+        multiplied: list[tuple[Group, Any, Any]] = []  # group, rate before, rate as multiplied
+
+        def before_step(*_: Any) -> None:
+            _put_back(multiplied)  # of a step that failed
+            factor = self.factor(index)
+            for group in optimizer.param_groups if factor != 1.0 else ():
+                before = group["lr"].clone() if hasattr(group["lr"], "clone") else group["lr"]
+                scale_in(group, "lr", factor)
+                multiplied.append((group, before, group["lr"]))
+
+        def after_step(*_: Any) -> None:
+            _put_back(multiplied)
+            self._steps[index] += 1
+
+        self._hooks.callback(_put_back, multiplied)
+        self._hooks.callback(optimizer.register_step_pre_hook(before_step).remove)
+        self._hooks.callback(optimizer.register_step_post_hook(after_step).remove)
 
 
-@final
-class _Attached:
-    """The hooks on one optimizer, and its rates while they are multiplied."""
-
-    def __init__(self, warmup: Warmup, index: int, optimizer: Any) -> None:
-        if not hasattr(optimizer, "register_step_pre_hook"):
-            raise TuningError(
-                f"{type(optimizer).__name__} has no hooks around its step: warm-up needs torch's Optimizer"
-            )
-        self._warmup = warmup
-        self._index = index
-        self._multiplied: list[tuple[Group, Any, Any]] = []  # group, rate before, rate as multiplied
-        self._handles = (
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        )
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        self._restore()
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._restore()  # of a step that failed
-        factor = self._warmup.factor(self._index)
-        if factor == 1.0:
-            return
-        for group in optimizer.param_groups:
-            before = group["lr"].clone() if hasattr(group["lr"], "clone") else group["lr"]
-            scale_in(group, "lr", factor)
-            self._multiplied.append((group, before, group["lr"]))
-
-    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._restore()
-        self._warmup.made_step(self._index)
-
-    def _restore(self) -> None:
-        """Put the rates back, but for those that somebody else has set meanwhile."""
-        for group, before, multiplied in self._multiplied:
-            if group["lr"] is not multiplied:
-                continue
-            if hasattr(multiplied, "copy_"):
-                multiplied.copy_(before)
-            else:
-                group["lr"] = before
-        self._multiplied.clear()
+def _put_back(multiplied: list[tuple[Group, Any, Any]]) -> None:
+    """Put rates back, but for those that somebody else has set meanwhile."""
+    for group, before, now in multiplied:
+        if group["lr"] is not now:
+            continue
+        if hasattr(now, "copy_"):
+            now.copy_(before)
+        else:
+            group["lr"] = before
+    multiplied.clear()
 
 
 RULES: Final[dict[str, Callable[[float], float]]] = {
@@ -346,34 +294,10 @@ RULES: Final[dict[str, Callable[[float], float]]] = {
 """By name: the factor of the rate, given the ratio of the batches."""
 AUTO: Final = "auto"
 """The name of the rule that the optimizers decide."""
+SCALINGS: Final = (AUTO, *RULES)
 WARMUP_STEPS: Final = 50  # at most
 LEAST_WARMUP_STEPS: Final = 10  # where the run has room for them
 WARMUP_SHARE: Final = 0.1  # of the run, at most
-
-
-def check_rule(rule: str) -> str:
-    """The name of a rule, checked.
-
-    Raises:
-        TuningError: There is none of that name.
-    """
-    if not isinstance(rule, str) or rule not in RULES:
-        raise TuningError(f"unknown learning rate rule {rule!r}: choose one of {', '.join(map(repr, RULES))}")
-    return rule
-
-
-def check_scaling(rule: str) -> str:
-    """The name of a rule, or "auto", checked.
-
-    Raises:
-        TuningError: There is none of that name.
-    """
-    if rule == AUTO:
-        return rule
-    if not isinstance(rule, str) or rule not in RULES:
-        names = ", ".join(map(repr, (AUTO, *RULES)))
-        raise TuningError(f"unknown learning rate rule {rule!r}: choose one of {names}")
-    return rule
 
 
 def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
@@ -383,13 +307,13 @@ def resolved_rule(rule: str, optimizers: Iterable[Any]) -> str:
     low a rate costs time, too high a one the run.
 
     Args:
-        rule: One of :data:`RULES`, or "auto".
+        rule: One of :data:`SCALINGS`.
         optimizers: Of torch, wrapped or not.
 
     Raises:
-        TuningError: No such rule, or something that is no optimizer.
+        TuningError: Something that is no optimizer.
     """
-    if check_scaling(rule) != AUTO:
+    if rule != AUTO:
         return rule
     kinds = [is_sgd_like(optimizer) for optimizer in optimizers]
     return "linear" if kinds and all(kinds) else "sqrt"
@@ -419,63 +343,3 @@ def shown_warmup_steps(settled: int | None, num_first: int) -> int:
         num_first: How many of its first steps show that.
     """
     return max(LEAST_WARMUP_STEPS, 2 * (num_first if settled is None else settled))
-
-
-def effective_batch(batch_size: int, num_ranks: int = 1, num_accumulated: int = 1) -> int:
-    """Samples that one optimizer step sees.
-
-    Args:
-        batch_size: Samples of one step on one rank.
-        num_ranks: Ranks that train together.
-        num_accumulated: Micro-batches whose gradients are added up before an optimizer step.
-
-    Raises:
-        TuningError: One of them is not a positive integer.
-    """
-    _check_count("batch size", batch_size)
-    return batch_size * _check_count("number of ranks", num_ranks) * _check_count("accumulation", num_accumulated)
-
-
-def learning_rate_factor(*, effective_batch: int, base_batch: int | None, rule: str = "linear") -> float:
-    """What to multiply the base rate by.
-
-    Args:
-        effective_batch: Samples of an optimizer step from now on.
-        base_batch: Samples of the optimizer step that the base rate was chosen for; not needed by "none".
-        rule: One of :data:`RULES`.
-
-    Raises:
-        TuningError: No such rule, or a batch that is not a positive integer.
-    """
-    if check_rule(rule) == "none":
-        return 1.0
-    effective = _check_count("effective batch", effective_batch)
-    return RULES[rule](effective / _check_count("base_batch_size", base_batch))
-
-
-def rule_warning(optimizers: Iterable[Any], *, rule: str, factor: float) -> str | None:
-    """What to tell the user about the rule for these optimizers; None where it suits them or nothing changes.
-
-    Args:
-        optimizers: Of torch, wrapped or not.
-        rule: One of :data:`RULES`.
-        factor: What the rates are multiplied by.
-
-    Raises:
-        TuningError: No such rule, or something that is no optimizer.
-    """
-    if check_rule(rule) != "linear" or factor == 1:
-        return None
-    names = dict.fromkeys(type(unwrapped(o)).__name__ for o in optimizers if is_adam_like(o))
-    if not names:
-        return None
-    return (
-        f"the learning rate is scaled linearly, by {factor:.3g}, which suits SGD; for {', '.join(names)} the square "
-        f"root of the batch's ratio ({math.sqrt(factor):.3g}) is usually right: lr_scaling='sqrt'"
-    )
-
-
-def _check_count(name: str, count: object) -> int:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise TuningError(f"{name} {count!r} is not a positive integer: give the number it is for, such as 32")
-    return count

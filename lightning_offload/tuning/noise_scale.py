@@ -27,16 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from lightning_offload.errors import TuningError
-
 __all__ = [
     "GradientSquares",
     "NoiseScale",
     "batch_efficiency",
     "estimate_noise_scale",
     "likely_efficiency",
-    "likely_rate_factor",
-    "rate_factor",
     "settled_after",
 ]
 
@@ -84,13 +80,11 @@ class NoiseScale:
         value: The estimate; infinite where no gradient can be told from the noise.
         low: Lower end of the interval that holds the true one with a probability of 95%.
         high: Upper end; may be infinite.
-        num_steps: Steps that it comes from.
     """
 
     value: float
     low: float
     high: float
-    num_steps: int
 
 
 def estimate_noise_scale(steps: Sequence[GradientSquares]) -> NoiseScale | None:
@@ -109,7 +103,7 @@ def estimate_noise_scale(steps: Sequence[GradientSquares]) -> NoiseScale | None:
     mean_noise, mean_signal = fmean(noise), fmean(signal)
     value = math.inf if mean_signal <= 0 else max(0.0, mean_noise / mean_signal)
     low, high = _fieller(noise, signal)
-    return NoiseScale(value=value, low=min(low, value), high=max(high, value), num_steps=len(finite))
+    return NoiseScale(value=value, low=min(low, value), high=max(high, value))
 
 
 _SETTLED, _DRIFTING = 4.0, 2.5
@@ -197,42 +191,4 @@ def likely_efficiency(noise: NoiseScale, *, base_batch: float, batch: float) -> 
         batch: Effective batch, in samples.
     """
     ends = (batch_efficiency(phi, base_batch=base_batch, batch=batch) for phi in (noise.low, noise.high))
-    return math.sqrt(math.prod(ends))
-
-
-def rate_factor(noise_scale: float, *, base_batch: int, batch: int, rule: str) -> float:
-    """What the learning rate is best multiplied by for another batch, by the noise scale.
-
-    The best rate is that of a step without noise times ``1 / (1 + phi / B)`` (McCandlish et al. 2018, equation 2.5);
-    for optimizers that divide by the gradient's size its square root. For a larger batch never more than `rule` alone
-    says.
-
-    Args:
-        noise_scale: In samples; may be infinite.
-        base_batch: Effective batch that the configured rate is for.
-        batch: Effective batch to come.
-        rule: "linear" or "sqrt".
-
-    Raises:
-        TuningError: The batches are not positive.
-    """
-    if min(base_batch, batch) < 1:
-        raise TuningError(f"a batch of {min(base_batch, batch)} samples is not possible: give 1 or more")
-    factor = batch / base_batch * batch_efficiency(noise_scale, base_batch=base_batch, batch=batch)
-    return math.sqrt(factor) if rule == "sqrt" else factor
-
-
-def likely_rate_factor(noise: NoiseScale, *, base_batch: int, batch: int, rule: str) -> float:
-    """The same where only an interval is known: the geometric mean of what its two ends say.
-
-    Args:
-        noise: The noise scale, with its interval.
-        base_batch: Effective batch that the configured rate is for.
-        batch: Effective batch to come.
-        rule: "linear" or "sqrt".
-
-    Raises:
-        TuningError: As for :func:`rate_factor`.
-    """
-    ends = (rate_factor(phi, base_batch=base_batch, batch=batch, rule=rule) for phi in (noise.low, noise.high))
     return math.sqrt(math.prod(ends))

@@ -71,55 +71,51 @@ _DRIFTS = ((0.0, 0.95), (0.05, 0.05))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Points:
-    """Sizes that were measured, each once.
+class Estimate:
+    """What all trials of one size say together.
 
     Args:
-        index: Where each stands among the sizes of the grid.
-        log_speed: Logarithm of its throughput.
-        variance: Of that logarithm, by noise alone.
-        num_trials: Trials that it is from.
+        batch_size: Samples of one step on one rank.
+        samples_per_second: Of all ranks together.
+        relative_error: Standard error of the throughput, as a fraction of it.
+        num_trials: Its trials.
     """
 
-    index: NDArray[np.intp]
-    log_speed: Array
-    variance: Array
-    num_trials: Array
+    batch_size: int
+    samples_per_second: float
+    relative_error: float
+    num_trials: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
-    """Draws of what may be true.
-
-    Args:
-        log_speeds: Logarithms of throughput over the grid, one draw a row.
-        drift: Deviation of the machine's speed from trial to trial.
-    """
-
-    log_speeds: Array
-    drift: float
-
-
-def draw_curves(sizes: Array, log_shapes: Array, log_weights: Array, points: Points) -> Curves:
+def draw_curves(
+    sizes: Array, log_shapes: Array, log_weights: Array, estimates: Sequence[Estimate]
+) -> tuple[Array, float]:
     """Draw curves from what is known after some trials.
 
     Args:
         sizes: The grid, ascending.
         log_shapes: Logarithm of each possible shape over the grid, one a row; each is free by a factor.
         log_weights: Logarithm of how likely each shape is before any trial, up to a constant.
-        points: What was measured, at least one.
+        estimates: What was measured, at least one, of sizes of the grid.
 
     Returns:
-        The curves, and how much speed drifts.
+        Logarithms of throughput over the grid, one draw a row; and the deviation of the machine's speed from trial to
+        trial.
     """
-    at = points.index
-    means = log_shapes + np.mean(points.log_speed - log_shapes[:, at], axis=1, keepdims=True)
+    at = np.searchsorted(sizes, [each.batch_size for each in estimates])
+    log_speed = np.log([each.samples_per_second for each in estimates])
+    variance = np.array([each.relative_error**2 for each in estimates])
+    num_trials = np.array([float(each.num_trials) for each in estimates])
+    means = log_shapes + np.mean(log_speed - log_shapes[:, at], axis=1, keepdims=True)
     octaves = np.log2(sizes)
     distance = np.abs(octaves[:, None] - octaves[None, :])
     kinds = [(*residual, *drift) for residual in _RESIDUALS for drift in _DRIFTS]
-    models = [_Model.of(distance, deviation, length, drift, points) for deviation, length, _, drift, _ in kinds]
+    models = [
+        _Model.of(distance, deviation, length, at, variance + drift**2 / num_trials)
+        for deviation, length, _, drift, _ in kinds
+    ]
     log_odds = [
-        model.log_evidence(points.log_speed - means[:, at]) + log_weights + np.log(likely * drifts)
+        model.log_evidence(log_speed - means[:, at]) + log_weights + np.log(likely * drifts)
         for model, (_, _, likely, _, drifts) in zip(models, kinds, strict=True)
     ]
     chosen = _shares(np.concatenate(log_odds))
@@ -128,9 +124,9 @@ def draw_curves(sizes: Array, log_shapes: Array, log_weights: Array, points: Poi
     draws = np.empty((NUM_DRAWS, len(sizes)))
     for number, model in enumerate(models):
         mine = np.flatnonzero(chosen // len(means) == number)
-        draws[mine] = model.draw(means[chosen[mine] % len(means)], points, normal[mine], noise[mine])
+        draws[mine] = model.draw(means[chosen[mine] % len(means)], log_speed, normal[mine], noise[mine])
     drifts = np.array([drift for *_, drift, _ in kinds])[chosen // len(means)]
-    return Curves(log_speeds=draws, drift=float(np.sqrt(np.mean(drifts**2))))
+    return draws, float(np.sqrt(np.mean(drifts**2)))
 
 
 def _shares(log_odds: Array) -> NDArray[np.intp]:
@@ -142,8 +138,9 @@ def _shares(log_odds: Array) -> NDArray[np.intp]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """One size of residual and drift: the covariance over the grid, and that of the points with its inverse."""
+    """One size of residual and drift: the covariance over the grid, and that of what was measured with its inverse."""
 
+    at: NDArray[np.intp]
     noise: Array
     covariance: Array
     observed: Array
@@ -151,25 +148,24 @@ class _Model:
     gain: Array
 
     @classmethod
-    def of(cls, distance: Array, deviation: float, length: float, drift: float, points: Points) -> _Model:
-        at = points.index
-        noise = points.variance + drift**2 / points.num_trials
+    def of(cls, distance: Array, deviation: float, length: float, at: NDArray[np.intp], noise: Array) -> _Model:
         covariance = deviation**2 * np.exp(-distance / length) + _OFFSET**2 + _ROUGHNESS**2 * np.eye(len(distance))
         observed = covariance[np.ix_(at, at)] + np.diag(noise)
         inverse: Array = np.asarray(np.linalg.inv(observed), dtype=np.float64)
         return cls(
-            noise=noise, covariance=covariance, observed=observed, inverse=inverse, gain=covariance[:, at] @ inverse
-        )
+            at=at, noise=noise, covariance=covariance, observed=observed, inverse=inverse,
+            gain=covariance[:, at] @ inverse,
+        )  # fmt: skip
 
     def log_evidence(self, left: Array) -> Array:
         """Logarithm of the density of what each shape leaves over, one shape a row, up to a constant."""
         misfit = np.sum((left @ self.inverse) * left, axis=1)
         return np.asarray(-0.5 * (misfit + np.linalg.slogdet(self.observed)[1]))
 
-    def draw(self, means: Array, points: Points, normal: Array, noise: Array) -> Array:
-        """Draw from the prior, then move each draw by what it missed at the points (Matheron's rule)."""
+    def draw(self, means: Array, log_speed: Array, normal: Array, noise: Array) -> Array:
+        """Draw from the prior, then move each draw by what it missed where there were trials (Matheron's rule)."""
         prior = means + normal @ np.linalg.cholesky(self.covariance).T
-        missed = points.log_speed - prior[:, points.index] - noise * np.sqrt(self.noise)
+        missed = log_speed - prior[:, self.at] - noise * np.sqrt(self.noise)
         return np.asarray(prior + missed @ self.gain.T)
 
 
@@ -185,34 +181,25 @@ _BENT = 0.3  # weight of all bends together, against 1 for the shapes without
 _PREDICTED = 0.3  # weight of a prediction, against the same
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
-    """Possible shapes over a grid of sizes.
-
-    Args:
-        log_speeds: Logarithm of throughput, one shape a row; each is free by a factor.
-        log_weights: Logarithm of how likely each is before any trial, up to a constant.
-    """
-
-    log_speeds: Array
-    log_weights: Array
-
-
-def possible_shapes(sizes: Array, largest: int, predicted: Callable[[Array], Array] | None = None) -> Shapes:
+def possible_shapes(
+    sizes: Array, largest: int, predicted: Callable[[Array], Array] | None = None
+) -> tuple[Array, Array]:
     """List the shapes over a grid of sizes.
 
     Args:
         sizes: The grid, ascending.
         largest: The largest size that ran; fixed costs are considered up to several times its seconds.
         predicted: A performance model's logarithm of throughput at any sizes.
+
+    Returns:
+        Logarithms of throughput, one shape a row, each free by a factor; and those of how likely each is before any
+        trial, up to a constant.
     """
     groups = [*_without_bend(sizes, largest), *_with_bend(sizes, largest)]
     if predicted is not None:
         groups += [(_PREDICTED * _tile_weight(tile), _filled(sizes, tile, _tilted(predicted))) for tile in _TILES]
-    return Shapes(
-        log_speeds=np.concatenate([rows for _, rows in groups]),
-        log_weights=np.concatenate([np.full(len(rows), np.log(weight / len(rows))) for weight, rows in groups]),
-    )
+    log_weights = [np.full(len(rows), np.log(weight / len(rows))) for weight, rows in groups]
+    return np.concatenate([rows for _, rows in groups]), np.concatenate(log_weights)
 
 
 def _without_bend(sizes: Array, largest: int) -> list[tuple[float, Array]]:
@@ -288,25 +275,6 @@ _MEDIAN_DISTANCES = (1.0, 1.0, 0.954, 0.691, 0.734, 0.63, 0.663, 0.687, 0.625, 0
 """Of two of the fastest three in five of so many normal numbers, in deviations; simulated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What all trials of one size say together.
-
-    Args:
-        batch_size: Samples of one step on one rank.
-        samples_per_second: Of all ranks together.
-        relative_error: Standard error of the throughput, as a fraction of it.
-        num_repeats: Timed steps, of all its trials.
-        num_trials: Its trials.
-    """
-
-    batch_size: int
-    samples_per_second: float
-    relative_error: float
-    num_repeats: int
-    num_trials: int
-
-
 def repeat_deviation(trials: Iterable[Trial]) -> float:
     """Estimate the relative deviation of a single timed step."""
     distances = [
@@ -337,21 +305,19 @@ def pool(trials: Sequence[Trial]) -> dict[int, Estimate]:
     return {size: _pooled(size, by_size[size], deviation) for size in sorted(by_size)}
 
 
-def trial_error(num_repeats: int, deviation: float) -> float:
-    """Standard error of one trial's throughput, as a fraction of it."""
-    return math.sqrt(deviation**2 / (_EFFICIENCY * max(1, num_repeats)) + _DRIFT**2)
+def trial_error(num_repeats: int, deviation: float, num_trials: int = 1) -> float:
+    """Standard error of the throughput that trials of a size have together, as a fraction of it."""
+    return math.sqrt(deviation**2 / (_EFFICIENCY * max(1, num_repeats)) + _DRIFT**2 / num_trials)
 
 
 def _pooled(size: int, trials: list[Trial], deviation: float) -> Estimate:
     logs = [log for trial in trials for log in _log_speeds(trial)]
     middle = median(fmean(pair) for pair in itertools.combinations_with_replacement(logs, 2))
     num_repeats = sum(max(1, len(trial.step_seconds)) for trial in trials)
-    error = math.sqrt(deviation**2 / (_EFFICIENCY * num_repeats) + _DRIFT**2 / len(trials))
     return Estimate(
         batch_size=size,
         samples_per_second=math.exp(middle),
-        relative_error=error,
-        num_repeats=num_repeats,
+        relative_error=trial_error(num_repeats, deviation, len(trials)),
         num_trials=len(trials),
     )
 

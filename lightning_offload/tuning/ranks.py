@@ -12,28 +12,29 @@ This module imports torch only when a :class:`GlooCoordinator` is used.
 
 from __future__ import annotations
 
-import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from lightning_offload.errors import OffloadError, TuningError
+from lightning_offload.errors import TuningError
 from lightning_offload.tuning.trial import Trial
 
-__all__ = ["Coordinator", "GlooCoordinator", "SingleProcess", "agreed"]
+__all__ = ["STOPPED", "Coordinator", "GlooCoordinator", "agreed"]
 
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others: the slowest one may have a trial of minutes to finish."""
+STOPPED = "another rank stopped"
+"""The reason of a trial that was only ended since another rank's was."""
 
 
-class Coordinator(abc.ABC):
-    """The ranks that tune together.
+class Coordinator:
+    """The ranks that tune together: one process, which agrees with itself, unless a subclass connects several.
 
     Attributes:
         told: The last failure of this rank that all know of; None where there is none.
@@ -42,59 +43,40 @@ class Coordinator(abc.ABC):
     told: Exception | None = None
 
     @property
-    @abc.abstractmethod
     def num_ranks(self) -> int:
         """How many there are."""
+        return 1
 
     @property
-    @abc.abstractmethod
     def rank(self) -> int:
         """Which one this is, from 0."""
+        return 0
 
-    @abc.abstractmethod
     def gather(self, value: T) -> tuple[T, ...]:
         """Return the values of all ranks, in the order of ranks; they must be picklable."""
+        return (value,)
 
-    @abc.abstractmethod
     def broadcast(self, value: T) -> T:
         """Return the value of rank 0; it must be picklable."""
+        return value
 
-    def smallest(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the smallest over the ranks, of each of several values."""
-        return tuple(min(column) for column in self._columns(values))
+    def __enter__(self) -> Self:
+        return self
 
-    def largest(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return the largest over the ranks, of each of several values."""
-        return tuple(max(column) for column in self._columns(values))
+    def __exit__(self, *exception: object) -> None:
+        """End the waits of the other ranks."""
+
+    def smallest(self, value: float) -> float:
+        """Return the smallest over the ranks."""
+        return min(self.gather(float(value)))
+
+    def largest(self, value: float) -> float:
+        """Return the largest over the ranks."""
+        return max(self.gather(float(value)))
 
     def is_true_on_all(self, flag: bool) -> bool:
         """Return whether a flag is set on every rank."""
         return all(self.gather(bool(flag)))
-
-    def decided(self, decide: Callable[[], T]) -> T:
-        """Let rank 0 decide, and return what it decided; its error, if it fails, is raised on every rank.
-
-        Args:
-            decide: Called on rank 0 only; what it returns must be picklable.
-
-        Raises:
-            OffloadError: As raised on rank 0. Whatever else was raised there is a TuningError on the others.
-        """
-        failure: Exception | None = None
-        outcome: tuple[T | None, OffloadError | None] = (None, None)
-        if self.rank == 0:
-            try:
-                outcome = (decide(), None)
-            except Exception as error:
-                failure = error
-                told = TuningError(f"rank 0 could not go on tuning: {type(error).__name__}: {error}")
-                outcome = (None, error if isinstance(error, OffloadError) else told)
-        value, told_failure = self.broadcast(outcome)
-        if failure is not None:
-            raise failure
-        if told_failure is not None:
-            raise told_failure
-        return value  # type: ignore[return-value]  # None only where T allows it
 
     def raise_together(self, failure: Exception | None, what: str) -> None:
         """Make an error of one rank an error of all, so that none waits for it.
@@ -133,41 +115,13 @@ class Coordinator(abc.ABC):
         self.raise_together(None, what)
         return value
 
-    def _columns(self, values: Sequence[float]) -> Iterator[tuple[float, ...]]:
-        rows = self.gather(tuple(float(value) for value in values))
-        if len({len(row) for row in rows}) > 1:
-            raise TuningError(f"ranks compare {[len(row) for row in rows]} values: give the same number on each rank")
-        return zip(*rows, strict=True)
-
-
-class SingleProcess(Coordinator):
-    """One process: it agrees with itself."""
-
-    @property
-    @override
-    def num_ranks(self) -> int:
-        return 1
-
-    @property
-    @override
-    def rank(self) -> int:
-        return 0
-
-    @override
-    def gather(self, value: T) -> tuple[T, ...]:
-        return (value,)
-
-    @override
-    def broadcast(self, value: T) -> T:
-        return value
-
 
 @dataclass(slots=True, kw_only=True)
 class GlooCoordinator(Coordinator):
     """All ranks of torch.distributed, over a gloo group that is made when it is first used.
 
-    Making it is collective too, so the first use must be by all ranks. Close it when tuning is done, or use it as a
-    context manager.
+    Making it is collective too, so the first use must be by all ranks. Left as a context it gives the group back; it is
+    made again if it is needed again.
 
     Args:
         timeout_seconds: How long a rank waits for the others before it gives up.
@@ -200,17 +154,11 @@ class GlooCoordinator(Coordinator):
             _distributed().broadcast_object_list(values, src=0, group=group)
         return values[0]
 
-    def close(self) -> None:
-        """Give the group back; it is made again if it is needed again."""
+    @override
+    def __exit__(self, *exception: object) -> None:
         group, self._group = self._group, None
         if group is not None and _distributed().is_initialized():
             _distributed().destroy_process_group(group)
-
-    def __enter__(self) -> GlooCoordinator:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[Any]:
@@ -235,7 +183,7 @@ def _distributed() -> Any:
     if not distributed.is_available() or not distributed.is_initialized():
         raise TuningError(
             "torch.distributed is not initialized, so there are no ranks that could agree: "
-            "call init_process_group first, or use SingleProcess()"
+            "call init_process_group first, or use Coordinator()"
         )
     return distributed
 
@@ -251,7 +199,7 @@ def agreed(trial: Trial, agreement: Coordinator) -> Trial:
         agreement: Of the ranks that ran it.
 
     Returns:
-        The trial of the job, with the reason of the first rank that failed.
+        The trial of the job, with the reason of the first rank that failed by itself.
 
     Raises:
         TuningError: Ranks tried different sizes.
@@ -260,25 +208,13 @@ def agreed(trial: Trial, agreement: Coordinator) -> Trial:
     sizes = [each.batch_size for each in trials]
     if len(set(sizes)) > 1:
         raise TuningError(f"ranks tried different batch sizes, {sizes}: run the same size on each rank")
-    shared = replace(
-        trial,
-        peak_bytes=_largest([each.peak_bytes for each in trials]),
-        predicted_peak_bytes=_largest([each.predicted_peak_bytes for each in trials]),
-        predicted_samples_per_second=_smallest([each.predicted_samples_per_second for each in trials]),
-    )
+    peaks = [each.peak_bytes for each in trials if each.peak_bytes is not None]
+    shared = replace(trial, peak_bytes=max(peaks, default=None))
     failed = [(rank, each) for rank, each in enumerate(trials) if not each.is_ok]
     if failed:
-        rank, first = failed[0]
+        rank, first = next((each for each in failed if each[1].reason != STOPPED), failed[0])
         reason = first.reason if len(trials) == 1 else f"rank {rank}: {first.reason or 'no reason given'}"
         return replace(shared, is_ok=False, samples_per_second=None, step_seconds=(), reason=reason)
     slowest = min(trials, key=lambda each: each.samples_per_second or 0.0)
     speed = (slowest.samples_per_second or 0.0) * len(trials)
     return replace(shared, samples_per_second=speed, step_seconds=slowest.step_seconds, reason="")
-
-
-def _largest(values: Sequence[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _smallest(values: Sequence[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)

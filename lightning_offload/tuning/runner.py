@@ -25,27 +25,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload.accelerators import memory_in_use
-from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError
+from lightning_offload.errors import BudgetInfeasibleError, OffloadError, TuningError, UnsupportedError
 from lightning_offload.plugins.memory import MemoryPlugin, attached_plugins
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.plugins.plan_cache import every_shape_recorded
-from lightning_offload.tuning.gradient_sync import GradientSyncOff
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.predictions import Predictions, Recorded, fit_predictor, throughput_scale_of
-from lightning_offload.tuning.ranks import Coordinator, agreed
-from lightning_offload.tuning.search import MAX_TRIALS, MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
+from lightning_offload.tuning.ranks import STOPPED, Coordinator, agreed
+from lightning_offload.tuning.search import MAX_TRIALS_PREDICTED, SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Predict, Trial
 from lightning_offload.units import format_bytes
 
-__all__ = ["ENDED_EARLY", "Host", "RankStatus", "Seen", "StepMeter", "TrialOver", "TrialRunner", "TrialSettings"]
+__all__ = ["ENDED_EARLY", "Host", "RankStatus", "StepMeter", "TrialOver", "TrialRunner", "TrialSettings"]
 
 ENDED_EARLY = "training ended after"
 """How the reason of a trial begins whose host returned before anything could be timed."""
-_STOPPED = "another rank stopped"
 _RECORDED_SHARE = 4
 """Of so many trials one goes to a size that the performance model is fitted to."""
 _SMALLEST_RECORDED = 2  # libraries take shortcuts for a single sample
@@ -87,39 +89,6 @@ class TrialSettings:
     allows_sync_batch_norm: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What a memory plugin tells of a trial's steps.
-
-    Attributes:
-        recorded: The step, its peak and its times.
-        policy: Who plans.
-        budget_bytes: The budget, None for no limit.
-    """
-
-    recorded: Recorded
-    policy: str
-    budget_bytes: int | None
-
-    @classmethod
-    def of(cls, memory: MemoryPlugin, step_seconds: float) -> Seen:
-        """Read a plugin.
-
-        Args:
-            memory: It measured the last step.
-            step_seconds: What that took.
-        """
-        memory.plan()
-        report = memory.report(of_last=True)
-        recorded = Recorded(
-            planned=report.planned,
-            peak_bytes=report.measured_peak_bytes,
-            fixed_seconds=max(0.0, step_seconds - (report.measured_step_seconds or step_seconds)),
-            step_seconds=step_seconds,
-        )
-        return cls(recorded=recorded, policy=memory.policy, budget_bytes=memory.budget_bytes)
-
-
 class StepMeter:
     """Collects the steps of one trial on this rank, and ends it once there are enough.
 
@@ -134,7 +103,7 @@ class StepMeter:
         peak_bytes: The largest after the warm-up; None where it is not known.
         excess: Why the steps do not fit though none failed; empty where they do.
         status: Of the worst rank in the round that ended the trial; None while it goes on.
-        seen: What a memory plugin reported; None without one.
+        recorded: What a memory plugin showed; None without one.
         exchanges: Whether ranks exchange their gradients by now.
     """
 
@@ -144,7 +113,7 @@ class StepMeter:
         self.peak_bytes: int | None = None
         self.excess = ""
         self.status: RankStatus | None = None
-        self.seen: Seen | None = None
+        self.recorded: Recorded | None = None
         self.is_recorded = is_recorded
         self.exchanges = False
         # with several ranks the first step shows that a size fits on all
@@ -161,16 +130,15 @@ class StepMeter:
         with self._withheld:
             if self._agreement.num_ranks > 1:
                 allows = self._settings.allows_sync_batch_norm
-                self._withheld.enter_context(GradientSyncOff(allows_sync_batch_norm=allows))
+                self._withheld.enter_context(gradient_sync_off(allows_sync_batch_norm=allows))
             self._num_before.update({each: each.report().num_steps for each in attached_plugins()})
             self._watch_allocator()
             self._end_warmup()
             yield
 
-    def note(self, seen: Seen) -> None:
+    def note(self, recorded: Recorded) -> None:
         """Take what a memory plugin of the host's own showed."""
-        self.seen = seen
-        self.peak_bytes = seen.recorded.peak_bytes
+        self.recorded, self.peak_bytes = recorded, recorded.peak_bytes
 
     def step_took(self, seconds: float, *, counts: bool = True) -> None:
         """Count a step that has ended.
@@ -209,7 +177,7 @@ class StepMeter:
 
     def ends(self, status: RankStatus) -> RankStatus:
         """Tell the other ranks how this one fares; the worst of all."""
-        worst = RankStatus(int(self._agreement.largest([float(status)])[0]))
+        worst = RankStatus(int(self._agreement.largest(status)))
         if worst is not RankStatus.GOES_ON:
             self.status = worst
         return worst
@@ -238,7 +206,43 @@ class StepMeter:
             if budget is not None and measured > budget:
                 self.excess = f"peak {format_bytes(measured)} is above the budget {format_bytes(budget)}"
         if len(plugins) == 1:
-            self.seen = Seen.of(plugins[0], self.step_seconds[-1])
+            self.recorded = Recorded.of(plugins[0], self.step_seconds[-1])
+
+
+_SYNC_FLAGS = {  # DDP reads them in its forward
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,
+}
+
+
+@contextlib.contextmanager
+def gradient_sync_off(*, allows_sync_batch_norm: bool = False) -> Iterator[None]:
+    """Inside, models under DDP exchange nothing, as under its ``no_sync``, in a static graph's first step neither.
+
+    Args:
+        allows_sync_batch_norm: Whether a model may have it: its ranks wait for one another within a step.
+    """
+    before: dict[int, dict[str, Any]] = {}
+
+    def withhold(module: nn.Module, _: Any) -> None:
+        if not isinstance(module, DistributedDataParallel):
+            return
+        if not allows_sync_batch_norm and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            raise UnsupportedError(
+                "a batch size cannot be tried with SyncBatchNorm: a rank that runs out of memory would leave the "
+                "others waiting; use batch norm without synchronisation, or set the batch size yourself"
+            )
+        before[id(module)] = {name: vars(module)[name] for name in _SYNC_FLAGS if name in vars(module)}
+        vars(module).update({name: _SYNC_FLAGS[name] for name in before[id(module)]})
+
+    def put_back(module: nn.Module, *_: Any) -> None:
+        vars(module).update(before.pop(id(module), {}))
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(register_module_forward_pre_hook(withhold).remove)
+        hooks.callback(register_module_forward_hook(put_back, always_call=True).remove)
+        yield
 
 
 class Host(Protocol):
@@ -271,7 +275,7 @@ class TrialRunner:
         host: What trains.
         settings: How long a trial is.
         agreement: Among the ranks.
-        shown: Entered around each trial, for whoever watches.
+        tell: Told the size of each trial before it begins.
 
     Attributes:
         done: The trials that ran.
@@ -284,47 +288,31 @@ class TrialRunner:
         settings: TrialSettings,
         agreement: Coordinator,
         *,
-        shown: Callable[[int], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
+        tell: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.done: list[Trial] = []
         self.predictions = Predictions(None, agreement)
-        self._host, self._settings, self._agreement, self._shown = host, settings, agreement, shown
-        self._seen: dict[int, Seen | None] = {}
-        self._allowed: Sequence[int] | None = None
-
-    @property
-    def max_trials(self) -> int:
-        """Most trials of a search that is given no `max_trials`."""
-        return MAX_TRIALS_PREDICTED if self.predictions.is_usable else MAX_TRIALS
+        self._host, self._settings, self._agreement, self._tell = host, settings, agreement, tell
+        self._recorded: dict[int, Recorded | None] = {}
 
     @every_shape_recorded()
     def find(
         self,
+        space: Space,
         *,
-        first: int,
         begin: int | None = None,
-        low: int,
-        high: int | None,
-        tolerance: float,
         max_trials: int | None,
         max_seconds: float | None,
         usual_seconds: Callable[[Sequence[Trial]], float | None] = lambda _: None,
-        sizes: Sequence[int] | None = None,
-        efficiency: Callable[[int], float] | None = None,
     ) -> SearchResult:
         """Find the efficiency-optimal size; every rank calls it, and all get the same.
 
         Args:
-            first: Where the search begins.
-            begin: A smaller size to try before, to see what a step does; `first` unless given.
-            low: The smallest size allowed.
-            high: The largest, None for no limit.
-            tolerance: How much of the best throughput may be lost for a smaller size.
+            space: What is searched.
+            begin: A smaller size than its start to try before, to see what a step does.
             max_trials: Most trials, None for the usual number.
             max_seconds: No trial begins that would probably end later; rank zero's clock counts.
             usual_seconds: The same where `max_seconds` is None, once a trial has shown what a step takes.
-            sizes: Those that may be tried, ascending; None for all.
-            efficiency: What a sample is worth at a size, by what it is at another.
 
         Raises:
             TuningError: No size was found to fit, or a rank failed.
@@ -337,23 +325,17 @@ class TrialRunner:
             return None if seconds is None else began + seconds
 
         most = max(1, (max_trials or MAX_TRIALS_PREDICTED) // _RECORDED_SHARE)
-        self._allowed = sizes
-        self._record(first if begin is None else begin, first, low, high, most, until)
+        self._record(space, space.start if begin is None else begin, most, until)
         self.predictions = self._fitted()
         end = until()
         return find_batch_size(
             self.run,
-            init_size=first,
-            tolerance=tolerance,
-            min_size=low,
-            max_size=high,
+            space,
             max_trials=max_trials,
             max_seconds=None if end is None else max(end - clock(), _NO_TIME),
             predict=self.predictions.local if self.predictions.is_usable else None,
             clock=clock,
             known=self.done,
-            sizes=sizes,
-            efficiency=efficiency,
             agreement=self._agreement,
         )
 
@@ -368,34 +350,32 @@ class TrialRunner:
             TuningError: Another rank failed.
             Exception: Whatever the host raised on this one, unless it says that the size does not fit.
         """
-        with self._shown(batch_size):
-            refusal = self._host.refusal(batch_size, self.done, self.predictions)
-            if refusal:
-                trial = Trial(batch_size=batch_size, is_ok=False, reason=refusal)
-            else:
-                trial = self._tried(batch_size, is_recorded=is_recorded)
+        self._tell(batch_size)
+        refusal = self._host.refusal(batch_size, self.done, self.predictions)
+        if refusal:
+            trial = Trial(batch_size=batch_size, is_ok=False, reason=refusal)
+        else:
+            trial = self._tried(batch_size, is_recorded=is_recorded)
         self.done.append(trial)
         return trial
 
     # ---- recording
 
-    def _record(
-        self, begin: int, first: int, low: int, high: int | None, most: int, until: Callable[[], float | None]
-    ) -> None:
+    def _record(self, space: Space, begin: int, most: int, until: Callable[[], float | None]) -> None:
         """Try a few sizes first, as long as a memory plugin shows their steps."""
-        waiting = list(dict.fromkeys((begin, first)))
+        waiting = list(dict.fromkeys((begin, space.start)))
         fits: int | None = None
         is_spread = False
-        while len(self._seen) < most and len(self.done) < 2 * most and not self._is_late(until()):
+        while len(self._recorded) < most and len(self.done) < 2 * most and not self._is_late(until()):
             if not waiting:
                 if fits is None or is_spread:
                     return
-                smallest = max(low, _SMALLEST_RECORDED)
+                smallest = max(space.low, _SMALLEST_RECORDED)
                 waiting = [size for size in (2 * fits, fits // 2, 4 * fits) if size >= smallest]
                 is_spread = True
                 continue
             size = waiting.pop(0)
-            if size < low or (high is not None and size > high):
+            if not space.is_within(size):
                 continue
             tried = next((trial for trial in self.done if trial.batch_size == size), None)
             if tried is not None:
@@ -404,7 +384,7 @@ class TrialRunner:
                 elif fits is None and not tried.is_ok:
                     waiting = [size // 4]
                 continue
-            if self._allowed is not None and size not in self._allowed:
+            if space.sizes is not None and size not in space.sizes:
                 continue
             if self._host.refusal(size, self.done, self.predictions):
                 continue  # it is no trial yet: the search may never come to it
@@ -423,20 +403,14 @@ class TrialRunner:
     @property
     def _is_watched(self) -> bool:
         """Whether a plugin showed the steps of all trials that were ok."""
-        return all(each is not None and each.recorded.planned is not None for each in self._seen.values())
+        return all(each is not None and each.planned is not None for each in self._recorded.values())
 
     def _fitted(self) -> Predictions:
         """Fit the performance model, if plugins have shown enough."""
-        agreement = self._agreement
-        seen = {size: each for size, each in self._seen.items() if each is not None}
-        recorded = {size: each.recorded for size, each in seen.items()}
-        predictor = None
-        if seen:
-            last = seen[max(seen)]
-            predictor = fit_predictor(
-                recorded, budget_bytes=last.budget_bytes, policy=last.policy, num_ranks=agreement.num_ranks
-            )
-        return Predictions(predictor, agreement, throughput_scale_of(predictor, recorded, agreement.num_ranks))
+        num_ranks = self._agreement.num_ranks
+        recorded = {size: each for size, each in self._recorded.items() if each is not None}
+        predictor = fit_predictor(recorded, num_ranks)
+        return Predictions(predictor, self._agreement, throughput_scale_of(predictor, recorded, num_ranks))
 
     # ---- one trial
 
@@ -449,7 +423,8 @@ class TrialRunner:
             raise
         self._agreement.together(self._host.restore, f"putting back what the trial of batch size {batch_size} changed")
         if trial.is_ok:
-            self._seen[batch_size] = _at_speed(meter)
+            recorded, seconds = meter.recorded, median(meter.step_seconds)
+            self._recorded[batch_size] = recorded and dataclasses.replace(recorded, step_seconds=seconds)
         return trial
 
     def _measured(self, batch_size: int, meter: StepMeter) -> Trial:
@@ -468,13 +443,7 @@ class TrialRunner:
         if meter.status is RankStatus.FAILED:
             raise TuningError(f"{what} failed on another rank: see its error")
         own = _reason(meter, status, reason or meter.excess, self._settings)
-        is_ok = agreement.is_true_on_all(not own)
-        trial = agreed(_trial(batch_size, meter, own), agreement)
-        if is_ok or agreement.num_ranks == 1:
-            return trial
-        reasons = agreement.gather(own)  # the first rank that failed may have stopped for another
-        told = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each not in ("", _STOPPED)), None)
-        return dataclasses.replace(trial, reason=told or trial.reason)
+        return agreed(_trial(batch_size, meter, own), agreement)
 
     def _trained(self, batch_size: int, meter: StepMeter) -> tuple[RankStatus, str, Exception | None]:
         """Let the host train; how that ended, why the size does not fit, and what else was raised."""
@@ -515,11 +484,11 @@ def _reason(meter: StepMeter, status: RankStatus, reason: str, settings: TrialSe
     if reason:
         return reason
     if meter.status is RankStatus.DOES_NOT_FIT:
-        return _STOPPED
+        return STOPPED
     if not meter.step_seconds:
         needed = settings.warmup_steps + 1
         early = f"{ENDED_EARLY} {meter.num_steps} optimizer steps of whole batches, a trial takes at least {needed}"
-        return early if status is RankStatus.ENDED else _STOPPED
+        return early if status is RankStatus.ENDED else STOPPED
     return ""
 
 
@@ -530,11 +499,3 @@ def _trial(batch_size: int, meter: StepMeter, reason: str) -> Trial:
     return Trial(
         batch_size=batch_size, is_ok=False, peak_bytes=meter.peak_bytes, step_seconds=seconds, reason=reason
     )  # fmt: skip
-
-
-def _at_speed(meter: StepMeter) -> Seen | None:
-    """What a plugin reported, with the time of the steps that were timed."""
-    if meter.seen is None:
-        return None
-    recorded = dataclasses.replace(meter.seen.recorded, step_seconds=median(meter.step_seconds))
-    return dataclasses.replace(meter.seen, recorded=recorded)

@@ -27,7 +27,6 @@ trial's cost is not weighed against another's.
 
 from __future__ import annotations
 
-import bisect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from lightning_offload.errors import TuningError
 from lightning_offload.tuning.acquisition import NextTrial, Space, decide
 from lightning_offload.tuning.forecast import Forecast
 from lightning_offload.tuning.posterior import Estimate, pool
-from lightning_offload.tuning.ranks import Coordinator, SingleProcess
+from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.trial import Predict, Prediction, Run, Trial
 
 __all__ = ["MAX_TRIALS", "MAX_TRIALS_PREDICTED", "EndedBy", "SearchResult", "find_batch_size"]
@@ -72,6 +71,21 @@ class SearchResult:
     smallest_failing: int | None
     ended_by: EndedBy
 
+    @classmethod
+    def of(cls, trials: Sequence[Trial], *, batch_size: int, confidence: float, ended_by: EndedBy) -> SearchResult:
+        """Sum up the trials of a search; at least one ran."""
+        fails = min((trial.batch_size for trial in trials if not trial.is_ok), default=None)
+        ran = [trial.batch_size for trial in trials if trial.is_ok]
+        return cls(
+            batch_size=batch_size,
+            confidence=confidence,
+            trials=tuple(trials),
+            estimates=tuple(pool(trials).values()),
+            largest=max((size for size in ran if fails is None or size < fails), default=batch_size),
+            smallest_failing=fails,
+            ended_by=ended_by,
+        )
+
     @property
     def is_exhausted(self) -> bool:
         """Whether trials or seconds ran out before the search was sure."""
@@ -80,64 +94,49 @@ class SearchResult:
 
 def find_batch_size(
     run: Run,
+    space: Space,
     *,
-    min_size: int = 1,
-    max_size: int | None = None,
-    init_size: int | None = None,
-    tolerance: float = 0.03,
     predict: Predict | None = None,
     max_trials: int | None = None,
     max_seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     known: Sequence[Trial] = (),
-    sizes: Sequence[int] | None = None,
-    efficiency: Callable[[int], float] | None = None,
     agreement: Coordinator | None = None,
 ) -> SearchResult:
     """Find the smallest batch size whose throughput is within a tolerance of the best under the budget.
 
     Args:
         run: Runs a trial of a size; the same on every rank. It may be called with a size again.
-        min_size: The smallest size allowed.
-        max_size: The largest size allowed; None for no limit.
-        init_size: Where to start without a usable prediction; `min_size` unless given.
-        tolerance: What throughput may fall short of the best, as a fraction.
+        space: What is searched.
         predict: Predicts throughput and whether a size fits, for any size; called on rank 0 only.
         max_trials: Calls of `run`; 12 with a usable prediction and 24 without, unless given.
         max_seconds: No trial is begun that would probably end later, except the first.
         clock: Seconds, from any start.
-        known: Trials that were run before, the same on every rank; they count among the trials.
-        sizes: Those that may be tried, ascending; None for all between the limits.
-        efficiency: What a sample is worth at a size, by what it is at another one: what is looked for is the best of
-            throughput times this (goodput). Unless given, samples are worth the same.
+        known: Trials that were run before, the same on every rank; they count among the trials, but for those of sizes
+            that are not allowed, which the result has and the search does not heed.
         agreement: Of the ranks that search together, the same that `run` uses; None for one process.
 
     Returns:
         The size and how it was found.
 
     Raises:
-        TuningError: An argument leaves nothing to search, or no size was found to fit.
+        TuningError: No size may be tried, or none was found to fit.
     """
-    _check(min_size, max_size, init_size, tolerance, max_trials, max_seconds)
-    agreement = agreement if agreement is not None else SingleProcess()
-    if sizes is not None:
-        sizes = _inside(sizes, min_size, max_size)
-        min_size, max_size = sizes[0], sizes[-1]
+    agreement = agreement if agreement is not None else Coordinator()
+    space = space.narrowed()
     search = _Search(
-        min_size=min_size,
-        max_size=max_size,
-        start=_start(min_size, max_size, init_size, sizes),
-        sizes=sizes,
-        efficiency=efficiency,
-        tolerance=tolerance,
+        space=space,
         predict=predict,
         max_trials=max_trials,
         max_seconds=max_seconds,
         clock=clock,
-        trials=list(known),
+        outside=[trial for trial in known if not space.is_within(trial.batch_size)],
+        trials=[trial for trial in known if space.is_within(trial.batch_size)],
     )
     while True:
-        decision = agreement.decided(search.next_decision)
+        decided = agreement.together(lambda: search.next_decision() if agreement.rank == 0 else None, "deciding")
+        decision = agreement.broadcast(decided)
+        assert decision is not None  # rank 0 has decided
         if decision.ended_by is not None:
             return search.result(decision)
         search.run_trial(decision, run)
@@ -162,36 +161,35 @@ class _Decision:
 class _Search:
     """One search: its limits, and the trials so far, which are the same on all ranks."""
 
-    min_size: int
-    max_size: int | None
-    start: int
-    tolerance: float
+    space: Space
     predict: Predict | None
     max_trials: int | None
     max_seconds: float | None
     clock: Callable[[], float]
-    sizes: Sequence[int] | None
-    efficiency: Callable[[int], float] | None
-    trials: list[Trial] = field(default_factory=list)
-    _space: Space | None = None
-    _began: float = 0.0
+    outside: Sequence[Trial]
+    trials: list[Trial]
+    _began: float | None = None
     _durations: dict[int, float] = field(default_factory=dict)
 
     def next_decision(self) -> _Decision:
         """Decide what all ranks do next; called on rank 0 only."""
-        if self._space is None:
+        if self._began is None:
             self._began = self.clock()
             # of those that ran before, about: half of a trial is timed
-            ran = [trial for trial in self.trials if trial.step_seconds]
+            ran = [trial for trial in (*self.outside, *self.trials) if trial.step_seconds]
             self._durations.update({trial.batch_size: 2 * sum(trial.step_seconds) for trial in ran})
-            self._space = self._asked()
-        next_trial = decide(self._space, self.trials)
+            space = self.space
+            forecast = Forecast.of(
+                self.predict, low=space.low, high=space.high, tolerance=space.tolerance, worth=space.worth
+            )
+            self.space = replace(space, forecast=forecast)
+        next_trial = decide(self.space, self.trials)
         size = next_trial.next_size
         if size is None:
             return _Decision(next_trial=next_trial, ended_by="confidence", prediction=None)
-        ended_by = self._ended_by(self._space, size)
+        ended_by = self._ended_by(size, self.clock() - self._began)
         if ended_by is not None:
-            next_trial = decide(self._space, self.trials, may_grow=False)
+            next_trial = decide(self.space, self.trials, may_grow=False)
             return _Decision(next_trial=next_trial, ended_by=ended_by, prediction=None)
         prediction = self.predict(size) if self.predict is not None else None
         return _Decision(next_trial=next_trial, ended_by=None, prediction=prediction)
@@ -215,44 +213,28 @@ class _Search:
         """
         best, ended_by = decision.next_trial.best, decision.ended_by
         if best is None or ended_by is None:
-            raise _no_size_fits(self.trials, self.min_size, ended_by)
-        fails = min((trial.batch_size for trial in self.trials if not trial.is_ok), default=None)
-        ran = [trial.batch_size for trial in self.trials if trial.is_ok]
-        return SearchResult(
+            raise _no_size_fits(self.trials, self.space.low, ended_by)
+        return SearchResult.of(
+            (*self.outside, *self.trials),
             batch_size=best,
             confidence=decision.next_trial.confidence,
-            trials=tuple(self.trials),
-            estimates=tuple(pool(self.trials).values()),
-            largest=max(size for size in ran if fails is None or size < fails),
-            smallest_failing=fails,
             ended_by=ended_by,
         )
 
-    def _asked(self) -> Space:
-        """Ask the performance model, if there is one."""
-        worth = self.efficiency or (lambda _: 1.0)
-        forecast = Forecast.of(
-            self.predict, low=self.min_size, high=self.max_size, tolerance=self.tolerance, worth=worth
-        )
-        return Space(
-            low=self.min_size, high=self.max_size, start=self.start, tolerance=self.tolerance, forecast=forecast,
-            sizes=self.sizes, efficiency=self.efficiency,
-        )  # fmt: skip
-
-    def _ended_by(self, space: Space, size: int) -> EndedBy | None:
-        """Say what forbids one more trial, of this size, if anything does."""
-        usual = MAX_TRIALS if space.forecast is None else MAX_TRIALS_PREDICTED
+    def _ended_by(self, size: int, seconds: float) -> EndedBy | None:
+        """Say what forbids one more trial, of this size and after so many seconds, if anything does."""
+        usual = MAX_TRIALS if self.space.forecast is None else MAX_TRIALS_PREDICTED
         if len(self.trials) >= (self.max_trials or usual):
             return "trials"
-        if self.max_seconds is None:
+        if self.max_seconds is None or not self.trials:  # without a trial there is nothing to choose from
             return None
-        if not self._durations:  # nothing tells how long a trial takes; without any there is nothing to choose from
-            return "seconds" if self.trials and self.clock() - self._began > self.max_seconds else None
+        if not self._durations:  # nothing tells how long a trial takes
+            return "seconds" if seconds > self.max_seconds else None
         # the time it takes, by the nearest size that ran
         ran = {trial.batch_size for trial in self.trials if trial.is_ok} or self._durations.keys()
         nearest = min(ran, key=lambda tried: abs(math.log(tried / size)))
         expected = self._durations[nearest] * max(1.0, size / nearest)
-        return "seconds" if self.clock() - self._began + expected > self.max_seconds else None
+        return "seconds" if seconds + expected > self.max_seconds else None
 
 
 def _with_prediction(trial: Trial, prediction: Prediction | None) -> Trial:
@@ -279,46 +261,3 @@ def _no_size_fits(trials: Sequence[Trial], min_size: int, ended_by: EndedBy | No
         f"no batch size was found to fit from {min_size} on before {ended_by} ran out: the smallest of "
         f"{len(trials)} trials, {smallest.batch_size}, failed ({reason}); start with a smaller size"
     )
-
-
-def _start(min_size: int, max_size: int | None, init_size: int | None, sizes: Sequence[int] | None) -> int:
-    """Return where to start, within the limits."""
-    start = max(min_size, init_size if init_size is not None else min_size)
-    start = start if max_size is None else min(start, max_size)
-    return start if sizes is None else sizes[max(0, bisect.bisect_right(sizes, start) - 1)]
-
-
-def _inside(sizes: Sequence[int], min_size: int, max_size: int | None) -> Sequence[int]:
-    """Return those within the limits."""
-    end = len(sizes) if max_size is None else bisect.bisect_right(sizes, max_size)
-    inside = sizes[bisect.bisect_left(sizes, min_size) : end]
-    if not inside:
-        few = f"{list(sizes[:8])}{'...' if len(sizes) > 8 else ''}"
-        raise TuningError(
-            f"none of the sizes {few} is between min_size={min_size} and max_size={max_size}: widen these"
-        )
-    return inside
-
-
-def _check(
-    min_size: int,
-    max_size: int | None,
-    init_size: int | None,
-    tolerance: float,
-    max_trials: int | None,
-    max_seconds: float | None,
-) -> None:
-    """Refuse arguments that leave nothing to search."""
-    for name, size in (("min_size", min_size), ("max_size", max_size), ("init_size", init_size)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise TuningError(f"{name}={size!r} is not a batch size: give a whole number of 1 or more")
-    if max_size is not None and min_size > max_size:
-        raise TuningError(
-            f"min_size={min_size} is above max_size={max_size}: no batch size lies between; lower min_size"
-        )
-    if not 0 < tolerance < 1:
-        raise TuningError(f"tolerance={tolerance!r} is not a fraction: give one between 0 and 1, such as 0.03")
-    if max_trials is not None and max_trials < 1:
-        raise TuningError(f"max_trials={max_trials} allows no trial: give 1 or more, or None for the usual number")
-    if max_seconds is not None and not max_seconds > 0:
-        raise TuningError(f"max_seconds={max_seconds!r} allows no trial: give a positive number, or None for no limit")

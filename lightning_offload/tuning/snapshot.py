@@ -114,10 +114,13 @@ class StateSnapshot:
     Args:
         roots: Where to begin; these are walked whatever they are.
         keeps_hooks: Whether hooks that come later stay where they are no program's, as those of a memory plugin.
+        since: An earlier snapshot, which is put back first: the tensors that it knows are not copied once more.
     """
 
-    def __init__(self, roots: Iterable[object], *, keeps_hooks: bool = False) -> None:
-        self._keeps_hooks = keeps_hooks
+    def __init__(
+        self, roots: Iterable[object], *, keeps_hooks: bool = False, since: StateSnapshot | None = None
+    ) -> None:
+        self._keeps_hooks, self._since = keeps_hooks, since
         self._known: dict[int, object] = {}  # holds what it knows: an id is good while its object lives
         self._undo: list[Callable[[], None]] = []
         waiting: collections.deque[tuple[object, bool]] = collections.deque()
@@ -130,13 +133,11 @@ class StateSnapshot:
             found, is_data = waiting.popleft()
             self._note(found, waiting, is_data=is_data or isinstance(found, Dataset))
 
-    def knows(self, found: object) -> bool:
-        """Whether an object was reached."""
-        return id(found) in self._known
-
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back as it was when this snapshot was made."""
+        if self._since is not None:
+            self._since.restore()
         for undo in self._undo:
             undo()
 
@@ -181,6 +182,8 @@ class StateSnapshot:
         if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
             return
         if is_data and tensor.nbytes > MAX_DATA_BYTES:
+            return
+        if self._since is not None and id(tensor) in self._since._known:
             return
         self._undo.extend(_undo_tensor(part) for part in parts_of(tensor))
         if is_leaf(tensor):

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor
 
-from lightning_offload.callbacks.tuning.length import scaled_steps
+from lightning_offload.callbacks.tuning.length import check_lengths, scaled_steps
+from lightning_offload.errors import TuningError
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
 from tests.callbacks.training import NUM_FEATURES, NUM_SAMPLES, Clock, Net, finder_of, is_trial
@@ -131,6 +132,29 @@ def test_a_schedule_of_the_old_length_is_an_error(make_trainer: MakeTrainer, kin
     assert name in message
     assert f"is {length} steps, the length of the run with the configured batch size, and with the found one" in message
     assert "estimated_stepping_batches in configure_optimizers()" in message
+
+
+@pytest.mark.filterwarnings("ignore:EfficientBatchSizeFinder leaves the learning rate alone")
+def test_a_resumed_run_ends_where_its_schedule_does(make_trainer: MakeTrainer, tmp_path: Any) -> None:
+    """Of 100 steps 96 are made before: four more of 4 samples are one of 16, and a schedule of 100 steps is right."""
+
+    class Known(Stale):
+        def setup(self, stage: str) -> None:
+            self.length = 100
+
+    trainer = make_trainer(max_steps=96, max_epochs=-1)
+    trainer.fit(Known())
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    clock = Clock()
+    finder = finder_of(clock)
+    again = make_trainer(callbacks=[finder], max_steps=100, max_epochs=-1)
+    again.fit(Known(clock=clock), ckpt_path=tmp_path / "late.ckpt")
+    assert finder.result.batch_size == 16
+    assert again.global_step == 97
+    lengths = {"0 CosineAnnealingLR.T_max": 1000}
+    check_lengths(lengths, lengths, num_steps=1000.0, ratio=Fraction(2), done=900)
+    with pytest.raises(TuningError, match="with the found one it has 750"):
+        check_lengths(lengths, lengths, num_steps=1000.0, ratio=Fraction(2), done=500)
 
 
 class Backed(Net):

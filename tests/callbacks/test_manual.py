@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_offload.callbacks.tuning.turns import OptimizerTurns
+from lightning_offload.callbacks.tuning.trials import StepTimer
 from lightning_offload.errors import TuningError
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
@@ -122,17 +123,30 @@ def test_a_model_that_never_steps_is_an_error(make_trainer: MakeTrainer) -> None
 def test_an_optimizer_that_is_never_used_is_waited_for_once() -> None:
     """A round that is as long as it may be shows who steps."""
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1) for _ in range(2)]
-    turns = OptimizerTurns(optimizers)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer, module = SimpleNamespace(optimizers=optimizers, strategy=strategy), SimpleNamespace()
+    module.automatic_optimization = False
+    took: list[float] = []
+    timer = StepTimer(
+        trainer, module, accumulation=1, clock=Clock(), took=took.append, talked=lambda _: None
+    )  # fmt: skip
     for expected in (64, 1):
-        with turns.watched():
+        took.clear()
+        with timer.timing():
             num = 0
-            while not turns.are_over(num):
+            while not took:
+                timer.before_batch()
                 optimizers[0].step()
+                timer.after_batch()
                 num += 1
         assert num == expected
     assert not optimizers[0]._optimizer_step_pre_hooks, "its hooks are gone"
-    with turns.watched(), pytest.raises(TuningError, match="no optimizer step in 64"):
-        turns.are_over(64)
+    with timer.timing():
+        for _ in range(63):
+            timer.before_batch()
+            timer.after_batch()
+        with pytest.raises(TuningError, match="no optimizer step in 64"):
+            timer.after_batch()
 
 
 def test_a_schedule_of_accumulation_is_known_before_the_first_epoch(make_trainer: MakeTrainer) -> None:

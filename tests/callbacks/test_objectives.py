@@ -163,6 +163,25 @@ def test_a_run_that_takes_little_time_is_not_tuned(make_trainer: MakeTrainer) ->
         assert ("The configured 8 is kept: the run takes about 4.00 s" in finder.result.note) == (not is_tuned)
 
 
+@pytest.mark.parametrize("objective", ["goodput", "keep_effective_batch"])
+def test_the_configured_size_may_be_one_that_is_not_allowed(make_trainer: MakeTrainer, objective: Any) -> None:
+    """It is tried and compared with; the search is for one of the others."""
+    clock = Clock()
+    finder = goodput(clock, objective=objective, max_seconds=None, max_val=32)
+    trainer = make_trainer(
+        callbacks=[finder, Stop()], max_steps=20_000, max_epochs=-1, accumulate_grad_batches=2, limit_train_batches=100
+    )
+    trainer.fit(Bowl(400.0, clock, batch_size=64))
+    result = finder.result
+    sizes = [trial.batch_size for trial in result.trials]
+    assert sizes[0] == 64
+    assert len(sizes) > 1
+    assert all(size <= 32 for size in sizes[1:])
+    assert result.found_batch_size <= 32
+    assert result.expected_speedup is not None
+    assert result.batch_size == 64, "a smaller one is slower"
+
+
 def test_a_batch_that_is_best_already_is_kept(make_trainer: MakeTrainer) -> None:
     """Where a larger one is more throughput and less progress; nothing changes, and one line says why."""
     clock = Clock()
@@ -179,6 +198,33 @@ def test_a_batch_that_is_best_already_is_kept(make_trainer: MakeTrainer) -> None
     assert max(trial.batch_size for trial in result.trials) > 16
     throughputs = {trial.batch_size: trial.samples_per_second for trial in result.trials}
     assert max(throughputs.values()) > 1.5 * throughputs[16]
+
+
+def test_a_run_that_is_kept_is_warned_of_nothing(make_trainer: MakeTrainer) -> None:
+    """What a rule would do to the rate with another size is no news, where that is not set."""
+
+    class Adaptive(Bowl):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), self.lr)
+
+    clock = Clock()
+    finder = goodput(clock)
+    make_trainer(callbacks=[finder], max_steps=20).fit(Adaptive(4.0, clock, batch_size=16))
+    assert (finder.result.batch_size, finder.result.lr_factor) == (16, 1.0)
+    assert "times the rate" in finder.result.note
+
+
+def test_what_a_base_batch_changes_is_told_where_the_size_is_kept(make_trainer: MakeTrainer) -> None:
+    """The rate is for another effective batch, or that is kept by accumulating more."""
+    for objective, change in (
+        ("goodput", "the learning rate is multiplied by 0.25"),
+        ("keep_effective_batch", "4 micro-batches are accumulated, not 1"),
+    ):
+        clock = Clock()
+        finder = goodput(clock, objective=objective, max_seconds=None, base_batch_size=32)
+        make_trainer(callbacks=[finder, Stop()], max_steps=50, max_epochs=-1).fit(Bowl(100.0, clock))
+        assert finder.result.note.startswith("The configured 8 is kept: ")
+        assert f"; since the base batch is 32, {change}." in finder.result.note
 
 
 def test_a_run_whose_values_are_kept_is_the_run_without_a_finder(make_trainer: MakeTrainer) -> None:

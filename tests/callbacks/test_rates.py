@@ -129,12 +129,16 @@ def test_adam_with_the_linear_rule_is_offered_the_square_root(make_trainer: Make
     """The rule is kept, and a warning tells of the other one."""
     clock = Clock()
     finder = finder_of(clock, lr_scaling="linear")
-    with pytest.warns(UserWarning, match="lr_scaling='sqrt'"):
+    told = r"by 4, which suits SGD; for AdamW the square root of the batch's ratio \(2\) is .* lr_scaling='sqrt'"
+    with pytest.warns(UserWarning, match=told) as caught:
         fitted(make_trainer(callbacks=[finder]), Net(clock=clock))
+    assert sum("which suits SGD" in str(each.message) for each in caught) == 1
     assert finder.result.lr_factor == 4.0
 
 
 def test_an_unknown_rule_is_an_error_at_once() -> None:
     """The message names the rules."""
-    with pytest.raises(TuningError, match="'linear', 'sqrt', 'none'"):
+    with pytest.raises(
+        TuningError, match="unknown learning rate rule 'cubic': choose one of 'auto', 'linear', 'sqrt', 'none'"
+    ):
         finder_of(lr_scaling="cubic")

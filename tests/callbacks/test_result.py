@@ -218,6 +218,19 @@ def test_a_run_shows_one_table(make_trainer: MakeTrainer, capsys: pytest.Capture
     assert "largest that fits" not in summary(finder.result)
 
 
+def test_a_search_is_shown_while_it_runs(make_trainer: MakeTrainer) -> None:
+    """By the size that is tried, where the Trainer shows its progress."""
+    texts: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rich.status.Status.update", lambda self, text: texts.append(text))
+        for is_visible in (False, True):
+            clock = Clock()
+            finder = finder_of(clock)
+            make_trainer(callbacks=[finder], max_epochs=1, enable_progress_bar=is_visible).fit(Net(clock=clock))
+            sizes = [trial.batch_size for trial in finder.result.trials]
+            assert texts == ([f"Trying batch size {size}" for size in sizes] if is_visible else [])
+
+
 def test_a_result_survives_its_state() -> None:
     """What a checkpoint holds gives an equal result, with trials and predictions."""
     state = json.loads(json.dumps(RESULT.state_dict()))

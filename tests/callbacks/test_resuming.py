@@ -55,6 +55,17 @@ def test_started_in_the_middle_of_a_training(make_trainer: MakeTrainer, tmp_path
     assert_same(tuned, fitted(make_trainer(max_epochs=2), plain_net, ckpt_path=path))
 
 
+def test_a_resumed_run_that_is_kept_is_warned_of_nothing(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Nothing was to be scaled."""
+    trainer = make_trainer(max_epochs=1)
+    fitted(trainer, Net(scheduler="step"))
+    path = tmp_path / "plain.ckpt"
+    trainer.save_checkpoint(path)
+    finder = finder_of(Clock(), objective="goodput", max_seconds=None)
+    make_trainer(callbacks=[finder], max_epochs=2).fit(Net(scheduler="step"), ckpt_path=path)
+    assert "The configured 4 is kept: " in finder.result.note
+
+
 def test_the_state_is_plain_data(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """A checkpoint with the finder's state loads with `weights_only=True`, and gives an equal result."""
     clock = Clock()

@@ -160,6 +160,18 @@ def test_a_name_that_is_there_twice_inside_of_hparams_is_ambiguous() -> None:
     assert found.get() == 8
 
 
+def test_hparams_that_refer_to_their_parents() -> None:
+    """A child of a configuration that knows it is looked into once, whether or not a model has the name itself."""
+    config = Namespace(data=Namespace(batch_size=4))
+    config.data.parent = config
+    for net in (Bare(None), Net()):
+        net._hparams["config"] = net._hparams_initial["config"] = config
+        found = find_attribute("batch_size", net, None)
+        assert found is not None
+        assert found.get() == 4
+        assert [place.holder for place in found.logged][-1] is config.data
+
+
 def collate(rows: list[Any]) -> list[Any]:
     """Some collation of the user's."""
     return rows

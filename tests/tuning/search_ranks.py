@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from lightning_offload.errors import TuningError
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.ranks import GlooCoordinator, agreed
 from lightning_offload.tuning.search import find_batch_size
 from lightning_offload.tuning.trial import Prediction, Trial
@@ -41,7 +42,7 @@ def search(group: GlooCoordinator, rank: int) -> object:
 
     found = find_batch_size(
         lambda size: agreed(run_one(machine, size), group),
-        max_size=4096,
+        Space(high=4096),
         predict=predict,
         max_seconds=1e6 if rank == 0 else 1e-6,
         clock=machine.clock,
@@ -65,7 +66,7 @@ def many(group: GlooCoordinator, rank: int) -> object:
             )
             result = find_batch_size(
                 lambda size, machine=machine: agreed(run_one(machine, size), group),
-                max_size=case.max_size,
+                Space(high=case.max_size),
                 predict=case.predict if is_predicted else None,
                 clock=machine.clock,
                 agreement=group,
@@ -80,8 +81,8 @@ def many(group: GlooCoordinator, rank: int) -> object:
 
 def values(group: GlooCoordinator, rank: int) -> object:
     return {
-        "smallest": group.smallest([rank, 1 - rank, 5]),
-        "largest": group.largest([rank, 1 - rank, 5]),
+        "smallest": [group.smallest(rank), group.smallest(5)],
+        "largest": [group.largest(1 - rank), group.largest(5)],
         "all": [group.is_true_on_all(rank == 0), group.is_true_on_all(True)],
         "first": group.broadcast({"from": rank}),
         "gathered": group.gather(f"rank {rank}"),
@@ -94,9 +95,9 @@ def failing_model(group: GlooCoordinator, rank: int) -> object:
         raise KeyError("no such op")
 
     try:
-        find_batch_size(lambda size: Trial.from_steps(size, (1.0,)), predict=predict, agreement=group)
+        find_batch_size(lambda size: Trial.from_steps(size, (1.0,)), Space(), predict=predict, agreement=group)
     except (TuningError, KeyError) as error:
-        return [type(error).__name__, str(error)]
+        return [type(error).__name__, str(error), error is group.told]
     return "no error"
 
 

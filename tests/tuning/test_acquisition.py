@@ -57,7 +57,7 @@ def test_promising_sizes() -> None:
 
 def test_what_ran_once_and_failed_another_time_does_not_fit() -> None:
     """An allocator's mood decides such a size; it is neither chosen nor in the way."""
-    space = Space(low=8, high=None, start=8, tolerance=0.03, forecast=None, sizes=None, efficiency=None)
+    space = Space(low=8, start=8)
     ran = [
         Trial(batch_size=size, is_ok=True, samples_per_second=float(size), step_seconds=(1.0,) * 3)
         for size in (8, 16, 32, 64)

@@ -247,19 +247,22 @@ def test_decorator_forms() -> None:
 def test_bad_numbers(subtests: pytest.Subtests) -> None:
     """Numbers out of range are errors when the function is decorated."""
     for keywords, message in [
-        ({"starting_batch_size": 0}, "starting_batch_size=0 is not a batch size"),
-        ({"starting_batch_size": 1.5}, "starting_batch_size=1.5 is not a batch size"),
+        ({"starting_batch_size": 0}, "starting_batch_size=0 is not possible: give an int of at least 1"),
+        ({"starting_batch_size": 1.5}, "starting_batch_size=1.5 is not possible"),
+        ({"max_size": 0}, "max_size=0 is not possible"),
+        ({"min_size": None}, "min_size=None is not possible"),
+        ({"tolerance": float("nan")}, "tolerance=nan is not possible"),
         ({"max_size": 64}, "starting_batch_size=128 is not between min_size=1 and max_size=64"),
         ({"steps_per_trial": 0}, "steps_per_trial=0 is not possible"),
         ({"warmup_steps": -1}, "warmup_steps=-1 is not possible"),
         ({"steps_per_trial": True}, "steps_per_trial=True is not possible"),
         ({"max_trials": 0}, "max_trials=0 is not possible"),
         ({"max_trials": 2.5}, "max_trials=2.5 is not possible"),
-        ({"max_seconds": 0}, "max_seconds=0 allows no trial"),
-        ({"max_seconds": float("nan")}, "max_seconds=nan allows no trial"),
-        ({"max_seconds": "60"}, "max_seconds='60' allows no trial"),
-        ({"tolerance": 1}, "tolerance=1 is not a fraction"),
-        ({"tolerance": "3%"}, "tolerance='3%' is not a fraction"),
+        ({"max_seconds": 0}, "max_seconds=0 is not possible: give a positive number, or None"),
+        ({"max_seconds": float("nan")}, "max_seconds=nan is not possible"),
+        ({"max_seconds": "60"}, "max_seconds='60' is not possible"),
+        ({"tolerance": 1}, "tolerance=1 is not possible: give a fraction between 0 and 1"),
+        ({"tolerance": "3%"}, "tolerance='3%' is not possible"),
         ({"memory": "12GiB"}, "memory='12GiB' is a str: give a MemoryPlugin"),
     ]:
         with subtests.test(keywords=keywords):

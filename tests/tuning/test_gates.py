@@ -17,7 +17,7 @@ def found(
     batch_size: int, confidence: float, smallest_failing: int | None = None, speeds: dict[int, float] | None = None
 ) -> SearchResult:
     estimates = tuple(
-        Estimate(batch_size=size, samples_per_second=speed, relative_error=0.01, num_repeats=5, num_trials=1)
+        Estimate(batch_size=size, samples_per_second=speed, relative_error=0.01, num_trials=1)
         for size, speed in (speeds or {}).items()
     )
     return SearchResult(
@@ -148,7 +148,7 @@ def test_throughput_alone_is_the_speed_up_where_the_batch_stays() -> None:
 
 def test_progress_is_the_speed_up_where_the_batch_grows() -> None:
     """With a noise scale of 24 to 80 samples a sample in 64 is worth (phi + 16) / (phi + 64) of one in 16."""
-    noise = NoiseScale(value=40.0, low=24.0, high=80.0, num_steps=20)
+    noise = NoiseScale(value=40.0, low=24.0, high=80.0)
     speedup = speedup_of(TWICE, base_size=8, size=32, samples=2, noise=noise)
     assert speedup is not None
     assert speedup.value == pytest.approx(2 * 56 / 104)
@@ -158,7 +158,7 @@ def test_progress_is_the_speed_up_where_the_batch_grows() -> None:
 
 def test_a_smaller_batch_pays_least_where_the_noise_is_most() -> None:
     """The lower end is over the whole interval, whichever way the size changes."""
-    noise = NoiseScale(value=10.0, low=0.0, high=math.inf, num_steps=20)
+    noise = NoiseScale(value=10.0, low=0.0, high=math.inf)
     speedup = speedup_of(found(8, 0.9, speeds={8: 100.0, 32: 200.0}), base_size=32, size=8, noise=noise)
     assert speedup is not None
     assert speedup.value == pytest.approx(0.5 * 42 / 18)

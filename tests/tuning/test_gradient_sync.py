@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_offload import UnsupportedError
-from lightning_offload.tuning.gradient_sync import GradientSyncOff
+from lightning_offload.tuning.runner import gradient_sync_off
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_withheld(static_graph: bool) -> None:
     # DDP refuses annotations that are text
     model.register_comm_hook(None, lambda _, bucket: reduced.append(bucket.index()) or allreduce_hook(None, bucket))
     flags = dict(vars(model))
-    with GradientSyncOff():
+    with gradient_sync_off():
         for _ in range(2):
             with model.no_sync():
                 model(torch.ones(1, 2)).sum().backward()
@@ -57,7 +57,7 @@ def test_synchronised_batch_norm_is_refused() -> None:
     model.module.append(nn.SyncBatchNorm(2))
     ran = []
     model.module.register_forward_pre_hook(lambda *_: ran.append(1))
-    with GradientSyncOff(), pytest.raises(UnsupportedError, match="cannot be tried with SyncBatchNorm"):
+    with gradient_sync_off(), pytest.raises(UnsupportedError, match="cannot be tried with SyncBatchNorm"):
         model(torch.ones(1, 2))
     assert ran == []
 
@@ -66,6 +66,6 @@ def test_synchronised_batch_norm_is_refused() -> None:
 def test_flags_are_put_back_after_an_error() -> None:
     """A forward that fails leaves DDP as it was."""
     model = DistributedDataParallel(nn.Linear(2, 1))
-    with GradientSyncOff(), pytest.raises(RuntimeError):
+    with gradient_sync_off(), pytest.raises(RuntimeError):
         model(torch.ones(1, 3))
     assert model.require_backward_grad_sync

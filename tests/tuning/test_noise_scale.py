@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lightning_offload.errors import TuningError
 from lightning_offload.tuning.noise_scale import (
     GradientSquares,
     NoiseScale,
     batch_efficiency,
     estimate_noise_scale,
     likely_efficiency,
-    likely_rate_factor,
-    rate_factor,
     settled_after,
 )
 
@@ -96,7 +93,7 @@ def test_both_parts_are_without_bias() -> None:
 def test_without_noise_the_scale_is_zero_and_without_a_gradient_it_is_open() -> None:
     """Equal micro-gradients have no noise; what is nothing but noise has a scale without an upper end."""
     same = [GradientSquares(micro=4.0, mean=4.0, num_micro=2, micro_size=8)] * 20
-    assert estimate_noise_scale(same) == NoiseScale(value=0.0, low=0.0, high=0.0, num_steps=20)
+    assert estimate_noise_scale(same) == NoiseScale(value=0.0, low=0.0, high=0.0)
     rng = np.random.default_rng(2)
     pure = [squares_of([rng.normal(size=30) for _ in range(2)], 1) for _ in range(30)]
     found = estimate_noise_scale(pure)
@@ -126,26 +123,12 @@ def test_the_progress_of_a_sample_in_a_larger_batch(noise_scale: float, batch: i
     assert batch_efficiency(noise_scale, base_batch=100, batch=batch) == pytest.approx(efficiency)
 
 
-def test_the_rate_follows_the_rule_only_as_far_as_there_is_noise() -> None:
-    """Four times the batch allows four times the rate in pure noise, and the same rate without any."""
-    factors = [
-        [rate_factor(phi, base_batch=10, batch=40, rule=rule) for phi in (math.inf, 20.0, 0.0)]
-        for rule in ("linear", "sqrt")
-    ]
-    assert factors == [pytest.approx([4.0, 2.0, 1.0]), pytest.approx([2.0, math.sqrt(2), 1.0])]
-    with pytest.raises(TuningError, match="0 samples"):
-        rate_factor(1.0, base_batch=0, batch=4, rule="linear")
-
-
 def test_an_interval_counts_by_both_of_its_ends() -> None:
     """Halfway between them, in proportions; one that is open above is not taken for its lower end."""
-    noise = NoiseScale(value=50.0, low=20.0, high=math.inf, num_steps=8)
+    noise = NoiseScale(value=50.0, low=20.0, high=math.inf)
     assert likely_efficiency(noise, base_batch=10, batch=40) == pytest.approx(math.sqrt(0.5 * 1.0))
-    assert likely_rate_factor(noise, base_batch=10, batch=40, rule="linear") == pytest.approx(math.sqrt(2.0 * 4.0))
-    assert likely_rate_factor(noise, base_batch=10, batch=40, rule="sqrt") == pytest.approx(8.0**0.25)
     closed = dataclasses.replace(noise, low=20.0, high=20.0)
     assert likely_efficiency(closed, base_batch=10, batch=40) == pytest.approx(0.5)
-    assert likely_rate_factor(closed, base_batch=10, batch=40, rule="linear") == pytest.approx(2.0)
 
 
 def test_what_is_best_by_an_interval_is_not_far_off_at_either_end() -> None:
@@ -155,7 +138,7 @@ def test_what_is_best_by_an_interval_is_not_far_off_at_either_end() -> None:
         return batch / (128 + batch) * batch_efficiency(phi, base_batch=8, batch=batch)
 
     sizes = range(1, 1025)
-    noise = NoiseScale(value=500.0, low=200.0, high=math.inf, num_steps=128)
+    noise = NoiseScale(value=500.0, low=200.0, high=math.inf)
     likely = max(sizes, key=lambda b: b / (128 + b) * likely_efficiency(noise, base_batch=8, batch=b))
     cautious = max(sizes, key=lambda b: progress(b, noise.low))
 

@@ -10,8 +10,7 @@ import pytest
 from lightning_offload.tuning.posterior import (
     NUM_DRAWS,
     Array,
-    Curves,
-    Points,
+    Estimate,
     draw_curves,
     draw_edges,
     pool,
@@ -25,21 +24,21 @@ from tests.tuning.curves import Curve, peaked, saturating, stepped
 SIZES = np.array([2.0**power for power in range(1, 11)])
 
 
-def curves(sizes: Array, log_speed: Array, index: list[int], error: float = 0.01, num_trials: int = 1) -> Curves:
-    shapes = possible_shapes(sizes, int(sizes[index].max()))
-    number = len(index)
-    points = Points(
-        index=np.array(index, dtype=np.intp),
-        log_speed=log_speed,
-        variance=np.full(number, error**2),
-        num_trials=np.full(number, float(num_trials)),
-    )
-    return draw_curves(sizes, shapes.log_speeds, shapes.log_weights, points)
+def curves(
+    sizes: Array, log_speed: Array, index: list[int], error: float = 0.01, num_trials: int = 1
+) -> tuple[Array, float]:
+    estimates = [
+        Estimate(
+            batch_size=int(sizes[at]), samples_per_second=math.exp(speed), relative_error=error, num_trials=num_trials
+        )
+        for at, speed in zip(index, log_speed, strict=True)
+    ]
+    return draw_curves(sizes, *possible_shapes(sizes, int(sizes[index].max())), estimates)
 
 
 def draws(curve: Curve, measured: list[int], error: float = 0.01) -> Array:
     index = [int(np.flatnonzero(size == SIZES)[0]) for size in measured]
-    return curves(SIZES, np.log([curve(size) for size in measured]), index, error).log_speeds
+    return curves(SIZES, np.log([curve(size) for size in measured]), index, error)[0]
 
 
 @pytest.mark.parametrize("curve", [saturating(30), peaked(30, 100, 1.0), stepped(30, 16)])
@@ -72,11 +71,12 @@ def test_a_machine_that_drifts_is_found_out() -> None:
     index = list(range(len(sizes)))
     calm = np.log([saturating(30)(int(size)) for size in sizes])
     scattered = calm + 0.05 * np.random.default_rng(3).standard_normal(len(sizes))
-    assert curves(sizes, calm, index).drift < 0.01
-    found = curves(sizes, scattered, index)
-    assert found.drift > 0.04
-    assert found.log_speeds.std(axis=0).min() > 2 * curves(sizes, calm, index).log_speeds.std(axis=0).max()
-    assert curves(sizes, calm, index, num_trials=100).log_speeds.std(axis=0).max() < 0.01
+    still, drift = curves(sizes, calm, index)
+    assert drift < 0.01
+    found, drift = curves(sizes, scattered, index)
+    assert drift > 0.04
+    assert found.std(axis=0).min() > 2 * still.std(axis=0).max()
+    assert curves(sizes, calm, index, num_trials=100)[0].std(axis=0).max() < 0.01
 
 
 def test_the_same_points_give_the_same_draws() -> None:
@@ -86,8 +86,8 @@ def test_the_same_points_give_the_same_draws() -> None:
 
 def test_a_prediction_has_less_weight_than_the_plain_shapes() -> None:
     """Over all shapes the weights of those from a prediction add up to as much as those of all bends."""
-    without = np.exp(possible_shapes(SIZES, 64).log_weights).sum()
-    both = np.exp(possible_shapes(SIZES, 64, predicted=lambda sizes: np.zeros_like(sizes)).log_weights).sum()
+    without = np.exp(possible_shapes(SIZES, 64)[1]).sum()
+    both = np.exp(possible_shapes(SIZES, 64, predicted=lambda sizes: np.zeros_like(sizes))[1]).sum()
     assert both - without == pytest.approx(0.3)
     assert without == pytest.approx(1.3)
 
@@ -119,7 +119,7 @@ def test_trials_of_a_size_are_pooled() -> None:
     once = pool([noisy(8, 4, 0), noisy(4, 4, 1)])
     twice = pool([noisy(8, 4, 0), failed, noisy(4, 4, 1), noisy(8, 4, 2)])
     assert list(twice) == [4, 8]
-    assert (once[8].num_repeats, twice[8].num_repeats) == (4, 8)
+    assert (once[8].num_trials, twice[8].num_trials) == (1, 2)
     assert twice[8].relative_error < 0.8 * once[8].relative_error
 
 
@@ -141,7 +141,7 @@ def test_throughput_of_all_ranks_is_kept() -> None:
 def test_a_trial_without_repeats_counts_as_one() -> None:
     """A throughput alone is taken as it is."""
     estimate = pool([Trial(batch_size=8, is_ok=True, samples_per_second=16.0)])[8]
-    assert (estimate.samples_per_second, estimate.num_repeats) == (pytest.approx(16.0), 1)
+    assert (estimate.samples_per_second, estimate.num_trials) == (pytest.approx(16.0), 1)
 
 
 def test_the_deviation_is_found_from_few_repeats() -> None:

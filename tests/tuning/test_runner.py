@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn.modules import module as nn_module
 from lightning_offload import BudgetInfeasibleError, MemoryPlugin, TuningError
 from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from lightning_offload.tuning.function_host import FunctionHost
-from lightning_offload.tuning.ranks import Coordinator, SingleProcess
+from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.runner import RankStatus, TrialRunner, TrialSettings
 from lightning_offload.tuning.trial import Trial
 from tests.plugins.training import Net, rows
@@ -27,7 +26,7 @@ def run_trial(train: Any, batch_size: int, settings: TrialSettings, agreement: C
 
 
 def tried(training: Training, batch_size: int = 8, **settings: Any) -> Trial:
-    return run_trial(training, batch_size, TrialSettings(clock=training.clock, **settings), SingleProcess())
+    return run_trial(training, batch_size, TrialSettings(clock=training.clock, **settings), Coordinator())
 
 
 def test_timed() -> None:
@@ -63,7 +62,7 @@ def test_two_optimizers() -> None:
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
 
-    trial = run_trial(train, 8, TrialSettings(clock=clock, warmup_steps=1, timed_steps=2), SingleProcess())
+    trial = run_trial(train, 8, TrialSettings(clock=clock, warmup_steps=1, timed_steps=2), Coordinator())
     assert trial.step_seconds == (3.0, 3.0)  # 6 seconds and two backwards
 
 
@@ -87,7 +86,7 @@ def test_does_not_fit(error: Exception, reason: str) -> None:
         raise error
 
     settings = TrialSettings(is_out_of_memory=lambda error: "no room" in str(error))
-    trial = run_trial(train, 8, settings, SingleProcess())
+    trial = run_trial(train, 8, settings, Coordinator())
     assert (trial.is_ok, trial.reason) == (False, reason)
     assert kept[0]() is None
 
@@ -106,7 +105,7 @@ def test_nothing_stays_alive() -> None:
 
     gc.disable()
     try:
-        assert run_trial(train, 8, TrialSettings(warmup_steps=0), SingleProcess()).is_ok
+        assert run_trial(train, 8, TrialSettings(warmup_steps=0), Coordinator()).is_ok
         assert kept[0]() is None
     finally:
         gc.enable()
@@ -130,7 +129,7 @@ def test_own_error() -> None:
         raise error
 
     with pytest.raises(ValueError, match="mine") as caught:
-        run_trial(train, 8, TrialSettings(), SingleProcess())
+        run_trial(train, 8, TrialSettings(), Coordinator())
     assert caught.value is error
 
 
@@ -146,7 +145,7 @@ def test_swallowed() -> None:
             except BaseException as error:
                 caught.append(type(error).__name__)
 
-    trial = run_trial(train, 8, TrialSettings(warmup_steps=1, timed_steps=2), SingleProcess())
+    trial = run_trial(train, 8, TrialSettings(warmup_steps=1, timed_steps=2), Coordinator())
     assert len(trial.step_seconds) == 2
     assert caught == ["TrialOver"] * 7
 
@@ -172,7 +171,7 @@ def plugin_training(memory: MemoryPlugin) -> Any:
 def test_peaks() -> None:
     """The peak is that of the plugin that follows a model, or is given, under its final plan and within its budget."""
     following = ModuleMemoryPlugin("1GiB", policy="all-swap")
-    trial = run_trial(plugin_training(following), 256, TrialSettings(), SingleProcess())
+    trial = run_trial(plugin_training(following), 256, TrialSettings(), Coordinator())
     assert trial.is_ok
     assert trial.peak_bytes == following.report().measured_peak_bytes
 
@@ -181,14 +180,14 @@ def test_peaks() -> None:
     for memory in (None, given):
         given.attach()
         assert (
-            run_trial(plugin_training(given), 256, TrialSettings(memory=memory), SingleProcess()).peak_bytes is not None
+            run_trial(plugin_training(given), 256, TrialSettings(memory=memory), Coordinator()).peak_bytes is not None
         )
     idle.detach()
-    infeasible = run_trial(plugin_training(ModuleMemoryPlugin("4MiB")), 2048, TrialSettings(), SingleProcess())
+    infeasible = run_trial(plugin_training(ModuleMemoryPlugin("4MiB")), 2048, TrialSettings(), Coordinator())
     assert "needs a budget of" in infeasible.reason
 
 
-class Scripted(SingleProcess):
+class Scripted(Coordinator):
     """The second of two ranks, whose fates are given; those of this one are noted."""
 
     def __init__(self, *others: RankStatus) -> None:
@@ -199,11 +198,11 @@ class Scripted(SingleProcess):
     def num_ranks(self) -> int:
         return 2
 
-    def largest(self, values: Sequence[float]) -> tuple[float, ...]:
-        if self.others and len(values) == 1 and values[0] in {float(fate) for fate in RankStatus}:
-            self.ours.append(RankStatus(int(values[0])))
-            return (max(values[0], float(self.others.pop(0))),)
-        return super().largest(values)
+    def largest(self, value: float) -> float:
+        if not self.others:
+            return super().largest(value)
+        self.ours.append(RankStatus(int(value)))
+        return max(value, float(self.others.pop(0)))
 
 
 @pytest.mark.parametrize(("other", "is_ok"), [(RankStatus.DOES_NOT_FIT, False), (RankStatus.ENDED, True)])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 import statistics
 from typing import Any
 
 import pytest
 
-from lightning_offload.errors import OffloadError, TuningError
+from lightning_offload.errors import TuningError
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.search import SearchResult, find_batch_size
 from lightning_offload.tuning.trial import Prediction, Trial
 from tests.shares import is_all
@@ -26,8 +25,8 @@ def search(
 ) -> tuple[SearchResult, FakeMachine]:
     machine = FakeMachine(curve=case.curve, edge=case.edge, seed=seed, **scatter)  # type: ignore[arg-type]
     predict = case.predict if is_predicted else None
-    limits: dict[str, Any] = {"max_size": case.max_size, "max_trials": max_trials}
-    return find_batch_size(machine.run, predict=predict, clock=machine.clock, **limits), machine
+    space = Space(high=case.max_size)
+    return find_batch_size(machine.run, space, predict=predict, max_trials=max_trials, clock=machine.clock), machine
 
 
 def searches(
@@ -94,16 +93,18 @@ def test_harder_shapes() -> None:
     check_shares({"two humps": searches("two_humps", "measured", count=12)}, 0.25)
 
 
-def exact(curve: Any, edge: int, **arguments: Any) -> tuple[SearchResult, FakeMachine]:
+def exact(
+    curve: Any, edge: int, *, predict: Any = None, max_trials: int | None = None, **space: Any
+) -> tuple[SearchResult, FakeMachine]:
     machine = FakeMachine(curve=curve, edge=edge, noise=0.0)
-    return find_batch_size(machine.run, **arguments), machine
+    return find_batch_size(machine.run, Space(**space), predict=predict, max_trials=max_trials), machine
 
 
 @pytest.mark.parametrize("curve", [saturating(20), kinked(50), peaked(20, 200, 2.0), stepped(20, 32)])
 @pytest.mark.parametrize("edge", [90, 1000])
 def test_without_noise(curve: Any, edge: int) -> None:
     """Where nothing scatters the size is always right, and the search says why it ended."""
-    found, _ = exact(curve, edge, max_size=4096)
+    found, _ = exact(curve, edge, high=4096)
     assert found.batch_size in right_sizes(curve, edge)
     assert found.ended_by == "confidence"
     assert found.confidence > 0.95
@@ -111,14 +112,14 @@ def test_without_noise(curve: Any, edge: int) -> None:
 
 def test_no_trials_for_an_edge_that_does_not_matter() -> None:
     """Where throughput is flat far below the edge, no trial comes near it, and none fails."""
-    found, machine = exact(saturating(4), 100_000, max_size=10**6)
+    found, machine = exact(saturating(4), 100_000, high=10**6)
     assert max(machine.sizes) <= 1024
     assert (found.smallest_failing, found.largest) == (None, max(machine.sizes))
 
 
 def test_the_edge_is_found_where_throughput_rises_to_it() -> None:
     """Where the largest size is the best, it is found to within what the answer needs."""
-    found, machine = exact(saturating(10_000), 777, max_size=4096)
+    found, machine = exact(saturating(10_000), 777, high=4096)
     assert found.batch_size >= 0.95 * 777
     assert found.largest <= 777 < (found.smallest_failing or 0)
     assert len(machine.sizes) <= 24
@@ -138,7 +139,7 @@ def test_first_trial_is_at_the_predicted_edge() -> None:
         def predict(size: int) -> Prediction:
             return Prediction(batch_size=size, is_feasible=size <= 1000, samples_per_second=saturating(k)(size))
 
-        return exact(saturating(k), 1000, max_size=4096, predict=predict)[1].sizes[0]
+        return exact(saturating(k), 1000, high=4096, predict=predict)[1].sizes[0]
 
     assert first(1000) == 896
     assert first(1) == 32
@@ -150,7 +151,7 @@ def test_a_wrong_prediction_is_dropped() -> None:
     def predict(size: int) -> Prediction:
         return Prediction(batch_size=size, is_feasible=True, samples_per_second=1e3 / size)
 
-    found, _ = exact(saturating(100), 700, max_size=4096, predict=predict)
+    found, _ = exact(saturating(100), 700, high=4096, predict=predict)
     assert found.batch_size in right_sizes(saturating(100), 700)
 
 
@@ -160,7 +161,7 @@ def test_a_predicted_edge_far_too_high() -> None:
     def predict(size: int) -> Prediction:
         return Prediction(batch_size=size, is_feasible=True, samples_per_second=saturating(1000)(size))
 
-    found, machine = exact(saturating(1000), 60, max_size=4096, predict=predict)
+    found, machine = exact(saturating(1000), 60, high=4096, predict=predict)
     assert found.batch_size in right_sizes(saturating(1000), 60)
     assert len(machine.sizes) <= 12
 
@@ -195,32 +196,53 @@ def test_max_trials() -> None:
 def test_max_seconds() -> None:
     """It ends in time with the best known: no trial is begun that would end later; the first always runs."""
     machine = FakeMachine(curve=saturating(1000), edge=4096)
-    found = find_batch_size(machine.run, max_size=4096, max_seconds=40.0, clock=machine.clock)
+    found = find_batch_size(machine.run, Space(high=4096), max_seconds=40.0, clock=machine.clock)
     assert machine.now <= 40.0
     assert (found.ended_by, found.is_exhausted) == ("seconds", True)
     assert found.batch_size in machine.sizes
     late = FakeMachine(curve=saturating(1000), edge=4096)
-    assert len(find_batch_size(late.run, max_seconds=1e-9, clock=late.clock).trials) == 1
+    assert len(find_batch_size(late.run, Space(), max_seconds=1e-9, clock=late.clock).trials) == 1
 
 
 @pytest.mark.parametrize("size", [1, 17])
 def test_one_size_alone(size: int) -> None:
     """Where only one size is allowed it is tried once and chosen."""
-    found, machine = exact(saturating(10), 4096, min_size=size, max_size=size)
+    found, machine = exact(saturating(10), 4096, low=size, high=size)
     assert (found.batch_size, machine.sizes, found.ended_by) == (size, [size], "confidence")
 
 
 def test_all_sizes_stay_within_the_limits() -> None:
-    """No trial is outside min_size and max_size, wherever it starts."""
-    for init_size in (None, 1, 50, 5000):
-        found, machine = exact(saturating(30), 4096, min_size=24, max_size=100, init_size=init_size)
+    """No trial is outside the limits, wherever it starts."""
+    for start in (1, 50, 5000):
+        found, machine = exact(saturating(30), 4096, low=24, high=100, start=start)
         assert all(24 <= size <= 100 for size in machine.sizes)
         assert found.batch_size in right_sizes(saturating(30), 100, smallest=24)
 
 
-def test_starts_at_init_size_and_shrinks_if_it_does_not_fit() -> None:
-    """Growth starts at init_size; where that fails sizes shrink until one fits."""
-    found, machine = exact(saturating(5), 40, init_size=512, max_size=4096)
+@pytest.mark.parametrize("is_predicted", [False, True])
+def test_what_is_known_of_sizes_that_are_not_allowed(is_predicted: bool) -> None:
+    """It is in the result, for comparisons, and the search goes on as if it had not been seen."""
+
+    def predict(size: int) -> Prediction:
+        return Prediction(batch_size=size, is_feasible=True, samples_per_second=saturating(20)(size))
+
+    machine = FakeMachine(curve=saturating(20), edge=80, noise=0.0)
+    known = [machine.run(size) for size in (64, 8, 100)]
+    arguments: dict[str, Any] = {"predict": predict if is_predicted else None, "known": known}
+    found = find_batch_size(machine.run, Space(low=16, high=32, start=32), **arguments)
+    assert list(found.trials[:3]) == known
+    assert all(16 <= size <= 32 for size in machine.sizes[3:])
+    assert found.batch_size in right_sizes(saturating(20), 32, smallest=16)
+    assert found.ended_by == "confidence"
+    assert {8, 64} < {each.batch_size for each in found.estimates}
+    assert (found.largest, found.smallest_failing) == (64, 100)
+    late = find_batch_size(machine.run, Space(low=16, high=32), max_seconds=1e-9, clock=machine.clock, **arguments)
+    assert len(late.trials) == 4, "the first of the sizes that are allowed is tried whatever it takes"
+
+
+def test_starts_where_asked_and_shrinks_if_it_does_not_fit() -> None:
+    """Growth starts where it is asked to; where that fails sizes shrink until one fits."""
+    found, machine = exact(saturating(5), 40, start=512, high=4096)
     assert machine.sizes[0] == 512
     assert found.batch_size in right_sizes(saturating(5), 40)
 
@@ -228,39 +250,16 @@ def test_starts_at_init_size_and_shrinks_if_it_does_not_fit() -> None:
 def test_no_size_fits() -> None:
     """The error echoes the smallest size and why it failed."""
     with pytest.raises(TuningError, match=r"the smallest allowed, 4, failed \(out of memory at 4\)"):
-        exact(saturating(5), 3, min_size=4, max_size=64, init_size=64)
+        exact(saturating(5), 3, low=4, high=64, start=64)
 
 
 def test_no_size_fits_within_the_trials() -> None:
     """Where trials run out before anything fitted, the error says so and names the smallest that was tried."""
     with pytest.raises(TuningError, match=r"before trials ran out: the smallest of 1 trials, 512, failed \(out of"):
-        exact(saturating(5), 3, init_size=512, max_trials=1)
-
-
-def test_arguments_that_leave_nothing_to_search(subtests: pytest.Subtests) -> None:
-    """They are refused in one line that echoes the value, before any trial."""
-    for arguments, message in [
-        ({"min_size": 8, "max_size": 4}, "min_size=8 is above max_size=4"),
-        ({"min_size": 0}, "min_size=0 is not a batch size"),
-        ({"max_size": -1}, "max_size=-1 is not a batch size"),
-        ({"init_size": 2.5}, "init_size=2.5 is not a batch size"),
-        ({"min_size": True}, "min_size=True is not a batch size"),
-        ({"tolerance": 0}, "tolerance=0 is not a fraction"),
-        ({"tolerance": 1.0}, "tolerance=1.0 is not a fraction"),
-        ({"tolerance": math.nan}, "tolerance=nan is not a fraction"),
-        ({"max_trials": 0}, "max_trials=0 allows no trial"),
-        ({"max_seconds": 0.0}, "max_seconds=0.0 allows no trial"),
-    ]:
-        with subtests.test(arguments=arguments):
-            machine = FakeMachine(curve=saturating(1), edge=10)
-            with pytest.raises(TuningError, match="^" + re.escape(message)) as caught:
-                find_batch_size(machine.run, **arguments)
-            assert isinstance(caught.value, OffloadError)
-            assert "\n" not in str(caught.value)
-            assert machine.sizes == []
+        exact(saturating(5), 3, start=512, max_trials=1)
 
 
 def test_a_trial_of_another_size() -> None:
     """A `run` that returns the trial of another size is refused, not searched with."""
     with pytest.raises(TuningError, match=r"run\(1\) returned a trial of batch size 2"):
-        find_batch_size(lambda size: Trial.from_steps(size + 1, (1.0,)), max_size=8)
+        find_batch_size(lambda size: Trial.from_steps(size + 1, (1.0,)), Space(high=8))

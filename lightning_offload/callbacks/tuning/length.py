@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_schedule
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_schedule
 from lightning_offload.errors import TuningError
 
 __all__ = [
@@ -85,9 +85,7 @@ class StepLimits:
     """The Trainer's limits in steps and batches, and its accumulation: changed for a fit and put back after it."""
 
     def __init__(self) -> None:
-        self._before: dict[str, int] = {}
-        self._accumulation: int | None = None
-        self._num_batches: int | None = None
+        self._before: dict[str, Any] = {}
 
     def scale(self, trainer: Any, ratio: Fraction, size_ratio: Fraction, done: int = 0) -> str:
         """Set the limits for another batch; tell what was changed, in a sentence without its full stop.
@@ -103,31 +101,33 @@ class StepLimits:
             before = getattr(trainer.fit_loop.epoch_loop, name)
             if before is None or before == (after := scaled_steps(before, ratio, done)):
                 continue
-            self._before.setdefault(name, before)
-            setattr(trainer.fit_loop.epoch_loop, name, after)
+            self._set(trainer, name, after)
             told.append(f"{name} is {after}, which is as many samples as {before} steps of the configured batch")
         limit = trainer.limit_train_batches
         if is_number_of_batches(limit) and (scaled := scaled_steps(limit, size_ratio)) != limit:
-            self._num_batches = limit if self._num_batches is None else self._num_batches
-            trainer.limit_train_batches = scaled
+            self._set(trainer, "limit_train_batches", scaled)
             told.append(f"limit_train_batches is {scaled}, which is as many samples as {limit} batches as configured")
         return "; ".join(told)
 
     def accumulate(self, trainer: Any, number: int) -> None:
         """Set how many micro-batches are accumulated."""
         if number != trainer.accumulate_grad_batches:
-            self._accumulation = trainer.accumulate_grad_batches if self._accumulation is None else self._accumulation
-            trainer.accumulate_grad_batches = number
+            self._set(trainer, "accumulate_grad_batches", number)
 
     def put_back(self, trainer: Any) -> None:
         """Set what the user gave."""
-        if self._accumulation is not None:
-            trainer.accumulate_grad_batches, self._accumulation = self._accumulation, None
-        if self._num_batches is not None:
-            trainer.limit_train_batches, self._num_batches = self._num_batches, None
         for name, before in self._before.items():
-            setattr(trainer.fit_loop.epoch_loop, name, before)
+            setattr(_holder_of(name, trainer), name, before)
         self._before.clear()
+
+    def _set(self, trainer: Any, name: str, value: int) -> None:
+        holder = _holder_of(name, trainer)
+        self._before.setdefault(name, getattr(holder, name))
+        setattr(holder, name, value)
+
+
+def _holder_of(name: str, trainer: Any) -> Any:
+    return trainer.fit_loop.epoch_loop if name in _LIMITS else trainer
 
 
 def schedule_lengths(configs: Sequence[Any]) -> dict[str, float]:
@@ -158,22 +158,28 @@ def _lengths(scheduler: Any, place: str) -> dict[str, float]:
     return found
 
 
-def check_lengths(before: dict[str, float], after: dict[str, float], *, num_before: float, num_after: float) -> None:
+def check_lengths(
+    before: dict[str, float], after: dict[str, float], *, num_steps: float, ratio: Fraction, done: int = 0
+) -> None:
     """See that schedules have the length of the run that begins.
 
     Args:
         before: :func:`schedule_lengths` of the configured batch.
         after: The same with the schedulers made anew for the found one.
-        num_before: Optimizer steps of the run with the configured batch.
-        num_after: Those with the found one.
+        num_steps: Optimizer steps of the run with the configured batch; infinite where that is not known.
+        ratio: The found effective batch by the configured one.
+        done: Steps of the configured batch that were made before.
 
     Raises:
         TuningError: One is still as long as the run was.
     """
-    if not math.isfinite(num_before) or abs(num_after - num_before) <= _ABOUT * num_before:
+    if not math.isfinite(num_steps):
+        return
+    num_after = scaled_steps(int(num_steps), ratio, done)
+    if abs(num_after - num_steps) <= _ABOUT * num_steps:
         return
     for where, length in after.items():
-        if before.get(where) == length and abs(length - num_before) <= _ABOUT * num_before:
+        if before.get(where) == length and abs(length - num_steps) <= _ABOUT * num_steps:
             name = where.rpartition(" ")[2].partition("[")[0]
             raise TuningError(
                 f"{name} is {length:g} steps, the length of the run with the configured batch size, and with the found"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_of, accumulation_schedule
 from lightning_offload.callbacks.tuning.options import FinderOptions
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of, accumulation_schedule
 from lightning_offload.errors import TuningError
 
 __all__ = ["Objective", "objective_of"]
@@ -21,6 +21,7 @@ __all__ = ["Objective", "objective_of"]
 KEEP: Final = "keep_effective_batch"
 GOODPUT: Final = "goodput"
 THROUGHPUT: Final = "throughput"
+LARGEST: Final = 1 << 31  # samples: more than any device holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +70,8 @@ def objective_of(trainer: Any, module: Any, options: FinderOptions, base_size: i
     name = GOODPUT if options.objective == "auto" else options.objective
     sizes_of_a_multiple = None
     if options.multiple_of > 1:
-        sizes_of_a_multiple = range(options.multiple_of, _LARGEST, options.multiple_of)
+        sizes_of_a_multiple = range(options.multiple_of, LARGEST, options.multiple_of)
     return Objective(name=name, configured_accumulation=accumulation, sizes=sizes_of_a_multiple)
-
-
-_LARGEST = 1 << 31
 
 
 def _is_multiple(size: int, options: FinderOptions, base_size: int) -> bool:

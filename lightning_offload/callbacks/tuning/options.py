@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_offload.errors import TuningError
-from lightning_offload.lightning_packages import current_package, import_from, package_of
-from lightning_offload.tuning.learning_rate import check_scaling
-from lightning_offload.tuning.noise_scale import MIN_STEPS
+from lightning_offload.lightning_packages import import_from, package_for
+from lightning_offload.tuning.learning_rate import SCALINGS
+from lightning_offload.tuning.ranges import check_ranges
 
 OBJECTIVES = ("auto", "keep_effective_batch", "goodput", "throughput")
 ON_FAILURE = ("keep", "raise")
@@ -37,9 +37,10 @@ class AdvancedTuning:
         max_lr_factor: By how much the rate may be raised at most; by default 16 where the noise scale is measured, and
             8 where it is not.
         max_data_share: The largest effective batch, as a share of the data set.
-        min_confidence: How sure the search has to be, from 0 to 1, that the size that it found is right, or (but for
-            objective "throughput") that the run surely ends 1.05 times as early with it. Below it the configured size
-            and rate stay, unless that size does not fit. With 0 and objective "throughput" whatever is found is set.
+        min_confidence: How sure the search has to be, from 0 to 1, that the size that it found is right. Below it a
+            size is set with which the run surely ends 1.05 times as early (for objective "throughput": has as many
+            more samples per second), where there is one; else the configured size and rate stay, unless that size does
+            not fit. With 0 and objective "throughput" whatever is found is set.
         min_efficiency: For goodput, what a sample is worth at least in the larger batch, by what it is worth in the
             configured one: a run of so many epochs makes that share of its progress. 0 for trainings that end at a
             loss.
@@ -87,38 +88,7 @@ class AdvancedTuning:
         return AdvancedTuning(**(given or {}))
 
     def __post_init__(self) -> None:
-        for name in ("init_val", "base_batch_size", "max_trials"):
-            _check_count(name, getattr(self, name), least=1, is_optional=True)
-        for name in ("steps_per_trial", "multiple_of"):
-            _check_count(name, getattr(self, name), least=1, is_optional=False)
-        _check_count("pilot_steps", self.pilot_steps, least=MIN_STEPS, is_optional=False)
-        _check_count("warmup_steps", self.warmup_steps, least=0, is_optional=False)
-        _check_count("lr_warmup_steps", self.lr_warmup_steps, least=0, is_optional=True)
-        most = self.max_lr_factor
-        if most is not None and not (_is_number(most) and most >= 1):
-            raise TuningError(
-                f"max_lr_factor={self.max_lr_factor!r} is not possible: give a number of at least 1, such as 8, or"
-                " float('inf') for no limit"
-            )
-        if not _is_number(self.tolerance) or not 0 < self.tolerance < 1:
-            raise TuningError(
-                f"tolerance={self.tolerance!r} is not possible: give a fraction between 0 and 1, such as 0.03"
-            )
-        if not _is_number(self.max_data_share) or not 0 < self.max_data_share <= 1:
-            raise TuningError(
-                f"max_data_share={self.max_data_share!r} is not possible: give a share of the data set above 0 and up"
-                " to 1, such as 0.1"
-            )
-        if not _is_number(self.min_efficiency) or not 0 <= self.min_efficiency <= 1:
-            raise TuningError(
-                f"min_efficiency={self.min_efficiency!r} is not possible: give a share from 0 to 1, such as 0.9; 0 for"
-                " trainings that end at a loss, however many samples that takes"
-            )
-        if not _is_number(self.min_confidence) or not 0 <= self.min_confidence <= 1:
-            raise TuningError(
-                f"min_confidence={self.min_confidence!r} is not possible: give a probability from 0 to 1, such as 0.5;"
-                " 0 sets whatever is found"
-            )
+        check_ranges(dataclasses.asdict(self))
         if self.allow_oom is not None and not isinstance(self.allow_oom, bool):
             raise TuningError(f"allow_oom={self.allow_oom!r} is not possible: give True, False or None")
 
@@ -142,18 +112,16 @@ class FinderOptions(AdvancedTuning):
 
     def __post_init__(self) -> None:
         super(FinderOptions, self).__post_init__()  # a class with slots is another one than this
-        check_scaling(self.lr_scaling)
+        for name, what, allowed in (
+            ("lr_scaling", "learning rate rule", SCALINGS),
+            ("objective", "objective", OBJECTIVES),
+            ("on_failure", "on_failure", ON_FAILURE),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise TuningError(f"unknown {what} {value!r}: choose one of {', '.join(map(repr, allowed))}")
         _check_name("batch_arg_name", self.batch_arg_name, is_optional=False)
         _check_name("lr_arg_name", self.lr_arg_name, is_optional=True)
-        _check_count("max_val", self.max_val, least=1, is_optional=True)
-        _check_count("min_val", self.min_val, least=1, is_optional=False)
-        if not isinstance(self.objective, str) or self.objective not in OBJECTIVES:
-            names = ", ".join(map(repr, OBJECTIVES))
-            raise TuningError(f"unknown objective {self.objective!r}: choose one of {names}")
-        if not isinstance(self.on_failure, str) or self.on_failure not in ON_FAILURE:
-            raise TuningError(f"on_failure={self.on_failure!r} is not known: choose 'keep' or 'raise'")
-        if self.max_seconds is not None and not (_is_number(self.max_seconds) and self.max_seconds > 0):
-            raise TuningError(f"max_seconds={self.max_seconds!r} is not possible: give a positive number, or None")
         if self.max_val is not None and self.min_val > self.max_val:
             raise TuningError(f"min_val={self.min_val} is above max_val={self.max_val}: exchange them")
         if self.init_val is not None and not self.min_val <= self.init_val <= (self.max_val or self.init_val):
@@ -171,17 +139,6 @@ def _check_name(keyword: str, value: Any, *, is_optional: bool) -> None:
     )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_count(name: str, value: Any, *, least: int, is_optional: bool) -> None:
-    if value is None and is_optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise TuningError(f"{name}={value!r} is not possible: give an int of at least {least}")
-
-
 def checked_folder(plot_dir: Any) -> Path:
     """The folder for plots.
 
@@ -195,7 +152,7 @@ def checked_folder(plot_dir: Any) -> Path:
 
 def misconfiguration(trainer: Any, message: str) -> Exception:
     """A `TuningError` that is the `MisconfigurationException` of the Trainer's Lightning package too."""
-    error: Exception = _misconfiguration_class(package_of(trainer) or current_package())(message)
+    error: Exception = _misconfiguration_class(package_for(trainer))(message)
     return error
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
+from lightning_offload.callbacks.tuning.trainer_facts import is_batch_norm_shared, sharding_of
 from lightning_offload.tuning.noise_scale import MIN_STEPS, GradientSquares
 
 __all__ = ["Pilot", "PilotPlan", "pilot_plan", "shortest_pilot", "why_no_noise_scale"]

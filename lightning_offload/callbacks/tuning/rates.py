@@ -16,22 +16,27 @@ import torch
 
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets, batch_of_rate
-from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.tuning.learning_rate import (
+    RULES,
     check_rate,
     has_step_hooks,
-    learning_rate_factor,
+    is_adam_like,
     resolved_rule,
-    rule_warning,
     scale_optimizer,
     scale_scheduler,
+    unwrapped,
 )
-from lightning_offload.tuning.noise_scale import NoiseScale, likely_rate_factor
+from lightning_offload.tuning.noise_scale import NoiseScale, likely_efficiency
 
 __all__ = ["Place", "ScaledRate", "base_rates", "is_resumed", "scale_groups", "scaled_rate", "stragglers"]
 
 _MOST_BY_RULE, _MOST_BY_NOISE = 8.0, 16.0
 """By how much a rate is raised at most: where only a rule says how much, and where the noise scale does too."""
+
+_LEFT_ALONE = (
+    "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go on with"
+    " theirs. Start from weights alone to have it scaled."
+)
 
 Place = tuple[int, int]
 """A parameter group: the number of its optimizer, and its own there."""
@@ -46,12 +51,14 @@ class ScaledRate:
         factor: By how much it is scaled.
         base_batch: The effective batch that the configured rate was for.
         note: What a reader should know.
+        warnings: What a user is to be warned of where it is set.
     """
 
     lr: float
     factor: float
     base_batch: int
     note: str
+    warnings: tuple[str, ...]
 
 
 def scaled_rate(
@@ -78,23 +85,26 @@ def scaled_rate(
     # of a rate that a tuning has set, that tuning knows; the configured batch may be another one again
     base = options.base_batch_size or batch_of_rate(module, targets) or configured
     rule = resolved_rule(options.lr_scaling, trainer.optimizers)
-    if rule != "none" and is_resumed(trainer):
+    warnings = []
+    if effective != base and rule != "none" and is_resumed(trainer):
         rule = "none"
-        rank_zero(
-            targets.package,
-            "warn",
-            "EfficientBatchSizeFinder leaves the learning rate alone: the checkpoint's optimizers and schedulers go on"
-            " with theirs. Start from weights alone to have it scaled.",
+        warnings.append(_LEFT_ALONE)
+    ratio = effective / base
+    # the best rate is that of a step without noise times 1 / (1 + phi / B) (McCandlish et al. 2018, equation 2.5), for
+    # optimizers that divide by the gradient's size its square root; for a larger batch never more than the rule says
+    if noise is not None and ratio > 1:
+        ratio *= likely_efficiency(noise, base_batch=base, batch=effective)
+    factor, note = _allowed_factor(trainer, options, RULES[rule](ratio), is_measured=noise is not None)
+    adaptive: dict[str, None] = {}
+    if rule == "linear" and factor != 1:
+        adaptive = dict.fromkeys(type(unwrapped(each)).__name__ for each in trainer.optimizers if is_adam_like(each))
+    if adaptive:
+        warnings.append(
+            f"the learning rate is scaled linearly, by {factor:.3g}, which suits SGD; for {', '.join(adaptive)} the"
+            f" square root of the batch's ratio ({math.sqrt(factor):.3g}) is usually right: lr_scaling='sqrt'"
         )
-    wanted = learning_rate_factor(rule=rule, effective_batch=effective, base_batch=base)
-    if noise is not None and rule != "none" and wanted > 1:
-        wanted = likely_rate_factor(noise, base_batch=base, batch=effective, rule=rule)
-    factor, note = _allowed_factor(trainer, options, wanted, is_measured=noise is not None)
-    warning = rule_warning(trainer.optimizers, rule=rule, factor=factor)
-    if warning is not None:
-        rank_zero(targets.package, "warn", warning)
     rate = targets.base_rate if targets.base_rate is not None else _first_rate(trainer.optimizers)
-    return ScaledRate(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note)
+    return ScaledRate(lr=check_rate(rate * factor), factor=factor, base_batch=base, note=note, warnings=tuple(warnings))
 
 
 def _allowed_factor(trainer: Any, options: FinderOptions, wanted: float, *, is_measured: bool) -> tuple[float, str]:

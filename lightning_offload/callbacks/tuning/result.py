@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -120,13 +120,7 @@ class TuningResult(Printed):
 
     def state_dict(self) -> dict[str, Any]:
         """The result as plain containers, safe to load with `weights_only=True`."""
-        state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in _INTERVALS:
-            state[name] = None if state[name] is None else list(state[name])
-        state["scaled_groups"] = [list(place) for place in self.scaled_groups]
-        state["trials"] = [_plain(trial) for trial in self.trials]
-        state["predictions"] = [_plain(prediction) for prediction in self.predictions]
-        return {"schema": _SCHEMA, **state}
+        return {"schema": _SCHEMA, **dataclasses.asdict(self)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> TuningResult:
@@ -152,11 +146,6 @@ class TuningResult(Printed):
                 f"the checkpoint's state of EfficientBatchSizeFinder cannot be read ({error!r}): it is from another"
                 " version; remove the callback from this run and set the batch size"
             ) from None
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    values = dataclasses.asdict(record)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 _TRIALS = ("size", "step", "samples/s", "predicted", "peak", "predicted", "")
@@ -266,47 +255,16 @@ def _bytes(value: int | None) -> str:
     return "" if value is None else format_bytes(value)
 
 
-class SearchProgress:
-    """A progress bar over the trials, where the Trainer shows one.
+@contextlib.contextmanager
+def search_shown(is_visible: bool) -> Iterator[Callable[[int], None]]:
+    """Show that a search runs inside, and which size it tries; gives what is to be told of each."""
+    if not is_visible:
+        yield lambda _: None
+        return
+    from rich import get_console
 
-    Args:
-        is_visible: Whether to show it at all.
-    """
-
-    def __init__(self, is_visible: bool) -> None:
-        self._is_visible = is_visible
-        self._progress: Any = None
-        self._task: Any = None
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the bar inside."""
-        if not self._is_visible:
-            yield
-            return
-        from rich import progress
-
-        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
-        with progress.Progress(*columns, progress.TimeElapsedColumn(), transient=True) as self._progress:
-            self._task = self._progress.add_task("Finding the efficient batch size", total=None)
-            try:
-                yield
-            finally:
-                self._progress = None
-
-    @contextlib.contextmanager
-    def trying(self, batch_size: int, *, total: int) -> Iterator[None]:
-        """A trial takes place inside.
-
-        Args:
-            batch_size: Its size.
-            total: Most trials that there can be.
-        """
-        if self._progress is not None:
-            self._progress.update(self._task, description=f"Trying batch size {batch_size}", total=total)
-        yield
-        if self._progress is not None:
-            self._progress.advance(self._task)
+    with get_console().status("Finding the efficient batch size") as status:
+        yield lambda batch_size: status.update(f"Trying batch size {batch_size}")
 
 
 NAME = "batch_size"

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.batches import loaders_in, num_samples, sizes_of
 from lightning_offload.callbacks.tuning.feeding import MANY, Feed, Look
 from lightning_offload.callbacks.tuning.length import is_number_of_batches
@@ -18,6 +17,7 @@ from lightning_offload.callbacks.tuning.lengths import Lengths
 from lightning_offload.callbacks.tuning.objective import Objective
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.targets import Targets
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.ranks import Coordinator
 from lightning_offload.tuning.shapes import shapes_in
@@ -134,7 +134,7 @@ class TrialData:
             TuningError: They leave no size, or the loaders do not follow it.
         """
         options = self._options
-        (most,) = agreement.smallest([self._most(objective)])
+        most = agreement.smallest(self._most(objective))
         largest = int(min(most, options.max_val if options.max_val is not None else math.inf))
         if options.min_val > largest:
             raise TuningError(

@@ -12,18 +12,20 @@ the file starts the run that took place.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, final
+from typing import Any
 
 from lightning_offload.callbacks.tuning.result import TuningResult
 from lightning_offload.callbacks.tuning.targets import places_of
 from lightning_offload.lightning_packages import rank_zero
 
-__all__ = ["rewrite_configuration", "save_with_its_rate", "with_configured_rate"]
+__all__ = ["rewrite_configuration", "save_with_its_rate"]
 
 _SECTIONS = ("model", "data")
 _HOOK = "on_save_checkpoint"
+_HYPERPARAMETERS = "hyper_parameters"  # of a checkpoint
 
 
 def save_with_its_rate(module: Any, result: TuningResult, *, batch_arg_name: str, lr_arg_name: str | None) -> None:
@@ -36,57 +38,30 @@ def save_with_its_rate(module: Any, result: TuningResult, *, batch_arg_name: str
         lr_arg_name: As the finder was given that.
     """
     own = getattr(module, _HOOK)
-    own = own.own if isinstance(own, _SavedRate) else own
-    # not an attribute by which a module would look for parameters
-    object.__setattr__(module, _HOOK, _SavedRate(own, result, batch_arg_name, lr_arg_name))
+    if isinstance(own, functools.partial) and own.func is _save:  # of an earlier tuning
+        own = own.args[0]
+    # not an attribute by which a module would look for parameters; it goes with the model to other processes
+    object.__setattr__(module, _HOOK, functools.partial(_save, own, result, batch_arg_name, lr_arg_name))
 
 
-@final
-class _SavedRate:
-    """Stands in for a model's `on_save_checkpoint`; it goes with the model to other processes.
-
-    Args:
-        own: The model's hook.
-        result: Of the tuning.
-        batch_arg_name: As the finder was given it.
-        lr_arg_name: As the finder was given that.
-    """
-
-    def __init__(
-        self, own: Callable[[Any], None], result: TuningResult, batch_arg_name: str, lr_arg_name: str | None
-    ) -> None:
-        self.own = own
-        self._result, self._batch_arg_name, self._lr_arg_name = result, batch_arg_name, lr_arg_name
-
-    def __call__(self, checkpoint: dict[str, Any]) -> None:
-        self.own(checkpoint)
-        key = "hyper_parameters"
-        if key in checkpoint:
-            checkpoint[key] = with_configured_rate(
-                checkpoint[key], self._result, batch_arg_name=self._batch_arg_name, lr_arg_name=self._lr_arg_name
-            )
-
-
-def with_configured_rate(
-    hyperparameters: Any, result: TuningResult, *, batch_arg_name: str, lr_arg_name: str | None
-) -> Any:
-    """The hyperparameters of a checkpoint, with the configured rate where the found size is not among them.
-
-    Args:
-        hyperparameters: Of the model, as a checkpoint has them.
-        result: Of the tuning.
-        batch_arg_name: As the finder was given it.
-        lr_arg_name: As the finder was given that.
-    """
-    if lr_arg_name is None or result.lr_factor == 1.0 or result.configured_lr is None:
-        return hyperparameters
-    if any(place.get() == result.batch_size for place in places_of(hyperparameters, batch_arg_name)):
-        return hyperparameters
-    made = copy.deepcopy(hyperparameters)
+def _save(
+    own: Callable[[Any], None],
+    result: TuningResult,
+    batch_arg_name: str,
+    lr_arg_name: str | None,
+    checkpoint: dict[str, Any],
+) -> None:
+    """In place of a model's hook: write the configured rate where the found size is not among the hyperparameters."""
+    own(checkpoint)
+    found = checkpoint.get(_HYPERPARAMETERS)
+    if found is None or lr_arg_name is None or result.lr_factor == 1.0 or result.configured_lr is None:
+        return
+    if any(place.get() == result.batch_size for place in places_of(found, batch_arg_name)):
+        return
+    checkpoint[_HYPERPARAMETERS] = made = copy.deepcopy(found)
     for place in places_of(made, lr_arg_name):
         if place.get() == result.lr:
             place.set(result.configured_lr)
-    return made
 
 
 def rewrite_configuration(

@@ -8,18 +8,16 @@ the optimizers are made once more, under the random state and on the dataloaders
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_offload.callbacks.tuning.freezing import unfreezes_later
 from lightning_offload.callbacks.tuning.length import (
     StepLimits,
     check_lengths,
@@ -29,7 +27,7 @@ from lightning_offload.callbacks.tuning.length import (
     steps_left,
 )
 from lightning_offload.callbacks.tuning.lengths import Lengths
-from lightning_offload.callbacks.tuning.objective import GOODPUT, THROUGHPUT, Objective, objective_of
+from lightning_offload.callbacks.tuning.objective import GOODPUT, LARGEST, THROUGHPUT, Objective, objective_of
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.pilot import PilotPlan, pilot_plan, shortest_pilot, why_no_noise_scale
 from lightning_offload.callbacks.tuning.rates import (
@@ -41,25 +39,26 @@ from lightning_offload.callbacks.tuning.rates import (
     scaled_rate,
     stragglers,
 )
-from lightning_offload.callbacks.tuning.result import SearchProgress, TuningResult, tell_kept
+from lightning_offload.callbacks.tuning.result import TuningResult, search_shown, tell_kept
 from lightning_offload.callbacks.tuning.sampling import Bounds, TrialData, end_workers
 from lightning_offload.callbacks.tuning.targets import Targets, with_rate_of_now
 from lightning_offload.callbacks.tuning.trials import NUM_LEARNING_STEPS, LightningHost, Start
 from lightning_offload.capture.live import heap_set_aside
 from lightning_offload.errors import BudgetInfeasibleError, TuningError
+from lightning_offload.lightning_packages import rank_zero
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.tensors.compiled_code import may_run
+from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.gates import LEAST_SPEEDUP, Choice, Speedup, choose, speedup_of
-from lightning_offload.tuning.learning_rate import effective_batch, shown_warmup_steps
+from lightning_offload.tuning.learning_rate import shown_warmup_steps
 from lightning_offload.tuning.noise_scale import (
     NoiseScale,
     estimate_noise_scale,
     likely_efficiency,
     settled_after,
 )
-from lightning_offload.tuning.posterior import pool
 from lightning_offload.tuning.predictions import Predictions
-from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator, SingleProcess
+from lightning_offload.tuning.ranks import Coordinator, GlooCoordinator
 from lightning_offload.tuning.runner import TrialRunner, TrialSettings
 from lightning_offload.tuning.search import SearchResult
 from lightning_offload.tuning.trial import Prediction, Trial
@@ -73,7 +72,6 @@ _LEAST_SECONDS = 1.0
 """What a tuning takes at least: recording, looking through the heap and deciding are no trials."""
 _THROUGHPUT_SECONDS = 60.0
 """What trials may take in a run of any length, where throughput was asked for."""
-_LARGEST = 1 << 31  # samples: more than any device holds
 _WORTH_A_WORD = 1.1
 """How many times the samples per second are told of where they are not taken."""
 _LEAST_BATCHES = 128
@@ -115,6 +113,7 @@ class Session:
         self._warmup_steps: int | None = None  # as the pilot shows
         self._lengths: Lengths | None = None  # where they vary
         self._shares: dict[int, float] = {}  # what a mean step takes, by one of a trial
+        self._warnings: tuple[str, ...] = ()  # of what is set
         self._pilot_seconds = 0.0
         self._most: int | None = None  # the largest size, where the configured one does not fit
         self._began = clock()
@@ -126,7 +125,7 @@ class Session:
         self._options, self._targets, self._is_alone = options, targets, is_alone
         self._trainer, self._module = trainer, module
         self._clock, self._is_visible = clock, is_visible
-        self._agreement: Coordinator = SingleProcess()
+        self._agreement = Coordinator() if trainer.world_size == 1 else GlooCoordinator()
         self._start = start
         self._trainer_state = {name: getattr(trainer, name) for name in _TRAINER_STATE if hasattr(trainer, name)}
 
@@ -139,29 +138,14 @@ class Session:
         Raises:
             TuningError: There is nothing to tune, or no size fits, and that ends the fit.
         """
-        result: TuningResult | None = None
         self._targets = with_rate_of_now(self._targets)
         before = base_rates(self._trainer.optimizers)
         lengths = schedule_lengths(self._trainer.strategy.lr_scheduler_configs)
         try:
-            with self._agreeing():
+            with self._agreement:
                 result = self._tuned()
-        except Exception as error:
-            if not self._goes_on_after(error):
-                raise
-            self._tell_of(error)
-        finally:
-            # after an error too: what a user does next begins from a model that was not trained
             self._restore()
-            self._targets.apply(
-                self._trainer,
-                result.batch_size if result is not None else self._targets.base_size,
-                result.lr if result is not None else self._targets.base_rate,
-            )
-        if result is None:
-            self._make_optimizers(before, 1.0)
-            return None
-        try:
+            self._targets.apply(self._trainer, result.batch_size, result.lr)
             if result.accumulation != result.configured_accumulation:
                 self._limits.accumulate(self._trainer, result.accumulation)
             told = self._limits.scale(self._trainer, result.batch_ratio, result.size_ratio, result.first_step)
@@ -169,20 +153,23 @@ class Session:
             check_lengths(
                 lengths,
                 schedule_lengths(self._trainer.strategy.lr_scheduler_configs),
-                num_before=self._total_steps,
-                num_after=math.ceil(self._total_steps / result.batch_ratio)
-                if math.isfinite(self._total_steps)
-                else math.inf,
+                num_steps=self._total_steps,
+                ratio=result.batch_ratio,
+                done=result.first_step,
             )
         except BaseException as error:
+            # what a user does next begins from a model that was not trained
             self._limits.put_back(self._trainer)
             self._restore()
             self._targets.apply(self._trainer, self._targets.base_size, self._targets.base_rate)
             if not (isinstance(error, Exception) and self._goes_on_after(error)):
                 raise
-            self._tell_of(error)
+            tell_kept(self._targets.package, error, self._targets.base_size)
+            release_frames(error)
             self._make_optimizers(before, 1.0)
             return None
+        for warning in self._warnings:
+            rank_zero(self._targets.package, "warn", warning)
         note = " ".join(filter(None, (result.note, f"{told}." if told else "")))
         return dataclasses.replace(result, scaled_groups=places, note=note)
 
@@ -191,18 +178,6 @@ class Session:
         if self._options.on_failure == "raise" or self._is_alone:
             return False
         return self._trainer.world_size == 1 or isinstance(error, TuningError) or error is self._agreement.told
-
-    def _tell_of(self, error: Exception) -> None:
-        tell_kept(self._targets.package, error, self._targets.base_size)
-        release_frames(error)
-
-    @contextlib.contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        if self._trainer.world_size == 1:
-            yield
-            return
-        with GlooCoordinator() as self._agreement:
-            yield
 
     # ---- searching
 
@@ -224,22 +199,21 @@ class Session:
         host = LightningHost(
             self._trainer, self._module, self._targets.package, start=self._start, data=data,
             agreement=self._agreement, known_size=self._targets.base_size,
-            unfreezes_later=unfreezes_later(self._trainer),
             allow_oom=options.allow_oom, accumulation=self._objective.accumulation, clock=self._clock,
         )  # fmt: skip
         try:
-            progress = SearchProgress(self._is_visible)
-            runner = self._runner(host, progress)
-            with progress.shown(), heap_set_aside():
+            with search_shown(self._is_visible) as tell, heap_set_aside():
+                runner = self._runner(host, tell)
                 why = self._too_quick(runner) or self._pilot(host, runner)
                 if why:
                     return self._kept(why)
                 found = self._found(host, runner, bounds)
-            choice, expected = self._agreement.broadcast(self._chosen(found, runner.predictions))  # by one clock
+            chosen = self._agreement.together(lambda: self._chosen(found, runner.predictions), "choosing a size")
+            choice, expected = self._agreement.broadcast(chosen)  # by one clock
             size = choice.batch_size
             if size != self._targets.base_size:
                 lower = data.without_single(size, bounds[0], self._sizes())
-                (size,) = map(int, self._agreement.smallest([lower]))
+                size = int(self._agreement.smallest(lower))
             choice = dataclasses.replace(choice, batch_size=size)
             return self._result(choice, found, expected, runner.predictions, host, data, bounds)
         finally:
@@ -357,7 +331,7 @@ class Session:
         """The largest size at which a sample is worth enough: a run of so many epochs is to end where it did."""
         base, least = self._targets.base_size, self._options.min_efficiency
         if not least:
-            return _LARGEST
+            return LARGEST
         batch = self._effective(base)
         largest = (noise_scale + batch) / least - noise_scale  # of the effective batch
         return max(base, int(largest * base / batch))
@@ -405,7 +379,7 @@ class Session:
             return max(_THROUGHPUT_SECONDS, _TUNING_SHARE * (seconds or 0.0))
         return None if seconds is None else _TUNING_SHARE * seconds
 
-    def _runner(self, host: LightningHost, progress: SearchProgress) -> TrialRunner:
+    def _runner(self, host: LightningHost, tell: Callable[[int], None]) -> TrialRunner:
         options, memory = self._options, host.recorder.memory
         settings = TrialSettings(
             # each size is a new shape of step to a plugin; what it records and verifies is no time to trust
@@ -416,31 +390,30 @@ class Session:
             is_out_of_memory=host.is_out_of_memory,
             allows_sync_batch_norm=True,
         )
-        runner = TrialRunner(
-            host, settings, self._agreement, shown=lambda size: progress.trying(size, total=runner.max_trials)
-        )
-        return runner
+        return TrialRunner(host, settings, self._agreement, tell=tell)
 
     def _found(self, host: LightningHost, runner: TrialRunner, bounds: Bounds) -> SearchResult:
         options, base = self._options, self._targets.base_size
         smallest, largest, first = bounds
         largest = largest if self._most is None else min(largest, self._most)
         first = min(first, largest)
+        space = Space(
+            low=smallest, high=largest, start=first, tolerance=options.tolerance, sizes=self._sizes(),
+            efficiency=self._efficiency(runner),
+        )  # fmt: skip
         found = runner.find(
-            first=first,
+            space,
             begin=min(first, base) if host.is_to_be_watched else first,
-            low=smallest,
-            high=largest,
-            tolerance=options.tolerance,
             max_trials=options.max_trials,
             max_seconds=None if options.max_seconds is None else options.max_seconds - self._pilot_seconds,
             usual_seconds=self._usual_seconds,
-            sizes=self._sizes(),
-            efficiency=self._efficiency(runner),
         )
         is_tried = any(trial.batch_size == base for trial in found.trials)
         if found.batch_size != base and not is_tried:
-            found = _with_trial(found, runner.run(base))  # what it is compared with
+            found = SearchResult.of(  # with what it is compared with
+                (*found.trials, runner.run(base)),
+                batch_size=found.batch_size, confidence=found.confidence, ended_by=found.ended_by,
+            )  # fmt: skip
         return found
 
     def _efficiency(self, runner: TrialRunner) -> Callable[[int], float] | None:
@@ -512,6 +485,7 @@ class Session:
         # without a limit of memory everything fits, and there is no largest size worth a name
         is_limited = self._agreement.is_true_on_all(budget_bytes is not None)
         predicted = predictions.largest(*bounds[:2]) if is_limited else None
+        why_kept = choice.why_kept and choice.why_kept + self._changed_all_the_same(rates)
         is_predicted = predicted is not None and found.smallest_failing is None and predicted > found.largest
         return TuningResult(
             **self._settings(size, rates),
@@ -527,8 +501,8 @@ class Session:
             confidence=choice.confidence,
             budget_bytes=budget_bytes,
             note=_note(
-                choice, found, host.decline, self._left(choice, found), rates.note,
-                _of_lengths(data.note, typical, base_size),
+                dataclasses.replace(choice, why_kept=why_kept), found, host.decline, self._left(choice, found),
+                rates.note, _of_lengths(data.note, typical, base_size),
             ),
         )  # fmt: skip
 
@@ -550,7 +524,7 @@ class Session:
 
     def _settings(self, size: int, rates: ScaledRate) -> dict[str, Any]:
         """What is set, what it is set in place of, and why; the same whether or not anything was tried."""
-        noise = self._noise
+        noise, self._warnings = self._noise, rates.warnings
         return {
             "batch_size": size,
             "configured_batch_size": self._targets.base_size,
@@ -573,11 +547,22 @@ class Session:
         """The configured size, where nothing was tried."""
         size = self._targets.base_size
         rates = self._rates(size)
-        note = " ".join(f"{each}." for each in (f"The configured {size} is kept: {why}", rates.note) if each)
+        why = f"The configured {size} is kept: {why}{self._changed_all_the_same(rates)}"
+        note = " ".join(f"{each}." for each in (why, rates.note) if each)
         return TuningResult(**self._settings(size, rates), note=note)
 
+    def _changed_all_the_same(self, rates: ScaledRate) -> str:
+        """What changes though the configured size is kept: the rate is for another effective batch, or that is kept."""
+        base, before = self._targets.base_size, self._objective.configured_accumulation
+        number, changed = self._objective.accumulation(base), []
+        if number != before:
+            changed.append(f"{number} micro-batches are accumulated, not {before}")
+        if rates.factor != 1.0:
+            changed.append(f"the learning rate is multiplied by {rates.factor:.3g}")
+        return f"; since the base batch is {rates.base_batch}, {' and '.join(changed)}" if changed else ""
+
     def _effective(self, batch_size: int) -> int:
-        return effective_batch(batch_size, self._trainer.world_size, self._objective.accumulation(batch_size))
+        return batch_size * int(self._trainer.world_size) * self._objective.accumulation(batch_size)
 
     def _rates(self, batch_size: int) -> ScaledRate:
         """The rate for a size."""
@@ -630,15 +615,6 @@ class _Expected:
 def _is_out_of_memory(error: Exception, host: LightningHost) -> bool:
     """Whether an error says that there is not enough memory."""
     return isinstance(error, (torch.OutOfMemoryError, BudgetInfeasibleError)) or host.is_out_of_memory(error)
-
-
-def _with_trial(found: SearchResult, trial: Trial) -> SearchResult:
-    """What was found, with one more trial."""
-    trials = (*found.trials, trial)
-    failing = [each.batch_size for each in trials if not each.is_ok]
-    return dataclasses.replace(
-        found, trials=trials, estimates=tuple(pool(trials).values()), smallest_failing=min(failing, default=None)
-    )
 
 
 def _seconds(prediction: Prediction | None, batch_size: int) -> float | None:

@@ -22,10 +22,10 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from lightning_offload.callbacks.tuning.accumulation import accumulation_of
 from lightning_offload.callbacks.tuning.batches import loaders_in, map_loaders, resized
 from lightning_offload.callbacks.tuning.options import FinderOptions
 from lightning_offload.callbacks.tuning.result import TuningResult
+from lightning_offload.callbacks.tuning.trainer_facts import accumulation_of
 from lightning_offload.errors import TuningError
 from lightning_offload.lightning_packages import import_from, rank_zero
 from lightning_offload.tuning.snapshot import RandomStates
@@ -141,16 +141,18 @@ def _has(owner: Any, name: str) -> bool:
     return True
 
 
-def _nested(root: Any, name: str) -> Iterator[_Place]:
-    """Places of a name inside of hparams that hold other mappings or namespaces."""
+def _nested(root: Any, name: str, known: set[int] | None = None) -> Iterator[_Place]:
+    """Places of a name inside of hparams that hold other mappings or namespaces, which may refer to one another."""
+    known = set() if known is None else known
     members = root if isinstance(root, Mapping) else getattr(root, "__dict__", None)
-    if not isinstance(members, Mapping):
+    if not isinstance(members, Mapping) or id(root) in known:
         return
+    known.add(id(root))
     for key, value in members.items():
         if key == name:
             yield _Place(holder=root, key=name)
         elif isinstance(value, Mapping) or (hasattr(value, "__dict__") and not callable(value)):
-            yield from _nested(value, name)
+            yield from _nested(value, name, known)
 
 
 def _distinct(places: Iterator[_Place]) -> list[_Place]:
@@ -205,7 +207,9 @@ class Targets:
                 else self.loaders
             )
         elif self.is_remade and is_other:
-            source.dataloader = _Remade(source, batch_size, self.package)
+            source.dataloader = lambda: map_loaders(
+                type(source).dataloader(source), lambda loader: resized(loader, batch_size, self.package)
+            )
 
     def apply(self, trainer: Any, batch_size: int, rate: float | None) -> None:
         """Set a size and a rate for the coming fit."""
@@ -217,24 +221,6 @@ class Targets:
 def with_rate_of_now(targets: Targets) -> Targets:
     """The same with the rate that another callback has set since, as Lightning's `LearningRateFinder` does."""
     return targets if targets.rate is None else dataclasses.replace(targets, base_rate=_checked_rate(targets.rate))
-
-
-class _Remade:
-    """Stands in for what asks a model or its data for loaders: they get another batch size.
-
-    Args:
-        source: Of a Trainer's fit loop.
-        batch_size: What they get.
-        package: The Lightning package in use.
-    """
-
-    def __init__(self, source: Any, batch_size: int, package: str) -> None:
-        self._source, self._batch_size, self._package = source, batch_size, package
-
-    def __call__(self) -> Any:
-        """Make the loaders."""
-        made = type(self._source).dataloader(self._source)
-        return map_loaders(made, lambda loader: resized(loader, self._batch_size, self._package))
 
 
 def forget_remade(trainer: Any) -> None:

@@ -30,25 +30,22 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor
-from typing_extensions import override
 
 from lightning_offload.accelerators import kind_of, memory_of, synchronize
-from lightning_offload.callbacks.tuning.accumulation import accumulating
 from lightning_offload.callbacks.tuning.batches import loaders_in
-from lightning_offload.callbacks.tuning.coupling import is_batch_norm_shared, sharding_of
-from lightning_offload.callbacks.tuning.freezing import unfreeze
 from lightning_offload.callbacks.tuning.pilot import Pilot, PilotPlan
 from lightning_offload.callbacks.tuning.sampling import TrialData
-from lightning_offload.callbacks.tuning.turns import OptimizerTurns
-from lightning_offload.errors import BudgetInfeasibleError
+from lightning_offload.callbacks.tuning.trainer_facts import is_batch_norm_shared, sharding_of, unfreezes_later
+from lightning_offload.errors import BudgetInfeasibleError, TuningError
 from lightning_offload.lightning_packages import import_from
 from lightning_offload.plugins.memory import MemoryPlugin
 from lightning_offload.plugins.out_of_memory import release_frames
 from lightning_offload.strategies.precision import graft, ungraft
+from lightning_offload.tuning.learning_rate import has_step_hooks, unwrapped
 from lightning_offload.tuning.noise_scale import GradientSquares
+from lightning_offload.tuning.predictions import Recorded
 from lightning_offload.tuning.ranks import Coordinator
-from lightning_offload.tuning.runner import Seen, StepMeter
+from lightning_offload.tuning.runner import StepMeter
 from lightning_offload.tuning.snapshot import RandomStates, StateSnapshot
 from lightning_offload.tuning.trial import Predict, Trial
 
@@ -138,32 +135,6 @@ class Start:
         self.random_states.restore()
 
 
-@final
-class Prepared(StateSnapshot):
-    """Which objects there are once the optimizers are made; the contents of tensors are those of the start.
-
-    Args:
-        start: The start of the fit, which `restore` goes back to first.
-        made: What was made since, optimizers and schedules.
-    """
-
-    def __init__(self, start: Start, made: Sequence[object]) -> None:
-        self._start = start
-        super().__init__((*start.roots, *made), keeps_hooks=True)
-
-    @override
-    def restore(self) -> None:
-        """Put the contents of the start into the objects of now."""
-        self._start.restore()
-        super().restore()
-
-    @override
-    def _note_tensor(self, tensor: Tensor, *, is_data: bool) -> None:
-        """A second copy of the model is not needed."""
-        if not self._start.snapshot.knows(tensor):
-            super()._note_tensor(tensor, is_data=is_data)
-
-
 NUM_LEARNING_STEPS = 3
 """Steps of a new shape before its final plan: recorded, verified, measured."""
 
@@ -215,7 +186,7 @@ class StepRecorder:
         self._own.attach(self._module, strategy.root_device)
         self._own.allow_unserved()
 
-    def step_took(self, seconds: float) -> Seen | None:
+    def step_took(self, seconds: float) -> Recorded | None:
         """Note that a step has ended; after a few tell what they showed, and take the plugin off."""
         assert self._own is not None
         self._num_steps += 1
@@ -223,9 +194,9 @@ class StepRecorder:
             graft(self._trainer.strategy.precision_plugin, self._own)
         if self._num_steps < NUM_LEARNING_STEPS + 2:
             return None
-        seen = Seen.of(self._own, seconds)
+        recorded = Recorded.of(self._own, seconds)
         self.end()
-        return dataclasses.replace(seen, budget_bytes=self.budget_bytes)
+        return dataclasses.replace(recorded, budget_bytes=self.budget_bytes)
 
     def end(self) -> None:
         """Take our own plugin off, if it is on."""
@@ -359,13 +330,17 @@ def _watch_class(package: str) -> Any:
     return type("TrialCallback", (LoopWatch, import_from(package, "callbacks").Callback), {})
 
 
+_MOST_BATCHES = 64
+"""Of a step with manual optimization; whichever optimizer has not stepped in so many is not waited for."""
+
+
 @final
 class StepTimer:
     """Times steps from the end of one to the end of the next: loading, transfer, hooks and optimizer included.
 
-    A *step* is a batch's share of an accumulation window, or with manual optimization of as many batches as it takes
-    until each optimizer has stepped. Of a longer window two batches are run, and stand for all: one that accumulates
-    and one with the optimizer's step.
+    A *step* is a batch's share of an accumulation window. With manual optimization, where the model decides when an
+    optimizer steps, it is one of as many batches as it takes until each that ever steps has stepped. Of a longer window
+    two batches are run, and stand for all: one that accumulates and one with the optimizer's step.
 
     Args:
         trainer: Its fit loop runs within :meth:`timing`, and tells of its batches.
@@ -389,7 +364,10 @@ class StepTimer:
         self._device: torch.device = trainer.strategy.root_device
         self._clock, self._took, self._talked = clock, took, talked
         self._accumulation = accumulation
-        self._turns = None if module.automatic_optimization else OptimizerTurns(trainer.optimizers)
+        self._is_manual = not module.automatic_optimization
+        watched = filter(has_step_hooks, trainer.optimizers) if self._is_manual else ()
+        self._optimizers = [unwrapped(each) for each in watched]
+        self._awaited, self._stepped = set(range(len(self._optimizers))), set[int]()
         self._window: list[float] = []
         self._since: float | None = None
         self._num_collectives = 0
@@ -403,7 +381,11 @@ class StepTimer:
     def timing(self) -> Iterator[None]:
         """The loop runs inside."""
         self._window, self._since = [], None
-        with self._turns.watched() if self._turns is not None else contextlib.nullcontext():
+        self._stepped.clear()
+        with contextlib.ExitStack() as stack:
+            for number, optimizer in enumerate(self._optimizers):
+                noted = functools.partial(self._note_step, number)
+                stack.callback(optimizer.register_step_pre_hook(noted).remove)
             yield
 
     def before_batch(self) -> None:
@@ -423,19 +405,43 @@ class StepTimer:
         assert self._since is not None
         self._window.append(self._clock() - self._since)
         self._talked(num_collectives() != self._num_collectives)
-        if self._turns is not None:
-            if self._turns.are_over(len(self._window)):
+        if self._is_manual:
+            if self._have_all_stepped():
                 self._end(sum(self._window) / len(self._window))
         elif len(self._window) == self.accumulation:
             first, last = self._window[0], self._window[-1]
             self._end(((self._accumulation - 1) * first + last) / self._accumulation)
         self._since = self._clock()
 
+    def _note_step(self, number: int, *_: Any) -> None:
+        self._stepped.add(number)
+
+    def _have_all_stepped(self) -> bool:
+        number = len(self._window)
+        if number >= _MOST_BATCHES:
+            if not self._stepped and self._optimizers:
+                raise TuningError(
+                    f"training_step() made no optimizer step in {number} batches, so what a step takes is not known:"
+                    " step at least that often, or leave the accumulation to Trainer(accumulate_grad_batches=) with"
+                    " automatic optimization"
+                )
+            self._awaited = set(self._stepped)
+        return self._awaited <= self._stepped
+
     def _end(self, seconds: float) -> None:
         self._window = []
-        if self._turns is not None:
-            self._turns.begin()
+        self._stepped.clear()
         self._took(seconds)
+
+
+@contextlib.contextmanager
+def _accumulating(trainer: Any, number: int) -> Iterator[None]:
+    """Inside, the Trainer accumulates so many micro-batches."""
+    before, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, number
+    try:
+        yield
+    finally:
+        trainer.accumulate_grad_batches = before
 
 
 class LightningHost:
@@ -450,7 +456,6 @@ class LightningHost:
         agreement: Between ranks.
         known_size: The largest size that the user is known to train with.
         allow_oom: What the user says of trials that run out of memory, if anything.
-        unfreezes_later: Whether a callback is going to train parameters that are frozen now.
         accumulation: Micro-batches of an optimizer step with a size, whatever the Trainer's own number is.
         clock: Tells seconds.
 
@@ -470,17 +475,18 @@ class LightningHost:
         agreement: Coordinator,
         known_size: int,
         allow_oom: bool | None,
-        unfreezes_later: bool,
         accumulation: Callable[[int], int],
         clock: Clock,
     ) -> None:
-        self._unfreezes_later = unfreezes_later
         self._accumulation = accumulation
         self.recorder = StepRecorder(trainer, module)
         self.decline = reason_not_to_run_out(trainer, module, allow_oom)
         self._trainer, self._module, self._package = trainer, module, package
         schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
-        self._prepared = Prepared(start, [*trainer.optimizers, *schedulers])
+        self._start = start
+        self._prepared = StateSnapshot(
+            (*start.roots, *trainer.optimizers, *schedulers), keeps_hooks=True, since=start.snapshot
+        )
         self._plugin = StateSnapshot([trainer.precision_plugin])
         self._data, self._clock = data, clock
         self._agreement, self._known_size = agreement, known_size
@@ -499,9 +505,8 @@ class LightningHost:
         def took(seconds: float) -> None:
             if not recorder.is_recording:
                 meter.step_took(seconds)
-            elif (seen := recorder.step_took(seconds)) is not None:
-                self._has_talked |= seen.recorded.has_collectives
-                meter.note(seen)
+            elif (recorded := recorder.step_took(seconds)) is not None:
+                meter.note(recorded)
 
         def talked(has_talked: bool) -> None:
             if not meter.exchanges:  # its own gradients, that is
@@ -513,9 +518,9 @@ class LightningHost:
         )  # fmt: skip
         with self._data.fed(batch_size), self._unfrozen():
             # ranks ask for loaders together: one that goes without recording after all has them already
-            if recorder.is_able and meter.is_recorded:
-                recorder.begin()
             try:
+                if recorder.is_able and meter.is_recorded:
+                    recorder.begin()
                 self._run_timed(timer)
             except (torch.OutOfMemoryError, BudgetInfeasibleError):
                 raise
@@ -541,7 +546,7 @@ class LightningHost:
         trainer, loop = self._trainer, self._trainer.fit_loop
         watch = _watch_class(self._package)(**hooks)
         call = import_from(self._package, "trainer.call")
-        with quiet(trainer, self._module, self._package, watch), accumulating(trainer, accumulation):
+        with quiet(trainer, self._module, self._package, watch), _accumulating(trainer, accumulation):
             call._call_lightning_module_hook(trainer, "on_fit_start")  # which comes after the callbacks' own
             num_before = -1
             while watch.num_batches > num_before:
@@ -562,14 +567,25 @@ class LightningHost:
 
     @contextlib.contextmanager
     def _unfrozen(self) -> Iterator[None]:
+        """Inside, all parameters are trained where a callback is going to train those that are frozen now."""
         groups = [(optimizer, list(optimizer.param_groups)) for optimizer in self._trainer.optimizers]
-        if self._unfreezes_later:
-            unfreeze(self._module, self._trainer.optimizers[0])
+        if unfreezes_later(self._trainer):
+            self._unfreeze(self._trainer.optimizers[0])
         try:
             yield
         finally:
             for optimizer, before in groups:
                 optimizer.param_groups[:] = before  # schedules know no others
+
+    def _unfreeze(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have all parameters trained, by this optimizer where they have none; state and optimizer are put back."""
+        frozen = [each for each in self._module.parameters() if not each.requires_grad and each.is_floating_point()]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        added = [parameter for parameter in frozen if id(parameter) not in known]
+        if added:
+            optimizer.add_param_group({"params": added})
 
     def pilot(
         self, *, batch_size: int, plan: PilotPlan, num_steps: float, is_late: Callable[[], bool] = lambda: False
@@ -585,7 +601,7 @@ class LightningHost:
         Returns:
             Those of the first steps, and those of the measured ones.
         """
-        with accumulating(self._trainer, plan.accumulation):
+        with _accumulating(self._trainer, plan.accumulation):
             pilot = Pilot(
                 self._trainer, self._module, plan, micro_size=batch_size, num_ranks=self._agreement.num_ranks,
                 num_steps=num_steps, is_late=is_late,
@@ -602,17 +618,13 @@ class LightningHost:
         for parameter in self._module.parameters():
             parameter.grad = None
         self._plugin.restore()
+        self._start.random_states.restore()
         self._prepared.restore()
 
     def refusal(self, batch_size: int, trials: Sequence[Trial], predict: Predict) -> str:
         """A size is refused where it may not fit and a rank that runs out of memory would leave others waiting."""
         ran = [trial.batch_size for trial in trials if trial.is_ok]
         if self.is_to_be_watched and ran:
-            memory = self.recorder.memory
-            if memory is not None:
-                memory.plan()
-            planned = memory.report(of_last=True).planned if memory is not None else None
-            self._has_talked |= planned is not None and planned.graph.has_collectives
             self._may_talk = False
             if not self._agreement.is_true_on_all(not self._has_talked):
                 self.decline = "the model has collectives of its own in a training step"
