@@ -672,9 +672,6 @@ class StepExecutor:
         if not self._has_read:
             self._has_read = True
             self.backward_begins()
-            if not self.watches_backward:
-                with bypass_mode:
-                    self._table.keep_watch()
         self._num_unpacks += 1
         if self.observer is not None:
             self.observer.on_unpack(handle.index)
@@ -723,6 +720,9 @@ class StepExecutor:
 
     def backward_begins(self) -> None:
         """Tell who wants to know, once: autograd is about to run, or has just begun to."""
+        if not self.watches_backward:
+            with self.unseen(), bypass_mode:
+                self._table.keep_watch()
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self._check_forward()

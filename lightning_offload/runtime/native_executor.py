@@ -192,7 +192,6 @@ class NativeExecutor(StepExecutor):
     @override
     def backward_begins(self) -> None:
         with self.unseen():
-            self._step.keep_watch()
             super().backward_begins()
 
     @override

@@ -38,7 +38,7 @@ static PyObject* own_error = nullptr;   // the base of this package's errors
 
 const void* own_node() {
   const auto node = torch::autograd::get_current_node();
-  return node && !node->is_traceable() ? node.get() : nullptr;
+  return dynamic_cast<const torch::autograd::TraceableFunction*>(node.get()) == nullptr ? node.get() : nullptr;
 }
 
 bool is_not_for_replays(const std::exception& error) {
