@@ -1,10 +1,12 @@
-"""Importing the package is cheap, and registers with Lightning in either order of import.
+"""Importing the package is cheap, and leaves the import machinery as it was.
 
-Every case runs in a fresh interpreter, since what is imported cannot be taken back.
+Cases run in fresh interpreters, since what is imported cannot be taken back, or in processes forked off one that has
+imported torch alone. That the package registers with Lightning in either order is in `tests.lightning.test_packages`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,15 +16,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
-
-# What registering means, seen from outside: the name is in that package's registry, and nothing of ours that
-# needs torch was imported for it.
-CHECK = """
-import importlib, sys
-assert "offload" in importlib.import_module(PACKAGE + ".strategies").StrategyRegistry, "not registered"
-assert "lightning_offload.plugins.memory" not in sys.modules, "registration is not lazy"
-"""
 
 
 def run_python(code: str) -> str:
@@ -66,80 +59,97 @@ def test_graph_and_planning_import_no_torch() -> None:
     assert out.strip() == "False"
 
 
-def test_the_memory_plugin_imports_no_lightning() -> None:
+LEFT_AS_IT_WAS = """
+import importlib, importlib.resources, importlib.util, inspect, pickle, sys
+import lightning_offload
+from lightning_offload import _registration
+
+spec = importlib.util.find_spec("pytorch_lightning")     # finding is not importing
+assert spec.origin.endswith("__init__.py") and spec.submodule_search_locations
+assert spec.loader.get_source("pytorch_lightning") and spec.loader.path == spec.origin
+assert pickle.loads(pickle.dumps(spec.loader)).path == spec.origin
+assert "pytorch_lightning" not in sys.modules
+assert importlib.util.find_spec("lightning_offload.no_such_module") is None
+
+import pytorch_lightning
+loader = pytorch_lightning.__spec__.loader
+assert type(loader).__module__.startswith(("importlib", "_frozen_importlib")), type(loader)
+assert pytorch_lightning.__loader__ is loader
+assert inspect.getsource(pytorch_lightning)
+assert importlib.resources.files("pytorch_lightning").joinpath("__init__.py").is_file()
+assert pickle.loads(pickle.dumps(pytorch_lightning.Trainer)) is pytorch_lightning.Trainer
+
+registry = sys.modules["pytorch_lightning.strategies"].StrategyRegistry
+registry.remove("offload")
+importlib.reload(pytorch_lightning)
+assert "offload" in registry
+
+num_finders = len(sys.meta_path)
+importlib.reload(_registration)
+importlib.reload(lightning_offload)
+assert len(sys.meta_path) == num_finders
+"""
+
+FAILING = """
+import sys, types, warnings
+broken = types.ModuleType("lightning_offload.strategies")
+def register(package):
+    raise KeyError(package)
+broken.register = register
+import lightning_offload
+sys.modules["lightning_offload.strategies"] = broken
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import pytorch_lightning
+assert pytorch_lightning.Trainer
+ours = [str(w.message) for w in caught if "lightning-offload could not register" in str(w.message)]
+assert len(ours) == 1 and "OffloadStrategy" in ours[0], ours
+"""
+
+# A process that dies says nothing, which is not what one says that ends well.
+FORKING = """
+import json, os, sys, traceback
+from lightning_offload import MemoryPlugin
+import torch
+found = {
+    "parent": [name in sys.modules for name in ("lightning", "pytorch_lightning")] + [torch.cuda.is_initialized()]
+}
+for name, code in CASES.items():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            exec(code, {"__name__": "__main__"})
+            text = "well"
+        except BaseException:
+            text = traceback.format_exc()
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as said:
+        found[name] = said.read()
+    os.wait()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def forked() -> dict[str, object]:
+    """What a process sees that has imported the plugin and torch, and how each case went that was forked off it."""
+    cases = {"left as it was": LEFT_AS_IT_WAS, "failing": FAILING}
+    found: dict[str, object] = json.loads(run_python(f"CASES = {cases!r}\n{FORKING}").splitlines()[-1])
+    return found
+
+
+def test_the_memory_plugin_imports_no_lightning(forked: dict[str, object]) -> None:
     """Plain PyTorch users pay for torch alone, and no CUDA context is created."""
-    out = run_python("""
-        import sys
-        from lightning_offload import MemoryPlugin
-        import torch
-        print("lightning" in sys.modules, "pytorch_lightning" in sys.modules, torch.cuda.is_initialized())
-    """)
-    assert out.strip() == "False False False"
+    assert forked["parent"] == [False, False, False]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_registers_in_either_order(package: str, first: str) -> None:
-    """The name "offload" is known to each Lightning package, imported before or after ours."""
-    imports = ["import lightning_offload", f"import {package}"]
-    code = "\n".join(imports if first == "ours" else imports[::-1])
-    run_python(f"{code}\nPACKAGE = {package!r}\n{CHECK}")
-
-
-def test_registers_with_both_packages() -> None:
-    """Two Lightning packages in one process have a registry each, and both know the name."""
-    code = "import pytorch_lightning, lightning_offload, lightning.pytorch\n"
-    run_python(code + "".join(f"PACKAGE = {package!r}\n{CHECK}" for package in PACKAGES))
-
-
-def test_the_import_machinery_is_left_as_it_was() -> None:
+def test_the_import_machinery_is_left_as_it_was(forked: dict[str, object]) -> None:
     """After the import nothing of ours is on the module; source, spec, pickling and reload work."""
-    run_python("""
-        import importlib, importlib.resources, importlib.util, inspect, pickle, sys
-        import lightning_offload
-        from lightning_offload import _registration
-
-        spec = importlib.util.find_spec("pytorch_lightning")     # finding is not importing
-        assert spec.origin.endswith("__init__.py") and spec.submodule_search_locations
-        assert spec.loader.get_source("pytorch_lightning") and spec.loader.path == spec.origin
-        assert pickle.loads(pickle.dumps(spec.loader)).path == spec.origin
-        assert "pytorch_lightning" not in sys.modules
-        assert importlib.util.find_spec("lightning_offload.no_such_module") is None
-
-        import pytorch_lightning
-        loader = pytorch_lightning.__spec__.loader
-        assert type(loader).__module__.startswith(("importlib", "_frozen_importlib")), type(loader)
-        assert pytorch_lightning.__loader__ is loader
-        assert inspect.getsource(pytorch_lightning)
-        assert importlib.resources.files("pytorch_lightning").joinpath("__init__.py").is_file()
-        assert pickle.loads(pickle.dumps(pytorch_lightning.Trainer)) is pytorch_lightning.Trainer
-
-        registry = sys.modules["pytorch_lightning.strategies"].StrategyRegistry
-        registry.remove("offload")
-        importlib.reload(pytorch_lightning)
-        assert "offload" in registry
-
-        num_finders = len(sys.meta_path)
-        importlib.reload(_registration)
-        importlib.reload(lightning_offload)
-        assert len(sys.meta_path) == num_finders
-    """)
+    assert forked["left as it was"] == "well"
 
 
-def test_a_failing_registration_is_a_warning() -> None:
+def test_a_failing_registration_is_a_warning(forked: dict[str, object]) -> None:
     """A Lightning that we cannot register with can still be imported."""
-    run_python("""
-        import sys, types, warnings
-        broken = types.ModuleType("lightning_offload.strategies")
-        def register(package):
-            raise KeyError(package)
-        broken.register = register
-        import lightning_offload
-        sys.modules["lightning_offload.strategies"] = broken
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            import pytorch_lightning
-        assert pytorch_lightning.Trainer
-        ours = [str(w.message) for w in caught if "lightning-offload could not register" in str(w.message)]
-        assert len(ours) == 1 and "OffloadStrategy" in ours[0], ours
-    """)
+    assert forked["failing"] == "well"

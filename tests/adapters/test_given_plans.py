@@ -21,6 +21,7 @@ from tests.adapters.test_transformers import quiet as quiet
 from tests.adapters.trainings import BATCH_SIZE, NUM_STEPS, NUM_TOKENS, Seen
 from tests.cli.running import json_of
 from tests.engine.conftest import tensors_alone as tensors_alone
+from tests.shares import is_all
 
 IMAGES = ("--input", "3x16x16", "--input", "int64:")
 CRITERION = ("--loss", "torch.nn.functional:cross_entropy")
@@ -51,9 +52,7 @@ def lightning(name: str, *options: str, **settings: Any) -> Setting:
 
 
 SETTINGS = {
-    "AdamW": lightning("Lit"),
     "AdamW, logging": lightning("LitLogging"),
-    "SGD": lightning("LitSgd"),
     "SGD, logging": lightning("LitSgdLogging"),
     "bf16-mixed": lightning("LitLogging", "--precision", "bf16-mixed", precision="bf16-mixed"),
     "accumulation": lightning("LitLogging", "--accumulate", "3", accumulate_grad_batches=3),
@@ -62,7 +61,9 @@ SETTINGS = {
         lambda folder, offload: trainings.accelerate(offload),
     ),
     "HF Trainer": Setting(("tests.adapters.trainings:gpt2", *TOKENS, "--optimizer", "adamw"), trainings.hugging_face),
+    **({"AdamW": lightning("Lit"), "SGD": lightning("LitSgd")} if is_all() else {}),
 }  # fmt: skip
+"""The last do what others do that log beside it."""
 
 
 def planned(capsys: pytest.CaptureFixture[str], folder: Path, arguments: tuple[str, ...], share: float) -> Path:

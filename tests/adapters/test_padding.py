@@ -30,7 +30,7 @@ NUM_LEARNING = 20
 """From there on nine steps of ten are to be planned."""
 BATCH_SIZE = 2
 _LOOK_EVERY = 8
-SHORTEST, LONGEST = 16, 512
+SHORTEST, LONGEST = 16, 512 if is_all() else 256
 VOCABULARY = 64
 
 Sample = dict[str, list[int]]

@@ -20,6 +20,7 @@ from lightning_offload.errors import TuningError
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.test_errors import raised
 from tests.callbacks.training import NUM_SAMPLES, Clock, Net, assert_same, finder_of, fitted, is_trial
+from tests.shares import pairs
 
 DIMENSIONS = 50
 
@@ -89,8 +90,7 @@ def goodput(clock: Clock, **kwargs: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("noise_scale", [20.0, 400.0])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("noise_scale", "precision"), pairs([20.0, 400.0], ["32-true", "bf16-mixed"], every=2))
 def test_the_noise_scale_is_measured(make_trainer: MakeTrainer, noise_scale: float, precision: Any) -> None:
     """The interval holds the true one, and the result carries it, through a checkpoint too."""
     clock = Clock()

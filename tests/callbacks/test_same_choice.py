@@ -10,6 +10,7 @@ from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from tests.callbacks.same_job import FIRST, MOST, STEPS, Job, by_decorator
 from tests.callbacks.training import Clock, finder_of
 from tests.lightning_runs import MakeTrainer
+from tests.shares import pairs
 
 CURVES = {
     "constant": (lambda size: 1.0, 10**9),
@@ -19,8 +20,7 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize("policy", [None, "all-swap"])
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(("curve", "policy"), pairs(list(CURVES), [None, "all-swap"], every=2))
 def test_one_process(
     make_trainer: MakeTrainer, curve: str, policy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import lightning_offload as lo
 from tests.callbacks.conftest import MakeTrainer
 from tests.callbacks.training import Clock, Net, assert_same, finder_of, fitted, samples
+from tests.shares import pairs
 
 
 def compare(make_trainer: MakeTrainer, *, scheduler: str = "onecycle", settings: Any = dict, finder: Any = None) -> Any:
@@ -29,13 +30,15 @@ def compare(make_trainer: MakeTrainer, *, scheduler: str = "onecycle", settings:
     return finder
 
 
-@pytest.mark.parametrize("scheduler", ["onecycle", "cosine", "step"])
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_tuned_run_equals_an_untuned_one(
-    make_trainer: MakeTrainer, scheduler: str, accumulation: int, precision: Any
-) -> None:
+SCHEDULERS = ["onecycle", "cosine", "step"]
+STEPS_OF_A_RUN = [(1, "32-true"), (1, "bf16-mixed"), (4, "bf16-mixed"), (4, "32-true")]
+"""Accumulation and precision; every other one has all values."""
+
+
+@pytest.mark.parametrize(("scheduler", "step"), pairs(SCHEDULERS, STEPS_OF_A_RUN, every=2), ids=str)
+def test_a_tuned_run_equals_an_untuned_one(make_trainer: MakeTrainer, scheduler: str, step: tuple[int, Any]) -> None:
     """Parameters, buffers, optimizer, scheduler, generators, loops, metrics, loggers and callbacks are all the same."""
+    accumulation, precision = step
     compare(
         make_trainer,
         scheduler=scheduler,

@@ -116,11 +116,13 @@ def _limit_of(name: str, named: dict[str, Any]) -> str:
 # ---- ops and functions
 
 
+@functools.cache
 def op_entries() -> list[Entry]:
     """The differentiable ops of `op_db`, and their in-place variants."""
     return [*_entries(op_db), *_entries(op_db, is_inplace=True)]
 
 
+@functools.cache
 def function_entries() -> list[Entry]:
     """Functions with a backward of their own, and custom ops."""
     return [*_entries(autograd_function_db), *_entries(custom_op_db)]

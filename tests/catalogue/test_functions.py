@@ -10,5 +10,5 @@ from tests.catalogue.steps import check
 
 @pytest.mark.parametrize("entry", share_of(function_entries()), ids=str)
 def test_functions(entry: Entry) -> None:
-    """Outputs, loss, gradients and random state of five steps are those of plain PyTorch."""
+    """Outputs, loss, gradients and random state of a few steps are those of plain PyTorch."""
     check(entry)

@@ -10,5 +10,5 @@ from tests.catalogue.steps import check
 
 @pytest.mark.parametrize("entry", share_of(module_entries()), ids=str)
 def test_modules(entry: Entry) -> None:
-    """Outputs, loss, gradients, buffers and random state of five steps are those of plain PyTorch."""
+    """Outputs, loss, gradients, buffers and random state of a few steps are those of plain PyTorch."""
     check(entry)

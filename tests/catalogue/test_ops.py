@@ -13,7 +13,7 @@ from tests.catalogue.steps import check
 
 @pytest.mark.parametrize("entry", share_of(op_entries()), ids=str)
 def test_ops(entry: Entry) -> None:
-    """Outputs, loss, gradients and random state of five steps are those of plain PyTorch."""
+    """Outputs, loss, gradients and random state of a few steps are those of plain PyTorch."""
     check(entry)
 
 

@@ -1,6 +1,6 @@
 """Trains with FSDP2 (`fully_shard`) on two processes under torchrun, plainly and within budgets; compares and counts.
 
-Usage: torchrun --nproc-per-node=2 sharded_checks.py FOLDER
+Usage: torchrun --nproc-per-node=2 sharded_checks.py FOLDER PART
 
 Each rank writes `done<rank>` at its end. What is alive is counted by a tracker that does not trust the library.
 """
@@ -33,12 +33,14 @@ GLOO_SECONDS = 0.03
 FEW_BYTES = 256
 IN_HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 RESHARDED: dict[str, Any] = {"reshard_after_forward": True}
-CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+Cases = list[tuple[dict[str, Any], tuple[str, ...]]]
+CASES: Cases = [
     (RESHARDED, ("keep-all", "all-swap", "all-recompute", "auto")),
     ({"reshard_after_forward": False}, ("all-swap",)),
     ({**RESHARDED, "mp_policy": IN_HALF}, ("all-swap",)),
 ]
 """How models are sharded, and the policies that they train under."""
+PARTS: dict[str, Cases] = {"all": CASES, "policies": CASES[:1], "cases": [(RESHARDED, ("all-recompute",)), *CASES[1:]]}
 
 
 class Block(nn.Module):
@@ -164,12 +166,12 @@ def check_state(mesh: DeviceMesh) -> None:
 
 
 def main() -> None:
-    """Run all cases."""
+    """Run the cases of a part."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for case, policies in CASES:
+        for case, policies in PARTS[sys.argv[2]]:
             check(mesh, case, policies)
         check_state(mesh)
         (Path(sys.argv[1]) / f"done{dist.get_rank()}").touch()

@@ -1,4 +1,4 @@
-"""Trains a model with 2 GiB of saved tensors, in a process of its own whose memory its parent watches.
+"""Trains a model with 1 GiB of saved tensors, or 2, in a process of its own whose memory its parent watches.
 
 Usage: ``python -m tests.engine.rss_child plain`` or ``... disk FOLDER``; writes JSON.
 """
@@ -15,25 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
+from tests.shares import is_all
 
 WIDTH = 64
-ROWS = 1 << 18
+ACTIVATION_MIB = 64 if is_all() else 32
+ROWS = (ACTIVATION_MIB << 20) // (4 * WIDTH)
 DEPTH = 16
-NUM_PLAIN_STEPS = 2
+NUM_PLAIN_STEPS = 2 if is_all() else 1
 NUM_STEPS = 4
 """Recorded, verified, measured, and under the final plan."""
-BUDGET_BYTES = (6 * 64 + 1) << 20
+BUDGET_BYTES = (6 * ACTIVATION_MIB + 1) << 20
 """The smallest feasible one, to the MiB: the batch and the working set of a layer's backward."""
 
 
 def model() -> nn.Sequential:
-    """Layers of 16 KiB that save two tensors of 64 MiB each."""
+    """Layers of 16 KiB that save two activations each."""
     torch.manual_seed(0)
     return nn.Sequential(*(part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.SiLU())))
 
 
 def batch() -> Tensor:
-    """A batch of 64 MiB."""
+    """A batch of one activation's size."""
     return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
 
 

@@ -235,7 +235,7 @@ def test_model_that_checkpoints_itself_is_exact(name: str, caplog: pytest.LogCap
     floor_bytes, plain_bytes = memory.report().floor_bytes, memory.report().plain_peak_bytes
     assert floor_bytes is not None
     assert plain_bytes is not None
-    memory = _attached(budget=max(1 << 20, (floor_bytes + plain_bytes) // 2))
+    memory = _attached(budget=f"{(floor_bytes + plain_bytes) // 2}B")
     assert _train(MODELS[name], memory) == expected
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,19 +15,20 @@ import torch
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.stream_lanes import StreamCopy
-from tests.engine.faults import without_gc
+from tests.engine.faults import FAULTY_STEPS, without_gc
 from tests.engine.harness import Outcome, Wrap, assert_same, differences, run
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.engine.probing import plain_outcome
 from tests.engine.streams import Delays, Poison, only_in, only_out, streaming
+from tests.engine.test_faults import RAISING, WRAPS, check_exception
 from tests.engine.test_faults import (
     test_a_graph_outlives_its_step_and_the_plugin as test_a_graph_outlives_its_step_and_the_plugin,
 )
 from tests.engine.test_faults import test_backward_from_another_thread as test_backward_from_another_thread
-from tests.engine.test_faults import test_exception_leaves_nothing as test_exception_leaves_nothing
 from tests.engine.test_faults import test_keyboard_interrupt_leaves_nothing as test_keyboard_interrupt_leaves_nothing
 from tests.one_thread import one_thread as one_thread
 from tests.runtime.fake_streams import FakeStreamMover
+from tests.shares import is_all
 from tests.zoo.case import Case
 from tests.zoo.cases import BY_NAME
 from tests.zoo.models.sandwich import Sandwich, body_case, rows, square_loss
@@ -54,6 +56,15 @@ def test_same_bits_with_one_slow_stream(name: str, wrap: Wrap, delays: Delays) -
     """Whichever direction is late, and wherever the step's scope ends, bits are the same."""
     with streaming(delays):
         assert_same(plain_outcome(name), all_swapped(BY_NAME[name], wrap=wrap))
+
+
+@WRAPS
+@RAISING
+@pytest.mark.parametrize("step", FAULTY_STEPS if is_all() else FAULTY_STEPS[-1:])
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
+def test_exception_leaves_nothing(policy: str, step: int, raising: Any, wrap: Wrap) -> None:
+    """After an exception under the final plan no hook, mode or memory is left, and the following steps are exact."""
+    check_exception(policy, step, raising, wrap)
 
 
 @pytest.mark.parametrize("name", TYPICAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import SpillError
-from lightning_offload.plugins import settings
+from lightning_offload.plugins import devices, settings
 from tests.engine.faults import FAULTY_STEPS, active, interruption
 from tests.engine.harness import run
 from tests.engine.tier_runs import (
@@ -28,6 +29,7 @@ from tests.engine.tier_runs import (
     train,
     warned,
 )
+from tests.shares import pairs
 from tests.zoo.case import Job
 
 AT = pytest.mark.parametrize("step", FAULTY_STEPS)
@@ -38,6 +40,7 @@ POLICIES = pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
 def measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is measured under the fault, as where a machine is new; what is known of it is not asked again."""
     monkeypatch.setenv("LIGHTNING_OFFLOAD_CACHE", "")
+    monkeypatch.setattr(devices, "_LINK_BLOCK_BYTES", 2 * MIB)  # so that it takes no longer than what is tested
 
 
 # ---- no room on disk, no folder
@@ -143,14 +146,16 @@ def test_short_transfers(verb: str, unit: int, tmp_path: Path) -> None:
     assert memory.report().disk_bytes > 0
 
 
-@AT
-@POLICIES
-@pytest.mark.parametrize("written", [0, 2])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+WHEN = list(itertools.product(["all-swap", "all-recompute"], FAULTY_STEPS))
+WHAT = [(errno.EIO, 0), (errno.ENOSPC, 0), (errno.ENOSPC, 2), (errno.EIO, 2)]  # every other one has all values
+
+
+@pytest.mark.parametrize(("when", "what"), pairs(WHEN, WHAT, every=2), ids=str)
 def test_write_error(
-    number: int, written: int, policy: str, step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    when: tuple[str, int], what: tuple[int, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The step in which it happens is exact, values stay on the device, and later plans do without the disk."""
+    (policy, step), (number, written) = when, what
     memory = MemoryPlugin(policy=policy, tier="disk", spill_dir=tmp_path)
     fault = patched(os, "pwrite", failing_after(os.pwrite, written, number))
     outcome = train(memory, fault, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from tests.engine.live_tracker import LiveStorageTracker
 from tests.shares import pairs
 
 SIDE = 24
-NUM_ROWS = 2048
+NUM_ROWS = 512
 NUM_STEPS = 6
 
 
@@ -216,10 +217,15 @@ def _train(loss_of: Loss, memory: MemoryPlugin | None = None) -> tuple[list[list
         return steps, tracker.live_bytes
 
 
+@functools.cache
+def _plain(name: str) -> tuple[list[list[bytes]], int]:
+    return _train(TRANSFORMS[name])
+
+
 @pytest.mark.parametrize(("name", "policy"), pairs(list(TRANSFORMS), ["all-recompute", "all-swap"], every=2))
 def test_transform_is_exact(name: str, policy: str) -> None:
     """Losses and gradients are plain PyTorch's in every step, and no memory is left."""
-    expected = _train(TRANSFORMS[name])
+    expected = _plain(name)
     memory = MemoryPlugin(device="cpu", policy=policy)
     memory.attach()
     assert _train(TRANSFORMS[name], memory) == expected
@@ -229,7 +235,7 @@ def test_transform_is_exact(name: str, policy: str) -> None:
 @pytest.mark.parametrize("name", ["grad", "jvp", "vmap-of-hessian", "laplacian", "dual-gradient"])
 def test_transform_within_a_budget_is_exact(name: str) -> None:
     """The same where the planner chooses; half way between what must be there and what plain training needs."""
-    expected = _train(TRANSFORMS[name])
+    expected = _plain(name)
     memory = MemoryPlugin(device="cpu", policy="keep-all")
     memory.attach()
     assert _train(TRANSFORMS[name], memory) == expected
@@ -254,8 +260,7 @@ def _interrupted(net: Net, x: Tensor) -> Tensor:
     return _squares(vmap(jacfwd(grad(raising)))(net(x)))
 
 
-@pytest.mark.parametrize("policy", ["all-recompute", "all-swap"])
-@pytest.mark.parametrize("index", [0, 1, 4])
+@pytest.mark.parametrize(("policy", "index"), pairs(["all-recompute", "all-swap"], [0, 1, 4], every=2))
 def test_error_in_a_transform_leaves_nothing(policy: str, index: int) -> None:
     """A step that fails inside of transforms keeps no memory, and the steps around it are exact."""
     calls = iter(range(NUM_STEPS))
@@ -283,6 +288,6 @@ def test_error_in_a_transform_leaves_nothing(policy: str, index: int) -> None:
         memory.detach()
         gc.collect()
         live_bytes = tracker.live_bytes
-    expected, left_bytes = _train(TRANSFORMS["jvp-of-grad"])
+    expected, left_bytes = _plain("jvp-of-grad")
     assert live_bytes == left_bytes
     assert steps == [[] if step == index else bits for step, bits in enumerate(expected)]

@@ -1,4 +1,7 @@
-"""The examples run, learn, and stay within their budgets; each is a fresh process."""
+"""The examples run, learn, and stay within their budgets.
+
+They run in this process, as those of `test_adapter_examples` do, but for one, which shows that a fresh one is as good.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,19 @@ from pathlib import Path
 import pytest
 
 from tests.examples.figures import figures_in
+from tests.examples.test_adapter_examples import Run
+from tests.examples.test_adapter_examples import run as run
+from tests.one_thread import one_thread as one_thread
+from tests.quick_collections import quick_collections as quick_collections
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice to whoever runs a script
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "examples/lightning/config.yaml"
 
 
-def run(module: str, *args: str) -> str:
-    """Runs an example as its docstring says and returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *args],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("module", ["examples.pytorch.train", "examples.lightning.train"])
-def test_training_script(module: str) -> None:
+def test_training_script(run: Run, module: str) -> None:
     """The scripts learn the digits within the budget that they are given."""
     output = run(module, "--epochs", "3")
     accuracy = float(re.findall(r"accuracy: ([0-9.]+)", output)[-1])
@@ -43,7 +37,7 @@ def test_training_script(module: str) -> None:
     assert figures["swapped_bytes"] + figures["recomputed_bytes"] > 0
 
 
-def test_language_model() -> None:
+def test_language_model(run: Run) -> None:
     """The loss in chunks learns within a budget that it has no plan for with all logits at once."""
     output = run("examples.pytorch.language", "--steps", "6")
     losses = [float(value) for value in re.findall(r"loss ([0-9.]+)", output)]
@@ -53,13 +47,25 @@ def test_language_model() -> None:
 
 
 def test_cli_from_a_file() -> None:
-    """LightningCLI trains from the configuration file, and prints the plan."""
-    output = run("examples.lightning.cli", "fit", "--config", CONFIG, "--trainer.max_epochs=1")
+    """LightningCLI trains from the configuration file, and prints the plan; all in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.lightning.cli", "fit", "--config", CONFIG, "--trainer.max_epochs=1"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    output = done.stdout + done.stderr
     assert "Offload plan" in output
     assert "8MiB" in output
 
 
-def test_cli_help() -> None:
+def test_cli_help(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     """The help that the docstring names lists the keywords."""
-    output = run("examples.lightning.cli", "fit", "--trainer.strategy.help=lightning_offload.OffloadStrategy")
-    assert "--trainer.strategy.budget" in output
+    with pytest.raises(SystemExit) as ended:
+        run("examples.lightning.cli", "fit", "--trainer.strategy.help=lightning_offload.OffloadStrategy")
+    assert not ended.value.code
+    assert "--trainer.strategy.budget" in capfd.readouterr().out

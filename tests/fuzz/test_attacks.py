@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import StaleInputError
+from tests.shares import pairs
 
 SIDE = 64
 NUM_STEPS = 9
@@ -434,13 +435,28 @@ def _outcome(step: Step, memory: Any) -> list[Any]:
     return outcome
 
 
+@functools.cache
+def _expected(step: Step) -> list[Any]:
+    """What plain PyTorch makes of it."""
+    return _outcome(step, _Plain())
+
+
+WAYS = [
+    ("all-recompute", "first"), ("all-recompute", "never"), ("all-swap", "never"), ("all-swap", "first"),
+    ("keep-all", "first"), ("keep-all", "never"),
+]  # fmt: skip
+"""Policies, and which replays are verified; every other one has all values."""
+
+
+def _name(value: Any) -> str:
+    return "-".join(value) if isinstance(value, tuple) else value.__name__.strip("_").replace("_", "-")
+
+
 @pytest.mark.filterwarnings("ignore:this MemoryPlugin has no effect")
-@pytest.mark.parametrize("verify", ["first", "never"])
-@pytest.mark.parametrize("policy", ["all-recompute", "all-swap", "keep-all"])
-@pytest.mark.parametrize("step", ATTACKS, ids=lambda step: step.__name__.strip("_").replace("_", "-"))
-def test_attack_changes_nothing(step: Step, policy: str, verify: str) -> None:
+@pytest.mark.parametrize(("step", "way"), pairs(ATTACKS, WAYS, every=2), ids=_name)
+def test_attack_changes_nothing(step: Step, way: tuple[str, Any]) -> None:
     """The program ends as in plain PyTorch; where it writes behind the step's back, it may be refused instead."""
-    expected = _outcome(step, _Plain())
+    expected, (policy, verify) = _expected(step), way
     with MemoryPlugin(device="cpu", policy=policy, verify=verify) as memory:
         try:
             actual = _outcome(step, memory)

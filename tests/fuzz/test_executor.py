@@ -29,8 +29,9 @@ from tests.fuzz.programs import SIDE, Machine, Net
 from tests.fuzz.running import Program, at_a_hook, decide
 from tests.runtime.executing import CPU, plan_of, under
 from tests.runtime.inline import inline_lanes
+from tests.shares import is_all
 
-NUM_CHUNKS = 10
+NUM_CHUNKS = 10 if is_all() else 6
 SEEDS_PER_CHUNK = 15
 
 

@@ -19,6 +19,7 @@ from lightning_offload import MemoryPlugin
 from tests.bare_heap import FEW_BYTES
 from tests.bare_heap import links_are_measured as links_are_measured
 from tests.engine.live_tracker import LiveStorageTracker
+from tests.shares import share
 
 NUM_ROUNDS = 9
 
@@ -122,7 +123,7 @@ def train(made: Loop, memory: MemoryPlugin | None) -> tuple[list[bytes], list[in
     return [p.detach().numpy().tobytes() for model in models for p in model.parameters()], peaks
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", share(range(20), 2))
 def test_budgets_are_kept(seed: int) -> None:
     """Plain training's own peak, and what everything swapped out needs."""
     made = loop(seed)

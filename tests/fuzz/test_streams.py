@@ -6,9 +6,10 @@ import pytest
 
 from tests.engine.streams import Delays, only_in, only_out, streaming
 from tests.fuzz.running import check
+from tests.shares import is_all
 
 SEEDS_PER_CHUNK = 10
-CHUNKS: tuple[Delays | None, ...] = (None, only_out, only_in, None, None, None)
+CHUNKS: tuple[Delays | None, ...] = (None, only_out, only_in, None, *((None, None) if is_all() else ()))
 
 
 @pytest.mark.parametrize("chunk", range(len(CHUNKS)))

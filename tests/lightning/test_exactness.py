@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_offload import OffloadStrategy
 from tests.lightning.conftest import MakeTrainer
 from tests.lightning.models import ConvNet, Gan, assert_same, fit_and_read
+from tests.shares import pairs
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -23,6 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "validate-between": {"val_check_interval": 2, "num_sanity_val_steps": 1},
 }
 MANUAL = ("fp32", "bf16-mixed", "64-true", "validate-between")
+FIXED = ("all-swap", "all-recompute")
 
 
 def run(make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any) -> tuple[dict[str, Any], Any]:
@@ -30,6 +33,21 @@ def run(make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: 
     pl.seed_everything(3, verbose=False)
     trainer = make_trainer(**settings)
     return fit_and_read(trainer, model()), trainer.strategy
+
+
+_plain: dict[tuple[type[pl.LightningModule], str], dict[str, Any]] = {}
+
+
+def plain_state(make_trainer: MakeTrainer, model: type[pl.LightningModule], setting: str) -> dict[str, Any]:
+    """What the plain Trainer leaves, which is asked for by several tests."""
+    if (model, setting) not in _plain:
+        _plain[model, setting], _ = run(make_trainer, model, **SETTINGS[setting])
+    return _plain[model, setting]
+
+
+def by_turns(settings: Collection[str]) -> list[tuple[str, str]]:
+    """The planner in each setting, and one of the fixed policies beside it."""
+    return [*((setting, "auto") for setting in settings), *pairs([*settings], FIXED, every=2)]
 
 
 def budget_for(policy: str, make_trainer: MakeTrainer, model: type[pl.LightningModule], **settings: Any) -> str:
@@ -41,24 +59,22 @@ def budget_for(policy: str, make_trainer: MakeTrainer, model: type[pl.LightningM
     return f"{(report.floor_bytes + report.plain_peak_bytes) // 2}B"
 
 
-@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "policy"), by_turns(SETTINGS))
 def test_automatic_optimization(make_trainer: MakeTrainer, setting: str, policy: str) -> None:
     """Losses, weights, buffers, optimizer and RNG state are equal under every precision and Trainer flag."""
     settings = SETTINGS[setting]
-    plain, _ = run(make_trainer, ConvNet, **settings)
+    plain = plain_state(make_trainer, ConvNet, setting)
     budget = budget_for(policy, make_trainer, ConvNet, **settings)
     ours, strategy = run(make_trainer, ConvNet, strategy=OffloadStrategy(budget, policy=policy), **settings)
     assert_same(ours, plain)
     assert strategy.memory.report().num_steps == len(plain["losses"])
 
 
-@pytest.mark.parametrize("policy", ["auto", "all-swap", "all-recompute"])
-@pytest.mark.parametrize("setting", MANUAL)
+@pytest.mark.parametrize(("setting", "policy"), by_turns(MANUAL))
 def test_manual_optimization(make_trainer: MakeTrainer, setting: str, policy: str) -> None:
     """A GAN with two optimizers, whose backwards and updates run inside the step, is equal too."""
     settings = SETTINGS[setting]
-    plain, _ = run(make_trainer, Gan, **settings)
+    plain = plain_state(make_trainer, Gan, setting)
     budget = budget_for(policy, make_trainer, Gan, **settings)
     ours, _ = run(make_trainer, Gan, strategy=OffloadStrategy(budget, policy=policy), **settings)
     assert_same(ours, plain)
@@ -99,7 +115,7 @@ def test_gradient_scaler(make_trainer: MakeTrainer) -> None:
 
 def test_disabled(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither enabled=False nor LIGHTNING_OFFLOAD=0 runs anything of ours."""
-    plain, _ = run(make_trainer, ConvNet)
+    plain = plain_state(make_trainer, ConvNet, "fp32")
     ours, strategy = run(make_trainer, ConvNet, strategy=OffloadStrategy("1GiB", enabled=False))
     assert_same(ours, plain)
     assert strategy.memory.report().num_steps == 0

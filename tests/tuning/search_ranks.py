@@ -15,11 +15,12 @@ from lightning_offload.tuning.acquisition import Space
 from lightning_offload.tuning.ranks import GlooCoordinator, agreed
 from lightning_offload.tuning.search import find_batch_size
 from lightning_offload.tuning.trial import Prediction, Trial
+from tests.shares import is_all
 from tests.tuning.curves import FakeMachine, draw_case, right_sizes, saturating
 
 EDGES = (3000, 300)
 """Largest size that fits on each rank: the second runs out of memory first."""
-NUM_SEEDS = 20
+NUM_SEEDS = 20 if is_all() else 4
 
 
 def run_one(machine: FakeMachine, size: int) -> Trial:

@@ -14,6 +14,7 @@ import pytest
 from lightning_offload.errors import TuningError
 from lightning_offload.tuning.ranks import STOPPED, Coordinator, GlooCoordinator, agreed
 from lightning_offload.tuning.trial import Trial
+from tests.shares import is_all
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120
@@ -56,13 +57,13 @@ def test_two_ranks_agree_on_a_size_though_one_runs_out_of_memory(ranks: list[dic
 
 
 def test_two_ranks_find_right_sizes_of_many_noisy_curves(ranks: list[dict[str, Any]]) -> None:
-    """At least 95 of 100 are right, and the same on both; 12 trials with a prediction, 24 without."""
+    """At least 95 of 100 are right, 11 of 12 here, and the same on both; 12 trials with a prediction, 24 without."""
     first, second = (rank["many"] for rank in ranks)
     assert first == second
-    assert len(first) == 60
+    assert len(first) == (60 if is_all() else 12)
     assert all(case["num_trials"] <= (12 if case["is_predicted"] else 24) for case in first)
     wrong = [case for case in first if not case["is_right"]]
-    assert len(wrong) <= 3, wrong
+    assert len(wrong) <= (3 if is_all() else 1), wrong
 
 
 def test_two_ranks_agree_on_values(ranks: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from examples.demo import compare as compare_module
 from examples.demo.compare import compare, main, same_bits
 from examples.demo.program import DemoError, compare_in_process
 from examples.demo.state import GROUPS, load_state, save_state
+from tests.shares import is_all
 
 
 @pytest.fixture
@@ -75,10 +76,10 @@ def test_one_flipped_bit_is_seen(saved: Path, tmp_path: Path, group: str):
 
 
 def test_separate_process_sees_one_flipped_bit(saved: Path, tmp_path: Path):
-    """The process that the demo starts says the same as the function."""
+    """The process that the demo starts says the same as the function; of what is identical it does in `test_demo`."""
     other = tmp_path / "other.pt"
     flip_bit(saved, other, "statistics")
-    assert compare_in_process(saved, saved)["identical"] is True
+    assert not is_all() or compare_in_process(saved, saved)["identical"] is True
     assert compare_in_process(saved, other)["identical"] is False
 
 
