@@ -71,8 +71,8 @@ def test_a_value_that_was_not_read_back_is_read_again(tmp_path: Path) -> None:
 def test_a_write_goes_on_where_the_copy_before_it_fails(tmp_path: Path) -> None:
     """The tensor is on the device still."""
     torch.manual_seed(0)
-    first, second, x = (torch.randn(512, 512) for _ in range(3))
-    weight = nn.Parameter(second)
+    first, weight = (nn.Parameter(torch.randn(512, 512)) for _ in range(2))
+    x = torch.randn(512, 512)
 
     def run(memory: MemoryPlugin | None) -> list[bytes]:
         found = []
@@ -80,11 +80,11 @@ def test_a_write_goes_on_where_the_copy_before_it_fails(tmp_path: Path) -> None:
             is_last = step == NUM_STEPS - 1
             with memory.step(x) if memory is not None else contextlib.nullcontext():
                 y = x * 2.0
-                other = y * (first.requires_grad_())  # saves it, for a backward that does not come
                 fails = is_last and memory is not None
                 with failing_once("pwrite") if fails else contextlib.nullcontext():
-                    (y * weight).sum().backward()
-                    y.add_(1.0)
+                    other = y * first  # saves it, for a backward that does not come
+                    if is_last:  # which is not planned for
+                        y.add_(1.0)
                 (y * weight).sum().backward()
                 del other
             assert weight.grad is not None
@@ -116,7 +116,7 @@ def _longer(h: Tensor) -> Tensor:
     return torch.cat([h, h]).exp()[: len(h)]
 
 
-@pytest.mark.parametrize("policy", ["all-swap", "all-recompute", "keep-all"])
+@pytest.mark.parametrize("policy", ["all-swap", "all-recompute"])
 def test_what_lies_elsewhere_stays_there_once_a_step_has_left_its_plan(policy: str) -> None:
     """The host has no copy of another device's memory."""
     torch.manual_seed(0)

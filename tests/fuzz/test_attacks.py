@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import StaleInputError
+from lightning_offload.runtime.sight import core_on
 from tests.shares import pairs
 
 SIDE = 64
@@ -456,6 +457,8 @@ def _name(value: Any) -> str:
 @pytest.mark.parametrize(("step", "way"), pairs(ATTACKS, WAYS, every=2), ids=_name)
 def test_attack_changes_nothing(step: Step, way: tuple[str, Any]) -> None:
     """The program ends as in plain PyTorch; where it writes behind the step's back, it may be refused instead."""
+    if step is _checkpointed_loss and core_on(torch.device("cpu")) is None:
+        pytest.skip("docs/limits.md: under a dispatch mode this loss has other last bits")
     expected, (policy, verify) = _expected(step), way
     with MemoryPlugin(device="cpu", policy=policy, verify=verify) as memory:
         try:
