@@ -27,6 +27,7 @@ def page(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     machine = f"{environment['processor']}, {environment['num_threads']} threads, {environment['system']}"
     load = "" if config["load_average"] is None else f"; load average at the start {config['load_average']:.1f}"
+    load += f"; {config['remark']}" if config.get("remark") else ""  # written in by who ran it
     lines = [
         _INTRODUCTION,
         f"Machine: {machine}{load}.",
