@@ -51,7 +51,7 @@ def test_overhead_is_what_a_step_costs_beside_its_sleep(fake_time: FakeTime) -> 
 def test_a_search_that_fails_is_an_outcome(fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts as wrong and keeps its reason."""
 
-    def fail(run: object, **_: object) -> None:
+    def fail(run: object, space: object) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr(sleeping, "find_batch_size", fail)
