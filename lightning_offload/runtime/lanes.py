@@ -87,6 +87,9 @@ class CopyLanes(abc.ABC):
         """The stream on which the calling thread's ops run now; None on a device without streams."""
         return None
 
+    def note_use(self, storage: torch.UntypedStorage) -> None:  # noqa: B027  (there is nothing to tell without streams)
+        """Tell the allocator that ops of the calling thread use memory, which may be another stream's."""
+
     def tidy(self) -> None:  # noqa: B027  (most lanes hold nothing longer than they must)
         """Let go of the memory of copies that are done by now."""
 

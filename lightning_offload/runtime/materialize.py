@@ -80,6 +80,7 @@ class Materializer:
         if block is None:
             return False
         value.block = block
+        self._tiers.lanes.note_use(storage)  # plainly it would have stayed until backward, whoever computes meanwhile
         value.copy = self._tiers.swap_out(storage, block)
         if release_now:
             self.release(value)
@@ -93,6 +94,8 @@ class Materializer:
         if value.block is not None and value.copy is not None and value.has_origin:
             with contextlib.suppress(SpillError):
                 self.wait(value)
+                if (live := value.live()) is not None:
+                    self._tiers.lanes.note_use(live)
                 value.storage = None
 
     def read(self, handle: Handle, geometry: Geometry) -> torch.UntypedStorage:

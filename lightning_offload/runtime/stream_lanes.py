@@ -48,13 +48,10 @@ class StreamCopy(Copy):
         storage: The device memory it uses, until it is done or compute waits for it.
     """
 
-    __slots__ = ("_event", "_is_out", "_mover", "_owner", "storage")
+    __slots__ = ("_event", "_mover", "_owner", "storage")
 
-    def __init__(
-        self, mover: StreamMover, event: Any, owner: Any, storage: torch.UntypedStorage, *, is_out: bool
-    ) -> None:
+    def __init__(self, mover: StreamMover, event: Any, owner: Any, storage: torch.UntypedStorage) -> None:
         self._mover = mover
-        self._is_out = is_out
         self._event = event
         self._owner = owner
         self.storage: torch.UntypedStorage | None = storage
@@ -67,8 +64,6 @@ class StreamCopy(Copy):
     @override
     def wait(self) -> float:
         self._mover.let_compute_wait(self._event, self._owner)
-        if self._is_out and self.storage is not None:  # perhaps of another stream: nothing on the one that computes
-            self._mover.note_use(self.storage)
         self.storage = None
         return 0.0
 
@@ -254,7 +249,7 @@ class StreamMover(Mover):
     def _issued(self, stream: Any, mark: _Mark, storage: torch.UntypedStorage, direction: _Direction) -> StreamCopy:
         event = self.new_event()
         event.record(stream)
-        copy = StreamCopy(self, event, mark.stream, storage, is_out=direction is self._out)
+        copy = StreamCopy(self, event, mark.stream, storage)
         self._out.forget_done()
         self._in.forget_done()
         direction.under_way.append(copy)
@@ -349,6 +344,10 @@ class StreamLanes(CopyLanes):
     @override
     def compute_stream(self) -> Any:
         return self.mover.compute_stream()
+
+    @override
+    def note_use(self, storage: torch.UntypedStorage) -> None:
+        self.mover.note_use(storage)
 
     @override
     def tidy(self) -> None:

@@ -242,7 +242,7 @@ def test_transform_within_a_budget_is_exact(name: str) -> None:
     floor_bytes, plain_bytes = memory.report().floor_bytes, memory.report().plain_peak_bytes
     assert floor_bytes is not None
     assert plain_bytes is not None
-    memory = MemoryPlugin(device="cpu", budget=(floor_bytes + plain_bytes) // 2)
+    memory = MemoryPlugin(device="cpu", budget=f"{(floor_bytes + plain_bytes) // 2}B")
     memory.attach()
     assert _train(TRANSFORMS[name], memory) == expected
     assert memory.report().swapped_bytes + memory.report().recomputed_bytes > 0
