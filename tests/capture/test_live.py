@@ -148,6 +148,7 @@ def test_a_scan_lists_each_storage_once() -> None:
 
 def test_a_census_counts_what_was_set_aside_as_long_as_it_lives() -> None:
     """And what came later; afterwards nothing is set aside any more."""
+    gc.unfreeze()  # else it does nothing
     older, dying = torch.ones(100), torch.ones(100)
     gc.collect()  # what waits for that is no longer there within
     before = set(live_storages(CPU))
