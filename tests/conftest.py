@@ -154,7 +154,8 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     left = _left_behind(before)
     if left:
-        # Lanes end a moment after the last reference to them goes, and a cycle may hold that one.
+        # Lanes end a moment after the last reference to them goes, and a cycle may hold that one, perhaps set aside.
+        gc.unfreeze()
         gc.collect()
         deadline = time.monotonic() + GRACE_SECONDS
         while (left := _left_behind(before)) and time.monotonic() < deadline:

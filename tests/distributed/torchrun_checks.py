@@ -84,7 +84,7 @@ def unused_parameters_accumulation() -> None:
 
 
 def bucket_views_accumulation() -> None:
-    compare(ddp={"gradient_as_bucket_view": True}, policy=SIMPLE, accumulate_grad_batches=4)
+    compare(ddp={"gradient_as_bucket_view": True}, accumulate_grad_batches=4)
 
 
 def several_buckets() -> None:
