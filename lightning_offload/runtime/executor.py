@@ -720,7 +720,7 @@ class StepExecutor:
 
     def backward_begins(self) -> None:
         """Tell who wants to know, once: autograd is about to run, or has just begun to."""
-        if not self.watches_backward:
+        if not (self.watches_backward or torch._C._functorch.peek_interpreter_stack() is not None):  # a transform's own
             with self.unseen(), bypass_mode:
                 self._table.keep_watch()
         if not self._has_begun_backward:

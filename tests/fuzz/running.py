@@ -119,7 +119,7 @@ def decide(rng: random.Random, graph: StepGraph, problem: Problem, c: Candidate,
         storage=c.storage,
         action=action,
         release_op=AT_PACK if rng.random() < 0.5 else rng.randint(first, len(graph.ops)),
-        prefetch_unpack=rng.randrange(ON_DEMAND, max(len(problem.unpacks), 1)) if rng.random() < 0.5 else ON_DEMAND,
+        prefetch_unpack=rng.randrange(ON_DEMAND, len(problem.unpacks)) if rng.random() < 0.5 else ON_DEMAND,
         memo=rng.random() < 0.5,
     )
 
