@@ -258,21 +258,25 @@ class Steps:
             yield  # another's
             return
         executor = run.executor
-        if not (is_nested or threading.get_ident() == self.state.thread):  # another's, or its own in another thread
-            with executor.seeing_user_code() if executor.sees_user_code else _AS_IT_IS:
+        is_elsewhere = not (is_nested or threading.get_ident() == self.state.thread)
+        if is_elsewhere and (_thread.trains_with_another_than(self) or not executor.sees_user_code):
+            yield
+            return
+        if is_elsewhere:  # perhaps its own, by another thread than forward's: then what that writes matters
+            with executor.seeing_writes():
                 yield
             return
         with contextlib.ExitStack() as stack:
             if not is_nested:
                 run.backward_begins(self.state)
                 executor.backward_begins()
+                stack.callback(executor.backward_ends)
             if not (is_nested or self._is_open):
                 stack.enter_context(self._opened(run, hooks=False))
             elif not executor.watches_backward:
                 stack.enter_context(executor.unseen())
             if executor.sees_user_code:
                 stack.enter_context(executor.seeing_user_code())
-            stack.callback(executor.backward_ends) if not is_nested else None
             yield
         if not is_nested:
             run.backward_ends(self.state)
@@ -708,9 +712,6 @@ def _held_bytes(device: torch.device, there: There | None, gradients: dict[int, 
     return there.bytes_but(gradients) if there is not None else None
 
 
-_AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-
 class _TryingAlgorithms:
     """Given among a step's inputs: cuDNN tries its algorithms, so that no convolution can be replayed."""
 
@@ -720,15 +721,22 @@ class _Thread(threading.local):
 
     num_open = 0
     owner: Steps | None = None
+    last_owner: weakref.ref[Steps] | None = None
 
     def begin(self, steps: Steps) -> None:
         self.num_open += 1
         self.owner = steps
+        self.last_owner = weakref.ref(steps)
 
     def end(self) -> None:
         self.num_open -= 1
         if not self.num_open:
             self.owner = None
+
+    def trains_with_another_than(self, steps: Steps) -> bool:
+        """Whether the last step that was open here was another plugin's."""
+        last = self.last_owner() if self.last_owner is not None else None
+        return last is not None and last is not steps
 
 
 _thread = _Thread()

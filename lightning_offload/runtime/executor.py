@@ -50,6 +50,7 @@ from lightning_offload.runtime.fallback import OffloadAll, SupersetRule
 from lightning_offload.runtime.follow import LEFT, ByForm, Follower, follower_of
 from lightning_offload.runtime.hooks import (
     DisableTorchFunction,
+    Dispatch,
     bypass_mode,
     dynamo_disabled,
     past_own_mode,
@@ -278,8 +279,15 @@ class StepExecutor:
 
     def seeing_user_code(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward: the ops of the program's own code in it come by."""
-        see = functools.partial(seeing_calls, self._device, self.dispatch, self.made, by_mode=self._by_mode)
-        return seeing_user_code(self.dispatch, see)
+        return self._seeing_user_code(self.dispatch)
+
+    def seeing_writes(self) -> contextlib.AbstractContextManager[None]:
+        """Around a backward that may be the step's: what the program's own code writes in it comes by."""
+        return self._seeing_user_code(self.dispatch_writes)
+
+    def _seeing_user_code(self, dispatch: Dispatch) -> contextlib.AbstractContextManager[None]:
+        see = functools.partial(seeing_calls, self._device, dispatch, self.made, by_mode=self._by_mode)
+        return seeing_user_code(dispatch, see)
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """Inside, they do not: around a backward that need not be seen."""
@@ -307,6 +315,30 @@ class StepExecutor:
             return call(func, args, kwargs)
         finally:
             bypass_mode.depth = 0
+
+    def dispatch_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op of the program's own code in backward, where only writes matter."""
+        facts = facts_of(func)
+        if bypass_mode.depth or not facts.mutates or (self._can_capture and self._is_capturing()):
+            return call(func, args, kwargs)
+        with self.unseen(), bypass_mode:
+            with DisableTorchFunction():
+                rewritten = self._writes.before_op(facts, args, kwargs)
+            out = call(func, args, kwargs)
+            with DisableTorchFunction():
+                if facts.is_foreach_write:
+                    count_writes(facts, args, kwargs)
+                self._follow_rewritten(rewritten)
+        return out
+
+    def _follow_rewritten(self, rewritten: list[tuple[Tensor, int]]) -> None:
+        for tensor, key in rewritten:
+            storage = tensor.untyped_storage()
+            if storage._cdata == key and self._table.find(storage) is None:
+                self._track(tensor)
+
+    def _track(self, tensor: Tensor) -> None:
+        self._tracker.new(tensor)
 
     def _dispatch(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
         recorded: Call | None = None
@@ -354,10 +386,7 @@ class StepExecutor:
                 how = self._tracker.op(facts, did.made, did.num_fresh, planned, recorded)
             elif is_followed:
                 how = self._tracker.follow(facts, args, kwargs, out, planned, recorded)
-            for tensor, key in rewritten:
-                storage = tensor.untyped_storage()
-                if storage._cdata == key and self._table.find(storage) is None:
-                    self._tracker.new(tensor)
+            self._follow_rewritten(rewritten)
             if how:
                 self.deviate(how)
         return out

@@ -27,14 +27,12 @@ from lightning_offload.runtime.environment import Environment
 from lightning_offload.runtime.executor import NOT_THERE_FOR_GRAPH, StepExecutor
 from lightning_offload.runtime.follow import ByForm
 from lightning_offload.runtime.hooks import DisableTorchFunction, bypass_mode, dynamo_disabled
-from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.ledger import Ledger
 from lightning_offload.runtime.program import Program
 from lightning_offload.runtime.sight import core_on
 from lightning_offload.runtime.tiers import Tiers
 from lightning_offload.runtime.values import Handle, LiveValue, ValueTable, raise_modified
-from lightning_offload.runtime.write_barrier import count_writes
-from lightning_offload.tensors.op_facts import as_saved, facts_of
+from lightning_offload.tensors.op_facts import as_saved
 
 _MADE, _RELEASES, _EXTERNAL = 1, 2, 4  # flags of packs
 _SWAP, _RECOMPUTE, _MEMO = 1, 2, 4  # actions of storages
@@ -153,22 +151,11 @@ class NativeExecutor(StepExecutor):
 
     @override
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op of the program's own code in backward, where only writes matter."""
-        facts = facts_of(func)
-        if bypass_mode.depth or not facts.mutates or (self._can_capture and self._is_capturing()):
-            return call(func, args, kwargs)
-        with self.unseen(), bypass_mode:
-            with DisableTorchFunction():
-                rewritten = self._writes.before_op(facts, args, kwargs)
-            out = call(func, args, kwargs)
-            with DisableTorchFunction():
-                if facts.is_foreach_write:
-                    count_writes(facts, args, kwargs)
-                for tensor, key in rewritten:
-                    storage = tensor.untyped_storage()
-                    if storage._cdata == key and self._table.find(storage) is None:
-                        self._step.track(tensor)
-        return out
+        return self.dispatch_writes(func, args, kwargs)
+
+    @override
+    def _track(self, tensor: Tensor) -> None:
+        self._step.track(tensor)
 
     @override
     def data_escapes(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> None:

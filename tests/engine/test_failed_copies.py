@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import SpillError
+from lightning_offload.runtime.lanes import Copy
+from lightning_offload.runtime.tiers import Tiers
 
 NUM_STEPS = 6
 LARGE = 12 << 20
@@ -68,23 +70,43 @@ def test_a_value_that_was_not_read_back_is_read_again(tmp_path: Path) -> None:
             weight.grad = None
 
 
-def test_a_write_goes_on_where_the_copy_before_it_fails(tmp_path: Path) -> None:
-    """The tensor is on the device still."""
+class _Failing(Copy):
+    """A copy out that is under way, and will not come to a good end."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    @property
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> float:
+        self.num_waits += 1
+        raise SpillError("no room")
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_write_goes_on_where_the_copy_before_it_fails() -> None:
+    """The tensor is on the device still, and the program hears of nothing."""
     torch.manual_seed(0)
     first, weight = (nn.Parameter(torch.randn(512, 512)) for _ in range(2))
-    x = torch.randn(512, 512)
+    x, failing = torch.randn(512, 512), _Failing()
 
     def run(memory: MemoryPlugin | None) -> list[bytes]:
         found = []
         for step in range(NUM_STEPS):
             is_last = step == NUM_STEPS - 1
-            with memory.step(x) if memory is not None else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if memory is not None:
+                    stack.enter_context(memory.step(x))
                 y = x * 2.0
-                fails = is_last and memory is not None
-                with failing_once("pwrite") if fails else contextlib.nullcontext():
-                    other = y * first  # saves it, for a backward that does not come
-                    if is_last:  # which is not planned for
-                        y.add_(1.0)
+                if is_last and memory is not None:
+                    stack.enter_context(mock.patch.object(Tiers, "swap_out", return_value=failing))
+                other = y * first  # saves it, for a backward that does not come
+                if is_last:  # which is not planned for
+                    y.add_(1.0)
                 (y * weight).sum().backward()
                 del other
             assert weight.grad is not None
@@ -93,8 +115,9 @@ def test_a_write_goes_on_where_the_copy_before_it_fails(tmp_path: Path) -> None:
         return found
 
     expected = run(None)
-    with MemoryPlugin(device="cpu", policy="all-swap", tier="disk", spill_dir=tmp_path) as memory:
+    with MemoryPlugin(device="cpu", policy="all-swap") as memory:
         assert run(memory) == expected
+    assert failing.num_waits
 
 
 class _SavesShape(torch.autograd.Function):
