@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_offload import MemoryPlugin
 from lightning_offload.errors import SpillError
 from lightning_offload.runtime.lanes import Copy
+from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.tiers import Tiers
 
 NUM_STEPS = 6
@@ -102,8 +103,10 @@ def test_a_write_goes_on_where_the_copy_before_it_fails() -> None:
                 if memory is not None:
                     stack.enter_context(memory.step(x))
                 y = x * 2.0
+                assert y.data.requires_grad is False  # after which ops of later steps are seen
                 if is_last and memory is not None:
                     stack.enter_context(mock.patch.object(Tiers, "swap_out", return_value=failing))
+                    stack.enter_context(mock.patch.object(Materializer, "release"))  # the write comes before that
                 other = y * first  # saves it, for a backward that does not come
                 if is_last:  # which is not planned for
                     y.add_(1.0)
