@@ -17,7 +17,6 @@ from tests.examples.figures import figures_in
 from tests.examples.test_adapter_examples import Run
 from tests.examples.test_adapter_examples import run as run
 from tests.one_thread import one_thread as one_thread
-from tests.quick_collections import quick_collections as quick_collections
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice to whoever runs a script
 
