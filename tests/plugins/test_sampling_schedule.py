@@ -22,12 +22,31 @@ def _counted(num_steps: int, *, is_changing: bool) -> list[int]:
 
 
 def test_steps_of_one_structure_are_counted_seldom() -> None:
-    """The first two, then one in 28 to 32."""
-    found = _counted(400, is_changing=False)
+    """The first two, then one after 28 to 32, and ever more seldom, up to one in 512."""
+    found = _counted(4000, is_changing=False)
     assert found[:2] == [0, 1]
-    gaps = {later - earlier for earlier, later in itertools.pairwise(found[1:])}
-    assert gaps <= set(range(28, 33))
-    assert len(gaps) > 1
+    gaps = [later - earlier for earlier, later in itertools.pairwise(found[1:])]
+    most = [32, 64, 128, 256, 512, 512, 512, 512, 512, 512]
+    assert all(longest - 4 <= gap <= longest for gap, longest in zip(gaps, most, strict=True))
+    assert len({gap for gap in gaps if gap > 500}) > 1
+
+
+def test_a_new_plan_has_its_first_steps_counted() -> None:
+    """However seldom those under the one before were."""
+    schedule = SamplingSchedule()
+    for _ in range(1000):
+        schedule.begin_step()
+        if schedule.is_due(is_changing=False):
+            schedule.counted()
+    schedule.begin_anew()
+    due = []
+    for step in range(40):
+        schedule.begin_step()
+        if schedule.is_due(is_changing=False):
+            schedule.counted()
+            due.append(step)
+    assert due[:2] == [0, 1]
+    assert 28 <= due[2] - 1 <= 32
 
 
 def test_changing_steps_are_counted_more_often_at_first() -> None:
