@@ -27,6 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_offload.errors import PolicyError, UnsupportedError
 from lightning_offload.plugins.checkpointing import is_run_again
 from lightning_offload.plugins.class_swap import graft, ungraft
+from lightning_offload.runtime.hooks import within_transform
 from lightning_offload.tensors import compiled_code
 from lightning_offload.tensors.deferred_logits import Readers, defer, note_update
 
@@ -263,7 +264,7 @@ def _why_not(name: str, head: nn.Module, hidden: Tensor, weight: Tensor) -> str:
     """Why a layer's own forward has to run; "" where it has not."""
     if is_run_again():
         return f"`{name}` runs in a checkpointed region, which recomputes it as a whole"
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.autograd.forward_ad._current_level >= 0 or within_transform():
         return f"`{name}` runs under torch.func, or in forward mode"
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
         return f"`{name}` has hooks of a program's own, which are given what it makes"

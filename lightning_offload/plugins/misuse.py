@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_offload.graph.step_graph import StepGraph
 
-Kind = Literal["not entered", "not attached", "within another", "no step", "keep"]
+Kind = Literal["not entered", "not attached", "within another", "within a transform", "no step", "keep"]
 _SHOWN = 6  # names in a message
 
 _MESSAGES: dict[Kind, str] = {
@@ -34,6 +34,11 @@ _MESSAGES: dict[Kind, str] = {
         "this MemoryPlugin has no effect, because its steps are within those of another one, which serves them: one "
         "plugin serves a device, and OffloadStrategy, OffloadCallback and prepare_offload have one of their own; use "
         "theirs (strategy.memory, callback.memory), or leave out one of the two"
+    ),
+    "within a transform": (
+        "a forward within a transform of torch.func (grad, vmap, jvp) runs as without the plugin, so no memory budget is "
+        "kept in it: transforms refuse saved-tensor hooks; take gradients by backward(), or put `with "
+        "memory.step(batch):` around the transform for what else the step saves"
     ),
     "no step": (
         "an optimizer stepped, but no step ran under the plugin that was attached, so no memory budget is kept: write "

@@ -41,7 +41,7 @@ from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of_leaves
 from lightning_offload.plugins.step import DevicePeaks, StepRun, start_run
 from lightning_offload.runtime.executor import StepExecutor
-from lightning_offload.runtime.hooks import executing, patch_data_escapes, watch_backward
+from lightning_offload.runtime.hooks import executing, patch_data_escapes, watch_backward, within_transform
 from lightning_offload.tensors import compiled_code
 
 
@@ -170,7 +170,7 @@ class Steps:
             BudgetInfeasibleError: On entering, before anything ran: no plan can meet the budget.
             UnsupportedError: On entering: a CUDA graph is being captured.
         """
-        if not self.is_attached or _thread.num_open or not torch.is_grad_enabled():
+        if not self.is_attached or _thread.num_open or not torch.is_grad_enabled() or within_transform():
             self._tell_why_idle()
             yield
             return
@@ -232,6 +232,8 @@ class Steps:
                 self.misuse.tell("within another", stacklevel=5)
         elif not self._was_attached:
             self.misuse.tell("not attached", stacklevel=5)
+        elif within_transform():
+            self.misuse.tell("within a transform", stacklevel=5)
 
     @contextlib.contextmanager
     def backward_scope(self) -> Iterator[None]:
@@ -245,20 +247,26 @@ class Steps:
 
     @contextlib.contextmanager
     def _around_backward(self) -> Iterator[None]:
-        """Around every backward of the process: those of the open or pending step are watched where they must be."""
+        """Around every backward of the process: those of the open or pending step are watched where they must be.
+
+        One within a transform of ``torch.func`` is that transform's own, of a graph that saves nothing by hooks: like
+        one within another backward it is not the step's.
+        """
         run = self._run
-        is_nested = torch._C._current_graph_task_id() != -1
+        is_within_transform = within_transform()
+        is_nested = torch._C._current_graph_task_id() != -1 or is_within_transform
         self.peaks.end_optimizer(is_whole=False)  # a mode would change it: Note [modes change backward]
         if run is None and not is_nested and threading.get_ident() == self.state.thread:
             self._has_begun_backward = True
             with self._plainly():
                 yield
             return
-        if run is None or run.executor.is_spent:
+        is_of_another_thread = threading.get_ident() != self.state.thread
+        if run is None or run.executor.is_spent or (is_within_transform and is_of_another_thread):
             yield  # another's
             return
         executor = run.executor
-        is_elsewhere = not (is_nested or threading.get_ident() == self.state.thread)
+        is_elsewhere = is_of_another_thread and not is_nested
         if is_elsewhere and (_thread.trains_with_another_than(self) or not executor.sees_user_code):
             yield
             return

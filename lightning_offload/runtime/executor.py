@@ -55,6 +55,7 @@ from lightning_offload.runtime.hooks import (
     dynamo_disabled,
     past_own_mode,
     seeing_user_code,
+    within_transform,
 )
 from lightning_offload.runtime.kernel_keys import call
 from lightning_offload.runtime.ledger import Ledger, next_node
@@ -749,7 +750,7 @@ class StepExecutor:
 
     def backward_begins(self) -> None:
         """Tell who wants to know, once: autograd is about to run, or has just begun to."""
-        if not (self.watches_backward or torch._C._functorch.peek_interpreter_stack() is not None):  # a transform's own
+        if not (self.watches_backward or within_transform()):  # whose own backward this is
             with self.unseen(), bypass_mode:
                 self._table.keep_watch()
         if not self._has_begun_backward:

@@ -381,6 +381,14 @@ class HookedExecutor(Protocol):
         """End the part of the step in which tensors are saved."""
 
 
+def within_transform() -> bool:
+    """Whether this thread runs within a transform of ``torch.func`` (``grad``, ``vmap``, ``jvp``).
+
+    Saved-tensor hooks are refused there, and tensors wrap others.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 @contextlib.contextmanager
 def executing(executor: HookedExecutor, *, hooks: bool = True) -> Iterator[None]:
     """Run what is inside under an executor.

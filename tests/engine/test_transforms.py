@@ -16,6 +16,7 @@ from torch.autograd import forward_ad, functional
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from lightning_offload import MemoryPlugin
+from lightning_offload.plugins.module_steps import ModuleMemoryPlugin
 from tests.engine.harness import snapshot
 from tests.engine.live_tracker import LiveStorageTracker
 from tests.shares import pairs
@@ -246,6 +247,48 @@ def test_transform_within_a_budget_is_exact(name: str) -> None:
     memory.attach()
     assert _train(TRANSFORMS[name], memory) == expected
     assert memory.report().swapped_bytes + memory.report().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize(("name", "policy"), pairs(list(TRANSFORMS), ["all-recompute", "all-swap", "auto"], every=2))
+def test_a_followed_model_is_exact_in_transforms(name: str, policy: str) -> None:
+    """Where forwards begin steps, those within a transform do not: it trains as plainly, and says so once."""
+    expected, _ = _plain(name)
+    torch.manual_seed(0)
+    net = Net()
+    memory = ModuleMemoryPlugin(budget="1GiB" if policy == "auto" else None, policy=policy)
+    memory.follow(net, device="cpu")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        steps = [_step(net, TRANSFORMS[name], None) for _ in range(NUM_STEPS)]
+        memory.detach()
+    assert steps == expected
+    assert sum("within a transform of torch.func" in str(warning.message) for warning in told) <= 1
+
+
+def test_a_training_within_transforms_is_told_that_it_keeps_no_budget() -> None:
+    """Gradients of each sample by vmap and grad, as differentially private training takes them."""
+    torch.manual_seed(0)
+    net = Net()
+    memory = ModuleMemoryPlugin("1GiB")
+    memory.follow(net, device="cpu")
+
+    def loss_of(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        out: Tensor = functional_call(net, weights, (row,))
+        return out.square().mean()
+
+    def gradients() -> dict[str, Tensor]:
+        weights = {name: weight.detach() for name, weight in net.named_parameters()}
+        found: dict[str, Tensor] = vmap(grad(loss_of), in_dims=(None, 0))(weights, x)
+        return found
+
+    x = torch.randn(NUM_ROWS, SIDE)
+    with pytest.warns(UserWarning, match=r"within a transform of torch\.func .* no memory budget") as told:
+        found = [gradients() for _ in range(3)]
+    memory.detach()
+    assert len(told) == 1
+    plain = gradients()
+    assert all(torch.equal(each[name], plain[name]) for each in found for name in plain)
+    assert memory.report().phase == "idle"
 
 
 class Interruption(Exception):
