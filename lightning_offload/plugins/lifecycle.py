@@ -33,7 +33,6 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import mode_share
-from lightning_offload.planning.step_model import with_lifetimes_of
 from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.external_storages import ExternalStorages, StorageRef
 from lightning_offload.plugins.hardware import Hardware
@@ -80,9 +79,6 @@ class Recording:
         old_gradients: Gradients of earlier steps.
         gradient_bytes: Those of them that are among its storages.
         made_gradients: Those that it made.
-        bare_bytes: What it needed beyond what was there before, with all that it saved swapped out; None if some
-            stayed, or where that is not known.
-        larger: What tells how long storages live, where some stayed that were saved; None where the recording does.
         left: What it left on the device, gradients aside, each with the tick at which it was made.
         custom_ops: What calls of custom ops have shown, by identity.
         draws_numbers: Whether it drew random numbers.
@@ -97,8 +93,6 @@ class Recording:
     old_gradients: OldGradients
     gradient_bytes: int
     made_gradients: Sequence[StorageRef]
-    bare_bytes: int | None
-    larger: StepGraph | None
     left: Sequence[tuple[torch.UntypedStorage, int]]
     custom_ops: Mapping[str, Standing]
     draws_numbers: bool
@@ -387,7 +381,6 @@ def _surprised(entry: PlanEntry) -> None:
 
 def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | None, gradients: Collection[int]) -> None:
     entry.made.state_version = -1
-    entry.seen.bare_bytes = recording.bare_bytes
     known = ExternalStorages.seen(live, gradients).known if live is not None else entry.source.external.known
     external, graph = ExternalStorages(recording.external, known), recording.graph
     entry.source.external = external
@@ -395,12 +388,6 @@ def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | No
         compiled_code.check_recomputation()
     if custom_ops.learn(recording.custom_ops):
         return  # it holds ops for what they are not held for any more: another step is recorded
-    if recording.larger is not None:
-        found = with_lifetimes_of(graph, recording.larger)
-        if found is None:
-            entry.differs = True  # it is recorded again, with all swapped out
-            return
-        graph = found
     if not (recording.has_backward and recording.is_typical):
         if entry.changes.failed() == "unplan":
             entry.stage.enter("unplanned")

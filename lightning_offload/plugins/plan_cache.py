@@ -32,7 +32,7 @@ from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import ShapeBucket
 from lightning_offload.plugins.replanning import Reason
-from lightning_offload.plugins.shape_families import Extrapolated, Room, ShapeFamily, StepShape
+from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily, StepShape
 from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.tensors import custom_ops
 
@@ -311,13 +311,6 @@ class PlanCache:
         family = self.families.get(self._shape.family) if self._shape is not None else None
         return self.entry.plain.is_ample or (family is not None and family.plain.is_ample)
 
-    def room_to_record(self, budget_bytes: int | None, held_bytes: int) -> Room | None:
-        """What the coming step, which is recorded, need not swap out; cf. :meth:`ShapeFamily.room_for`."""
-        family = self.families.get(self._shape.family) if self._shape is not None else None
-        if self._shape is None or family is None or budget_bytes is None or _num_recording:
-            return None
-        return family.room_for(self._shape.sizes, budget_bytes, held_bytes)
-
     def recorded(self, shape: StepShape) -> PlanEntry | None:
         """The specialization that was recorded with the coming step's shape, if there is one; it is of that then."""
         entry = self.entries.get(shape.signature)
@@ -364,7 +357,6 @@ class PlanCache:
             if family.plain.must_watch and not entry.has_ample_room:
                 family.plain.watched()
             family.gradients = family.gradients.or_more(entry.baseline.gradients)
-            family.is_one_structure &= not entry.differs
         if family is not None and not entry.spans_sizes and has_deviated:
             family.changes.deviated()
         elif family is not None and self.phase == "planned" and astray_bytes is None:
@@ -386,8 +378,7 @@ class PlanCache:
                 family.learn_plain(shape.shapes, entry.plain)
             else:
                 family.dropping.take(entry.baseline.dropping)
-            gradient_bytes, bare_bytes = entry.baseline.recorded_gradient_bytes, entry.seen.bare_bytes
-            family.learn(shape.signature, shape.sizes, entry.graph, gradient_bytes, bare_bytes)
+            family.learn(shape.signature, shape.sizes, entry.graph, entry.baseline.recorded_gradient_bytes)
             if self.phase == "recording" and entry.changes.variants.latest is not None:
                 family.changes.variants.learn(entry.changes.variants.latest)
                 family.changes.aligns |= family.varies

@@ -54,8 +54,6 @@ class StepFigures:
         stayed_bytes: Saved bytes that did not.
         step_seconds: What its last timed step took, if there was one.
         stall_seconds: The part of that in which compute waited for copies.
-        bare_bytes: What the recorded step needed beyond what was there before, gradients of earlier steps aside, with
-            all that it saved swapped out; None if some stayed, or where that is not known.
         step_time_estimate: What steps under the plan in force took, on a host that computes.
     """
 
@@ -67,7 +65,6 @@ class StepFigures:
     stayed_bytes: int = 0
     step_seconds: float | None = None
     stall_seconds: float = 0.0
-    bare_bytes: int | None = None
     step_time_estimate: StepTimeEstimate = dataclasses.field(default_factory=StepTimeEstimate)
 
 
@@ -131,7 +128,6 @@ class PlanEntry:
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
         is_seen_by_core: Whether the native core saw the recorded step; None where none was recorded.
         num_demoted: How many ops were no longer believed when its step was recorded, or was last looked through.
-        differs: Whether a recording was of another structure than a larger one, whose lifetimes it was to have.
         num_surprises: Steps in which backward wrote what the plan counts on.
         input_shapes: The shapes of the tensors that the coming step is given.
         is_first_sight: Whether the shape of the coming step is new.
@@ -156,7 +152,6 @@ class PlanEntry:
     takes_data: bool = False
     is_seen_by_core: bool | None = None
     num_demoted: int = dataclasses.field(default_factory=lambda: len(custom_ops.demoted()))
-    differs: bool = False
     num_surprises: int = 0
     input_shapes: Shapes = ()
     is_first_sight: bool = False

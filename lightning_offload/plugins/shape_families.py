@@ -14,10 +14,6 @@ was seen that did not: a shape that is larger in any way is recorded itself, and
 twice, or were measured above the budget. Where bytes follow no law, a shape is planned for as the next larger recorded
 one.
 
-A step that is recorded swaps out all that it saves, so that the recording tells how long the program itself holds each
-storage. Where a larger one was recorded, how long they live is known, and so is what the budget leaves: as much as that
-stays, and what the recording tells of lifetimes is taken from the larger one.
-
 Shortfalls: the model is of the structure that most of the recorded shapes have. Ops that run at some lengths only, and
 save nothing, are seen in measured steps alone.
 """
@@ -63,7 +59,6 @@ _MANY_STEPS = 32  # for each that left its plan: others may do so within these
 _GRAIN = 8  # buckets between one power of two and the next
 _COARSE_GRAIN = 2  # where a plan of their own does not pay yet
 _BEYOND = 1.25  # times the largest recorded size, where laws held so far
-_SPARED = 0.9  # of what a larger recorded step left of the budget: allocators round
 
 
 class StepShape(NamedTuple):
@@ -166,26 +161,12 @@ class Sample(NamedTuple):
         graph: The step.
         gradient_bytes: Gradients of earlier steps that are among its storages.
         structure: What is the same in steps of other sizes.
-        bare_bytes: What it needed beyond what was there before, with all that it saved swapped out; None if not known.
     """
 
     sizes: Sizes
     graph: StepGraph
     gradient_bytes: int
     structure: str
-    bare_bytes: int | None
-
-
-class Room(NamedTuple):
-    """What a step that is recorded need not swap out, by a larger one that was.
-
-    Attributes:
-        spare_bytes: How much of what it saves may stay.
-        larger: That one: storages live as long in both.
-    """
-
-    spare_bytes: int
-    larger: StepGraph
 
 
 class Known(Protocol):
@@ -210,7 +191,6 @@ class ShapeFamily:
         sampling_schedule: Which steps under extrapolated plans have their memory counted.
         num_deviations: Steps that left these.
         version: Grows with what extrapolated plans depend on.
-        is_one_structure: Whether no recorded step has shown yet to be of another structure than a larger one.
         changes: How their structure changes.
         hooks: Which of them that keep everything go without hooks: they make as many autograd nodes each.
         samples: The recorded steps that it is known by, by the signatures of their specializations.
@@ -232,7 +212,6 @@ class ShapeFamily:
         self.sampling_schedule = SamplingSchedule()
         self.num_deviations = 0
         self.version = 0
-        self.is_one_structure = True
         self.changes = StructureChanges(spans_sizes=True)
         self.hooks = HookElision()
         self._most_elements: tuple[int, ...] = ()
@@ -261,9 +240,7 @@ class ShapeFamily:
         """Gradients of earlier steps that are among the storages of the model's step."""
         return max((self.samples[signature].gradient_bytes for signature in self.alike), default=0)
 
-    def learn(
-        self, signature: str, sizes: Sizes, graph: StepGraph, gradient_bytes: int = 0, bare_bytes: int | None = None
-    ) -> None:
+    def learn(self, signature: str, sizes: Sizes, graph: StepGraph, gradient_bytes: int = 0) -> None:
         """Take a recorded step over.
 
         Args:
@@ -271,14 +248,13 @@ class ShapeFamily:
             sizes: Of what it is given.
             graph: The step.
             gradient_bytes: Gradients of earlier steps that are among its storages.
-            bare_bytes: What it needed beyond what was there before, with all that it saved swapped out.
         """
         self._deviations.pop(signature, None)
         if any(len(sample.sizes) != len(sizes) for sample in self.samples.values()):
             self.samples.clear()  # they came from elsewhere
         if signature not in self.samples and len(self.samples) >= _MAX_SAMPLES:
             del self.samples[self._least_useful()]
-        self.samples[signature] = Sample(sizes, graph, gradient_bytes, structure_of(graph), bare_bytes)
+        self.samples[signature] = Sample(sizes, graph, gradient_bytes, structure_of(graph))
         self._is_fitted = False
 
     def learn_plain(self, shapes: tuple[Sizes, ...], need: PlainNeed) -> None:
@@ -345,29 +321,6 @@ class ShapeFamily:
         known = [sample.sizes for sample in self.samples.values()]
         columns = zip(sizes, *known, strict=True)
         return all(n <= _rounded_up(max(column)) for n, *column in columns) if known else False
-
-    def room_for(self, sizes: Sizes, budget_bytes: int, held_bytes: int) -> Room | None:
-        """What a step that is to be recorded need not swap out; None where that is not known.
-
-        Args:
-            sizes: Of what it is given.
-            budget_bytes: The budget.
-            held_bytes: What is on the device before it, gradients of earlier steps aside.
-        """
-        if not self.is_one_structure or self.num_deviations or self.changes.num_deviations or self.changes.aligns:
-            return None  # it may be of another structure, which needs more
-        larger = [
-            (sample.bare_bytes, sample.graph)
-            for sample in self.samples.values()
-            if sample.bare_bytes is not None
-            and all(map(operator.ge, sample.sizes, sizes))
-            and not sample.graph.has_collectives  # DDP lays its buckets out anew: later steps have other ops
-        ]
-        if not larger:
-            return None
-        bare_bytes, graph = min(larger, key=operator.itemgetter(0))
-        spare_bytes = int(_SPARED * (budget_bytes - held_bytes - bare_bytes))
-        return Room(spare_bytes, graph) if spare_bytes > 0 else None
 
     def find(
         self, sizes: Sizes, *, signature: str = "", is_exact: bool = False, is_coarse: bool = False

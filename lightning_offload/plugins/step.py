@@ -33,7 +33,7 @@ from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
 from lightning_offload.capture.workspace import op_memory_for, workspaces_on
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
-from lightning_offload.graph.step_graph import Accumulation, StepGraph
+from lightning_offload.graph.step_graph import Accumulation
 from lightning_offload.plugins.baseline import Baseline, There
 from lightning_offload.plugins.external_storages import StorageRef
 from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, demote, is_seen_by_core
@@ -41,7 +41,6 @@ from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
 from lightning_offload.plugins.planned_baseline import OldGradients
-from lightning_offload.plugins.shape_families import Room
 from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
@@ -76,9 +75,6 @@ class StepRun:
         bytes_out_of_sight: What is on the device and in no live scan: buckets of DDP that were not met yet.
         device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
         there: What such a device's allocator held when a step without a plan began; None where it was not asked.
-        held_bytes: What was on the device when a recorded step began, gradients of earlier steps aside; None where that
-            is not known.
-        larger: The recorded step that tells how long storages live, where some of what is saved may stay.
         slack_bytes: What it came to hold in a recorded step beyond what was alive at once.
         is_watched: Whether its memory, its ops or its copies are measured.
         lane_times: What the lanes did, if that was measured.
@@ -106,8 +102,6 @@ class StepRun:
     bytes_out_of_sight: int = 0
     device_peak_bytes: int | None = None
     there: Allocated | None = None
-    held_bytes: int | None = None
-    larger: StepGraph | None = None
     slack_bytes: int | None = None
     lane_times: dict[Tier, LaneTimes] | None = None
     seconds: float | None = None
@@ -216,15 +210,15 @@ class StepRun:
         )
         if not has_backward and self.recorder is None:
             return shown
-        peaks, old_gradients = self._peaks(), self._old_gradients(state)
+        old_gradients = self._old_gradients(state)
         left = self._left_behind(state, baseline)
         times: StepTimes | None = None
         if self.seconds is not None:
             times = StepTimes(self.seconds, self.stall_seconds, executor.replay_seconds)
         return dataclasses.replace(
             shown,
-            peaks=peaks,
-            recording=self._recording(state, peaks, old_gradients, left) if self.recorder is not None else None,
+            peaks=self._peaks(),
+            recording=self._recording(state, old_gradients, left) if self.recorder is not None else None,
             old_gradients=old_gradients,
             gradients=self.old_gradients,
             live=self.live,
@@ -244,15 +238,13 @@ class StepRun:
     def _recording(
         self,
         state: PersistentState,
-        peaks: Peaks | None,
         old_gradients: OldGradients,
         left: list[tuple[torch.UntypedStorage, int]],
     ) -> Recording:
-        recorder, has_stayed = self.recorder, self.executor.stayed_bytes > 0
+        recorder = self.recorder
         assert recorder is not None
         before = self._accumulated_but_buckets(state)
         state.buckets.place(recorder.all_reduced())
-        is_bare = peaks is not None and self.held_bytes is not None and not has_stayed
         return Recording(
             external=recorder.persistent_ids(),
             graph=recorder.finish(),
@@ -263,8 +255,6 @@ class StepRun:
             old_gradients=old_gradients,
             gradient_bytes=sum(num_bytes for key, (num_bytes, _) in before.items() if key in recorder.external),
             made_gradients=self._made_gradients(state),
-            bare_bytes=peaks.step - self.held_bytes if is_bare and peaks and self.held_bytes is not None else None,
-            larger=self.larger if has_stayed else None,
             left=left,
             custom_ops=recorder.custom_ops,
             draws_numbers=recorder.draws_numbers,
@@ -367,7 +357,6 @@ def start_run(
     there: There | None,
     gradients: Collection[int],
     persistent: Callable[[], Collection[int]],
-    room: Room | None = None,
 ) -> StepRun:
     """Set up the executor and the observers that a step of this specialization needs now.
 
@@ -381,7 +370,6 @@ def start_run(
         there: What is on the device; None where nobody looked.
         gradients: Identities of gradients that are there.
         persistent: Gives the identities of storages that outlive the step.
-        room: What need not leave, where the step is recorded.
     """
     program = entry.program
     is_recorded = entry.phase == "recording"
@@ -438,18 +426,16 @@ def start_run(
                 core, device=device, tiers=tiers, program=planned, sees_ops=sees_ops, persistent=persistent
             )
         else:
-            spare_bytes = room.spare_bytes if room is not None else 0
             executor = make(
-                program=planned, observer=observer, verifier=verifier, sees_ops=sees_ops, spare_bytes=spare_bytes,
-                live_scan=live_scan,
-            )  # fmt: skip
+                program=planned, observer=observer, verifier=verifier, sees_ops=sees_ops, live_scan=live_scan
+            )
     if is_watched:
         tiers.take_times()  # forget what went before
         tiers.measure(True)
     return StepRun(
         entry=entry, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
         drops=drops, verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks,
-        is_watched=is_watched, larger=room.larger if room is not None else None,
+        is_watched=is_watched,
     )  # fmt: skip
 
 

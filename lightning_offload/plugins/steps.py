@@ -371,17 +371,11 @@ class Steps:
             self._begin_plainly(entry, hardware)
             return None
         self.cache.begin_step()
-        out_of_sight, held, room = self.state.buckets.expected_bytes(device), None, None
-        if entry.phase == "recording":
-            held = _held_bytes(device, there, gradients)
-            if held is not None:
-                room = self.cache.room_to_record(hardware.budget_bytes, held + out_of_sight)
         run = start_run(
-            entry, hardware.tiers, device, self.module, verify, peaks, there, gradients, self.state.identities, room
+            entry, hardware.tiers, device, self.module, verify, peaks, there, gradients, self.state.identities
         )
-        run.held_bytes = held
         if entry.phase != "recording":
-            run.bytes_out_of_sight = out_of_sight
+            run.bytes_out_of_sight = self.state.buckets.expected_bytes(device)
         peaks.begin_step(device, is_watched=run.is_watched)
         run.note_there()
         run.state_version = self.state.version
@@ -702,14 +696,6 @@ class Steps:
         peaks.end_optimizer(is_whole=True)
         if self._is_open and run is not None and run.live is not None:
             peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
-
-
-def _held_bytes(device: torch.device, there: There | None, gradients: dict[int, int]) -> int | None:
-    """What is on a device, gradients aside; None where nobody counted it."""
-    memory = memory_of(device)
-    if memory is not None:
-        return memory.allocated_bytes() - sum(gradients.values())
-    return there.bytes_but(gradients) if there is not None else None
 
 
 class _TryingAlgorithms:

@@ -311,21 +311,3 @@ def test_slices_of_any_length_are_one_family() -> None:
     assert first.sizes == (4, 10, 64, 1)
     assert first.shapes == ((4, 10),)
     assert shape_of(rows[:, :10].contiguous()).family != first.family
-
-
-def test_a_recorded_shape_tells_what_smaller_ones_need_not_swap_out() -> None:
-    """Nine tenths of what it left of the budget, until steps show to differ in more than sizes."""
-    family = ShapeFamily("f")
-    for length, bare_bytes in ((70, 400), (90, 700), (40, None)):
-        family.learn(str(length), (4, length, 4, length), _step(4, length), bare_bytes=bare_bytes)
-    room = family.room_for((4, 60, 4, 60), 1000, 100)
-    assert room is not None
-    assert room.spare_bytes == int(0.9 * 500)
-    assert room.larger is family.samples["70"].graph
-    room = family.room_for((4, 80, 4, 80), 1000, 100)
-    assert room is not None
-    assert room.larger is family.samples["90"].graph
-    assert family.room_for((4, 80, 4, 80), 800, 100) is None, "there is nothing left"
-    assert family.room_for((4, 91, 4, 91), 1000, 100) is None, "it may need more"
-    family.is_one_structure = False
-    assert family.room_for((4, 60, 4, 60), 1000, 100) is None
