@@ -299,6 +299,11 @@ class PlanEntry:
         return not self.source.follows_ops and self.phase == "planned"
 
     @property
+    def has_deviated(self) -> bool:
+        """Whether steps left their plan lately, its own or others of its family: the coming one may, too."""
+        return self.changes.num_deviations > 0 or (self.family is not None and self.family.changes.num_deviations > 0)
+
+    @property
     def spans_sizes(self) -> bool:
         """Whether it serves steps of several sizes whose structure changes."""
         return self.changes.spans_sizes
@@ -354,26 +359,24 @@ class PlanEntry:
         """Whether what is beside the coming step is to be counted: one of the first, or one whose peak is."""
         if self.family is not None:
             can_be_counted = self.program is not None and not self.is_keep_all
-            return self.family.baseline_bytes is None or (can_be_counted and self.source.must_count(is_next=True))
+            return self.family.baseline_bytes is None or (can_be_counted and self.source.must_count())
         if self.is_aligned and self.plain.must_watch:
             return True
-        if not self.is_keep_all and self.source.must_count(is_next=True):
+        if not self.is_keep_all and self.source.must_count():
             return True
         return self.phase not in ("planned", "unplanned") or self.program is None or self.made.num_steps < 2
 
-    def is_due_for_measurement(self, *, can_count: bool) -> bool:
-        """Whether the coming planned step is one whose peak is counted.
+    def begins_counted(self, *, can_count: bool) -> bool:
+        """The coming step begins: whether its peak is counted, if it is planned.
 
         Args:
             can_count: Whether there is what counting starts from.
         """
         self.made.num_steps += 1
-        source = self.source
-        source.sampling_schedule.begin_step()
-        if (self.is_keep_all and not self.is_aligned) or not can_count or not source.must_count():
-            return False
-        source.counted()
-        return True
+        keeps_all = self.is_keep_all and not self.is_aligned
+        is_counted = can_count and not keeps_all and self.source.must_count()
+        self.source.begin_step(is_counted=is_counted)
+        return is_counted
 
     def elides_hooks(self) -> bool:
         """Whether the coming step, which keeps everything, goes without hooks."""

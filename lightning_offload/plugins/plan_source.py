@@ -189,17 +189,13 @@ class PlanSource:
         """
         return None
 
-    def must_count(self, *, is_next: bool = False) -> bool:
-        """Whether the peak of the step that has begun is to be counted.
+    def must_count(self) -> bool:
+        """Whether the peak of the coming step is to be counted."""
+        return self.sampling_schedule.is_due(is_changing=False)
 
-        Args:
-            is_next: Whether that of the next one.
-        """
-        return self.sampling_schedule.is_due(is_changing=False, is_next=is_next)
-
-    def counted(self) -> None:
-        """It is."""
-        self.sampling_schedule.counted()
+    def begin_step(self, *, is_counted: bool) -> None:
+        """The coming step begins, and its peak is counted or not."""
+        self.sampling_schedule.begin_step(is_counted=is_counted)
 
     def unforeseen_bytes(self, step: Measured) -> int:
         """By how much a measured peak exceeds what was predicted for it, without a margin."""
@@ -388,15 +384,15 @@ class Superset(PlanSource):
             super().begin_anew()
 
     @override
-    def must_count(self, *, is_next: bool = False) -> bool:
+    def must_count(self) -> bool:
         is_first = self._changes.spans_sizes and self.size not in self._changes.counted_sizes
-        is_due = self.sampling_schedule.is_due(is_changing=True, is_next=is_next)
-        return is_first or is_due or self._changes.plain.must_watch
+        return is_first or self.sampling_schedule.is_due(is_changing=True) or self._changes.plain.must_watch
 
     @override
-    def counted(self) -> None:
-        super().counted()
-        self._changes.counted_sizes.add(self.size)
+    def begin_step(self, *, is_counted: bool) -> None:
+        super().begin_step(is_counted=is_counted)
+        if is_counted:
+            self._changes.counted_sizes.add(self.size)
 
     @override
     def unforeseen_bytes(self, step: Measured) -> int:

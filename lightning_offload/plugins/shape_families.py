@@ -11,8 +11,8 @@ that came out otherwise is recomputed at none. So is by how much measured peaks 
 
 A prediction is trusted within what was recorded, and for a quarter beyond it where all bytes follow laws and no step
 was seen that did not: a shape that is larger in any way is recorded itself, and so is one whose steps left their plan
-twice, or were measured above the budget. Where bytes follow no law, a shape is planned for as the next larger recorded
-one.
+twice, or were measured above the budget. Steps that follow their plans make up for one that did not. Where bytes
+follow no law, a shape is planned for as the next larger recorded one.
 
 Shortfalls: the model is of the structure that most of the recorded shapes have. Ops that run at some lengths only, and
 save nothing, are seen in measured steps alone.
@@ -55,7 +55,6 @@ _MAX_SAMPLES = 8  # recorded shapes that laws are fitted to; more have changed n
 _MAX_VARYING = 4  # numbers: more than that are no lengths
 _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did
-_MANY_STEPS = 32  # for each that left its plan: others may do so within these
 _GRAIN = 8  # buckets between one power of two and the next
 _COARSE_GRAIN = 2  # where a plan of their own does not pay yet
 _BEYOND = 1.25  # times the largest recorded size, where laws held so far
@@ -189,7 +188,6 @@ class ShapeFamily:
         baseline_bytes: What is on the device beside its steps; None before that was counted.
         dropping: What steps drop of that.
         sampling_schedule: Which steps under extrapolated plans have their memory counted.
-        num_deviations: Steps that left these.
         version: Grows with what extrapolated plans depend on.
         changes: How their structure changes.
         hooks: Which of them that keep everything go without hooks: they make as many autograd nodes each.
@@ -210,7 +208,6 @@ class ShapeFamily:
         self.baseline_bytes: int | None = None
         self.dropping = Dropping()
         self.sampling_schedule = SamplingSchedule()
-        self.num_deviations = 0
         self.version = 0
         self.changes = StructureChanges(spans_sizes=True)
         self.hooks = HookElision()
@@ -227,7 +224,6 @@ class ShapeFamily:
         self._varying: _Varying | None = None
         self._is_fitted = True
         self._deviations: dict[str, int] = {}
-        self._wary_until = 0
         self._measured_of = 0
 
     @property
@@ -355,7 +351,7 @@ class ShapeFamily:
 
     def _farthest(self, most: int) -> int:
         """Up to what a size is predicted of which this is the largest that was recorded."""
-        is_lawful = not (self.planner.model.num_inexact or self.num_deviations or self.changes.num_deviations)
+        is_lawful = not (self.planner.model.num_inexact or self.changes.num_deviations)
         return _rounded_up(int(_BEYOND * most) if is_lawful else most)
 
     @property
@@ -378,8 +374,6 @@ class ShapeFamily:
 
     def step_left_its_plan(self, signature: str) -> None:
         """Note that a step of this shape did: where they do again, they are recorded."""
-        self.num_deviations += 1
-        self._wary_until = self.sampling_schedule.num_steps + self.num_deviations * _MANY_STEPS
         self._note_wrong(signature, 1)
 
     def step_was_over(self, signature: str) -> None:
@@ -390,11 +384,6 @@ class ShapeFamily:
         self._deviations[signature] = self._deviations.pop(signature, 0) + num_times
         if len(self._deviations) > _MAX_REMEMBERED:
             del self._deviations[next(iter(self._deviations))]
-
-    @property
-    def is_wary(self) -> bool:
-        """Whether steps lately left their plans, so that the coming one may, too: the longer the more often."""
-        return self.sampling_schedule.num_steps < self._wary_until
 
     def is_sure_of(self, point: Point) -> bool:
         """Whether a prediction is no guess: none was seen to be off, and the point is hardly beyond the rest."""

@@ -378,7 +378,7 @@ def start_run(
     times = _op_times(entry, device)
     counts = kind_of(device).counts_memory
     can_count = there is not None or counts
-    is_watched = recorder is not None or times is not None or entry.is_due_for_measurement(can_count=can_count)
+    is_watched = recorder is not None or times is not None or entry.begins_counted(can_count=can_count)
     live: LiveBytes | None = None
     if there is not None and recorder is not None:
         live = recorder
@@ -394,9 +394,8 @@ def start_run(
     drops = Departures(s for s in storages if s._cdata not in gradients) if observers and there is not None else None
     if drops is not None:
         observers.append(drops)
-    # A specialization that has left its plan before runs under what can give up what the plan keeps.
-    has_deviated = entry.changes.num_deviations or (entry.family is not None and entry.family.is_wary)
-    is_light = not observers and entry.phase == "planned" and not has_deviated
+    # A specialization that has left its plan lately runs under what can give up what the plan keeps.
+    is_light = not observers and entry.phase == "planned" and not entry.has_deviated
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
     is_sure = entry.family is None or not entry.is_first_sight
     is_imported = isinstance(entry.source, Imported)

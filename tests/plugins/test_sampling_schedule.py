@@ -12,12 +12,9 @@ from lightning_offload.plugins.sampling_schedule import HookElision, SamplingSch
 def _counted(num_steps: int, *, is_changing: bool) -> list[int]:
     sampling_schedule, found = SamplingSchedule(), []
     for step in range(num_steps):
-        foreseen = sampling_schedule.is_due(is_changing=is_changing, is_next=True)
-        sampling_schedule.begin_step()
-        assert sampling_schedule.is_due(is_changing=is_changing) == foreseen
-        if foreseen:
-            sampling_schedule.counted()
-            found.append(step)
+        is_counted = sampling_schedule.is_due(is_changing=is_changing)
+        sampling_schedule.begin_step(is_counted=is_counted)
+        found += [step] * is_counted
     return found
 
 
