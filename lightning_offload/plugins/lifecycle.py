@@ -1,7 +1,18 @@
 """The life of a plan: a step's shape is recorded, planned, verified, measured, planned once more, and then run.
 
-The only place where a specialization comes to another phase (:mod:`~lightning_offload.plugins.phases`). Before a step
-:func:`begin_step` and :func:`ensure_plan` say what it does. What it showed comes in as a :class:`StepShown`, and
+::
+
+    recording --> verifying --> measuring --> planned
+        ^             |             |            |
+        +-------------+-------------+------------+--> unplanned
+
+Step 1 of a new shape is recorded. Step 2 runs under the first plan, and its replays are verified; step 3 is measured;
+the final plan is in force from step 4 on. A plan that needs no recording (of other sizes, of another structure, of the
+user) is final at once. A replay that gave other bits goes back to verifying, and so does what changes for good to
+recording. *Unplanned* steps have no plan; some of them are recorded to get one.
+
+The only place where a specialization comes to another phase. Before a step :func:`begin_step` and :func:`ensure_plan`
+say what it does. What it showed comes in as a :class:`StepShown`, and
 :func:`learn` says what the next ones do. Nothing here plans but :func:`ensure_plan`: a plan is given up by
 :meth:`PlanEntry.replan`, with a reason, and there is none until the next step begins.
 
@@ -37,7 +48,7 @@ from lightning_offload.plugins.data_parallel import shared_spec
 from lightning_offload.plugins.external_storages import ExternalStorages, StorageRef
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, ShapeBucket, Superset
 from lightning_offload.plugins.planned_baseline import OldGradients
 from lightning_offload.plugins.replanning import with_unforeseen
@@ -238,6 +249,25 @@ def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) 
 
 # ---- phases
 
+_FOLLOWING: Mapping[Phase, Collection[Phase]] = {
+    "recording": ("recording", "verifying", "planned", "unplanned"),
+    "verifying": ("recording", "verifying", "measuring", "planned", "unplanned"),
+    "measuring": ("recording", "verifying", "planned", "unplanned"),
+    "planned": ("recording", "verifying", "planned", "unplanned"),
+    "unplanned": ("recording", "planned", "unplanned"),
+}
+
+
+def _enter(entry: PlanEntry, phase: Phase) -> None:
+    """Have steps do something else from now on.
+
+    Raises:
+        AssertionError: That cannot follow on what they did so far.
+    """
+    if phase not in _FOLLOWING[entry.phase]:
+        raise AssertionError(f"a kind of step that is {entry.phase} cannot come to be {phase}")
+    entry.phase = phase
+
 
 def begin_step(entry: PlanEntry) -> None:
     """A step is about to begin: it may be its turn to be recorded."""
@@ -259,7 +289,7 @@ def _go_on(entry: PlanEntry, following: Next | None) -> None:
         align(entry)
     elif following == "unplan":
         entry.replan("structure")
-        entry.stage.enter("unplanned")
+        _enter(entry, "unplanned")
 
 
 def record_again(entry: PlanEntry) -> None:
@@ -267,7 +297,7 @@ def record_again(entry: PlanEntry) -> None:
     if entry.superset is not None and not entry.changes.aligns:
         entry.source = Recorded(entry.source.external)
     entry.replan("recorded")
-    entry.stage.enter("recording")
+    _enter(entry, "recording")
 
 
 def align(entry: PlanEntry) -> None:
@@ -275,7 +305,7 @@ def align(entry: PlanEntry) -> None:
     superset = entry.superset
     size, guesses = (superset.size, superset.guesses_margin) if superset is not None else (1.0, True)
     entry.follow(Superset(entry.changes, size, guesses_margin=guesses, before=superset))
-    entry.stage.enter("planned")
+    _enter(entry, "planned")
 
 
 def follow_other_sizes(entry: PlanEntry) -> None:
@@ -308,7 +338,7 @@ def take_imported(entry: PlanEntry, plan: MemoryPlan, step: StepGraph | None) ->
     if step is not None:
         entry.graph = step
         entry.baseline.gradients = OldGradients.of(step)
-        entry.stage.enter("planned")
+        _enter(entry, "planned")
 
 
 def leave_imported(entry: PlanEntry) -> None:
@@ -367,7 +397,7 @@ def demote(entry: PlanEntry, storage: int) -> None:
     if entry.family is not None:
         entry.family.version += 1
     elif entry.phase in ("verifying", "measuring", "planned") and not entry.source.is_captured:
-        entry.stage.enter("verifying")
+        _enter(entry, "verifying")
 
 
 def _surprised(entry: PlanEntry) -> None:
@@ -390,7 +420,7 @@ def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | No
         return  # it holds ops for what they are not held for any more: another step is recorded
     if not (recording.has_backward and recording.is_typical):
         if entry.changes.failed() == "unplan":
-            entry.stage.enter("unplanned")
+            _enter(entry, "unplanned")
         return
     if entry.graph is None or entry.graph.digest() != graph.digest():
         entry.mismatched.clear()
@@ -401,7 +431,7 @@ def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | No
     entry.baseline.recorded(graph, recording.gradient_bytes, recording.made_gradients, recording.left)
     entry.changes.num_failed = 0
     entry.hooks.restart()
-    entry.stage.enter("verifying")
+    _enter(entry, "verifying")
     entry.changes.variants.learn(
         Variant(graph, recording.forms, recording.open_sizes, external, recording.gradient_bytes, entry.input_shapes)
     )
@@ -555,15 +585,15 @@ def _take_measured(entry: PlanEntry, times: OpTimes, bytes_by_op: Sequence[int])
     entry.graph = retime(entry.graph, times)
     if entry.phase == "verifying":
         entry.made.seen_by_op = tuple(bytes_by_op)
-        entry.stage.enter("measuring")
+        _enter(entry, "measuring")
     elif entry.phase == "measuring":
         unforeseen_bytes, known_bytes = entry.unforeseen_bytes, entry.shortfall_bytes
         if not _is_final(entry.plan, unforeseen_bytes):
             _take_over_unforeseen(entry, bytes_by_op)
             entry.replan("time")
-            entry.stage.enter("planned")
+            _enter(entry, "planned")
         else:  # what it keeps stays; its figures are those of the step as it was seen
-            entry.stage.enter("planned")
+            _enter(entry, "planned")
             entry.shortfall_bytes = unforeseen_bytes
             entry.count_more(unforeseen_bytes - known_bytes)
 

@@ -23,7 +23,7 @@ from lightning_offload.plugins.data_parallel import DataParallelModels
 from lightning_offload.plugins.devices import supported
 from lightning_offload.plugins.misuse import StepScope
 from lightning_offload.plugins.out_of_memory import with_second_attempt
-from lightning_offload.plugins.phases import Phase
+from lightning_offload.plugins.plan_entry import Phase
 from lightning_offload.plugins.report import Report, make_report
 from lightning_offload.plugins.settings import Budget, check_settings
 from lightning_offload.plugins.steps import Steps

@@ -28,8 +28,7 @@ from lightning_offload.plugins.lifecycle import (
     pays,
     record_again,
 )
-from lightning_offload.plugins.phases import Phase
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import ShapeBucket
 from lightning_offload.plugins.replanning import Reason
 from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily, StepShape

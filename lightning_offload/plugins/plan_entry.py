@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -25,7 +26,6 @@ from lightning_offload.planning.planner import with_margin
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.plugins.baseline import There
 from lightning_offload.plugins.external_storages import ExternalStorages
-from lightning_offload.plugins.phases import Phase, Stage
 from lightning_offload.plugins.plain_steps import AMPLE, PlainNeed
 from lightning_offload.plugins.plan_source import Measured, PlanSource, Recorded, ShapeBucket, Superset
 from lightning_offload.plugins.planned_baseline import OldGradients, PlannedBaseline
@@ -37,6 +37,9 @@ from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.tensors import custom_ops
 from lightning_offload.units import format_budget_exactly, format_bytes
+
+Phase = Literal["idle", "recording", "verifying", "measuring", "planned", "unplanned"]
+"""What a step does, in words; :mod:`~lightning_offload.plugins.lifecycle` says what may follow on what."""
 
 _log = logging.getLogger(__name__)
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
@@ -111,7 +114,7 @@ class PlanEntry:
     """What is known of one specialization.
 
     Attributes:
-        stage: How far it is.
+        phase: What its next step does.
         source: Where its plan comes from.
         graph: The step that is planned, with what is on the device beside it; None before there is one.
         program: The plan in force, compiled; None while there is none.
@@ -135,7 +138,7 @@ class PlanEntry:
         has_left_imported: Whether a plan that the user gave was not followed.
     """
 
-    stage: Stage = dataclasses.field(default_factory=Stage)
+    phase: Phase = "recording"
     source: PlanSource = dataclasses.field(default_factory=Recorded)
     graph: StepGraph | None = None
     program: Program | None = None
@@ -170,8 +173,8 @@ class PlanEntry:
             gradient_bytes: Gradients of earlier steps that are among the step's storages.
         """
         program = compile_plan(graph, plan) if plan is not None else None
-        stage = Stage("verifying" if plan is None else "planned")
-        made = cls(stage=stage, source=Recorded(was_restored=True), graph=graph, program=program)
+        phase: Phase = "verifying" if plan is None else "planned"
+        made = cls(phase=phase, source=Recorded(was_restored=True), graph=graph, program=program)
         made.baseline.gradients = OldGradients.of(graph, gradient_bytes)
         made.baseline.recorded_gradient_bytes = gradient_bytes
         return made
@@ -179,7 +182,7 @@ class PlanEntry:
     @classmethod
     def with_ample_room(cls) -> PlanEntry:
         """What stands for all new shapes where these may keep everything."""
-        return cls(stage=Stage("planned"), has_ample_room=True)
+        return cls(phase="planned", has_ample_room=True)
 
     @classmethod
     def in_bucket(cls, family: ShapeFamily, extrapolated: Extrapolated, like: PlanEntry | None) -> PlanEntry:
@@ -192,7 +195,7 @@ class PlanEntry:
         """
         source = ShapeBucket(family, extrapolated)
         made = cls(
-            stage=Stage("planned"),
+            phase="planned",
             source=source,
             graph=source.step(),
             verified=family.verified,
@@ -216,7 +219,7 @@ class PlanEntry:
             size: The largest that it serves.
             like: The one of them that ran last.
         """
-        made = cls(stage=Stage("planned"), changes=changes)
+        made = cls(phase="planned", changes=changes)
         made.follow(Superset(changes, size))
         if like is not None:
             made._be_like(like)
@@ -246,11 +249,6 @@ class PlanEntry:
         self.source.begin_anew()
 
     # ---- what it is
-
-    @property
-    def phase(self) -> Phase:
-        """What its next step does."""
-        return self.stage.phase
 
     @property
     def plan(self) -> MemoryPlan | None:

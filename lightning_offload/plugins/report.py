@@ -14,9 +14,8 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.devices import nominal_spec
-from lightning_offload.plugins.phases import Phase
 from lightning_offload.plugins.plan_cache import ShapeFigures
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import Imported
 from lightning_offload.plugins.replanning import Reason
 from lightning_offload.plugins.settings import Budget

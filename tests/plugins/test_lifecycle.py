@@ -11,8 +11,7 @@ import torch
 
 from lightning_offload.planning.planner import plan
 from lightning_offload.plugins import lifecycle
-from lightning_offload.plugins.phases import Phase, Stage
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import Imported, Recorded
 from lightning_offload.plugins.replanning import REASONS, Reason
 from lightning_offload.runtime.program import compile_plan
@@ -24,7 +23,7 @@ PLAN = plan(GRAPH, DEVICE, None, policy="all-recompute")
 
 
 def _planned() -> PlanEntry:
-    kind = PlanEntry(stage=Stage("planned"), graph=GRAPH, program=compile_plan(GRAPH, PLAN))
+    kind = PlanEntry(phase="planned", graph=GRAPH, program=compile_plan(GRAPH, PLAN))
     kind.made.last, kind.made.spec = PLAN, DEVICE
     return kind
 
@@ -70,7 +69,7 @@ def test_one_that_was_found_wrong_does_not(what: str) -> None:
 @pytest.mark.parametrize("phase", [phase for phase in get_args(Phase) if phase != "idle"])
 def test_a_replay_that_comes_out_otherwise_is_noted_in_any_phase(phase: Phase) -> None:
     """Late, too: a backward in parts may go on while the next step runs without a plan."""
-    kind = dataclasses.replace(_planned(), stage=Stage(phase))
+    kind = dataclasses.replace(_planned(), phase=phase)
     lifecycle.demote(kind, 1)
     assert kind.mismatched == {1}
     assert kind.program is None
