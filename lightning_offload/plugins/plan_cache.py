@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.lifecycle import (
     begin_step,
     follow_other_sizes,
@@ -135,16 +137,35 @@ class ShapeFigures:
             self.planning_seconds += time.perf_counter() - start
 
 
-def _plain_peak_bytes(entry: PlanEntry) -> int:
-    plan = entry.shown_plan
-    return plan.plain_peak_bytes if plan is not None else 0
+def _row_of(signature: str, graph: StepGraph, gradient_bytes: int) -> dict[str, Any]:
+    return {"signature": signature, "graph": graph.to_json(), "gradient_bytes": gradient_bytes}
 
 
-def _saved_bytes(entry: PlanEntry) -> int:
-    return entry.saved_bytes
+def _step_of(row: Any) -> tuple[str, StepGraph, int]:
+    """What :func:`_row_of` was given.
+
+    Raises:
+        PlanError: The graph is malformed.
+        KeyError: A part is missing.
+        TypeError: A part is of another type.
+        ValueError: A number is wrong.
+    """
+    graph, gradient_bytes = StepGraph.from_json(_text_of(row, "graph")), _number(row.get("gradient_bytes", 0))
+    if gradient_bytes > graph.persistent_bytes:
+        raise ValueError("gradients are larger than what was there")
+    return _text_of(row, "signature"), graph, gradient_bytes
 
 
-HasRoom = Callable[[ShapeFamily, StepShape], bool]
+def _text_of(row: Any, name: str) -> str:
+    if not isinstance(row[name], str):
+        raise TypeError(f"{name} must be text")
+    return str(row[name])
+
+
+def _number(item: Any) -> int:
+    if not isinstance(item, int) or item < 0:
+        raise ValueError("sizes must be numbers that are not negative")
+    return item
 
 
 class PlanCache:
@@ -175,24 +196,29 @@ class PlanCache:
         self._shape: StepShape | None = None
         self._last_of: dict[str, PlanEntry] = {}
 
+    @property
+    def _family(self) -> ShapeFamily | None:
+        """That of the coming step, once some of it were recorded."""
+        return self.families.get(self._shape.family) if self._shape is not None else None
+
     def choose(
-        self, shape: StepShape, has_room: HasRoom | None = None, *, is_exact: bool = False, may_wait: bool = True
+        self, shape: StepShape, plainly_on: Hardware | None = None, *, is_exact: bool = False, may_wait: bool = True
     ) -> PlanEntry:
         """The specialization of the step that is about to begin.
 
         Args:
             shape: What it is known by.
-            has_room: Tells whether a step of a family may keep everything though its shape is new; None for no.
+            plainly_on: Where a step of a new shape may keep everything, if there is ample room; None for nowhere.
             is_exact: Whether it must not be one for larger sizes, too.
             may_wait: Whether others may stand for a shape that was recorded, as long as a plan of its own does not pay.
         """
         self._shape, num_before = shape, len(self.entries)
         self.key, entry = shape.signature, self.entries.get(shape.signature)
-        family = self.families.get(shape.family)
+        family = self._family
         if family is not None and not is_exact:
             family.plain.begin_step()
         is_new = (entry is None or not entry.is_known) and not _num_recording
-        if family is not None and has_room is not None and is_new and has_room(family, shape):
+        if is_new and family is not None and plainly_on is not None and family.has_ample_room_for(shape, plainly_on):
             self.key = f"{shape.family} with ample room"
             entry = self.entries.get(self.key)
             if entry is None:
@@ -307,7 +333,7 @@ class PlanCache:
     @property
     def has_ample_room(self) -> bool:
         """Whether the budget is several times what steps like the coming one have needed so far."""
-        family = self.families.get(self._shape.family) if self._shape is not None else None
+        family = self._family
         return self.entry.plain.is_ample or (family is not None and family.plain.is_ample)
 
     def recorded(self, shape: StepShape) -> PlanEntry | None:
@@ -346,12 +372,11 @@ class PlanCache:
             has_deviated: Whether it left its plan.
             astray_bytes: What it saved that the plan for another structure did not have; None where it had its own.
         """
-        shape, entry = self._shape, self.entry
+        shape, family, entry = self._shape, self._family, self.entry
         self.figures.num_deviations += has_deviated
         if astray_bytes is not None:
             self.figures.num_aligned += 1
             self.figures.astray_bytes += astray_bytes
-        family = self.families.get(shape.family) if shape is not None else None
         if family is not None:
             if family.plain.must_watch and not entry.has_ample_room:
                 family.plain.watched()
@@ -382,13 +407,12 @@ class PlanCache:
                 family.changes.variants.learn(entry.changes.variants.latest)
                 family.changes.aligns |= family.varies
             self._drop_families()
-        elif (known := self.families.get(shape.family)) is not None:
-            known.take_over(shape.signature, entry)
+        elif family is not None:
+            family.take_over(shape.signature, entry)
 
     def note_baseline(self, num_bytes: int) -> None:
         """Tell the family of the chosen one what is on the device beside its steps: all of them have that."""
-        family = self.families.get(self._shape.family) if self._shape is not None else None
-        if family is not None:
+        if (family := self._family) is not None:
             family.baseline_bytes = num_bytes
 
     def _drop_families(self) -> None:
@@ -420,29 +444,19 @@ class PlanCache:
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded specializations that have a plan, and what families are known by, as JSON-able data."""
-        plans = []
-        for signature, entry in self.entries.items():
-            graph, plan = entry.graph, entry.lasting_plan
-            if graph is not None and plan is not None:
-                gradient_bytes = entry.baseline.recorded_gradient_bytes
-                texts = {"signature": signature, "graph": graph.to_json(), "plan": plan.to_json()}
-                plans.append({**texts, "gradient_bytes": gradient_bytes})
-        families = [
-            {
-                "family": name,
-                "samples": [
-                    {
-                        "signature": signature,
-                        "sizes": list(sample.sizes),
-                        "graph": sample.graph.to_json(),
-                        "gradient_bytes": sample.gradient_bytes,
-                    }
-                    for signature, sample in family.samples.items()
-                ],
-            }
-            for name, family in self.families.items()
-            if len(family.samples) > 1
+        plans = [
+            {**_row_of(signature, entry.graph, entry.baseline.recorded_gradient_bytes), "plan": plan.to_json()}
+            for signature, entry in self.entries.items()
+            if entry.graph is not None and (plan := entry.lasting_plan) is not None
         ]
+        families = []
+        for name, family in self.families.items():
+            samples = [
+                {**_row_of(signature, sample.graph, sample.gradient_bytes), "sizes": list(sample.sizes)}
+                for signature, sample in family.samples.items()
+            ]
+            if len(samples) > 1:
+                families.append({"family": name, "samples": samples})
         return {"schema": _SCHEMA, "plans": plans, "families": families, "custom_ops": custom_ops.to_rows()}
 
     def load_state_dict(self, state: Any, policy: str, budget_bytes: int | None) -> None:
@@ -453,44 +467,32 @@ class PlanCache:
         """
         if not isinstance(state, dict) or state.get("schema") != _SCHEMA:
             raise PlanError(f"not a state of this version of the memory plugin: {str(state)[:80]!r}")
+        entries, samples = {}, []
+        lengths = {name: len(s.sizes) for name, family in self.families.items() for s in family.samples.values()}
         try:
-            rows = [(row["signature"], row["graph"], row["plan"]) for row in state["plans"]]
-            recorded = [row.get("gradient_bytes", 0) for row in state["plans"]]
-            samples = [
-                (family["family"], row["signature"], tuple(row["sizes"]), row["graph"], row["gradient_bytes"])
-                for family in state.get("families", ())
-                for row in family["samples"]
-            ]
-        except (KeyError, TypeError) as error:
-            raise PlanError(f"the state of the memory plugin is malformed: {error!r}") from None
-        texts = [*(text for row in rows for text in row), *(text for f, s, _, g, _ in samples for text in (f, s, g))]
-        if not all(isinstance(text, str) for text in texts):
-            raise PlanError("the state of the memory plugin is malformed: signatures, graphs and plans must be text")
-        numbers = [*recorded, *(number for _, _, sizes, _, num_bytes in samples for number in (*sizes, num_bytes))]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise PlanError("the state of the memory plugin is malformed: sizes must be numbers that are not negative")
-        known = [(name, len(s.sizes)) for name, family in self.families.items() for s in family.samples.values()]
-        lengths = {*known, *((name, len(sizes)) for name, _, sizes, _, _ in samples)}
-        if len(lengths) > len({name for name, _ in lengths}) or any(not length for _, length in lengths):
-            raise PlanError("the state of the memory plugin is malformed: shapes of one family have as many sizes each")
-        graphs = [StepGraph.from_json(text) for _, _, _, text, _ in samples]
-        if any(num_bytes > graph.persistent_bytes for graph, (*_, num_bytes) in zip(graphs, samples, strict=True)):
-            raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
-        entries = {}
-        for (signature, graph_text, plan_text), gradient_bytes in zip(rows, recorded, strict=True):
-            graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
-            if gradient_bytes > graph.persistent_bytes:
-                raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
-            fits = plan.policy == policy and plan.budget_bytes == budget_bytes
-            entries[signature] = PlanEntry.restored(graph, plan if fits else None, gradient_bytes)
-        try:
+            for row in state["plans"]:
+                signature, graph, gradient_bytes = _step_of(row)
+                plan = MemoryPlan.from_json(_text_of(row, "plan"))
+                fits = plan.policy == policy and plan.budget_bytes == budget_bytes
+                entries[signature] = PlanEntry.restored(graph, plan if fits else None, gradient_bytes)
+            for family in state.get("families", ()):
+                name = _text_of(family, "family")
+                for row in family["samples"]:
+                    signature, graph, gradient_bytes = _step_of(row)
+                    sizes = tuple(map(_number, row["sizes"]))
+                    if not sizes or len(sizes) != lengths.setdefault(name, len(sizes)):
+                        raise ValueError("shapes of one family have as many sizes each")
+                    samples.append((name, signature, sizes, graph, gradient_bytes))
             standings = custom_ops.from_rows(state.get("custom_ops", []))
-        except ValueError as error:
-            raise PlanError(f"the state of the memory plugin is malformed: {error}") from None
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            why = error if isinstance(error, ValueError) else repr(error)
+            raise PlanError(f"the state of the memory plugin is malformed: {why}") from None
         custom_ops.learn(standings)
         self.entries.update(entries)
-        for graph, (name, signature, sizes, _, gradient_bytes) in zip(graphs, samples, strict=True):
-            self.families.setdefault(name, ShapeFamily(name)).learn(signature, sizes, graph, gradient_bytes)
+        for name, *sample in samples:
+            self.families.setdefault(name, ShapeFamily(name)).learn(*sample)
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the specializations whose signatures are not among those to keep."""
@@ -526,10 +528,12 @@ class PlanCache:
         which saves most, where the last one was not to be recorded.
         """
         ran = [entry for entry in (self.entry, *self.entries.values()) if entry.seen.num_steps]
-        planned = [entry for entry in ran if entry.shown_plan is not None]
-        planned = [entry for entry in planned if not entry.source.is_coarse] or planned
+        planned = [(plan.plain_peak_bytes, entry) for entry in ran if (plan := entry.shown_plan) is not None]
+        planned = [found for found in planned if not found[1].source.is_coarse] or planned
+        if planned:
+            return max(planned, key=operator.itemgetter(0))[1]
         recorded = [entry for entry in ran if entry.graph is not None] if self.entry.has_ample_room else []
-        return max(planned, key=_plain_peak_bytes, default=max(recorded, key=_saved_bytes, default=self.entry))
+        return max(recorded, key=operator.attrgetter("saved_bytes"), default=self.entry)
 
     @property
     def replans(self) -> dict[Reason, int]:

@@ -39,6 +39,7 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import StepModel, structure_of
+from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.planned_baseline import Dropping, OldGradients
 from lightning_offload.plugins.sampling_schedule import HookElision, SamplingSchedule
@@ -267,13 +268,13 @@ class ShapeFamily:
         known = self._most_elements if len(self._most_elements) == len(elements) else elements
         self._most_elements = tuple(map(max, zip(elements, known, strict=True)))
 
-    def has_ample_room_for(self, shapes: tuple[Sizes, ...], device: torch.device, budget_bytes: int) -> bool:
+    def has_ample_room_for(self, shape: StepShape, hardware: Hardware) -> bool:
         """Whether a step of a shape that was not recorded may keep everything, the budget being what it is."""
-        elements = tuple(map(math.prod, shapes))
-        if len(elements) != len(self._most_elements):
+        elements = tuple(map(math.prod, shape.shapes))
+        if hardware.budget_bytes is None or len(elements) != len(self._most_elements):
             return False
         size = max((n / max(1, most) for n, most in zip(elements, self._most_elements, strict=True)), default=1.0)
-        return self.plain.fits_amply(device, budget_bytes, size)
+        return self.plain.fits_amply(hardware.device, hardware.budget_bytes, size)
 
     def _least_useful(self) -> str:
         """The sample that was taken first, of those that are not the only ones as large as they are."""

@@ -38,7 +38,7 @@ from lightning_offload.plugins.plan_cache import PlanCache
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported, ShapeBucket
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
-from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of_leaves
+from lightning_offload.plugins.shape_families import StepShape, shape_of_leaves
 from lightning_offload.plugins.step import DevicePeaks, StepRun, start_run
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, patch_data_escapes, watch_backward
@@ -345,7 +345,9 @@ class Steps:
         leaves, spec = tree_flatten(inputs)
         shape, peaks = self._forwards.begin(shape_of_leaves(leaves, spec)), self.peaks
         self._has_begun_backward = False
-        entry = self.cache.choose(shape, self._has_room, may_wait=not self.imported.waits)
+        may_be_plain = self.settings.policy == "auto" and not self.imported.is_available
+        plainly_on = hardware if may_be_plain else None
+        entry = self.cache.choose(shape, plainly_on, may_wait=not self.imported.waits)
         self.imported.offer(entry)
         hardware.forget(self.cache.take_dropped())
         self._note_nested()
@@ -403,18 +405,6 @@ class Steps:
     def _is_within_optimizer(self) -> bool:
         """Whether steps are in the closure of an optimizer that calls it again and again."""
         return self._is_in_optimizer and self._is_repeating
-
-    def _has_room(self, family: ShapeFamily, shape: StepShape) -> bool:
-        """Whether a step of a new shape may keep everything: there is room for several times what others needed."""
-        hardware = self.hardware
-        if (
-            hardware is None
-            or hardware.budget_bytes is None
-            or self.imported.is_available
-            or self.settings.policy != "auto"
-        ):
-            return False
-        return family.has_ample_room_for(shape.shapes, hardware.device, hardware.budget_bytes)
 
     def _plan(self, entry: PlanEntry, shape: StepShape, leaves: Sequence[Any], hardware: Hardware) -> PlanEntry:
         """Have a plan for the coming step; the specialization that it is for.
