@@ -49,7 +49,7 @@ from lightning_offload.plugins.external_storages import ExternalStorages, Storag
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import Phase, PlanEntry
-from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, ShapeBucket, Superset
+from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, Superset
 from lightning_offload.plugins.planned_baseline import OldGradients
 from lightning_offload.plugins.replanning import with_unforeseen
 from lightning_offload.plugins.settings import Settings
@@ -304,21 +304,8 @@ def align(entry: PlanEntry) -> None:
     """Have steps follow the widest of the recorded structures, each as far as it can."""
     superset = entry.superset
     size, guesses = (superset.size, superset.guesses_margin) if superset is not None else (1.0, True)
-    entry.follow(Superset(entry.changes, size, guesses_margin=guesses, before=superset))
+    entry.follow(Superset(entry.changes, size, guesses_margin=guesses))
     _enter(entry, "planned")
-
-
-def follow_other_sizes(entry: PlanEntry) -> None:
-    """Take over what steps of other sizes have shown since, where structures change along with these."""
-    superset = entry.superset
-    if superset is None:
-        return
-    if not superset.is_up_to_date and entry.phase == "planned":
-        align(entry)
-    more_bytes = entry.changes.margin_at(superset.size) - entry.shortfall_bytes
-    if more_bytes > 0:
-        entry.shortfall_bytes += more_bytes
-        entry.replan("peak")
 
 
 def take_imported(entry: PlanEntry, plan: MemoryPlan, step: StepGraph | None) -> None:
@@ -514,8 +501,6 @@ def make_plan(
     made.spec, made.seen_by_op, made.superseded, made.is_doubted = device, (), None, False
     entry.corrections.begin_plan()
     entry.begin_anew()
-    if isinstance(entry.source, ShapeBucket):
-        entry.shortfall_bytes = entry.source.family.shortfall_bytes
     task = PlanTask(
         graph=entry.graph, device=device, budget_bytes=budget_bytes, usable_bytes=entry.usable_bytes, policy=policy,
         keep=entry.graph.storages_saved_in(keep), mismatched=frozenset(entry.mismatched),
@@ -650,15 +635,10 @@ def _doubt(entry: PlanEntry, budget_bytes: int, bytes_by_op: Sequence[int]) -> N
 
 def _widen_margin(entry: PlanEntry, superset: Superset, more_bytes: int, budget_bytes: int | None) -> None:
     """A step of another structure needed more than foreseen, as others may: plan anew where that does not fit."""
-    assert entry.plan is not None
     if more_bytes <= 0:
         return
-    if budget_bytes is None or entry.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
-        entry.shortfall_bytes += more_bytes
-        entry.count_more(more_bytes)
-    else:
-        entry.shortfall_bytes += more_bytes + more_bytes // _OF_ANOTHER_PLAN
-        entry.replan("peak", lasts=True)
+    if not entry.widen_margin(more_bytes, budget_bytes):
+        entry.shortfall_bytes += more_bytes // _OF_ANOTHER_PLAN
         entry.changes.counted_sizes.discard(superset.size)
     if entry.spans_sizes:
         entry.changes.note_margin(entry.shortfall_bytes, superset.size)

@@ -23,8 +23,8 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.lifecycle import (
+    align,
     begin_step,
-    follow_other_sizes,
     lost_seconds,
     note_loss,
     pays,
@@ -290,7 +290,7 @@ class PlanCache:
         if family.hasty_seconds is None or (entry is not None and entry.shown_plan is not None):
             return extrapolated
         larger = family.find(shape.sizes, signature=shape.signature, is_coarse=True)
-        if larger is None or larger.key == extrapolated.key or larger.key in family.too_large:
+        if larger is None or larger.key == extrapolated.key or family.is_too_large(larger.key):
             return extrapolated
         known = self.entries.get(larger.key)
         plan = known.shown_plan if known is not None else None
@@ -325,8 +325,10 @@ class PlanCache:
                 usable_bytes = entry.usable_bytes if entry is not None else None
                 entry = self.entries[self.key] = PlanEntry.spanning(family.changes, size, like)
                 entry.usable_bytes = usable_bytes
-            follow_other_sizes(entry)
-            if entry.superset is None or not entry.superset.is_too_large:
+            superset = entry.superset
+            if superset is not None and not superset.is_up_to_date and entry.phase == "planned":
+                align(entry)
+            if not family.is_too_large(self.key):
                 break
         return entry
 
@@ -335,6 +337,11 @@ class PlanCache:
         """Whether the budget is several times what steps like the coming one have needed so far."""
         family = self._family
         return self.entry.plain.is_ample or (family is not None and family.plain.is_ample)
+
+    def note_too_large(self) -> None:
+        """No plan for the chosen specialization is within the budget, where that is for sizes that are larger, too."""
+        if (family := self._family) is not None and (self.entry.spans_sizes or self.entry.source.is_coarse):
+            family.note_too_large(self.key)
 
     def recorded(self, shape: StepShape) -> PlanEntry | None:
         """The specialization that was recorded with the coming step's shape, if there is one; it is of that then."""
@@ -405,7 +412,8 @@ class PlanCache:
             family.learn(shape.signature, shape.sizes, entry.graph, entry.baseline.recorded_gradient_bytes)
             if self.phase == "recording" and entry.changes.variants.latest is not None:
                 family.changes.variants.learn(entry.changes.variants.latest)
-                family.changes.aligns |= family.varies
+                if family.varies:
+                    family.changes.begin_aligning()
             self._drop_families()
         elif family is not None:
             family.take_over(shape.signature, entry)

@@ -563,26 +563,39 @@ class PlanEntry:
         assert self.program is not None
         self.program = dataclasses.replace(self.program, plan=with_margin(self.program.plan, num_bytes))
 
-    def follow_family(self, budget_bytes: int | None) -> None:
-        """Count what steps of the family showed: plan anew where the plan in force has no room for it.
+    def widen_margin(self, more_bytes: int, budget_bytes: int | None) -> bool:
+        """Leave so much more free from now on: plan anew where the plan in force has no room for it.
+
+        Args:
+            more_bytes: How much more.
+            budget_bytes: The budget.
+
+        Returns:
+            Whether the plan in force stays.
+        """
+        self.shortfall_bytes += more_bytes
+        fits = self.plan is not None and (
+            budget_bytes is None or self.plan.predicted_peak_bytes + more_bytes <= budget_bytes
+        )
+        if fits:
+            self.count_more(more_bytes)
+        else:
+            self.replan("peak", lasts=True)
+        return fits
+
+    def follow_others(self, budget_bytes: int | None) -> None:
+        """Count what steps of other sizes showed: plan anew where the plan in force has no room for it.
 
         Args:
             budget_bytes: The budget.
         """
-        family = self.family
-        if family is None:
-            return
-        self.note_gradients(family.gradients)
-        if family.baseline_bytes is not None:
-            self.note_baseline(family.baseline_bytes, budget_bytes)
-        more_bytes = family.shortfall_bytes - self.shortfall_bytes
-        if self.plan is None or more_bytes <= 0:
-            return
-        if budget_bytes is None or self.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
-            self.shortfall_bytes = family.shortfall_bytes
-            self.count_more(more_bytes)
-        else:
-            self.replan("peak")
+        if self.family is not None:
+            self.note_gradients(self.family.gradients)
+            if self.family.baseline_bytes is not None:
+                self.note_baseline(self.family.baseline_bytes, budget_bytes)
+        more_bytes = self.source.known_margin_bytes - self.shortfall_bytes
+        if more_bytes > 0:
+            self.widen_margin(more_bytes, budget_bytes)
 
     def is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
         """Whether training goes on although no plan is within the budget any more; one warning says so.

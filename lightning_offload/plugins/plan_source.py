@@ -182,6 +182,11 @@ class PlanSource:
 
     # ---- memory
 
+    @property
+    def known_margin_bytes(self) -> int:
+        """What plans leave free, by what steps of other sizes needed beyond what was foreseen."""
+        return 0
+
     def found_bytes(self, graph: StepGraph) -> int | None:
         """What the coming step finds on the device and reads or writes, gradients of earlier steps aside.
 
@@ -241,7 +246,7 @@ class ShapeBucket(PlanSource):
         self.extrapolated = extrapolated
         self.version = family.version
         self.gradient_bytes = family.gradient_bytes
-        self.sampling_schedule = family.sampling_schedule
+        self.sampling_schedule = family.changes.sampling_schedule
         self._planner = family.planner
         self._figures = family.planner.model.figures_at(extrapolated.point)
         self._own_ops: tuple[Op, ...] | None = None
@@ -285,6 +290,11 @@ class ShapeBucket(PlanSource):
             self._own_ops = self._planner.model.at(self.extrapolated.point).ops
         return dataclasses.replace(graph, ops=self._own_ops)
 
+    @property
+    @override
+    def known_margin_bytes(self) -> int:
+        return self.family.shortfall_bytes
+
     @override
     def found_bytes(self, graph: StepGraph) -> int | None:
         sizes = self._planner.model.figures_at(self.extrapolated.actual).storage_bytes.tolist()
@@ -308,7 +318,6 @@ class Superset(PlanSource):
         changes: What is known of their structures.
         size: What it is resized to, as a part of the largest, where steps differ in sizes, too.
         guesses_margin: Whether to leave room for tensors that are larger than any seen.
-        before: What steps followed so far; None for nothing.
 
     Attributes:
         step: That.
@@ -318,14 +327,7 @@ class Superset(PlanSource):
 
     follows_ops = is_own = False
 
-    def __init__(
-        self,
-        changes: StructureChanges,
-        size: float = 1.0,
-        *,
-        guesses_margin: bool = True,
-        before: Superset | None = None,
-    ) -> None:
+    def __init__(self, changes: StructureChanges, size: float = 1.0, *, guesses_margin: bool = True) -> None:
         basis = changes.variants.basis
         widest = changes.variants.widest(size)
         super().__init__(widest.external)
@@ -334,24 +336,11 @@ class Superset(PlanSource):
         self.gradient_bytes = widest.gradient_bytes
         self.guesses_margin = guesses_margin
         self.guess_bytes = widest.largest_open_bytes
-        self._too_large_at = -1
         self._changes = changes
         self._forms = widest.route
         self._basis = basis
         self._varying_share = widest.varying_share if changes.spans_sizes else 0.0
-        if changes.spans_sizes:
-            self.sampling_schedule = changes.sampling_schedule
-        elif before is not None:
-            self.sampling_schedule = before.sampling_schedule
-
-    @property
-    def is_too_large(self) -> bool:
-        """Whether there was no plan for that size, since the last recording: smaller ones are planned by themselves."""
-        return self._too_large_at == self._changes.variants.version
-
-    def note_too_large(self) -> None:
-        """There is none."""
-        self._too_large_at = self._changes.variants.version
+        self.sampling_schedule = changes.sampling_schedule
 
     @property
     def is_up_to_date(self) -> bool:
@@ -382,6 +371,11 @@ class Superset(PlanSource):
     def begin_anew(self) -> None:
         if not self._changes.spans_sizes:  # plans for other sizes stay
             super().begin_anew()
+
+    @property
+    @override
+    def known_margin_bytes(self) -> int:
+        return self._changes.margin_at(self.size)
 
     @override
     def must_count(self) -> bool:

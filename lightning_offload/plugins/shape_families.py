@@ -42,7 +42,7 @@ from lightning_offload.planning.step_model import StepModel, structure_of
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.planned_baseline import Dropping, OldGradients
-from lightning_offload.plugins.sampling_schedule import HookElision, SamplingSchedule
+from lightning_offload.plugins.sampling_schedule import HookElision
 from lightning_offload.plugins.structure_changes import StructureChanges
 
 Sizes = tuple[int, ...]
@@ -188,7 +188,6 @@ class ShapeFamily:
         gradients: Gradients of earlier steps, which one step of several has.
         baseline_bytes: What is on the device beside its steps; None before that was counted.
         dropping: What steps drop of that.
-        sampling_schedule: Which steps under extrapolated plans have their memory counted.
         version: Grows with what extrapolated plans depend on.
         changes: How their structure changes.
         hooks: Which of them that keep everything go without hooks: they make as many autograd nodes each.
@@ -197,7 +196,6 @@ class ShapeFamily:
         hasty_seconds: What a plan made in haste takes, the shortest time of any; None before there was one.
         step_seconds: What the last one so planned was to take.
         lost_seconds: By bucket without a plan: what steps have lost under the plan for a larger one.
-        too_large: Buckets that no plan is for, as long as the model is the same.
     """
 
     def __init__(self, name: str) -> None:
@@ -208,7 +206,6 @@ class ShapeFamily:
         self.gradients = OldGradients()
         self.baseline_bytes: int | None = None
         self.dropping = Dropping()
-        self.sampling_schedule = SamplingSchedule()
         self.version = 0
         self.changes = StructureChanges(spans_sizes=True)
         self.hooks = HookElision()
@@ -218,7 +215,7 @@ class ShapeFamily:
         self.hasty_seconds: float | None = None
         self.step_seconds = 0.0
         self.lost_seconds: dict[str, float] = {}
-        self.too_large: set[str] = set()
+        self._too_large: dict[str, tuple[int, int]] = {}
         self._structure = ""
         self._largest: Point = ()
         self._planner: FamilyPlanner | None = None
@@ -373,6 +370,19 @@ class ShapeFamily:
             self.lost_seconds.clear()
         self.lost_seconds[key] = self.lost_seconds.get(key, 0.0) + seconds
 
+    @property
+    def _models(self) -> tuple[int, int]:
+        """What steps of other sizes are planned by: grows with what is known."""
+        return self.version, self.changes.variants.version
+
+    def note_too_large(self, key: str) -> None:
+        """No plan for these sizes is within the budget, as long as they are planned by the same."""
+        self._too_large[key] = self._models
+
+    def is_too_large(self, key: str) -> bool:
+        """Whether there is none: smaller ones are planned by themselves."""
+        return self._too_large.get(key) == self._models
+
     def step_left_its_plan(self, signature: str) -> None:
         """Note that a step of this shape did: where they do again, they are recorded."""
         self._note_wrong(signature, 1)
@@ -397,7 +407,6 @@ class ShapeFamily:
         self._is_fitted, self._planner, self._varying, self.alike = True, None, None, frozenset()
         self.version += 1
         self.lost_seconds.clear()
-        self.too_large.clear()
         by_sizes = {sample.sizes: sample.graph for sample in self.samples.values()}
         varying = _Varying.of(list(by_sizes))
         if varying is None or len(by_sizes) < MIN_SAMPLES:
@@ -428,7 +437,7 @@ class ShapeFamily:
         self.alike = frozenset(s for s, sample in self.samples.items() if sample.structure == structure)
         found = hash(tuple(sorted((name, _bytes_in(self.samples[name].graph)) for name in self.alike)))
         if found != self._measured_of:  # what was measured is of another model
-            self._measured_of, self.shortfall_bytes, self.sampling_schedule.num_fresh = found, 0, 0
+            self._measured_of, self.shortfall_bytes, self.changes.sampling_schedule.num_fresh = found, 0, 0
         if structure != self._structure:  # what was known of another one is known of other storages
             self._structure, self.verified, self.mismatched = structure, set(), set()
 

@@ -473,10 +473,7 @@ class Steps:
         Raises:
             BudgetInfeasibleError: There is nothing else.
         """
-        if entry.superset is not None and entry.spans_sizes:
-            entry.superset.note_too_large()
-        if isinstance(entry.source, ShapeBucket) and entry.source.extrapolated.is_coarse:
-            entry.source.family.too_large.add(entry.source.extrapolated.key)
+        self.cache.note_too_large()
         is_for_others = entry.family is not None or entry.spans_sizes
         exact = self.cache.choose(shape, is_exact=True) if is_for_others and not is_exact else entry
         gradients = self.state.gradients()
@@ -489,7 +486,7 @@ class Steps:
                 return self.cache.record(shape)
         if exact is not entry:
             exact.note_gradients(entry.baseline.gradients)
-            exact.follow_family(hardware.budget_bytes)
+            exact.follow_others(hardware.budget_bytes)
             if exact.family is None:
                 self._count_baseline(exact, hardware, leaves, gradients, has_inputs=True)
         elif not lifecycle.gives_up(entry, error):
@@ -556,7 +553,7 @@ class Steps:
             or entry.made.state_version != self.state.version
             or self.baseline.is_due
         ):
-            entry.follow_family(hardware.budget_bytes)
+            entry.follow_others(hardware.budget_bytes)
             return None
         there: There | None = None
         if memory is None or entry.phase in ("recording", "verifying"):
@@ -580,7 +577,7 @@ class Steps:
                 entry.note_baseline(baseline, hardware.budget_bytes)
                 entry.baseline.state_bytes = there.state_bytes_but(gradients) if there is not None else None
             self.cache.note_baseline(baseline)
-        entry.follow_family(hardware.budget_bytes)
+        entry.follow_others(hardware.budget_bytes)
         return there
 
     def hardware_for(self, inputs: Any) -> Hardware:
