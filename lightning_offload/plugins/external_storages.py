@@ -80,18 +80,15 @@ class ExternalStorages:
             spare_bytes += num_bytes if is_input else 0
         return baseline_bytes - min(spare_bytes, sum(size * number for size, number in unmatched.items()))
 
-    def baseline_bytes_of(
-        self, allocated_bytes: int, gradient_bytes: int, taken: Callable[[int], int], *, has_inputs: bool
-    ) -> int | None:
+    def baseline_bytes_of(self, held_bytes: int, taken: Callable[[int], int], *, has_inputs: bool) -> int | None:
         """The same of the allocator's figure.
 
         Args:
-            allocated_bytes: What it has handed out.
-            gradient_bytes: The part of that for gradients.
+            held_bytes: What it has handed out, gradients aside.
             taken: What it hands out for so many bytes.
             has_inputs: Whether what the coming step has in place of what is gone is there.
         """
         if self.known is None:
             return None
         external = sum(taken(num_bytes) for reference, num_bytes in self.known if has_inputs or reference() is not None)
-        return max(0, allocated_bytes - gradient_bytes - external)
+        return max(0, held_bytes - external)

@@ -450,20 +450,23 @@ class PlanEntry:
         grown_bytes = state_bytes - self.baseline.state_bytes if self.baseline.state_bytes is not None else 0
         return self.graph.extra_bytes + grown_bytes
 
-    def baseline_bytes(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
-        """What is on the device beside the coming step; cf. :meth:`ExternalStorages.baseline_bytes`."""
-        found_bytes = self.source.found_bytes(self.graph) if has_inputs and self.graph is not None else None
-        if found_bytes is not None:
-            return max(0, there.bytes_but(gradients) - found_bytes)
-        return self.source.external.baseline_bytes(there, gradients, has_inputs=has_inputs)
+    def baseline_bytes(self, there: There | int, gradients: Mapping[int, int], *, has_inputs: bool) -> int | None:
+        """What is on the device beside the coming step; None where that is not known yet.
 
-    def baseline_bytes_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
-        """The same of the allocator's figure."""
-        found_bytes = self.source.found_bytes(self.graph) if has_inputs and self.graph is not None else None
+        Args:
+            there: What is on the device, or how much of it the allocator has handed out.
+            gradients: Of earlier steps: bytes by identity.
+            has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
+        """
+        graph, external = self.graph, self.source.external
+        held_bytes = there - sum(gradients.values()) if isinstance(there, int) else there.bytes_but(gradients)
+        found_bytes = self.source.found_bytes(graph) if has_inputs and graph is not None else None
         if found_bytes is not None:
-            return max(0, allocated_bytes - gradient_bytes - found_bytes)
-        taken = self.graph.taken_bytes if self.graph is not None else int
-        return self.source.external.baseline_bytes_of(allocated_bytes, gradient_bytes, taken, has_inputs=has_inputs)
+            return max(0, held_bytes - found_bytes)
+        if not isinstance(there, int):
+            return external.baseline_bytes(there, gradients, has_inputs=has_inputs)
+        taken = graph.taken_bytes if graph is not None else int
+        return external.baseline_bytes_of(held_bytes, taken, has_inputs=has_inputs)
 
     def learn_external(self, live: LiveBytes, gradients: Collection[int]) -> None:
         """Know what the step touches, of a step that was planned without a recording here."""

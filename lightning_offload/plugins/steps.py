@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,22 @@ from lightning_offload.plugins.step import DevicePeaks, StepRun, start_run
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, patch_data_escapes, watch_backward
 from lightning_offload.tensors import compiled_code
+
+
+class _Coming(NamedTuple):
+    """A step that is about to begin.
+
+    Attributes:
+        shape: What it is known by.
+        leaves: What it is given.
+        gradients: Of earlier steps, those that are there: bytes by identity.
+        hardware: Where it runs.
+    """
+
+    shape: StepShape
+    leaves: Sequence[Any]
+    gradients: dict[int, int]
+    hardware: Hardware
 
 
 class Steps:
@@ -362,12 +378,13 @@ class Steps:
             self._begin_plainly(entry, hardware)
             return None
         gradients = self.state.gradients()
+        coming = _Coming(shape, leaves, gradients, hardware)
         entry.begin_with_gradients(gradients)
-        there = self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
+        there = self._count_baseline(entry, coming)
         with peaks.paused(hardware.device):
-            chosen, entry = entry, self._plan(entry, shape, leaves, hardware)
+            chosen, entry = entry, self._plan(entry, coming)
         if entry.phase == "recording" and (entry is not chosen or there is None):
-            there = self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
+            there = self._count_baseline(entry, coming)
         device, verify = hardware.device, self.settings.verify
         if entry.runs_plainly(hardware.budget_bytes, device, self.settings.policy):
             self._begin_plainly(entry, hardware)
@@ -406,7 +423,7 @@ class Steps:
         """Whether steps are in the closure of an optimizer that calls it again and again."""
         return self._is_in_optimizer and self._is_repeating
 
-    def _plan(self, entry: PlanEntry, shape: StepShape, leaves: Sequence[Any], hardware: Hardware) -> PlanEntry:
+    def _plan(self, entry: PlanEntry, coming: _Coming) -> PlanEntry:
         """Have a plan for the coming step; the specialization that it is for.
 
         Raises:
@@ -418,15 +435,15 @@ class Steps:
             while True:
                 try:
                     self.imported.offer_recorded(entry)
-                    lifecycle.ensure_plan(self.cache.key, entry, hardware, self.state, self.settings)
+                    lifecycle.ensure_plan(self.cache.key, entry, coming.hardware, self.state, self.settings)
                     break
                 except (BudgetInfeasibleError, PlanError) as error:
                     if isinstance(entry.source, Imported):
                         self.imported.refuse(entry, str(error))
                     elif not isinstance(error, BudgetInfeasibleError):
                         raise
-                    elif not (entry.guesses_less() or self._finds_less(entry, error, hardware, leaves)):
-                        entry, is_exact = self._instead(entry, error, shape, leaves, hardware, is_exact=is_exact), True
+                    elif not (entry.guesses_less() or self._finds_less(entry, error, coming)):
+                        entry, is_exact = self._instead(entry, error, coming, is_exact=is_exact), True
                         if entry.phase == "unplanned":
                             return entry
         if entry.graph is not None and not isinstance(entry.source, Imported):
@@ -437,27 +454,16 @@ class Steps:
             entry.family.note_hasty(took(), entry.plan)
         return entry
 
-    def _finds_less(
-        self, entry: PlanEntry, error: BudgetInfeasibleError, hardware: Hardware, leaves: Sequence[Any]
-    ) -> bool:
+    def _finds_less(self, entry: PlanEntry, error: BudgetInfeasibleError, coming: _Coming) -> bool:
         """Whether a scan finds less beside a step than was guessed, where that may be why there is no plan for it."""
         if entry.graph is None or error.floor_bytes - self._guessed_bytes > error.budget_bytes:
             return False
         before = entry.graph.extra_bytes
         self.baseline.doubt()
-        self._count_baseline(entry, hardware, leaves, self.state.gradients(), has_inputs=True)
+        self._count_baseline(entry, coming)
         return entry.graph.extra_bytes < before
 
-    def _instead(
-        self,
-        entry: PlanEntry,
-        error: BudgetInfeasibleError,
-        shape: StepShape,
-        leaves: Sequence[Any],
-        hardware: Hardware,
-        *,
-        is_exact: bool,
-    ) -> PlanEntry:
+    def _instead(self, entry: PlanEntry, error: BudgetInfeasibleError, coming: _Coming, *, is_exact: bool) -> PlanEntry:
         """What the coming step is taken for where there is no plan for what it was taken for.
 
         One of these very sizes; else one of another structure, or without a plan; else one to be recorded.
@@ -465,9 +471,7 @@ class Steps:
         Args:
             entry: What it was taken for.
             error: Why there is no plan for that.
-            shape: The step's.
-            leaves: What it is given.
-            hardware: Where it runs.
+            coming: The step.
             is_exact: Whether that was for these very sizes.
 
         Raises:
@@ -475,43 +479,40 @@ class Steps:
         """
         self.cache.note_too_large()
         is_for_others = entry.family is not None or entry.spans_sizes
-        exact = self.cache.choose(shape, is_exact=True) if is_for_others and not is_exact else entry
-        gradients = self.state.gradients()
+        exact = self.cache.choose(coming.shape, is_exact=True) if is_for_others and not is_exact else entry
         if exact is entry and isinstance(entry.source, ShapeBucket):
-            if (own := self.cache.recorded(shape)) is not None:
+            if (own := self.cache.recorded(coming.shape)) is not None:
                 exact = own  # which others stood for, as long as they could
             elif entry.source.family.is_sure_of(entry.source.extrapolated.actual):
-                raise self._told(error, entry, shape, hardware) from None
+                raise self._told(error, entry, coming) from None
             else:
-                return self.cache.record(shape)
+                return self.cache.record(coming.shape)
         if exact is not entry:
             exact.note_gradients(entry.baseline.gradients)
-            exact.follow_others(hardware.budget_bytes)
+            exact.follow_others(coming.hardware.budget_bytes)
             if exact.family is None:
-                self._count_baseline(exact, hardware, leaves, gradients, has_inputs=True)
+                self._count_baseline(exact, coming)
         elif not lifecycle.gives_up(entry, error):
-            raise self._told(error, entry, shape, hardware) from None
+            raise self._told(error, entry, coming) from None
         elif entry.phase != "unplanned":
-            self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
+            self._count_baseline(entry, coming)
         return exact
 
-    def _told(
-        self, error: BudgetInfeasibleError, entry: PlanEntry, shape: StepShape, hardware: Hardware
-    ) -> BudgetInfeasibleError:
+    def _told(self, error: BudgetInfeasibleError, entry: PlanEntry, coming: _Coming) -> BudgetInfeasibleError:
         """The error, with the step that it is about, and what lies beside that."""
         error = with_growth(error, self.state.growth_bytes if self._is_within_optimizer else 0)
         if entry.graph is None:
-            return with_reasons(error, shapes_of(shape))
+            return with_reasons(error, shapes_of(coming.shape))
         num_waiting = sum(not executor.is_spent for executor in self.executors)
         baseline = baseline_parts(
             entry.graph.extra_bytes,
             error.budget_bytes,
             self.state,
-            hardware.device,
+            coming.hardware.device,
             entry.source.external.now(),
             num_waiting,
         )
-        return with_reasons(error, baseline, shapes_of(shape), self.checkpointing.advice)
+        return with_reasons(error, baseline, shapes_of(coming.shape), self.checkpointing.advice)
 
     def _begin_plainly(self, entry: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()
@@ -523,27 +524,18 @@ class Steps:
         entry.seen.swapped_bytes = entry.seen.stayed_bytes = 0
         self._plain = entry, PlainStep(entry.plain, memory, hardware.budget_bytes)
 
-    def _count_baseline(
-        self,
-        entry: PlanEntry,
-        hardware: Hardware,
-        leaves: Sequence[Any],
-        gradients: dict[int, int],
-        *,
-        has_inputs: bool,
-    ) -> There | None:
+    def _count_baseline(self, entry: PlanEntry, coming: _Coming, *, has_inputs: bool = True) -> There | None:
         """Count what is on the device beside a specialization, where its plan is about to be made or time allows.
 
         Args:
             entry: The specialization.
-            hardware: Where it runs.
-            leaves: What the coming step is given.
-            gradients: The sizes of gradients that are there.
-            has_inputs: Whether the inputs of the coming step are there.
+            coming: The coming step.
+            has_inputs: Whether its inputs are there.
 
         Returns:
             What is there, where the coming step is one to watch.
         """
+        hardware, gradients = coming.hardware, coming.gradients
         device, memory = hardware.device, memory_of(hardware.device)
         is_cheap = memory is not None and entry.family is not None
         if not (
@@ -558,13 +550,9 @@ class Steps:
         there: There | None = None
         if memory is None or entry.phase in ("recording", "verifying"):
             is_recorded, has_ample_room = entry.phase == "recording", self.cache.has_ample_room
-            there = self.baseline.look(device, leaves, is_recorded=is_recorded, has_ample_room=has_ample_room)
-        baseline: int | None = None
-        if memory is not None:
-            allocated_bytes = memory.allocated_bytes()
-            baseline = entry.baseline_bytes_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
-        elif there is not None:
-            baseline = entry.baseline_bytes(there, gradients, has_inputs=has_inputs)
+            there = self.baseline.look(device, coming.leaves, is_recorded=is_recorded, has_ample_room=has_ample_room)
+        held = memory.allocated_bytes() if memory is not None else there
+        baseline = entry.baseline_bytes(held, gradients, has_inputs=has_inputs) if held is not None else None
         self._guessed_bytes = 0
         if baseline is not None:
             baseline += self.state.buckets.expected_bytes(device)
@@ -622,7 +610,8 @@ class Steps:
     def look_ahead(self, entry: PlanEntry) -> None:
         """Have what is on the device beside a recorded specialization counted, if it was not."""
         if self.hardware is not None and entry.phase != "recording" and not entry.baseline.is_known:
-            self._count_baseline(entry, self.hardware, (), self.state.gradients(), has_inputs=self._is_open)
+            coming = _Coming(StepShape("", "", (), ()), (), self.state.gradients(), self.hardware)
+            self._count_baseline(entry, coming, has_inputs=self._is_open)
 
     def plan_ahead(self) -> None:
         """Have a plan for the specialization that ran last, if there can be one; its next step raises if not."""
