@@ -51,7 +51,7 @@ from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, Superset
 from lightning_offload.plugins.planned_baseline import OldGradients
-from lightning_offload.plugins.replanning import with_unforeseen
+from lightning_offload.plugins.replanning import Links, with_unforeseen
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
 from lightning_offload.plugins.step_variants import Variant
@@ -87,8 +87,7 @@ class Recording:
         open_sizes: Sizes that depended on data.
         has_backward: Whether anything was read back.
         is_typical: Whether later steps will be like it: not the one in which an optimizer makes its state.
-        old_gradients: Gradients of earlier steps.
-        gradient_bytes: Those of them that are among its storages.
+        gradient_bytes: Gradients of earlier steps that are among its storages.
         made_gradients: Those that it made.
         left: What it left on the device, gradients aside, each with the tick at which it was made.
         custom_ops: What calls of custom ops have shown, by identity.
@@ -101,7 +100,6 @@ class Recording:
     open_sizes: frozenset[int]
     has_backward: bool
     is_typical: bool
-    old_gradients: OldGradients
     gradient_bytes: int
     made_gradients: Sequence[StorageRef]
     left: Sequence[tuple[torch.UntypedStorage, int]]
@@ -196,7 +194,7 @@ def learn(entry: PlanEntry, shown: StepShown, hardware: Hardware) -> None:
         seen.forward_peak_bytes = shown.peaks.forward or seen.forward_peak_bytes
         seen.backward_peak_bytes = shown.peaks.backward or seen.backward_peak_bytes
     if shown.recording is not None:
-        _take_recording(entry, shown.recording, shown.live, shown.gradients)
+        _take_recording(entry, shown, shown.recording)
     elif shown.has_backward:
         has_followed = _has_followed(entry, shown, budget_bytes)
     if shown.drops is not None and (shown.recording is not None or has_followed):
@@ -209,11 +207,8 @@ def learn(entry: PlanEntry, shown: StepShown, hardware: Hardware) -> None:
     # A device whose ops are timed is held back meanwhile: its step takes what no other does.
     is_as_usual = shown.op_times is None or not kind_of(hardware.device).has_streams
     if has_followed and shown.times is not None and is_as_usual:
-        compare(
-            entry, shown.times.step, shown.times.stall, shown.launched,
-            is_link_slower=hardware.is_slower_than(entry.made.spec),
-            is_link_faster=hardware.is_faster_than(entry.made.spec),
-        )  # fmt: skip
+        links = hardware.links_since(entry.made.spec)
+        compare(entry, shown.times.step, shown.times.stall, shown.launched, links)
 
 
 def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) -> bool:
@@ -396,9 +391,11 @@ def _surprised(entry: PlanEntry) -> None:
         record_again(entry)
 
 
-def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | None, gradients: Collection[int]) -> None:
+def _take_recording(entry: PlanEntry, shown: StepShown, recording: Recording) -> None:
     entry.made.state_version = -1
-    known = ExternalStorages.seen(live, gradients).known if live is not None else entry.source.external.known
+    known = entry.source.external.known
+    if shown.live is not None:
+        known = ExternalStorages.seen(shown.live, shown.gradients).known
     external, graph = ExternalStorages(recording.external, known), recording.graph
     entry.source.external = external
     if recording.draws_numbers:
@@ -414,7 +411,6 @@ def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | No
         entry.verified.clear()
     entry.replan("recorded")
     entry.graph, entry.num_demoted = graph, len(custom_ops.demoted())
-    old = recording.old_gradients
     entry.baseline.recorded(graph, recording.gradient_bytes, recording.made_gradients, recording.left)
     entry.changes.num_failed = 0
     entry.hooks.restart()
@@ -426,7 +422,7 @@ def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | No
         align(entry)
     else:
         entry.source = Recorded(external)
-    entry.note_gradients(old)
+    entry.note_gradients(shown.old_gradients)
 
 
 # ---- plans
@@ -602,7 +598,7 @@ def check_peak(entry: PlanEntry, budget_bytes: int | None, bytes_by_op: Sequence
     if entry.family is not None and plan is not None:  # others of it may be closer to the budget
         entry.family.shortfall_bytes = max(entry.family.shortfall_bytes, entry.unforeseen_bytes)
     if superset is not None and plan is not None and entry.graph is not None and measured is not None:
-        needed_bytes = superset.wider_margin(entry.measured(entry.graph, plan, measured))
+        needed_bytes = superset.wider_margin(entry.unforeseen_bytes)
         _widen_margin(entry, superset, needed_bytes - entry.shortfall_bytes, budget_bytes)
         return
     if budget_bytes is None or measured is None or measured <= budget_bytes:
@@ -667,9 +663,7 @@ def compare(
     step_seconds: float,
     stall_seconds: float,
     launched: LaunchTimes | None = None,
-    *,
-    is_link_slower: bool,
-    is_link_faster: bool = False,
+    links: Links = "as planned",
 ) -> None:
     """Plan again if planned steps show that links, compute or the host are not what the plan counted on.
 
@@ -680,17 +674,14 @@ def compare(
         step_seconds: What the step took.
         stall_seconds: The part of it in which compute waited for copies.
         launched: What took an accelerator and its host how long; None where that is not known.
-        is_link_slower: Whether a link turned out slower; that matters if it shows in stalls.
-        is_link_faster: Whether one turned out faster; that matters if the plan costs time.
+        links: How fast these turned out to be.
     """
     plan, spec = entry.plan, entry.made.spec
     if plan is None or entry.graph is None or spec is None or not entry.source.is_own:
         return
     waits = launched.waits(entry.graph, plan, stall_seconds) if launched is not None else Halves(0.0, 0.0)
     entry.seen.step_time_estimate.note_waits(plan, sum(waits))
-    factor = entry.corrections.by_time(
-        plan, spec, step_seconds, stall_seconds, sum(waits), is_slower=is_link_slower, is_faster=is_link_faster
-    )
+    factor = entry.corrections.by_time(plan, spec, step_seconds, stall_seconds, sum(waits), links)
     if factor is not None:
         entry.graph = scaled(entry.graph, factor) if factor != 1 else entry.graph
     elif not (

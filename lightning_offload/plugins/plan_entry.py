@@ -422,14 +422,11 @@ class PlanEntry:
         assert self.plan is not None
         if self.seen.measured_peak_bytes is None:
             return 0
-        return self.source.unforeseen_bytes(self.measured(self.graph, self.plan, self.seen.measured_peak_bytes))
-
-    def measured(self, graph: StepGraph, plan: MemoryPlan, peak_bytes: int) -> Measured:
-        """A step under a plan whose peak was measured."""
-        return Measured(
-            peak_bytes=peak_bytes, plan=plan, margin_bytes=self.margin_bytes, graph=graph, device=self.made.spec,
-            input_shapes=self.input_shapes,
+        step = Measured(
+            peak_bytes=self.seen.measured_peak_bytes, plan=self.plan, margin_bytes=self.margin_bytes, graph=self.graph,
+            device=self.made.spec, input_shapes=self.input_shapes,
         )  # fmt: skip
+        return self.source.unforeseen_bytes(step)
 
     def peaks_without_plan(self, device: DeviceSpec) -> tuple[int, int]:
         """The smallest peak of a recorded step, and the one with everything kept.

@@ -397,9 +397,8 @@ class Superset(PlanSource):
         needed_bytes = step.peak_bytes + int(larger * self._varying_share * own_bytes)
         return max(0, needed_bytes - step.foreseen_bytes)
 
-    def wider_margin(self, step: Measured) -> int:
-        """What steps may need beyond what was foreseen, by one that was measured."""
-        needed_bytes = self.unforeseen_bytes(step)
+    def wider_margin(self, needed_bytes: int) -> int:
+        """What steps may need beyond what was foreseen, by what one was measured to."""
         return needed_bytes + needed_bytes // _OF_ANOTHER_SIZE if self._changes.spans_sizes else needed_bytes
 
     @override

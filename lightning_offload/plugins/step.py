@@ -210,7 +210,7 @@ class StepRun:
         )
         if not has_backward and self.recorder is None:
             return shown
-        old_gradients = self._old_gradients(state)
+        old_gradients = self._old_gradients(state)  # before a recording finds buckets among them
         left = self._left_behind(state, baseline)
         times: StepTimes | None = None
         if self.seconds is not None:
@@ -218,7 +218,7 @@ class StepRun:
         return dataclasses.replace(
             shown,
             peaks=self._peaks(),
-            recording=self._recording(state, old_gradients, left) if self.recorder is not None else None,
+            recording=self._recording(state, left) if self.recorder is not None else None,
             old_gradients=old_gradients,
             gradients=self.old_gradients,
             live=self.live,
@@ -235,12 +235,7 @@ class StepRun:
             drops=self.drops,
         )
 
-    def _recording(
-        self,
-        state: PersistentState,
-        old_gradients: OldGradients,
-        left: list[tuple[torch.UntypedStorage, int]],
-    ) -> Recording:
+    def _recording(self, state: PersistentState, left: list[tuple[torch.UntypedStorage, int]]) -> Recording:
         recorder = self.recorder
         assert recorder is not None
         before = self._accumulated_but_buckets(state)
@@ -252,7 +247,6 @@ class StepRun:
             open_sizes=frozenset(recorder.open_sizes),
             has_backward=recorder.num_unpacks > 0,
             is_typical=not (self.optimizer_ran_inside and state.version != self.state_version),
-            old_gradients=old_gradients,
             gradient_bytes=sum(num_bytes for key, (num_bytes, _) in before.items() if key in recorder.external),
             made_gradients=self._made_gradients(state),
             left=left,

@@ -361,7 +361,7 @@ def test_a_plan_that_was_given_up_last_is_shown_after_the_end(monkeypatch: pytes
             model.zero_grad()
         planned = memory.report()
         kind = memory._steps.cache.entry
-        compare(kind, 2.0, 1.0, is_link_slower=True)
+        compare(kind, 2.0, 1.0, links="slower")
         assert kind.program is None
     after = memory.report()
     assert after.floor_bytes == planned.floor_bytes
