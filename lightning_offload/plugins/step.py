@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,7 @@ class StepRun:
         drops: Sees what it drops of what was there, if it is watched.
         verifier: Compares replays, if they are not trusted yet.
         clock: Measures the time spent in its scopes.
+        state: The state of the training.
         optimizer_ran_inside: Whether an optimizer updated parameters within its scopes.
         state_version: Version of the persistent state when it began.
         old_gradients: Gradients that were there when it began: bytes by identity of the storage.
@@ -94,6 +95,7 @@ class StepRun:
     verifier: Verifier | None
     clock: StepClock
     peaks: DevicePeaks
+    state: PersistentState
     is_watched: bool
     optimizer_ran_inside: bool = False
     state_version: int = 0
@@ -143,44 +145,40 @@ class StepRun:
         times = (self.lane_times or {}).values()
         return self.executor.stall_seconds + sum(t.stall_seconds for t in times)
 
-    def note_there(self) -> None:
-        """Note what is on the device as it begins, where it shows what such steps need that keep everything."""
+    def begin(self) -> None:
+        """It begins: note what is on the device, where it shows what such steps need that keep everything."""
+        self.peaks.begin_step(self.device, is_watched=self.is_watched)
         memory = memory_of(self.device)
         if self.is_watched and self.executor.program is None and memory is not None:
             self.there = memory.now()
-
-    def watch_gradients(self, now: dict[int, int], state: PersistentState) -> None:
-        """Note the gradients of earlier steps: those there now, and those there when backward begins."""
-        self.old_gradients = now
-
-        def note() -> None:
-            self.clock.backward_begins()
-            if self.recorder is not None:
-                state.learn_leaves(self.recorder.leaves)
-                self.recorder.watch_gradients(state.trainable())
-            has_any = now or self.recorder is not None  # only a backward makes others
-            self.accumulated = self._versions = state.gradient_versions() if has_any else {}
-
         if self.executor.packs:
-            self.executor.on_backward = note
+            self.executor.on_backward = self._first_backward_begins
 
-    def backward_begins(self, state: PersistentState) -> None:
-        """One of its backwards begins; of the first one the executor tells."""
+    def _first_backward_begins(self) -> None:
+        """The first of its backwards does, of which the executor tells: note the gradients that are there."""
+        self.clock.backward_begins()
+        if self.recorder is not None:
+            self.state.learn_leaves(self.recorder.leaves)
+            self.recorder.watch_gradients(self.state.trainable())
+        has_any = self.old_gradients or self.recorder is not None  # only a backward makes others
+        self.accumulated = self._versions = self.state.gradient_versions() if has_any else {}
+
+    def backward_begins(self) -> None:
+        """One of its backwards begins."""
         if self._versions:
-            self._versions = state.gradient_versions()
+            self._versions = self.state.gradient_versions()
 
-    def backward_ends(self, state: PersistentState) -> None:
+    def backward_ends(self) -> None:
         """One of its backwards has ended: what it wrote of the gradients of earlier steps it has added to."""
         if self._versions:
-            for key, (_, version) in state.gradient_versions().items():
+            for key, (_, version) in self.state.gradient_versions().items():
                 if key in self._versions and version > self._versions[key][1]:
                     self._added_to.add(key)
 
-    def finish(self, state: PersistentState, baseline: Baseline) -> StepShown:
+    def finish(self, baseline: Baseline) -> StepShown:
         """What it showed, once it has ended.
 
         Args:
-            state: The state of the training.
             baseline: What is on the device beside the steps.
         """
         executor = self.executor
@@ -210,15 +208,15 @@ class StepRun:
         )
         if not has_backward and self.recorder is None:
             return shown
-        old_gradients = self._old_gradients(state)  # before a recording finds buckets among them
-        left = self._left_behind(state, baseline)
+        old_gradients = self._old_gradients()  # before a recording finds buckets among them
+        left = self._left_behind(baseline)
         times: StepTimes | None = None
         if self.seconds is not None:
             times = StepTimes(self.seconds, self.stall_seconds, executor.replay_seconds)
         return dataclasses.replace(
             shown,
             peaks=self._peaks(),
-            recording=self._recording(state, left) if self.recorder is not None else None,
+            recording=self._recording(left) if self.recorder is not None else None,
             old_gradients=old_gradients,
             gradients=self.old_gradients,
             live=self.live,
@@ -235,10 +233,10 @@ class StepRun:
             drops=self.drops,
         )
 
-    def _recording(self, state: PersistentState, left: list[tuple[torch.UntypedStorage, int]]) -> Recording:
+    def _recording(self, left: list[tuple[torch.UntypedStorage, int]]) -> Recording:
         recorder = self.recorder
         assert recorder is not None
-        before = self._accumulated_but_buckets(state)
+        before, state = self._accumulated_but_buckets(), self.state
         state.buckets.place(recorder.all_reduced())
         return Recording(
             external=recorder.persistent_ids(),
@@ -248,41 +246,41 @@ class StepRun:
             has_backward=recorder.num_unpacks > 0,
             is_typical=not (self.optimizer_ran_inside and state.version != self.state_version),
             gradient_bytes=sum(num_bytes for key, (num_bytes, _) in before.items() if key in recorder.external),
-            made_gradients=self._made_gradients(state),
+            made_gradients=self._made_gradients(),
             left=left,
             custom_ops=recorder.custom_ops,
             draws_numbers=recorder.draws_numbers,
         )
 
-    def _accumulated_but_buckets(self, state: PersistentState) -> dict[int, tuple[int, int]]:
-        buckets = state.buckets.sizes()  # some of which may have been met meanwhile
+    def _accumulated_but_buckets(self) -> dict[int, tuple[int, int]]:
+        buckets = self.state.buckets.sizes()  # some of which may have been met meanwhile
         return {key: known for key, known in (self.accumulated or {}).items() if key not in buckets}
 
-    def _old_gradients(self, state: PersistentState) -> OldGradients:
+    def _old_gradients(self) -> OldGradients:
         if self.accumulated is None:
             return OldGradients()
-        some_go, before = not self.old_gradients.keys() <= self.accumulated.keys(), self._accumulated_but_buckets(state)
+        some_go, before = not self.old_gradients.keys() <= self.accumulated.keys(), self._accumulated_but_buckets()
         added_to = sum(num_bytes for key, (num_bytes, _) in before.items() if key in self._added_to)
         idle = sum(num_bytes for num_bytes, _ in before.values()) - added_to
         in_backward = (Accumulation(idle_bytes=idle, added_to_bytes=added_to),) if before else ()
         return OldGradients(in_backward=in_backward, some_go=some_go)
 
-    def _left_behind(self, state: PersistentState, baseline: Baseline) -> list[tuple[torch.UntypedStorage, int]]:
+    def _left_behind(self, baseline: Baseline) -> list[tuple[torch.UntypedStorage, int]]:
         """What it made and left on the device, gradients aside, each with the tick at which a recording saw it made."""
         if self.drops is None:
             baseline.note_unwatched(self.like)
             return []
-        gradients = state.gradients()
+        gradients = self.state.gradients()
         counter = self.recorder if self.recorder is not None else self.live
         left = [s for s in counter.left_behind() if s._cdata not in gradients] if counter is not None else []
         baseline.note_left(left, self.drops.dropped, self.like)
         made_at = self.recorder.left_at() if self.recorder is not None else {}
         return [(storage, made_at[storage._cdata]) for storage in left if storage._cdata in made_at]
 
-    def _made_gradients(self, state: PersistentState) -> tuple[StorageRef, ...]:
+    def _made_gradients(self) -> tuple[StorageRef, ...]:
         if self.recorder is None:
             return ()
-        gradients = state.gradients()
+        gradients = self.state.gradients()
         return tuple(weakref.ref(s) for s in self.recorder.left_behind() if s._cdata in gradients)
 
     def _bytes_by_op(self) -> list[int]:
@@ -349,8 +347,9 @@ def start_run(
     verify: str,
     peaks: DevicePeaks,
     there: There | None,
-    gradients: Collection[int],
-    persistent: Callable[[], Collection[int]],
+    gradients: dict[int, int],
+    state: PersistentState,
+    like: str,
 ) -> StepRun:
     """Set up the executor and the observers that a step of this specialization needs now.
 
@@ -362,8 +361,9 @@ def start_run(
         verify: When replays are compared with their originals.
         peaks: Reads the device's allocator.
         there: What is on the device; None where nobody looked.
-        gradients: Identities of gradients that are there.
-        persistent: Gives the identities of storages that outlive the step.
+        gradients: Those that are there: bytes by identity of the storage.
+        state: The state of the training.
+        like: What steps share that hold what they leave in the place of what another left, whatever its size.
     """
     program = entry.program
     is_recorded = entry.phase == "recording"
@@ -397,7 +397,7 @@ def start_run(
         entry.is_seen_by_core = is_seen_by_core(entry, device)
     has_live_scan = is_recorded and there is not None and compiled_code.is_in_use()
     live_scan = frozenset(there.storages) if has_live_scan and there is not None else None  # and holds none of them
-    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_imported)
+    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=state.identities, by_mode=is_imported)
     observer = observe_all(tuple(observers))
     is_routed = program is not None and program.form_route is not None
     if program is not None and program.is_keep_all and is_light and is_sure and not is_routed:
@@ -416,7 +416,7 @@ def start_run(
         core = core_for(planned, device, sees_ops=sees_ops) if planned is not None and is_watched_by_nobody else None
         if planned is not None and core is not None:
             executor = NativeExecutor(
-                core, device=device, tiers=tiers, program=planned, sees_ops=sees_ops, persistent=persistent
+                core, device=device, tiers=tiers, program=planned, sees_ops=sees_ops, persistent=state.identities
             )
         else:
             executor = make(
@@ -425,11 +425,14 @@ def start_run(
     if is_watched:
         tiers.take_times()  # forget what went before
         tiers.measure(True)
-    return StepRun(
+    run = StepRun(
         entry=entry, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
         drops=drops, verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks,
-        is_watched=is_watched,
+        state=state, is_watched=is_watched, state_version=state.version, old_gradients=gradients, like=like,
+        bytes_out_of_sight=0 if is_recorded else state.buckets.expected_bytes(device),
     )  # fmt: skip
+    run.begin()
+    return run
 
 
 class _Forward(NamedTuple):

@@ -284,7 +284,7 @@ class Steps:
             return
         with contextlib.ExitStack() as stack:
             if not is_nested:
-                run.backward_begins(self.state)
+                run.backward_begins()
                 executor.backward_begins()
                 stack.callback(executor.backward_ends)
             if not (is_nested or self._is_open):
@@ -295,7 +295,7 @@ class Steps:
                 stack.enter_context(executor.seeing_user_code())
             yield
         if not is_nested:
-            run.backward_ends(self.state)
+            run.backward_ends()
 
     @contextlib.contextmanager
     def _plainly(self) -> Iterator[None]:
@@ -385,23 +385,15 @@ class Steps:
             chosen, entry = entry, self._plan(entry, coming)
         if entry.phase == "recording" and (entry is not chosen or there is None):
             there = self._count_baseline(entry, coming)
-        device, verify = hardware.device, self.settings.verify
-        if entry.runs_plainly(hardware.budget_bytes, device, self.settings.policy):
+        if entry.runs_plainly(hardware.budget_bytes, hardware.device, self.settings.policy):
             self._begin_plainly(entry, hardware)
             return None
         self.cache.begin_step()
-        run = start_run(
-            entry, hardware.tiers, device, self.module, verify, peaks, there, gradients, self.state.identities
-        )
-        if entry.phase != "recording":
-            run.bytes_out_of_sight = self.state.buckets.expected_bytes(device)
-        peaks.begin_step(device, is_watched=run.is_watched)
-        run.note_there()
-        run.state_version = self.state.version
-        run.watch_gradients(gradients, self.state)
-        run.like = shape.family
+        self._run = run = start_run(
+            entry, hardware.tiers, hardware.device, self.module, self.settings.verify, peaks, there, gradients,
+            self.state, shape.family,
+        )  # fmt: skip
         self.executors.add(run.executor)
-        self._run = run
         return run
 
     def _note_inputs(self, leaves: Sequence[Any], shape: StepShape) -> None:
@@ -593,7 +585,7 @@ class Steps:
         if run.slack_bytes is not None:
             hardware.read_budget_again(run.slack_bytes)
         source, executor = run.entry.source, run.executor
-        lifecycle.learn(run.entry, run.finish(self.state, self.baseline), hardware)
+        lifecycle.learn(run.entry, run.finish(self.baseline), hardware)
         has_shown = executor.program is not None and (executor.num_unpacks or executor.has_deviated)
         if source.is_captured and has_shown:
             self.imported.note(run.entry, executor.deviation)
