@@ -535,15 +535,10 @@ def weigh_search(entry: PlanEntry) -> None:
     made, plan = entry.made, entry.plan
     if plan is None or made.is_searched or plan.policy != "auto" or entry.source.is_own:
         return
-    note_loss(entry, plan)
-    if pays(entry.made.lost_seconds, entry.search_seconds):
+    made.lost_seconds += lost_seconds(plan)
+    if pays(made.lost_seconds, entry.search_seconds):
         made.is_searched = made.must_search = True
         entry.replan("searched")
-
-
-def note_loss(entry: PlanEntry, plan: MemoryPlan | None) -> None:
-    """Note what the coming step takes beyond a plain one, under a plan that was made in haste, or is for others."""
-    entry.made.lost_seconds += lost_seconds(plan)
 
 
 def lost_seconds(plan: MemoryPlan | None) -> float:

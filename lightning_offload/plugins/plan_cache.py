@@ -15,8 +15,8 @@ import math
 import operator
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -26,7 +26,6 @@ from lightning_offload.plugins.lifecycle import (
     align,
     begin_step,
     lost_seconds,
-    note_loss,
     pays,
     record_again,
 )
@@ -37,6 +36,7 @@ from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily, 
 from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.tensors import custom_ops
 
+_T = TypeVar("_T")
 _SCHEMA = 1  # of what checkpoints keep
 
 
@@ -84,6 +84,24 @@ def _bytes_of_family(family: ShapeFamily) -> int:
     """What a family takes: the steps that it is known by, and a model and a planner of about two more."""
     graphs = [_bytes_of_graph(sample.graph) for sample in family.samples.values()]
     return _ENTRY_BYTES + sum(graphs) + 2 * max(graphs, default=0) + _bytes_of_variants(family.changes)
+
+
+def _unused_for_longest(known: Mapping[str, _T], bytes_of: Callable[[_T], int], *, but: str) -> list[str]:
+    """What is to be dropped, by keys, where all of it takes too much.
+
+    Args:
+        known: All, in the order in which it was used last.
+        bytes_of: What each takes.
+        but: The one that is in use.
+    """
+    excess = sum(map(bytes_of, known.values())) - MAX_BYTES // 2
+    dropped = []
+    for key, item in known.items():
+        if excess <= 0 or key == but:
+            break
+        excess -= bytes_of(item)
+        dropped.append(key)
+    return dropped
 
 
 def _size_above(size: float, grain: int) -> float:
@@ -229,7 +247,7 @@ class PlanCache:
         if not _num_recording and (entry is None or (may_wait and self._may_wait(entry, shape))):
             extrapolated = self._extrapolated(shape, is_exact=is_exact)
             if entry is not None and extrapolated is not None:
-                note_loss(entry, extrapolated.shown_plan)
+                entry.made.lost_seconds += lost_seconds(extrapolated.shown_plan)
             entry = extrapolated or entry
         if entry is None:
             entry = self.entries.setdefault(shape.signature, PlanEntry())
@@ -250,7 +268,7 @@ class PlanCache:
             if not entry.has_ample_room:  # whose steps show nothing
                 self._last_of[shape.family] = entry
         if len(self.entries) > num_before:
-            self._drop_oldest()
+            self._drop_entries()
         return entry
 
     def _may_wait(self, entry: PlanEntry, shape: StepShape) -> bool:
@@ -424,24 +442,12 @@ class PlanCache:
             family.baseline_bytes = num_bytes
 
     def _drop_families(self) -> None:
-        """Drop what no step was of for longest where families take too much."""
-        sizes = {name: _bytes_of_family(family) for name, family in self.families.items()}
-        excess = sum(sizes.values()) - MAX_BYTES // 2
-        for name in list(self.families)[:-1]:
-            if excess <= 0:
-                break
-            excess -= sizes[name]
+        for name in _unused_for_longest(self.families, _bytes_of_family, but=next(reversed(self.families))):
             del self.families[name]
             self._last_of.pop(name, None)
 
-    def _drop_oldest(self) -> None:
-        """Drop what has not run for longest where there is too much."""
-        sizes = {key: _bytes_of(entry) for key, entry in self.entries.items()}
-        excess = sum(sizes.values()) - MAX_BYTES // 2
-        for key in list(self.entries):
-            if excess <= 0 or key == self.key:
-                break
-            excess -= sizes[key]
+    def _drop_entries(self) -> None:
+        for key in _unused_for_longest(self.entries, _bytes_of, but=self.key):
             del self.entries[key]
             self._dropped.add(key)
 

@@ -407,39 +407,44 @@ class ShapeFamily:
         self._is_fitted, self._planner, self._varying, self.alike = True, None, None, frozenset()
         self.version += 1
         self.lost_seconds.clear()
-        by_sizes = {sample.sizes: sample.graph for sample in self.samples.values()}
-        varying = _Varying.of(list(by_sizes))
-        if varying is None or len(by_sizes) < MIN_SAMPLES:
+        found = _modelled({sample.sizes: sample.graph for sample in self.samples.values()})
+        if found is None:
             return
-        graphs = {point: graph for sizes, graph in by_sizes.items() if (point := varying.point(sizes)) is not None}
-        try:
-            model = StepModel.fit(graphs)
-        except OffloadError:  # no two are alike
-            return
-        if len(model.sizes) < MIN_SAMPLES:
-            return
-        alike, first = set(model.sizes), varying
-        varying = _Varying.of([sizes for sizes in by_sizes if varying.point(sizes) in alike])
-        if varying is None:
-            return
-        if varying != first:  # what was left out may differ in more than those that are alike
-            alike_graphs = {p: g for s, g in by_sizes.items() if (p := varying.point(s)) is not None}
-            try:
-                model = StepModel.fit(alike_graphs)
-            except OffloadError:
-                return
-            if len(model.sizes) < MIN_SAMPLES:
-                return
-        self._varying, self._planner = varying, FamilyPlanner(model)
+        self._varying, model = found
+        self._planner = FamilyPlanner(model)
         known = [size for size in model.sizes if isinstance(size, tuple)]
         self._largest = tuple(map(max, zip(*known, strict=True)))
         structure = structure_of(model.structure)
         self.alike = frozenset(s for s, sample in self.samples.items() if sample.structure == structure)
-        found = hash(tuple(sorted((name, _bytes_in(self.samples[name].graph)) for name in self.alike)))
-        if found != self._measured_of:  # what was measured is of another model
-            self._measured_of, self.shortfall_bytes, self.changes.sampling_schedule.num_fresh = found, 0, 0
+        bytes_of_model = hash(tuple(sorted((name, _bytes_in(self.samples[name].graph)) for name in self.alike)))
+        if bytes_of_model != self._measured_of:  # what was measured is of another model
+            self._measured_of, self.shortfall_bytes = bytes_of_model, 0
+            self.changes.sampling_schedule.begin_anew()
         if structure != self._structure:  # what was known of another one is known of other storages
             self._structure, self.verified, self.mismatched = structure, set(), set()
+
+
+def _modelled(by_sizes: dict[Sizes, StepGraph]) -> tuple[_Varying, StepModel] | None:
+    """What varies in steps that are alike, and a model of these; None where too few are.
+
+    What is left out may differ in more than those that are alike, which are looked at again by themselves then.
+
+    Args:
+        by_sizes: The recorded steps, by their sizes.
+    """
+    found: tuple[_Varying, StepModel] | None = None
+    while len(by_sizes) >= MIN_SAMPLES:
+        varying = _Varying.of(list(by_sizes))
+        if varying is None or (found is not None and varying == found[0]):
+            return found if varying is not None else None
+        points = {sizes: point for sizes in by_sizes if (point := varying.point(sizes)) is not None}
+        try:
+            model = StepModel.fit({point: by_sizes[sizes] for sizes, point in points.items()})
+        except OffloadError:  # no two are alike
+            return None
+        found, alike = (varying, model), set(model.sizes)
+        by_sizes = {sizes: by_sizes[sizes] for sizes, point in points.items() if point in alike}
+    return None
 
 
 def _bytes_in(graph: StepGraph) -> int:
