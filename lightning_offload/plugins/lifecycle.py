@@ -290,7 +290,7 @@ def _go_on(entry: PlanEntry, following: Next | None) -> None:
 def record_again(entry: PlanEntry) -> None:
     """Record the next step in place of what is planned for."""
     if entry.superset is not None and not entry.changes.aligns:
-        entry.source = Recorded(entry.source.external)
+        entry.source = Recorded()
     entry.replan("recorded")
     _enter(entry, "recording")
 
@@ -313,12 +313,10 @@ def take_imported(entry: PlanEntry, plan: MemoryPlan, step: StepGraph | None) ->
         plan: The plan.
         step: The step that it was captured with, which is followed from the first one on; None for the recorded one.
     """
-    before = entry.source
-    entry.source = Imported(plan, step, before.external if step is None else None)
-    entry.source.was_restored = before.was_restored
+    entry.source = Imported(plan, step)
     entry.replan("imported")
     if step is not None:
-        entry.graph = step
+        entry.graph, entry.external = step, ExternalStorages()
         entry.baseline.gradients = OldGradients.of(step)
         _enter(entry, "planned")
 
@@ -329,8 +327,9 @@ def leave_imported(entry: PlanEntry) -> None:
     source = entry.source
     if not isinstance(source, Imported):
         return
-    entry.source = Recorded(None if source.is_captured else source.external, was_restored=source.was_restored)
+    entry.source = Recorded()
     if source.is_captured:
+        entry.external = ExternalStorages()
         entry.graph, entry.shortfall_bytes, entry.baseline.headroom_bytes = None, 0, 0
         entry.baseline.gradients = OldGradients()
         entry.mismatched.clear()
@@ -358,7 +357,11 @@ def gives_up(entry: PlanEntry, error: BudgetInfeasibleError) -> bool:
         entry.shortfall_bytes = 0  # of another structure
     _go_on(entry, following)
     if following == "unplan" and not entry.spans_sizes:
-        entry.graph, entry.source = None, Recorded()  # of a step that is not like the others
+        entry.graph, entry.source, entry.external = (
+            None,
+            Recorded(),
+            ExternalStorages(),
+        )  # of a step that is not like the others
     if superset is not None and following is not None and not changes.has_told:
         changes.has_told = True
         _log.warning(
@@ -393,11 +396,10 @@ def _surprised(entry: PlanEntry) -> None:
 
 def _take_recording(entry: PlanEntry, shown: StepShown, recording: Recording) -> None:
     entry.made.state_version = -1
-    known = entry.source.external.known
+    known = entry.external.known
     if shown.live is not None:
         known = ExternalStorages.seen(shown.live, shown.gradients).known
-    external, graph = ExternalStorages(recording.external, known), recording.graph
-    entry.source.external = external
+    entry.external, graph = ExternalStorages(recording.external, known), recording.graph
     if recording.draws_numbers:
         compiled_code.check_recomputation()
     if custom_ops.learn(recording.custom_ops):
@@ -415,13 +417,16 @@ def _take_recording(entry: PlanEntry, shown: StepShown, recording: Recording) ->
     entry.changes.num_failed = 0
     entry.hooks.restart()
     _enter(entry, "verifying")
+    entry.was_restored = False
     entry.changes.variants.learn(
-        Variant(graph, recording.forms, recording.open_sizes, external, recording.gradient_bytes, entry.input_shapes)
+        Variant(
+            graph, recording.forms, recording.open_sizes, entry.external, recording.gradient_bytes, entry.input_shapes
+        )
     )
     if entry.changes.aligns:
         align(entry)
     else:
-        entry.source = Recorded(external)
+        entry.source = Recorded()
     entry.note_gradients(shown.old_gradients)
 
 
@@ -445,10 +450,10 @@ def ensure_plan(key: str, entry: PlanEntry, hardware: Hardware, state: Persisten
     """
     if entry.graph is None:
         return
-    external, made = entry.source.external.references, entry.made
+    external, made = entry.external.references, entry.made
     if (external or entry.family is not None) and made.state_version != state.version:
         made.state_version = state.version
-        if not entry.source.was_restored and state.buckets.are_gone_from(external):
+        if not entry.was_restored and state.buckets.are_gone_from(external):
             record_again(entry)  # it touched what is not there any more
     if entry.has_ops_among(custom_ops.demoted()):
         record_again(entry)  # they are not as they seemed

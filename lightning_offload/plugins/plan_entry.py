@@ -117,6 +117,8 @@ class PlanEntry:
         phase: What its next step does.
         source: Where its plan comes from.
         graph: The step that is planned, with what is on the device beside it; None before there is one.
+        external: The persistent storages that it touches.
+        was_restored: Whether it is from an earlier run: with DDP's buckets in the layout that they come to have.
         program: The plan in force, compiled; None while there is none.
         made: How that stands.
         baseline: What plans count beside what the step makes.
@@ -141,6 +143,8 @@ class PlanEntry:
     phase: Phase = "recording"
     source: PlanSource = dataclasses.field(default_factory=Recorded)
     graph: StepGraph | None = None
+    external: ExternalStorages = dataclasses.field(default_factory=ExternalStorages)
+    was_restored: bool = False
     program: Program | None = None
     made: PlanState = dataclasses.field(default_factory=PlanState)
     baseline: PlannedBaseline = dataclasses.field(default_factory=PlannedBaseline)
@@ -174,7 +178,7 @@ class PlanEntry:
         """
         program = compile_plan(graph, plan) if plan is not None else None
         phase: Phase = "verifying" if plan is None else "planned"
-        made = cls(phase=phase, source=Recorded(was_restored=True), graph=graph, program=program)
+        made = cls(phase=phase, was_restored=True, graph=graph, program=program)
         made.baseline.gradients = OldGradients.of(graph, gradient_bytes)
         made.baseline.recorded_gradient_bytes = gradient_bytes
         return made
@@ -233,7 +237,7 @@ class PlanEntry:
 
     def follow(self, source: Superset) -> None:
         """Plan for the widest of its structures from now on."""
-        self.source, self.graph = source, source.step
+        self.source, self.graph, self.external = source, source.step, source.external
         self.replan("structure")
         self.baseline.recorded_gradient_bytes, self.baseline.is_known = source.gradient_bytes, False
         self.begin_anew()
@@ -455,11 +459,11 @@ class PlanEntry:
             gradients: Of earlier steps: bytes by identity.
             has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
         """
-        graph, external = self.graph, self.source.external
+        graph, external = self.graph, self.external
         held_bytes = there - sum(gradients.values()) if isinstance(there, int) else there.bytes_but(gradients)
-        found_bytes = self.source.found_bytes(graph) if has_inputs and graph is not None else None
-        if found_bytes is not None:
-            return max(0, held_bytes - found_bytes)
+        if external.known is None and has_inputs and graph is not None:
+            found_bytes = self.source.found_bytes(graph)
+            return max(0, held_bytes - found_bytes) if found_bytes is not None else None
         if not isinstance(there, int):
             return external.baseline_bytes(there, gradients, has_inputs=has_inputs)
         taken = graph.taken_bytes if graph is not None else int
@@ -467,8 +471,8 @@ class PlanEntry:
 
     def learn_external(self, live: LiveBytes, gradients: Collection[int]) -> None:
         """Know what the step touches, of a step that was planned without a recording here."""
-        if self.source.external.known is None and self.source.is_own:
-            self.source.external = ExternalStorages.seen(live, gradients)
+        if self.external.known is None and self.source.is_own:
+            self.external = ExternalStorages.seen(live, gradients)
 
     def note_gradients(self, old: OldGradients) -> None:
         """Plan for gradients of earlier steps, as steps have shown them."""

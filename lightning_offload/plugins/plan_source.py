@@ -30,7 +30,6 @@ from lightning_offload.planning.planner import Make, plan_with_margin, plan_with
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.planning.trace import simulate_plan
-from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.plugins.planned_baseline import OldGradients
 from lightning_offload.plugins.sampling_schedule import SamplingSchedule
 from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily
@@ -107,13 +106,8 @@ class Measured:
 class PlanSource:
     """Where the plan for a specialization comes from.
 
-    Args:
-        external: The persistent storages that the planned step touches.
-
     Attributes:
-        external: These.
         sampling_schedule: Which steps have their memory counted.
-        was_restored: Whether it is from an earlier run: with DDP's buckets in the layout that they come to have.
     """
 
     follows_ops: ClassVar[bool] = True
@@ -121,10 +115,8 @@ class PlanSource:
     is_own: ClassVar[bool] = True
     """Whether these are its own: of this very shape, so that what they take tells what ops take."""
 
-    def __init__(self, external: ExternalStorages | None = None) -> None:
-        self.external = external or ExternalStorages()
+    def __init__(self) -> None:
         self.sampling_schedule = SamplingSchedule()
-        self.was_restored = False
 
     @property
     def is_captured(self) -> bool:
@@ -190,7 +182,7 @@ class PlanSource:
     def found_bytes(self, graph: StepGraph) -> int | None:
         """What the coming step finds on the device and reads or writes, gradients of earlier steps aside.
 
-        None where the storages that it touches tell.
+        Asked where no storages are known that it touches; None where only these tell.
         """
         return None
 
@@ -212,16 +204,7 @@ class PlanSource:
 
 
 class Recorded(PlanSource):
-    """A step of this very shape that was recorded, here or in an earlier run.
-
-    Args:
-        external: The persistent storages that it touches.
-        was_restored: Whether it is from an earlier run.
-    """
-
-    def __init__(self, external: ExternalStorages | None = None, *, was_restored: bool = False) -> None:
-        super().__init__(external)
-        self.was_restored = was_restored
+    """A step of this very shape that was recorded, here or in an earlier run."""
 
 
 class ShapeBucket(PlanSource):
@@ -321,6 +304,7 @@ class Superset(PlanSource):
 
     Attributes:
         step: That.
+        external: The persistent storages that it touches.
         gradient_bytes: Gradients of earlier steps that it accumulated into.
         guess_bytes: What is left free for tensors that are larger than any seen.
     """
@@ -330,9 +314,9 @@ class Superset(PlanSource):
     def __init__(self, changes: StructureChanges, size: float = 1.0, *, guesses_margin: bool = True) -> None:
         basis = changes.variants.basis
         widest = changes.variants.widest(size)
-        super().__init__(widest.external)
         self.size = size
         self.step = widest.graph
+        self.external = widest.external
         self.gradient_bytes = widest.gradient_bytes
         self.guesses_margin = guesses_margin
         self.guess_bytes = widest.largest_open_bytes
@@ -426,7 +410,6 @@ class Imported(PlanSource):
     Args:
         plan: The plan.
         step: The step that it was captured with; None where it is for the recorded one.
-        external: The persistent storages that the recorded step touches.
 
     Attributes:
         plan: The plan.
@@ -434,10 +417,8 @@ class Imported(PlanSource):
         step: The step.
     """
 
-    def __init__(
-        self, plan: MemoryPlan, step: StepGraph | None = None, external: ExternalStorages | None = None
-    ) -> None:
-        super().__init__(external)
+    def __init__(self, plan: MemoryPlan, step: StepGraph | None = None) -> None:
+        super().__init__()
         self.plan = self.plan_here = plan
         self.step = step
 
@@ -477,6 +458,6 @@ class Imported(PlanSource):
 
     @override
     def found_bytes(self, graph: StepGraph) -> int | None:
-        if self.step is None or self.external.known is not None:
+        if self.step is None:
             return None
         return sum(graph.taken_bytes(storage.num_bytes) for storage in graph.storages if storage.is_persistent)

@@ -501,7 +501,7 @@ class Steps:
             error.budget_bytes,
             self.state,
             coming.hardware.device,
-            entry.source.external.now(),
+            entry.external.now(),
             num_waiting,
         )
         return with_reasons(error, baseline, shapes_of(coming.shape), self.checkpointing.advice)

@@ -80,13 +80,13 @@ def test_a_replay_that_comes_out_otherwise_is_noted_in_any_phase(phase: Phase) -
 def test_a_given_plan_comes_into_force_at_once_and_leaves_without_a_trace(with_step: bool) -> None:
     """Whatever plan there was; that a step is from an earlier run is not forgotten meanwhile."""
     kind = _planned() if not with_step else PlanEntry()
-    kind.source = Recorded(was_restored=True)
+    kind.was_restored = True
     lifecycle.take_imported(kind, PLAN, GRAPH if with_step else None)
     assert isinstance(kind.source, Imported)
     assert kind.program is None
     lifecycle.leave_imported(kind)
     assert isinstance(kind.source, Recorded)
-    assert kind.source.was_restored
+    assert kind.was_restored
     assert kind.has_left_imported
     assert (kind.graph is None, kind.phase) == ((True, "recording") if with_step else (False, "planned"))
 
