@@ -28,7 +28,7 @@ from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.forwards import Forwards
 from lightning_offload.plugins.hardware import Hardware, TierUse
 from lightning_offload.plugins.imported_plan import ImportedPlan
-from lightning_offload.plugins.infeasible import baseline_parts, shapes_of, with_growth, with_reasons
+from lightning_offload.plugins.infeasible import baseline_parts, shapes_of, with_reasons
 from lightning_offload.plugins.misuse import Misuse
 from lightning_offload.plugins.nested_hooks import NestedHooks
 from lightning_offload.plugins.out_of_memory import out_of_memory
@@ -492,9 +492,9 @@ class Steps:
 
     def _told(self, error: BudgetInfeasibleError, entry: PlanEntry, coming: _Coming) -> BudgetInfeasibleError:
         """The error, with the step that it is about, and what lies beside that."""
-        error = with_growth(error, self.state.growth_bytes if self._is_within_optimizer else 0)
+        growth_bytes = self.state.growth_bytes if self._is_within_optimizer else 0
         if entry.graph is None:
-            return with_reasons(error, shapes_of(coming.shape))
+            return with_reasons(error, shapes_of(coming.shape), growth_bytes=growth_bytes)
         num_waiting = sum(not executor.is_spent for executor in self.executors)
         baseline = baseline_parts(
             entry.graph.extra_bytes,
@@ -504,7 +504,8 @@ class Steps:
             entry.external.now(),
             num_waiting,
         )
-        return with_reasons(error, baseline, shapes_of(coming.shape), self.checkpointing.advice)
+        reasons = baseline, shapes_of(coming.shape), self.checkpointing.advice
+        return with_reasons(error, *reasons, growth_bytes=growth_bytes)
 
     def _begin_plainly(self, entry: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()
