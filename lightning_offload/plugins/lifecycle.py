@@ -53,7 +53,7 @@ from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, 
 from lightning_offload.plugins.planned_baseline import OldGradients
 from lightning_offload.plugins.replanning import Links, with_unforeseen
 from lightning_offload.plugins.settings import Settings
-from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
+from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimeEstimate, StepTimes
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import Next
 from lightning_offload.runtime.lanes import LaneTimes
@@ -185,6 +185,8 @@ def learn(entry: PlanEntry, shown: StepShown, hardware: Hardware) -> None:
     if shown.num_nodes is not None:
         entry.hooks.note(shown.num_nodes)
     entry.takes_data |= shown.took_data
+    if shown.times is not None:
+        seen.step_seconds, seen.stall_seconds = shown.times.step, shown.times.stall
     if shown.moved is not None:
         seen.swapped_bytes, seen.stayed_bytes = shown.moved
     if shown.plain is not None:
@@ -237,8 +239,8 @@ def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) 
         _take_measured(entry, shown.op_times, shown.bytes_by_op)
     elif shown.is_watched:
         check_peak(entry, budget_bytes, shown.bytes_by_op)
-    elif shown.times is not None and entry.plan is not None and entry.phase == "planned" and entry.source.is_own:
-        entry.seen.step_time_estimate.note(entry.plan, shown.times)
+    elif shown.times is not None and entry.phase == "planned" and entry.source.is_own:
+        entry.seen.step_time_estimate.note(shown.times)
     return True
 
 
@@ -357,11 +359,8 @@ def gives_up(entry: PlanEntry, error: BudgetInfeasibleError) -> bool:
         entry.shortfall_bytes = 0  # of another structure
     _go_on(entry, following)
     if following == "unplan" and not entry.spans_sizes:
-        entry.graph, entry.source, entry.external = (
-            None,
-            Recorded(),
-            ExternalStorages(),
-        )  # of a step that is not like the others
+        entry.graph, entry.source = None, Recorded()  # of a step that is not like the others
+        entry.external = ExternalStorages()
     if superset is not None and following is not None and not changes.has_told:
         changes.has_told = True
         _log.warning(
@@ -501,6 +500,7 @@ def make_plan(
     made, baseline = entry.made, entry.baseline
     made.spec, made.seen_by_op, made.superseded, made.is_doubted = device, (), None, False
     entry.corrections.begin_plan()
+    entry.seen.step_time_estimate = StepTimeEstimate()
     entry.begin_anew()
     task = PlanTask(
         graph=entry.graph, device=device, budget_bytes=budget_bytes, usable_bytes=entry.usable_bytes, policy=policy,
@@ -680,7 +680,7 @@ def compare(
     if plan is None or entry.graph is None or spec is None or not entry.source.is_own:
         return
     waits = launched.waits(entry.graph, plan, stall_seconds) if launched is not None else Halves(0.0, 0.0)
-    entry.seen.step_time_estimate.note_waits(plan, sum(waits))
+    entry.seen.step_time_estimate.note_waits(sum(waits))
     factor = entry.corrections.by_time(plan, spec, step_seconds, stall_seconds, sum(waits), links)
     if factor is not None:
         entry.graph = scaled(entry.graph, factor) if factor != 1 else entry.graph

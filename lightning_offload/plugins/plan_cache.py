@@ -293,7 +293,7 @@ class PlanCache:
         if entry is None or not isinstance(bucket, ShapeBucket) or bucket.version != family.version:
             for signature in family.alike:
                 if (sample := self.entries.get(signature)) is not None:
-                    family.take_over(signature, sample)
+                    family.take_over(signature, sample.verified, sample.mismatched, sample.shortfall_bytes)
             entry = self.entries[extrapolated.key] = PlanEntry.in_bucket(
                 family, extrapolated, self._last_of.get(shape.family)
             )
@@ -434,7 +434,7 @@ class PlanCache:
                     family.changes.begin_aligning()
             self._drop_families()
         elif family is not None:
-            family.take_over(shape.signature, entry)
+            family.take_over(shape.signature, entry.verified, entry.mismatched, entry.shortfall_bytes)
 
     def note_baseline(self, num_bytes: int) -> None:
         """Tell the family of the chosen one what is on the device beside its steps: all of them have that."""
@@ -528,11 +528,6 @@ class PlanCache:
         self.num_steps += 1
         self.entry.seen.num_steps += 1
         self.num_planned += self.phase in ("verifying", "measuring", "planned")
-
-    def end_step(self, seconds: float | None, stall_seconds: float) -> None:
-        """Note the times of a step that ran; None where it was not timed."""
-        if seconds is not None:
-            self.entry.seen.step_seconds, self.entry.seen.stall_seconds = seconds, stall_seconds
 
     @property
     def neediest(self) -> PlanEntry:

@@ -26,7 +26,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,14 +169,6 @@ class Sample(NamedTuple):
     structure: str
 
 
-class Known(Protocol):
-    """What steps of a recorded specialization showed; cf. :class:`ShapeFamily`."""
-
-    verified: set[int]
-    mismatched: set[int]
-    shortfall_bytes: int
-
-
 class ShapeFamily:
     """Specializations of a step that differ in nothing but sizes.
 
@@ -289,13 +281,13 @@ class ShapeFamily:
         if self.samples.pop(signature, None) is not None:
             self._is_fitted = False
 
-    def take_over(self, signature: str, entry: Known) -> None:
+    def take_over(self, signature: str, verified: set[int], mismatched: set[int], shortfall_bytes: int) -> None:
         """Learn what planned steps of a recorded specialization showed, where the model has its structure."""
         sample = self.samples.get(signature)
         if self._is_fitted and sample is not None and sample.structure == self._structure:
-            self.verified.update(entry.verified)
-            self.mismatched.update(entry.mismatched)
-            self.shortfall_bytes = max(self.shortfall_bytes, entry.shortfall_bytes)
+            self.verified.update(verified)
+            self.mismatched.update(mismatched)
+            self.shortfall_bytes = max(self.shortfall_bytes, shortfall_bytes)
 
     @property
     def varies(self) -> bool:

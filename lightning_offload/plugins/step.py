@@ -79,7 +79,6 @@ class StepRun:
         slack_bytes: What it came to hold in a recorded step beyond what was alive at once.
         is_watched: Whether its memory, its ops or its copies are measured.
         lane_times: What the lanes did, if that was measured.
-        seconds: Time spent in its scopes, once it is finished and if that was measured.
         is_other: Whether it had other forwards than those that its plan is for.
         like: What steps share that hold what they leave in the place of what another left, whatever its size.
     """
@@ -106,7 +105,6 @@ class StepRun:
     there: Allocated | None = None
     slack_bytes: int | None = None
     lane_times: dict[Tier, LaneTimes] | None = None
-    seconds: float | None = None
     is_other: bool = False
     like: str = ""
     _versions: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -139,11 +137,12 @@ class StepRun:
             used_bytes = max(self.device_peak_bytes, self.there.reserved_bytes)
             self.slack_bytes = max(0, memory.reserved_bytes() - used_bytes)
 
-    @property
-    def stall_seconds(self) -> float:
-        """Time that compute waited for copies, as far as it was measured."""
-        times = (self.lane_times or {}).values()
-        return self.executor.stall_seconds + sum(t.stall_seconds for t in times)
+    def _times(self) -> StepTimes | None:
+        seconds, lane_times = self.clock.seconds(), (self.lane_times or {}).values()
+        if seconds is None:
+            return None
+        stall_seconds = self.executor.stall_seconds + sum(times.stall_seconds for times in lane_times)
+        return StepTimes(seconds, stall_seconds, self.executor.replay_seconds)
 
     def begin(self) -> None:
         """It begins: note what is on the device, where it shows what such steps need that keep everything."""
@@ -182,7 +181,6 @@ class StepRun:
             baseline: What is on the device beside the steps.
         """
         executor = self.executor
-        self.seconds = self.clock.seconds()
         if self.is_watched:
             self.lane_times = self.tiers.take_times()
             self.tiers.measure(False)
@@ -204,15 +202,13 @@ class StepRun:
             moved=moved,
             plain=self._plain_need(executor.swapped_bytes) if is_plain_known else None,
             lane_times=self.lane_times,
+            times=self._times(),
             has_retried=self.peaks.take_retries(self.device) > 0,
         )
         if not has_backward and self.recorder is None:
             return shown
         old_gradients = self._old_gradients()  # before a recording finds buckets among them
         left = self._left_behind(baseline)
-        times: StepTimes | None = None
-        if self.seconds is not None:
-            times = StepTimes(self.seconds, self.stall_seconds, executor.replay_seconds)
         return dataclasses.replace(
             shown,
             peaks=self._peaks(),
@@ -228,7 +224,6 @@ class StepRun:
             is_watched=self.is_watched,
             op_times=self.times,
             bytes_by_op=self._bytes_by_op(),
-            times=times,
             launched=self.clock.launch_times() if self.is_watched else None,
             drops=self.drops,
         )

@@ -593,7 +593,6 @@ class Steps:
         superset = run.executor.superset
         astray_bytes = superset.ledger.astray_bytes if superset is not None else None
         self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
-        self.cache.end_step(run.seconds, run.stall_seconds)
 
     def finish_if_read(self) -> None:
         """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""

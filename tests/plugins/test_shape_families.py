@@ -13,7 +13,6 @@ from torch.utils._pytree import register_pytree_node
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.infeasible import shapes_of, with_reasons
-from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.shape_families import MIN_SAMPLES, ShapeFamily, shape_of
 from tests.graph.building import chain
 
@@ -281,15 +280,13 @@ def test_planned_steps_teach_only_a_family_of_their_structure() -> None:
     """What is verified is known by a storage's place in the structure; what a refit replaces starts anew."""
     family = _family((4, 10), (4, 30), (4, 70))
     family.find((4, 50, 4, 50))
-    kind = PlanEntry(verified={1}, mismatched={2}, shortfall_bytes=5)
-    family.take_over("4 30", kind)
+    family.take_over("4 30", {1}, {2}, 5)
     assert (family.verified, family.mismatched, family.shortfall_bytes) == ({1}, {2}, 5)
     family.learn("4 30", (4, 30, 4, 30), chain(5, 6, 7, 8, 9))
-    other = PlanEntry(verified={3}, mismatched={4}, shortfall_bytes=50)
-    family.take_over("4 30", other)
+    family.take_over("4 30", {3}, {4}, 50)
     family.learn("4 60", (4, 60, 4, 60), _step(4, 60))
     family.find((4, 50, 4, 50))
-    family.take_over("4 30", other)
+    family.take_over("4 30", {3}, {4}, 50)
     assert (family.verified, family.mismatched, family.shortfall_bytes) == ({1}, {2}, 0)
     assert family.alike == {"4 10", "4 60", "4 70"}
 
