@@ -505,8 +505,8 @@ class PlanCache:
             raise PlanError(f"the state of the memory plugin is malformed: {why}") from None
         custom_ops.learn(standings)
         self.entries.update(entries)
-        for name, *sample in samples:
-            self.families.setdefault(name, ShapeFamily(name)).learn(*sample)
+        for name, signature, sizes, graph, gradient_bytes in samples:
+            self.families.setdefault(name, ShapeFamily(name)).learn(signature, sizes, graph, gradient_bytes)
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop the specializations whose signatures are not among those to keep."""
