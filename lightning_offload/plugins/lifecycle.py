@@ -45,12 +45,11 @@ from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import mode_share
 from lightning_offload.plugins.data_parallel import shared_spec
-from lightning_offload.plugins.external_storages import ExternalStorages, StorageRef
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, Superset
-from lightning_offload.plugins.planned_baseline import OldGradients
+from lightning_offload.plugins.planned_baseline import ExternalStorages, OldGradients, StorageRef
 from lightning_offload.plugins.replanning import Links, with_unforeseen
 from lightning_offload.plugins.settings import Settings
 from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimeEstimate, StepTimes

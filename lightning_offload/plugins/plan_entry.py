@@ -25,10 +25,9 @@ from lightning_offload.planning.floor import peaks_without_plan
 from lightning_offload.planning.planner import with_margin
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.plugins.baseline import There
-from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.plugins.plain_steps import AMPLE, PlainNeed
 from lightning_offload.plugins.plan_source import Measured, PlanSource, Recorded, ShapeBucket, Superset
-from lightning_offload.plugins.planned_baseline import OldGradients, PlannedBaseline
+from lightning_offload.plugins.planned_baseline import ExternalStorages, OldGradients, PlannedBaseline
 from lightning_offload.plugins.replanning import Corrections, Reason
 from lightning_offload.plugins.sampling_schedule import HookElision
 from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily

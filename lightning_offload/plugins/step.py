@@ -35,12 +35,11 @@ from lightning_offload.capture.workspace import op_memory_for, workspaces_on
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import Accumulation
 from lightning_offload.plugins.baseline import Baseline, There
-from lightning_offload.plugins.external_storages import StorageRef
 from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, demote, is_seen_by_core
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
-from lightning_offload.plugins.planned_baseline import OldGradients
+from lightning_offload.plugins.planned_baseline import OldGradients, StorageRef
 from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode

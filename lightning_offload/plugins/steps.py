@@ -21,7 +21,7 @@ from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.errors import BudgetInfeasibleError, PlanError, SpillError, UnsupportedError
 from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.baseline import Baseline, There
-from lightning_offload.plugins.checkpointing import Checkpointing, watch_regions
+from lightning_offload.plugins.checkpointing import Checkpointing, NestedHooks, watch_regions
 from lightning_offload.plugins.chunked_losses import ChunkedLosses
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
@@ -30,7 +30,6 @@ from lightning_offload.plugins.hardware import Hardware, TierUse
 from lightning_offload.plugins.imported_plan import ImportedPlan
 from lightning_offload.plugins.infeasible import baseline_parts, shapes_of, with_reasons
 from lightning_offload.plugins.misuse import Misuse
-from lightning_offload.plugins.nested_hooks import NestedHooks
 from lightning_offload.plugins.out_of_memory import out_of_memory
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plain_steps import PlainStep

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_offload.plugins.baseline import There
-from lightning_offload.plugins.external_storages import ExternalStorages
+from lightning_offload.plugins.planned_baseline import ExternalStorages
 
 WEIGHT_BYTES, BATCH_BYTES, OTHER_BYTES = 400, 40, 4000
 
