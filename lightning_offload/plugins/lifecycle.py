@@ -222,9 +222,8 @@ def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) 
         return False
     if entry.phase == "planned" and entry.source.follows_ops:
         entry.changes.followed()  # which makes up for earlier ones that did not
-    superset = entry.superset
-    if shown.ledger is not None and superset is not None:
-        _go_on(entry, superset.followed(shown.ledger, entry.saved_bytes))
+    if shown.ledger is not None and entry.superset is not None:
+        _go_on(entry, entry.changes.aligned(shown.ledger, entry.saved_bytes))
         if not entry.changes.aligns:
             entry.shortfall_bytes = 0  # of another structure
     if shown.has_surprised:

@@ -401,14 +401,9 @@ class PlanEntry:
             return True
         if self.phase == "unplanned":
             return budget_bytes is None or self.plain.fits(device, budget_bytes)
-        may_go_plainly = policy == "auto" or kind_of(device).counts_memory
-        if (
-            self.is_aligned
-            and budget_bytes is not None
-            and may_go_plainly
-            and self.source.may_go_plainly(self.input_shapes)
-        ):
-            return self.plain.fits(device, budget_bytes)
+        if self.is_aligned and budget_bytes is not None and (policy == "auto" or kind_of(device).counts_memory):
+            is_as_small = not self.spans_sizes or self.changes.variants.size_of(self.input_shapes) <= 1
+            return is_as_small and self.plain.fits(device, budget_bytes)
         return self.phase != "recording" and self.is_keep_all and budget_bytes is None
 
     # ---- memory

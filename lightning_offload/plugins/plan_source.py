@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -33,12 +33,9 @@ from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.plugins.planned_baseline import OldGradients
 from lightning_offload.plugins.sampling_schedule import SamplingSchedule
 from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily
-from lightning_offload.plugins.structure_changes import Next, StructureChanges
+from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
-
-if TYPE_CHECKING:
-    from lightning_offload.runtime.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 _OF_ANOTHER_SIZE = 4  # what a plan did not foresee may be by a quarter more at another size
@@ -197,10 +194,6 @@ class PlanSource:
     def unforeseen_bytes(self, step: Measured) -> int:
         """By how much a measured peak exceeds what was predicted for it, without a margin."""
         return max(0, step.peak_bytes - step.foreseen_bytes)
-
-    def may_go_plainly(self, input_shapes: Shapes) -> bool:
-        """Whether a step that keeps everything needs no plan for it, where that fits."""
-        return False
 
 
 class Recorded(PlanSource):
@@ -384,19 +377,6 @@ class Superset(PlanSource):
     def wider_margin(self, needed_bytes: int) -> int:
         """What steps may need beyond what was foreseen, by what one was measured to."""
         return needed_bytes + needed_bytes // _OF_ANOTHER_SIZE if self._changes.spans_sizes else needed_bytes
-
-    @override
-    def may_go_plainly(self, input_shapes: Shapes) -> bool:
-        return not self._changes.spans_sizes or self._changes.variants.size_of(input_shapes) <= 1
-
-    def followed(self, step: Ledger, saved_bytes: int) -> Next | None:
-        """A step has followed the plan as far as it could; what the next ones do, if not the same.
-
-        Args:
-            step: What decided about its saves.
-            saved_bytes: What the planned step saves.
-        """
-        return self._changes.aligned(step, saved_bytes)
 
 
 class Imported(PlanSource):
