@@ -504,7 +504,7 @@ def make_plan(
         graph=entry.graph, device=device, budget_bytes=budget_bytes, usable_bytes=entry.usable_bytes, policy=policy,
         keep=entry.graph.storages_saved_in(keep), mismatched=frozenset(entry.mismatched),
         mode_seconds=entry.corrections.mode_seconds, is_provisional=entry.phase != "planned",
-        is_thorough=made.must_search, margin_bytes=entry.margin_bytes,
+        is_thorough=made.search == "due", margin_bytes=entry.margin_bytes,
     )  # fmt: skip
     try:
         plan = entry.source.make(task)
@@ -523,7 +523,8 @@ def make_plan(
         )
     if budget_bytes is not None and made.is_over and plan.predicted_peak_bytes > budget_bytes:
         entry.warn(budget_bytes, plan.predicted_peak_bytes)
-    made.must_search = entry.changes.is_retried = False
+    entry.changes.is_retried = False
+    made.search = "done" if made.search is not None else None
     entry.program = entry.source.compile(entry.graph, plan)
     made.last = entry.plan
 
@@ -536,11 +537,11 @@ def weigh_search(entry: PlanEntry) -> None:
     search takes.
     """
     made, plan = entry.made, entry.plan
-    if plan is None or made.is_searched or plan.policy != "auto" or entry.source.is_own:
+    if plan is None or made.search is not None or plan.policy != "auto" or entry.source.is_own:
         return
     made.lost_seconds += lost_seconds(plan)
-    if pays(made.lost_seconds, entry.search_seconds):
-        made.is_searched = made.must_search = True
+    if pays(made.lost_seconds, entry.shared_changes.search_seconds):
+        made.search = "due"
         entry.replan("searched")
 
 
@@ -692,7 +693,7 @@ def compare(
 def _may_go_without_mode(entry: PlanEntry) -> bool:
     """Whether another plan would spare its steps the dispatch mode."""
     is_ours = entry.plan is not None and entry.plan.policy == "auto" and not isinstance(entry.source, Imported)
-    return is_ours and not (entry.takes_data or entry.changes.num_deviations)
+    return is_ours and not (entry.takes_data or entry.has_deviated)
 
 
 def ran_out_of_memory(entry: PlanEntry) -> None:

@@ -86,8 +86,7 @@ class PlanState:
         is_doubted: Whether one under the plan in force was, so that the next one is measured as well.
         seen_by_op: The peak before each op, of the last step under it that was measured.
         lost_seconds: What the steps under plans that were made in haste took beyond plain ones, by prediction.
-        is_searched: Whether such a plan was searched for thoroughly, once.
-        must_search: Whether the next one is.
+        search: Whether the next such plan is searched for thoroughly, or one was; None before that pays.
         peaks: A step without a plan, with its smallest peak and that with everything kept; None before anybody asked.
         replans: How many final plans were given up, by why.
     """
@@ -102,8 +101,7 @@ class PlanState:
     is_doubted: bool = False
     seen_by_op: tuple[int, ...] = ()
     lost_seconds: float = 0.0
-    is_searched: bool = False
-    must_search: bool = False
+    search: Literal["due", "done"] | None = None
     peaks: tuple[StepGraph, tuple[int, int]] | None = None
     replans: Counter[Reason] = dataclasses.field(default_factory=Counter)
 
@@ -300,9 +298,14 @@ class PlanEntry:
         return not self.source.follows_ops and self.phase == "planned"
 
     @property
+    def shared_changes(self) -> StructureChanges:
+        """What is known of how the structure changes of all steps that are planned alike."""
+        return self.family.changes if self.family is not None else self.changes
+
+    @property
     def has_deviated(self) -> bool:
-        """Whether steps left their plan lately, its own or others of its family: the coming one may, too."""
-        return self.changes.num_deviations > 0 or (self.family is not None and self.family.changes.num_deviations > 0)
+        """Whether such steps left their plan lately: the coming one may, too."""
+        return self.shared_changes.num_deviations > 0
 
     @property
     def spans_sizes(self) -> bool:
@@ -335,15 +338,6 @@ class PlanEntry:
             return False
         recomputed = {s for s, d in self.program.decisions.items() if d.action == "recompute"}
         return not recomputed <= self.verified
-
-    @property
-    def search_seconds(self) -> float:
-        """What a thorough search for its plan takes."""
-        return (self.family.changes if self.family is not None else self.changes).search_seconds
-
-    @search_seconds.setter
-    def search_seconds(self, seconds: float) -> None:
-        (self.family.changes if self.family is not None else self.changes).search_seconds = seconds
 
     @property
     def expected(self) -> Expected | None:

@@ -421,7 +421,7 @@ class Steps:
             BudgetInfeasibleError: No plan can meet the budget.
         """
         lifecycle.weigh_search(entry)
-        is_searched, is_exact, before = entry.made.must_search, False, entry.program
+        is_searched, is_exact, before = entry.made.search == "due", False, entry.program
         with self.cache.figures.planning() as took:
             while True:
                 try:
@@ -440,7 +440,7 @@ class Steps:
         if entry.graph is not None and not isinstance(entry.source, Imported):
             self.misuse.check_keep(self.settings.keep, entry.graph)
         if is_searched:
-            entry.search_seconds = took()
+            entry.shared_changes.search_seconds = took()
         elif entry.family is not None and not is_exact and entry.program is not before:
             entry.family.note_hasty(took(), entry.plan)
         return entry
