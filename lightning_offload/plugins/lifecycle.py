@@ -37,7 +37,6 @@ import torch
 
 from lightning_offload.accelerators import kind_of
 from lightning_offload.capture.departures import Departures
-from lightning_offload.capture.live import LiveBytes
 from lightning_offload.capture.timing import OpTimes, retime, scaled
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
@@ -81,7 +80,6 @@ class Recording:
 
     Attributes:
         graph: The step.
-        external: The persistent storages that it touched.
         forms: By pack: what was saved.
         open_sizes: Sizes that depended on data.
         has_backward: Whether anything was read back.
@@ -94,7 +92,6 @@ class Recording:
     """
 
     graph: StepGraph
-    external: dict[int, StorageRef]
     forms: tuple[SavedForm, ...]
     open_sizes: frozenset[int]
     has_backward: bool
@@ -129,8 +126,7 @@ class StepShown:
         peaks: Its peaks; None where they were not measured.
         recording: It, if it was recorded.
         old_gradients: Gradients of earlier steps, those before its backward aside.
-        gradients: Identities of the gradients that were there when it began.
-        live: What counted its bytes; None for nothing.
+        external: The persistent storages that it touched; None where nobody looked.
         has_deviated: Whether it left its plan.
         is_other: Whether it had other forwards than those that its plan is for.
         ledger: What decided about its saves, where it followed the plan for another structure.
@@ -155,8 +151,7 @@ class StepShown:
     peaks: Peaks | None = None
     recording: Recording | None = None
     old_gradients: OldGradients = dataclasses.field(default_factory=OldGradients)
-    gradients: Collection[int] = ()
-    live: LiveBytes | None = None
+    external: ExternalStorages | None = None
     has_deviated: bool = False
     is_other: bool = False
     ledger: Ledger | None = None
@@ -229,8 +224,8 @@ def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) 
     if shown.has_surprised:
         _surprised(entry)
     entry.verified.update(shown.verified)
-    if shown.live is not None:
-        entry.learn_external(shown.live, shown.gradients)
+    if shown.external is not None and entry.external.known is None and entry.source.is_own:
+        entry.external = shown.external  # of a step that was planned without a recording here
     if entry.program is not shown.program:
         return False
     if shown.op_times is not None:
@@ -393,10 +388,10 @@ def _surprised(entry: PlanEntry) -> None:
 
 def _take_recording(entry: PlanEntry, shown: StepShown, recording: Recording) -> None:
     entry.made.state_version = -1
-    known = entry.external.known
-    if shown.live is not None:
-        known = ExternalStorages.seen(shown.live, shown.gradients).known
-    entry.external, graph = ExternalStorages(recording.external, known), recording.graph
+    graph = recording.graph
+    if shown.external is not None:
+        known = entry.external.known if shown.external.known is None else shown.external.known
+        entry.external = dataclasses.replace(shown.external, known=known)
     if recording.draws_numbers:
         compiled_code.check_recomputation()
     if custom_ops.learn(recording.custom_ops):

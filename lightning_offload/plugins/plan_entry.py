@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from lightning_offload.accelerators import kind_of
 from lightning_offload.capture.departures import Departures
-from lightning_offload.capture.live import LiveBytes
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -456,11 +455,6 @@ class PlanEntry:
             return external.baseline_bytes(there, gradients, has_inputs=has_inputs)
         taken = graph.taken_bytes if graph is not None else int
         return external.baseline_bytes_of(held_bytes, taken, has_inputs=has_inputs)
-
-    def learn_external(self, live: LiveBytes, gradients: Collection[int]) -> None:
-        """Know what the step touches, of a step that was planned without a recording here."""
-        if self.external.known is None and self.source.is_own:
-            self.external = ExternalStorages.seen(live, gradients)
 
     def note_gradients(self, old: OldGradients) -> None:
         """Plan for gradients of earlier steps, as steps have shown them."""

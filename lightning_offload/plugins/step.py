@@ -39,7 +39,7 @@ from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, dem
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
-from lightning_offload.plugins.planned_baseline import OldGradients, StorageRef
+from lightning_offload.plugins.planned_baseline import ExternalStorages, OldGradients, StorageRef
 from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
@@ -208,13 +208,15 @@ class StepRun:
             return shown
         old_gradients = self._old_gradients()  # before a recording finds buckets among them
         left = self._left_behind(baseline)
+        external = ExternalStorages.seen(self.live, self.old_gradients) if self.live is not None else None
+        if self.recorder is not None:  # which knows of what nobody listed, too
+            external = ExternalStorages(self.recorder.persistent_ids(), external.known if external else None)
         return dataclasses.replace(
             shown,
             peaks=self._peaks(),
             recording=self._recording(left) if self.recorder is not None else None,
             old_gradients=old_gradients,
-            gradients=self.old_gradients,
-            live=self.live,
+            external=external,
             has_deviated=executor.has_deviated,
             is_other=self.is_other,
             ledger=superset.ledger if superset is not None else None,
@@ -233,7 +235,6 @@ class StepRun:
         before, state = self._accumulated_but_buckets(), self.state
         state.buckets.place(recorder.all_reduced())
         return Recording(
-            external=recorder.persistent_ids(),
             graph=recorder.finish(),
             forms=tuple(recorder.saved_forms),
             open_sizes=frozenset(recorder.open_sizes),
