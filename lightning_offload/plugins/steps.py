@@ -110,8 +110,7 @@ class Steps:
         self.is_attached = self._was_attached = False
         self._is_open = False
         self._num_optimizers = 0  # whose step is under way: one may call another
-        self._is_in_optimizer = False
-        self._num_nested = 0  # steps in its closure
+        self._num_nested: int | None = None  # steps in its closure; None outside
         self._is_repeating = False  # whether an optimizer called that more than once
         self._forwards = Forwards()
         self._guessed_bytes = 0  # of what the last look found beside a step
@@ -402,7 +401,7 @@ class Steps:
 
     def _note_nested(self) -> None:
         """Notice a step in the closure of an optimizer, which keeps what it makes from one call of that to the next."""
-        if not self._is_in_optimizer:
+        if self._num_nested is None:
             return
         self._num_nested += 1
         if self._num_nested > 1 and not self._is_repeating:
@@ -412,7 +411,7 @@ class Steps:
     @property
     def _is_within_optimizer(self) -> bool:
         """Whether steps are in the closure of an optimizer that calls it again and again."""
-        return self._is_in_optimizer and self._is_repeating
+        return self._num_nested is not None and self._is_repeating
 
     def _plan(self, entry: PlanEntry, coming: _Coming) -> PlanEntry:
         """Have a plan for the coming step; the specialization that it is for.
@@ -636,7 +635,7 @@ class Steps:
             return
         self._num_optimizers += 1
         if self._num_optimizers == 1:
-            self._is_in_optimizer, self._num_nested = True, 0
+            self._num_nested = 0
         device = self.device
         if self._num_optimizers > 1 or run is None or device is None or kind_of(device).counts_memory:
             return
@@ -652,14 +651,14 @@ class Steps:
         if self.state.thread not in (None, threading.get_ident()):
             return
         if not self._num_optimizers:  # a training step began within it
-            self._is_in_optimizer = False
+            self._num_nested = None
             self.baseline.note_left(self.peaks.end_optimizer(is_whole=False))
             return
         self._num_optimizers -= 1
         if self._num_optimizers:  # that of an optimizer which has another one inside
             return
         peaks, run = self.peaks, self._run
-        self._is_in_optimizer = False
+        self._num_nested = None
         peaks.end_optimizer(is_whole=True)
         if self._is_open and run is not None and run.live is not None:
             peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
