@@ -197,6 +197,7 @@ class PlanCache:
         key: Signature of the specialization that ran last.
         entry: That specialization.
         phase: What its last step did.
+        is_first_sight: Whether that was the first step of its shape.
         num_steps: Steps so far, of all specializations.
         num_planned: Those of them that ran under a plan.
     """
@@ -208,6 +209,7 @@ class PlanCache:
         self.key = ""
         self.entry = PlanEntry()
         self.phase: Phase = "idle"
+        self.is_first_sight = False
         self.num_steps = 0
         self.num_planned = 0
         self._dropped: set[str] = set()
@@ -261,7 +263,7 @@ class PlanCache:
         is_for_many = entry.family is not None or entry.spans_sizes or entry.has_ample_room
         is_planned = is_for_many and entry.phase == "planned"
         is_new = self.figures.see(shape, is_planned=is_planned)
-        entry.is_first_sight = self.entry.is_first_sight if is_exact else is_new
+        self.is_first_sight = self.is_first_sight if is_exact else is_new
         self.entry = entry
         if shape.family in self.families:
             self.families.move_to_end(shape.family)

@@ -131,7 +131,6 @@ class PlanEntry:
         num_demoted: How many ops were no longer believed when its step was recorded, or was last looked through.
         num_surprises: Steps in which backward wrote what the plan counts on.
         input_shapes: The shapes of the tensors that the coming step is given.
-        is_first_sight: Whether the shape of the coming step is new.
         has_ample_room: Whether it stands for all new shapes, which keep everything: there is room for more than that.
         has_left_imported: Whether a plan that the user gave was not followed.
     """
@@ -157,7 +156,6 @@ class PlanEntry:
     num_demoted: int = dataclasses.field(default_factory=lambda: len(custom_ops.demoted()))
     num_surprises: int = 0
     input_shapes: Shapes = ()
-    is_first_sight: bool = False
     has_ample_room: bool = False
     has_left_imported: bool = False
 

@@ -345,6 +345,8 @@ def start_run(
     gradients: dict[int, int],
     state: PersistentState,
     like: str,
+    *,
+    is_first_sight: bool,
 ) -> StepRun:
     """Set up the executor and the observers that a step of this specialization needs now.
 
@@ -359,6 +361,7 @@ def start_run(
         gradients: Those that are there: bytes by identity of the storage.
         state: The state of the training.
         like: What steps share that hold what they leave in the place of what another left, whatever its size.
+        is_first_sight: Whether it is the first of its shape.
     """
     program = entry.program
     is_recorded = entry.phase == "recording"
@@ -386,7 +389,7 @@ def start_run(
     # A specialization that has left its plan lately runs under what can give up what the plan keeps.
     is_light = not observers and entry.phase == "planned" and not entry.has_deviated
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
-    is_sure = entry.family is None or not entry.is_first_sight
+    is_sure = entry.family is None or not is_first_sight
     is_imported = isinstance(entry.source, Imported)
     if is_recorded:
         entry.is_seen_by_core = is_seen_by_core(entry, device)

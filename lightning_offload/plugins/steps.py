@@ -389,7 +389,7 @@ class Steps:
         self.cache.begin_step()
         self._run = run = start_run(
             entry, hardware.tiers, hardware.device, self.module, self.settings.verify, peaks, there, gradients,
-            self.state, shape.family,
+            self.state, shape.family, is_first_sight=self.cache.is_first_sight,
         )  # fmt: skip
         self.executors.add(run.executor)
         return run
