@@ -3,13 +3,11 @@
 A GPT-2 of 12 layers is recorded at eight lengths without running, and priced by the device's datasheet; its graph at
 any other length follows from these to the byte. Steps go as in the plugin: by the same family of shapes, which says
 what is recorded and what is derived. A recorded step counts as one in which all that is saved goes to the host and
-comes back, while nothing else runs, but for what a larger one that was recorded shows to have room; a derived one with
-what its plan predicts. The time that plans take is left out.
+comes back, while nothing else runs; a derived one with what its plan predicts. The time that plans take is left out.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,13 +18,11 @@ from benchmarks.results import Row
 from examples.models import gpt2
 from lightning_offload.graph.catalog import device_spec
 from lightning_offload.graph.device_spec import DeviceSpec
-from lightning_offload.graph.memory_plan import AT_PACK, ON_DEMAND
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.request import PlanRequest
 from lightning_offload.planning.step_model import StepModel
-from lightning_offload.planning.trace import simulate_plan
 from lightning_offload.plugins.fake import Step, record_fake_step
 from lightning_offload.plugins.shape_families import ShapeFamily
 
@@ -99,10 +95,8 @@ def _changing(
         extrapolated = family.find((_BATCH_SIZE, length))
         if extrapolated is None:
             num_recorded += 1
-            room = family.room_for((_BATCH_SIZE, length), budget_bytes, graph.persistent_bytes)
-            taken.append(_floor_seconds(graph, spec, room.spare_bytes if room is not None else 0))
-            bare_bytes = _floor_bytes(graph, spec) - graph.persistent_bytes if room is None else None
-            family.learn(str(length), (_BATCH_SIZE, length), graph, bare_bytes=bare_bytes)
+            taken.append(_floor_seconds(graph, spec))
+            family.learn(str(length), (_BATCH_SIZE, length), graph)
             continue
         planner = family.planner
         figures = planner.model.figures_at(extrapolated.point)
@@ -111,16 +105,9 @@ def _changing(
     return taken, plain, num_recorded
 
 
-def _floor_bytes(graph: StepGraph, spec: DeviceSpec) -> int:
-    """The peak of such a step."""
-    decisions = plan(graph, spec, None, policy="all-swap").decisions
-    at_once = [dataclasses.replace(d, release_op=AT_PACK, prefetch_unpack=ON_DEMAND) for d in decisions]
-    return simulate_plan(Problem(graph), at_once, spec).peak_bytes
-
-
-def _floor_seconds(graph: StepGraph, spec: DeviceSpec, spare_bytes: int) -> float:
-    """A step in which everything saved is copied out and back while nothing else runs, but for what may stay."""
+def _floor_seconds(graph: StepGraph, spec: DeviceSpec) -> float:
+    """A step in which everything saved is copied out and back while nothing else runs."""
     saved = {graph.values[save.value].storage for save in graph.saves}
     sizes = (graph.storages[storage] for storage in saved)
-    num_bytes = max(0, sum(storage.num_bytes for storage in sizes if not storage.is_persistent) - spare_bytes)
+    num_bytes = sum(storage.num_bytes for storage in sizes if not storage.is_persistent)
     return graph.seconds + num_bytes * (1 / spec.d2h_bytes_per_second + 1 / spec.h2d_bytes_per_second)

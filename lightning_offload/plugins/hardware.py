@@ -22,6 +22,7 @@ from lightning_offload.graph.host_layout import Layout
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.plugins.data_parallel import num_local_ranks
 from lightning_offload.plugins.devices import HostRefusedError, measure_spec, nominal_spec
+from lightning_offload.plugins.replanning import Links
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
 from lightning_offload.runtime.lanes import LaneTimes
 from lightning_offload.runtime.sight import core_on
@@ -237,20 +238,15 @@ class Hardware:
         self._spec = updated(self._spec, observed, self._observed)
         self._observed = observed
 
-    def is_slower_than(self, spec: DeviceSpec | None) -> bool:
-        """Whether a link turned out slower than a plan for this spec counted on."""
-        return any(ratio < _MUCH_SLOWER for ratio in self._ratios_to(spec))
-
-    def is_faster_than(self, spec: DeviceSpec | None) -> bool:
-        """Whether a link turned out faster than a plan for this spec counted on, and none slower."""
-        return not self.is_slower_than(spec) and any(ratio > _MUCH_FASTER for ratio in self._ratios_to(spec))
-
-    def _ratios_to(self, spec: DeviceSpec | None) -> list[float]:
-        """What plans would count on now as a multiple of what a plan for this spec did, by link."""
+    def links_since(self, spec: DeviceSpec | None) -> Links:
+        """How fast links turned out to be, of what a plan for this spec counted on."""
         if spec is None or self._spec is None:
-            return []
+            return "as planned"
         now = self._spec.derated(_LINK_FRACTION)
-        return [rate / planned for rate, planned in zip(_rates(now), _rates(spec), strict=True) if planned]
+        ratios = [rate / planned for rate, planned in zip(_rates(now), _rates(spec), strict=True) if planned]
+        if min(ratios, default=1.0) < _MUCH_SLOWER:
+            return "slower"
+        return "faster" if max(ratios, default=1.0) > _MUCH_FASTER else "as planned"
 
     def use(self) -> TierUse:
         """How much of the tiers is in use."""

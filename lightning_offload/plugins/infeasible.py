@@ -20,39 +20,26 @@ _NUM_SHOWN = 3  # of the largest storages, in a message
 _LITTLE = 0.02  # of the budget: what is beside the step is not told of
 
 
-def with_reasons(error: BudgetInfeasibleError, *reasons: str) -> BudgetInfeasibleError:
+def with_reasons(error: BudgetInfeasibleError, *reasons: str, growth_bytes: int = 0) -> BudgetInfeasibleError:
     """The error, with more to tell.
 
     Args:
         error: The error.
         reasons: What to tell; those that are empty are left out.
+        growth_bytes: By how much an optimizer's state is yet to grow: the budget that is named is one that lasts.
     """
-    told = [reason for reason in reasons if reason]
-    if not told:
+    if not (growth_bytes or any(reasons)):
         return error
+    told, floor_bytes = str(error), error.floor_bytes + growth_bytes
+    if growth_bytes:
+        now, lasting = (f"{format_bytes(n)} ({n} bytes)" for n in (error.floor_bytes, floor_bytes))
+        growth = (
+            f"{format_bytes(growth_bytes)} of that are for the history of L-BFGS, which is yet to grow: a shorter one "
+            "needs less (history_size=)"
+        )
+        told, reasons = told.replace(now, lasting, 1), (growth, *reasons)
     return BudgetInfeasibleError(
-        "; ".join([str(error), *told]), budget_bytes=error.budget_bytes, floor_bytes=error.floor_bytes, op=error.op
-    )
-
-
-def with_growth(error: BudgetInfeasibleError, num_bytes: int) -> BudgetInfeasibleError:
-    """The error, where the state of an optimizer is yet to grow: the budget that it names is one that lasts.
-
-    Args:
-        error: The error.
-        num_bytes: By how much.
-    """
-    if not num_bytes:
-        return error
-    lasting = error.floor_bytes + num_bytes
-    now, then = (f"{format_bytes(n)} ({n} bytes)" for n in (error.floor_bytes, lasting))
-    return BudgetInfeasibleError(
-        str(error).replace(now, then, 1)
-        + f"; {format_bytes(num_bytes)} of that are for the history of L-BFGS, which is yet to grow: a shorter one "
-        "needs less (history_size=)",
-        budget_bytes=error.budget_bytes,
-        floor_bytes=lasting,
-        op=error.op,
+        "; ".join(filter(None, (told, *reasons))), budget_bytes=error.budget_bytes, floor_bytes=floor_bytes, op=error.op
     )
 
 

@@ -1,7 +1,18 @@
 """The life of a plan: a step's shape is recorded, planned, verified, measured, planned once more, and then run.
 
-The only place where a specialization comes to another phase (:mod:`~lightning_offload.plugins.phases`). Before a step
-:func:`begin_step` and :func:`ensure_plan` say what it does. What it showed comes in as a :class:`StepShown`, and
+::
+
+    recording --> verifying --> measuring --> planned
+        ^             |             |            |
+        +-------------+-------------+------------+--> unplanned
+
+Step 1 of a new shape is recorded. Step 2 runs under the first plan, and its replays are verified; step 3 is measured;
+the final plan is in force from step 4 on. A plan that needs no recording (of other sizes, of another structure, of the
+user) is final at once. A replay that gave other bits goes back to verifying, and so does what changes for good to
+recording. *Unplanned* steps have no plan; some of them are recorded to get one.
+
+The only place where a specialization comes to another phase. Before a step :func:`begin_step` and :func:`ensure_plan`
+say what it does. What it showed comes in as a :class:`StepShown`, and
 :func:`learn` says what the next ones do. Nothing here plans but :func:`ensure_plan`: a plan is given up by
 :meth:`PlanEntry.replan`, with a reason, and there is none until the next step begins.
 
@@ -26,24 +37,21 @@ import torch
 
 from lightning_offload.accelerators import kind_of
 from lightning_offload.capture.departures import Departures
-from lightning_offload.capture.live import LiveBytes
 from lightning_offload.capture.timing import OpTimes, retime, scaled
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.planner import mode_share
-from lightning_offload.planning.step_model import with_lifetimes_of
 from lightning_offload.plugins.data_parallel import shared_spec
-from lightning_offload.plugins.external_storages import ExternalStorages, StorageRef
 from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.persistent import PersistentState
-from lightning_offload.plugins.plan_entry import PlanEntry
-from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, ShapeBucket, Superset
-from lightning_offload.plugins.planned_baseline import OldGradients
-from lightning_offload.plugins.replanning import with_unforeseen
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
+from lightning_offload.plugins.plan_source import Imported, PlanTask, Recorded, Superset
+from lightning_offload.plugins.planned_baseline import ExternalStorages, OldGradients, StorageRef
+from lightning_offload.plugins.replanning import Links, with_unforeseen
 from lightning_offload.plugins.settings import Settings
-from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
+from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimeEstimate, StepTimes
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import Next
 from lightning_offload.runtime.lanes import LaneTimes
@@ -72,33 +80,24 @@ class Recording:
 
     Attributes:
         graph: The step.
-        external: The persistent storages that it touched.
         forms: By pack: what was saved.
         open_sizes: Sizes that depended on data.
         has_backward: Whether anything was read back.
         is_typical: Whether later steps will be like it: not the one in which an optimizer makes its state.
-        old_gradients: Gradients of earlier steps.
-        gradient_bytes: Those of them that are among its storages.
+        gradient_bytes: Gradients of earlier steps that are among its storages.
         made_gradients: Those that it made.
-        bare_bytes: What it needed beyond what was there before, with all that it saved swapped out; None if some
-            stayed, or where that is not known.
-        larger: What tells how long storages live, where some stayed that were saved; None where the recording does.
         left: What it left on the device, gradients aside, each with the tick at which it was made.
         custom_ops: What calls of custom ops have shown, by identity.
         draws_numbers: Whether it drew random numbers.
     """
 
     graph: StepGraph
-    external: dict[int, StorageRef]
     forms: tuple[SavedForm, ...]
     open_sizes: frozenset[int]
     has_backward: bool
     is_typical: bool
-    old_gradients: OldGradients
     gradient_bytes: int
     made_gradients: Sequence[StorageRef]
-    bare_bytes: int | None
-    larger: StepGraph | None
     left: Sequence[tuple[torch.UntypedStorage, int]]
     custom_ops: Mapping[str, Standing]
     draws_numbers: bool
@@ -127,8 +126,7 @@ class StepShown:
         peaks: Its peaks; None where they were not measured.
         recording: It, if it was recorded.
         old_gradients: Gradients of earlier steps, those before its backward aside.
-        gradients: Identities of the gradients that were there when it began.
-        live: What counted its bytes; None for nothing.
+        external: The persistent storages that it touched; None where nobody looked.
         has_deviated: Whether it left its plan.
         is_other: Whether it had other forwards than those that its plan is for.
         ledger: What decided about its saves, where it followed the plan for another structure.
@@ -153,8 +151,7 @@ class StepShown:
     peaks: Peaks | None = None
     recording: Recording | None = None
     old_gradients: OldGradients = dataclasses.field(default_factory=OldGradients)
-    gradients: Collection[int] = ()
-    live: LiveBytes | None = None
+    external: ExternalStorages | None = None
     has_deviated: bool = False
     is_other: bool = False
     ledger: Ledger | None = None
@@ -182,6 +179,8 @@ def learn(entry: PlanEntry, shown: StepShown, hardware: Hardware) -> None:
     if shown.num_nodes is not None:
         entry.hooks.note(shown.num_nodes)
     entry.takes_data |= shown.took_data
+    if shown.times is not None:
+        seen.step_seconds, seen.stall_seconds = shown.times.step, shown.times.stall
     if shown.moved is not None:
         seen.swapped_bytes, seen.stayed_bytes = shown.moved
     if shown.plain is not None:
@@ -191,7 +190,7 @@ def learn(entry: PlanEntry, shown: StepShown, hardware: Hardware) -> None:
         seen.forward_peak_bytes = shown.peaks.forward or seen.forward_peak_bytes
         seen.backward_peak_bytes = shown.peaks.backward or seen.backward_peak_bytes
     if shown.recording is not None:
-        _take_recording(entry, shown.recording, shown.live, shown.gradients)
+        _take_recording(entry, shown, shown.recording)
     elif shown.has_backward:
         has_followed = _has_followed(entry, shown, budget_bytes)
     if shown.drops is not None and (shown.recording is not None or has_followed):
@@ -204,11 +203,8 @@ def learn(entry: PlanEntry, shown: StepShown, hardware: Hardware) -> None:
     # A device whose ops are timed is held back meanwhile: its step takes what no other does.
     is_as_usual = shown.op_times is None or not kind_of(hardware.device).has_streams
     if has_followed and shown.times is not None and is_as_usual:
-        compare(
-            entry, shown.times.step, shown.times.stall, shown.launched,
-            is_link_slower=hardware.is_slower_than(entry.made.spec),
-            is_link_faster=hardware.is_faster_than(entry.made.spec),
-        )  # fmt: skip
+        links = hardware.links_since(entry.made.spec)
+        compare(entry, shown.times.step, shown.times.stall, shown.launched, links)
 
 
 def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) -> bool:
@@ -221,28 +217,46 @@ def _has_followed(entry: PlanEntry, shown: StepShown, budget_bytes: int | None) 
         return False
     if entry.phase == "planned" and entry.source.follows_ops:
         entry.changes.followed()  # which makes up for earlier ones that did not
-    superset = entry.superset
-    if shown.ledger is not None and superset is not None:
-        _go_on(entry, superset.followed(shown.ledger, entry.saved_bytes))
+    if shown.ledger is not None and entry.superset is not None:
+        _go_on(entry, entry.changes.aligned(shown.ledger, entry.saved_bytes))
         if not entry.changes.aligns:
             entry.shortfall_bytes = 0  # of another structure
     if shown.has_surprised:
         _surprised(entry)
     entry.verified.update(shown.verified)
-    if shown.live is not None:
-        entry.learn_external(shown.live, shown.gradients)
+    if shown.external is not None and entry.external.known is None and entry.source.is_own:
+        entry.external = shown.external  # of a step that was planned without a recording here
     if entry.program is not shown.program:
         return False
     if shown.op_times is not None:
         _take_measured(entry, shown.op_times, shown.bytes_by_op)
     elif shown.is_watched:
         check_peak(entry, budget_bytes, shown.bytes_by_op)
-    elif shown.times is not None and entry.plan is not None and entry.phase == "planned" and entry.source.is_own:
-        entry.seen.step_time_estimate.note(entry.plan, shown.times)
+    elif shown.times is not None and entry.phase == "planned" and entry.source.is_own:
+        entry.seen.step_time_estimate.note(shown.times)
     return True
 
 
 # ---- phases
+
+_FOLLOWING: Mapping[Phase, Collection[Phase]] = {
+    "recording": ("recording", "verifying", "planned", "unplanned"),
+    "verifying": ("recording", "verifying", "measuring", "planned", "unplanned"),
+    "measuring": ("recording", "verifying", "planned", "unplanned"),
+    "planned": ("recording", "verifying", "planned", "unplanned"),
+    "unplanned": ("recording", "planned", "unplanned"),
+}
+
+
+def _enter(entry: PlanEntry, phase: Phase) -> None:
+    """Have steps do something else from now on.
+
+    Raises:
+        AssertionError: That cannot follow on what they did so far.
+    """
+    if phase not in _FOLLOWING[entry.phase]:
+        raise AssertionError(f"a kind of step that is {entry.phase} cannot come to be {phase}")
+    entry.phase = phase
 
 
 def begin_step(entry: PlanEntry) -> None:
@@ -265,36 +279,23 @@ def _go_on(entry: PlanEntry, following: Next | None) -> None:
         align(entry)
     elif following == "unplan":
         entry.replan("structure")
-        entry.stage.enter("unplanned")
+        _enter(entry, "unplanned")
 
 
 def record_again(entry: PlanEntry) -> None:
     """Record the next step in place of what is planned for."""
     if entry.superset is not None and not entry.changes.aligns:
-        entry.source = Recorded(entry.source.external)
+        entry.source = Recorded()
     entry.replan("recorded")
-    entry.stage.enter("recording")
+    _enter(entry, "recording")
 
 
 def align(entry: PlanEntry) -> None:
     """Have steps follow the widest of the recorded structures, each as far as it can."""
     superset = entry.superset
     size, guesses = (superset.size, superset.guesses_margin) if superset is not None else (1.0, True)
-    entry.follow(Superset(entry.changes, size, guesses_margin=guesses, before=superset))
-    entry.stage.enter("planned")
-
-
-def follow_other_sizes(entry: PlanEntry) -> None:
-    """Take over what steps of other sizes have shown since, where structures change along with these."""
-    superset = entry.superset
-    if superset is None:
-        return
-    if not superset.is_up_to_date and entry.phase == "planned":
-        align(entry)
-    more_bytes = entry.changes.margin_at(superset.size) - entry.shortfall_bytes
-    if more_bytes > 0:
-        entry.shortfall_bytes += more_bytes
-        entry.replan("peak")
+    entry.follow(Superset(entry.changes, size, guesses_margin=guesses))
+    _enter(entry, "planned")
 
 
 def take_imported(entry: PlanEntry, plan: MemoryPlan, step: StepGraph | None) -> None:
@@ -307,14 +308,12 @@ def take_imported(entry: PlanEntry, plan: MemoryPlan, step: StepGraph | None) ->
         plan: The plan.
         step: The step that it was captured with, which is followed from the first one on; None for the recorded one.
     """
-    before = entry.source
-    entry.source = Imported(plan, step, before.external if step is None else None)
-    entry.source.was_restored = before.was_restored
+    entry.source = Imported(plan, step)
     entry.replan("imported")
     if step is not None:
-        entry.graph = step
+        entry.graph, entry.external = step, ExternalStorages()
         entry.baseline.gradients = OldGradients.of(step)
-        entry.stage.enter("planned")
+        _enter(entry, "planned")
 
 
 def leave_imported(entry: PlanEntry) -> None:
@@ -323,8 +322,9 @@ def leave_imported(entry: PlanEntry) -> None:
     source = entry.source
     if not isinstance(source, Imported):
         return
-    entry.source = Recorded(None if source.is_captured else source.external, was_restored=source.was_restored)
+    entry.source = Recorded()
     if source.is_captured:
+        entry.external = ExternalStorages()
         entry.graph, entry.shortfall_bytes, entry.baseline.headroom_bytes = None, 0, 0
         entry.baseline.gradients = OldGradients()
         entry.mismatched.clear()
@@ -353,6 +353,7 @@ def gives_up(entry: PlanEntry, error: BudgetInfeasibleError) -> bool:
     _go_on(entry, following)
     if following == "unplan" and not entry.spans_sizes:
         entry.graph, entry.source = None, Recorded()  # of a step that is not like the others
+        entry.external = ExternalStorages()
     if superset is not None and following is not None and not changes.has_told:
         changes.has_told = True
         _log.warning(
@@ -373,7 +374,7 @@ def demote(entry: PlanEntry, storage: int) -> None:
     if entry.family is not None:
         entry.family.version += 1
     elif entry.phase in ("verifying", "measuring", "planned") and not entry.source.is_captured:
-        entry.stage.enter("verifying")
+        _enter(entry, "verifying")
 
 
 def _surprised(entry: PlanEntry) -> None:
@@ -385,44 +386,40 @@ def _surprised(entry: PlanEntry) -> None:
         record_again(entry)
 
 
-def _take_recording(entry: PlanEntry, recording: Recording, live: LiveBytes | None, gradients: Collection[int]) -> None:
+def _take_recording(entry: PlanEntry, shown: StepShown, recording: Recording) -> None:
     entry.made.state_version = -1
-    entry.seen.bare_bytes = recording.bare_bytes
-    known = ExternalStorages.seen(live, gradients).known if live is not None else entry.source.external.known
-    external, graph = ExternalStorages(recording.external, known), recording.graph
-    entry.source.external = external
+    graph = recording.graph
+    if shown.external is not None:
+        known = entry.external.known if shown.external.known is None else shown.external.known
+        entry.external = dataclasses.replace(shown.external, known=known)
     if recording.draws_numbers:
         compiled_code.check_recomputation()
     if custom_ops.learn(recording.custom_ops):
         return  # it holds ops for what they are not held for any more: another step is recorded
-    if recording.larger is not None:
-        found = with_lifetimes_of(graph, recording.larger)
-        if found is None:
-            entry.differs = True  # it is recorded again, with all swapped out
-            return
-        graph = found
     if not (recording.has_backward and recording.is_typical):
         if entry.changes.failed() == "unplan":
-            entry.stage.enter("unplanned")
+            _enter(entry, "unplanned")
         return
     if entry.graph is None or entry.graph.digest() != graph.digest():
         entry.mismatched.clear()
         entry.verified.clear()
     entry.replan("recorded")
     entry.graph, entry.num_demoted = graph, len(custom_ops.demoted())
-    old = recording.old_gradients
     entry.baseline.recorded(graph, recording.gradient_bytes, recording.made_gradients, recording.left)
     entry.changes.num_failed = 0
     entry.hooks.restart()
-    entry.stage.enter("verifying")
+    _enter(entry, "verifying")
+    entry.was_restored = False
     entry.changes.variants.learn(
-        Variant(graph, recording.forms, recording.open_sizes, external, recording.gradient_bytes, entry.input_shapes)
+        Variant(
+            graph, recording.forms, recording.open_sizes, entry.external, recording.gradient_bytes, entry.input_shapes
+        )
     )
     if entry.changes.aligns:
         align(entry)
     else:
-        entry.source = Recorded(external)
-    entry.note_gradients(old)
+        entry.source = Recorded()
+    entry.note_gradients(shown.old_gradients)
 
 
 # ---- plans
@@ -445,10 +442,10 @@ def ensure_plan(key: str, entry: PlanEntry, hardware: Hardware, state: Persisten
     """
     if entry.graph is None:
         return
-    external, made = entry.source.external.references, entry.made
+    external, made = entry.external.references, entry.made
     if (external or entry.family is not None) and made.state_version != state.version:
         made.state_version = state.version
-        if not entry.source.was_restored and state.buckets.are_gone_from(external):
+        if not entry.was_restored and state.buckets.are_gone_from(external):
             record_again(entry)  # it touched what is not there any more
     if entry.has_ops_among(custom_ops.demoted()):
         record_again(entry)  # they are not as they seemed
@@ -496,14 +493,13 @@ def make_plan(
     made, baseline = entry.made, entry.baseline
     made.spec, made.seen_by_op, made.superseded, made.is_doubted = device, (), None, False
     entry.corrections.begin_plan()
+    entry.seen.step_time_estimate = StepTimeEstimate()
     entry.begin_anew()
-    if isinstance(entry.source, ShapeBucket):
-        entry.shortfall_bytes = entry.source.family.shortfall_bytes
     task = PlanTask(
         graph=entry.graph, device=device, budget_bytes=budget_bytes, usable_bytes=entry.usable_bytes, policy=policy,
         keep=entry.graph.storages_saved_in(keep), mismatched=frozenset(entry.mismatched),
         mode_seconds=entry.corrections.mode_seconds, is_provisional=entry.phase != "planned",
-        is_thorough=made.must_search, margin_bytes=entry.margin_bytes,
+        is_thorough=made.search == "due", margin_bytes=entry.margin_bytes,
     )  # fmt: skip
     try:
         plan = entry.source.make(task)
@@ -522,7 +518,8 @@ def make_plan(
         )
     if budget_bytes is not None and made.is_over and plan.predicted_peak_bytes > budget_bytes:
         entry.warn(budget_bytes, plan.predicted_peak_bytes)
-    made.must_search = entry.changes.is_retried = False
+    entry.changes.is_retried = False
+    made.search = "done" if made.search is not None else None
     entry.program = entry.source.compile(entry.graph, plan)
     made.last = entry.plan
 
@@ -535,17 +532,12 @@ def weigh_search(entry: PlanEntry) -> None:
     search takes.
     """
     made, plan = entry.made, entry.plan
-    if plan is None or made.is_searched or plan.policy != "auto" or entry.source.is_own:
+    if plan is None or made.search is not None or plan.policy != "auto" or entry.source.is_own:
         return
-    note_loss(entry, plan)
-    if pays(entry.made.lost_seconds, entry.search_seconds):
-        made.is_searched = made.must_search = True
+    made.lost_seconds += lost_seconds(plan)
+    if pays(made.lost_seconds, entry.shared_changes.search_seconds):
+        made.search = "due"
         entry.replan("searched")
-
-
-def note_loss(entry: PlanEntry, plan: MemoryPlan | None) -> None:
-    """Note what the coming step takes beyond a plain one, under a plan that was made in haste, or is for others."""
-    entry.made.lost_seconds += lost_seconds(plan)
 
 
 def lost_seconds(plan: MemoryPlan | None) -> float:
@@ -568,15 +560,15 @@ def _take_measured(entry: PlanEntry, times: OpTimes, bytes_by_op: Sequence[int])
     entry.graph = retime(entry.graph, times)
     if entry.phase == "verifying":
         entry.made.seen_by_op = tuple(bytes_by_op)
-        entry.stage.enter("measuring")
+        _enter(entry, "measuring")
     elif entry.phase == "measuring":
         unforeseen_bytes, known_bytes = entry.unforeseen_bytes, entry.shortfall_bytes
         if not _is_final(entry.plan, unforeseen_bytes):
             _take_over_unforeseen(entry, bytes_by_op)
             entry.replan("time")
-            entry.stage.enter("planned")
+            _enter(entry, "planned")
         else:  # what it keeps stays; its figures are those of the step as it was seen
-            entry.stage.enter("planned")
+            _enter(entry, "planned")
             entry.shortfall_bytes = unforeseen_bytes
             entry.count_more(unforeseen_bytes - known_bytes)
 
@@ -600,7 +592,7 @@ def check_peak(entry: PlanEntry, budget_bytes: int | None, bytes_by_op: Sequence
     if entry.family is not None and plan is not None:  # others of it may be closer to the budget
         entry.family.shortfall_bytes = max(entry.family.shortfall_bytes, entry.unforeseen_bytes)
     if superset is not None and plan is not None and entry.graph is not None and measured is not None:
-        needed_bytes = superset.wider_margin(entry.measured(entry.graph, plan, measured))
+        needed_bytes = superset.wider_margin(entry.unforeseen_bytes)
         _widen_margin(entry, superset, needed_bytes - entry.shortfall_bytes, budget_bytes)
         return
     if budget_bytes is None or measured is None or measured <= budget_bytes:
@@ -633,15 +625,10 @@ def _doubt(entry: PlanEntry, budget_bytes: int, bytes_by_op: Sequence[int]) -> N
 
 def _widen_margin(entry: PlanEntry, superset: Superset, more_bytes: int, budget_bytes: int | None) -> None:
     """A step of another structure needed more than foreseen, as others may: plan anew where that does not fit."""
-    assert entry.plan is not None
     if more_bytes <= 0:
         return
-    if budget_bytes is None or entry.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
-        entry.shortfall_bytes += more_bytes
-        entry.count_more(more_bytes)
-    else:
-        entry.shortfall_bytes += more_bytes + more_bytes // _OF_ANOTHER_PLAN
-        entry.replan("peak", lasts=True)
+    if not entry.widen_margin(more_bytes, budget_bytes):
+        entry.shortfall_bytes += more_bytes // _OF_ANOTHER_PLAN
         entry.changes.counted_sizes.discard(superset.size)
     if entry.spans_sizes:
         entry.changes.note_margin(entry.shortfall_bytes, superset.size)
@@ -670,9 +657,7 @@ def compare(
     step_seconds: float,
     stall_seconds: float,
     launched: LaunchTimes | None = None,
-    *,
-    is_link_slower: bool,
-    is_link_faster: bool = False,
+    links: Links = "as planned",
 ) -> None:
     """Plan again if planned steps show that links, compute or the host are not what the plan counted on.
 
@@ -683,17 +668,14 @@ def compare(
         step_seconds: What the step took.
         stall_seconds: The part of it in which compute waited for copies.
         launched: What took an accelerator and its host how long; None where that is not known.
-        is_link_slower: Whether a link turned out slower; that matters if it shows in stalls.
-        is_link_faster: Whether one turned out faster; that matters if the plan costs time.
+        links: How fast these turned out to be.
     """
     plan, spec = entry.plan, entry.made.spec
     if plan is None or entry.graph is None or spec is None or not entry.source.is_own:
         return
     waits = launched.waits(entry.graph, plan, stall_seconds) if launched is not None else Halves(0.0, 0.0)
-    entry.seen.step_time_estimate.note_waits(plan, sum(waits))
-    factor = entry.corrections.by_time(
-        plan, spec, step_seconds, stall_seconds, sum(waits), is_slower=is_link_slower, is_faster=is_link_faster
-    )
+    entry.seen.step_time_estimate.note_waits(sum(waits))
+    factor = entry.corrections.by_time(plan, spec, step_seconds, stall_seconds, sum(waits), links)
     if factor is not None:
         entry.graph = scaled(entry.graph, factor) if factor != 1 else entry.graph
     elif not (
@@ -706,7 +688,7 @@ def compare(
 def _may_go_without_mode(entry: PlanEntry) -> bool:
     """Whether another plan would spare its steps the dispatch mode."""
     is_ours = entry.plan is not None and entry.plan.policy == "auto" and not isinstance(entry.source, Imported)
-    return is_ours and not (entry.takes_data or entry.changes.num_deviations)
+    return is_ours and not (entry.takes_data or entry.has_deviated)
 
 
 def ran_out_of_memory(entry: PlanEntry) -> None:

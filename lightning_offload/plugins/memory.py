@@ -23,7 +23,7 @@ from lightning_offload.plugins.data_parallel import DataParallelModels
 from lightning_offload.plugins.devices import supported
 from lightning_offload.plugins.misuse import StepScope
 from lightning_offload.plugins.out_of_memory import with_second_attempt
-from lightning_offload.plugins.phases import Phase
+from lightning_offload.plugins.plan_entry import Phase
 from lightning_offload.plugins.report import Report, make_report
 from lightning_offload.plugins.settings import Budget, check_settings
 from lightning_offload.plugins.steps import Steps
@@ -218,30 +218,8 @@ class MemoryPlugin:
         Args:
             of_last: Of the shape of the last step instead.
         """
-        steps = self._steps
-        steps.finish_if_read()
-        cache, hardware = steps.cache, steps.hardware
-        entry = cache.entry if of_last else cache.neediest
-        if entry is not cache.entry and entry.shown_plan is None:  # steps run plainly, and nobody counted
-            steps.look_ahead(entry)
-        return make_report(
-            entry,
-            others=cache.others_than(entry),
-            is_last=entry is cache.entry,
-            device=steps.device,
-            budget=self.budget,
-            budget_bytes=self.budget_bytes,
-            tier_use=hardware.use() if hardware is not None else steps.tier_use,
-            optimizer_peak_bytes=steps.peaks.optimizer_peak_bytes or steps.state.optimizer_peak_bytes,
-            reserved_bytes=steps.peaks.reserved_bytes,
-            policy=self.policy,
-            num_steps=cache.num_steps,
-            num_planned=cache.num_planned,
-            scan_seconds=steps.baseline.scan_seconds,
-            phase=cache.phase,
-            shapes=cache.figures,
-            replans=cache.replans,
-        )
+        self._steps.finish_if_read()
+        return make_report(self._steps, of_last=of_last)
 
     def allow_unserved(self) -> None:
         """Have optimizers step without a step of the plugin before, as they do where it only watches for a while."""

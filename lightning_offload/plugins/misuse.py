@@ -36,8 +36,8 @@ _MESSAGES: dict[Kind, str] = {
         "theirs (strategy.memory, callback.memory), or leave out one of the two"
     ),
     "within a transform": (
-        "a forward within a transform of torch.func (grad, vmap, jvp) runs as without the plugin, so no memory budget is "
-        "kept in it: transforms refuse saved-tensor hooks; take gradients by backward(), or put `with "
+        "a forward within a transform of torch.func (grad, vmap, jvp) runs as without the plugin, so no memory budget "
+        "is kept in it: transforms refuse saved-tensor hooks; take gradients by backward(), or put `with "
         "memory.step(batch):` around the transform for what else the step saves"
     ),
     "no step": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import weakref
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,46 +39,47 @@ class Attempt:
     def __init__(self, module: torch.nn.Module | None, buffers: Iterable[tuple[Tensor, Tensor]] | None) -> None:
         self._is_known = module is not None and buffers is not None
         self._rng = _rng_states()
-        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
-        self._gradients: list[tuple[weakref.ref[Tensor], int | None]] = []
-        self._copies: list[tuple[weakref.ref[Tensor], Tensor]] = []
-        if module is not None and buffers is not None:
-            for parameter in module.parameters():
-                gradient = parameter.grad
-                self._versions.append((weakref.ref(parameter), parameter._version))
-                self._gradients.append((weakref.ref(parameter), gradient._version if gradient is not None else None))
-            self._copies = [(weakref.ref(buffer), copy) for buffer, copy in buffers]
+        parameters = module.parameters() if module is not None and buffers is not None else ()
+        self._parameters = [_Parameter(weakref.ref(p), p._version, _version_of(p.grad)) for p in parameters]
+        self._copies = [(weakref.ref(buffer), copy) for buffer, copy in buffers or ()]
 
     def restore(self) -> bool:
         """Put everything back as it was; False, with nothing put back, where that is not possible."""
-        if not self._is_known or not self._is_untouched():
+        if not self._is_known or not all(parameter.is_untouched for parameter in self._parameters):
             return False
         with torch.no_grad():
             for reference, copy in self._copies:
                 buffer = reference()
                 if buffer is not None:
                     buffer.copy_(copy)
-        for owner, before in self._gradients:
-            parameter = owner()
-            if parameter is not None and before is None:
+        for known in self._parameters:
+            parameter = known.reference()
+            if parameter is not None and known.gradient_version is None:
                 parameter.grad = None
         for generator, state in self._rng:
             generator.set_state(state)
         return True
 
-    def _is_untouched(self) -> bool:
-        """Whether parameters, and the gradients that were there, have not been written."""
-        for reference, version in self._versions:
-            tensor = reference()
-            if tensor is not None and tensor._version != version:
-                return False
-        for reference, before in self._gradients:
-            tensor = reference()
-            if tensor is None or before is None:
-                continue
-            if tensor.grad is None or tensor.grad._version != before:
-                return False
-        return True
+
+class _Parameter(NamedTuple):
+    """A parameter as it was: its version, and that of its gradient, if it had one."""
+
+    reference: weakref.ref[Tensor]
+    version: int
+    gradient_version: int | None
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether neither it nor a gradient that was there has been written."""
+        parameter = self.reference()
+        if parameter is None:
+            return True
+        is_same_gradient = self.gradient_version in (None, _version_of(parameter.grad))
+        return parameter._version == self.version and is_same_gradient
+
+
+def _version_of(gradient: Tensor | None) -> int | None:
+    return gradient._version if gradient is not None else None
 
 
 def _rng_states() -> list[tuple[torch.Generator, Tensor]]:

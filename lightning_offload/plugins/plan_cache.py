@@ -12,30 +12,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 from lightning_offload.errors import PlanError
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
+from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.lifecycle import (
+    align,
     begin_step,
-    follow_other_sizes,
     lost_seconds,
-    note_loss,
     pays,
     record_again,
 )
-from lightning_offload.plugins.phases import Phase
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import ShapeBucket
 from lightning_offload.plugins.replanning import Reason
-from lightning_offload.plugins.shape_families import Extrapolated, Room, ShapeFamily, StepShape
+from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily, StepShape
 from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.tensors import custom_ops
 
+_T = TypeVar("_T")
 _SCHEMA = 1  # of what checkpoints keep
 
 
@@ -83,6 +84,24 @@ def _bytes_of_family(family: ShapeFamily) -> int:
     """What a family takes: the steps that it is known by, and a model and a planner of about two more."""
     graphs = [_bytes_of_graph(sample.graph) for sample in family.samples.values()]
     return _ENTRY_BYTES + sum(graphs) + 2 * max(graphs, default=0) + _bytes_of_variants(family.changes)
+
+
+def _unused_for_longest(known: Mapping[str, _T], bytes_of: Callable[[_T], int], *, but: str) -> list[str]:
+    """What is to be dropped, by keys, where all of it takes too much.
+
+    Args:
+        known: All, in the order in which it was used last.
+        bytes_of: What each takes.
+        but: The one that is in use.
+    """
+    excess = sum(map(bytes_of, known.values())) - MAX_BYTES // 2
+    dropped = []
+    for key, item in known.items():
+        if excess <= 0 or key == but:
+            break
+        excess -= bytes_of(item)
+        dropped.append(key)
+    return dropped
 
 
 def _size_above(size: float, grain: int) -> float:
@@ -136,16 +155,35 @@ class ShapeFigures:
             self.planning_seconds += time.perf_counter() - start
 
 
-def _plain_peak_bytes(entry: PlanEntry) -> int:
-    plan = entry.shown_plan
-    return plan.plain_peak_bytes if plan is not None else 0
+def _row_of(signature: str, graph: StepGraph, gradient_bytes: int) -> dict[str, Any]:
+    return {"signature": signature, "graph": graph.to_json(), "gradient_bytes": gradient_bytes}
 
 
-def _saved_bytes(entry: PlanEntry) -> int:
-    return entry.saved_bytes
+def _step_of(row: Any) -> tuple[str, StepGraph, int]:
+    """What :func:`_row_of` was given.
+
+    Raises:
+        PlanError: The graph is malformed.
+        KeyError: A part is missing.
+        TypeError: A part is of another type.
+        ValueError: A number is wrong.
+    """
+    graph, gradient_bytes = StepGraph.from_json(_text_of(row, "graph")), _number(row.get("gradient_bytes", 0))
+    if gradient_bytes > graph.persistent_bytes:
+        raise ValueError("gradients are larger than what was there")
+    return _text_of(row, "signature"), graph, gradient_bytes
 
 
-HasRoom = Callable[[ShapeFamily, StepShape], bool]
+def _text_of(row: Any, name: str) -> str:
+    if not isinstance(row[name], str):
+        raise TypeError(f"{name} must be text")
+    return str(row[name])
+
+
+def _number(item: Any) -> int:
+    if not isinstance(item, int) or item < 0:
+        raise ValueError("sizes must be numbers that are not negative")
+    return item
 
 
 class PlanCache:
@@ -159,6 +197,7 @@ class PlanCache:
         key: Signature of the specialization that ran last.
         entry: That specialization.
         phase: What its last step did.
+        is_first_sight: Whether that was the first step of its shape.
         num_steps: Steps so far, of all specializations.
         num_planned: Those of them that ran under a plan.
     """
@@ -170,30 +209,36 @@ class PlanCache:
         self.key = ""
         self.entry = PlanEntry()
         self.phase: Phase = "idle"
+        self.is_first_sight = False
         self.num_steps = 0
         self.num_planned = 0
         self._dropped: set[str] = set()
         self._shape: StepShape | None = None
         self._last_of: dict[str, PlanEntry] = {}
 
+    @property
+    def _family(self) -> ShapeFamily | None:
+        """That of the coming step, once some of it were recorded."""
+        return self.families.get(self._shape.family) if self._shape is not None else None
+
     def choose(
-        self, shape: StepShape, has_room: HasRoom | None = None, *, is_exact: bool = False, may_wait: bool = True
+        self, shape: StepShape, plainly_on: Hardware | None = None, *, is_exact: bool = False, may_wait: bool = True
     ) -> PlanEntry:
         """The specialization of the step that is about to begin.
 
         Args:
             shape: What it is known by.
-            has_room: Tells whether a step of a family may keep everything though its shape is new; None for no.
+            plainly_on: Where a step of a new shape may keep everything, if there is ample room; None for nowhere.
             is_exact: Whether it must not be one for larger sizes, too.
             may_wait: Whether others may stand for a shape that was recorded, as long as a plan of its own does not pay.
         """
         self._shape, num_before = shape, len(self.entries)
         self.key, entry = shape.signature, self.entries.get(shape.signature)
-        family = self.families.get(shape.family)
+        family = self._family
         if family is not None and not is_exact:
             family.plain.begin_step()
         is_new = (entry is None or not entry.is_known) and not _num_recording
-        if family is not None and has_room is not None and is_new and has_room(family, shape):
+        if is_new and family is not None and plainly_on is not None and family.has_ample_room_for(shape, plainly_on):
             self.key = f"{shape.family} with ample room"
             entry = self.entries.get(self.key)
             if entry is None:
@@ -204,7 +249,7 @@ class PlanCache:
         if not _num_recording and (entry is None or (may_wait and self._may_wait(entry, shape))):
             extrapolated = self._extrapolated(shape, is_exact=is_exact)
             if entry is not None and extrapolated is not None:
-                note_loss(entry, extrapolated.shown_plan)
+                entry.made.lost_seconds += lost_seconds(extrapolated.shown_plan)
             entry = extrapolated or entry
         if entry is None:
             entry = self.entries.setdefault(shape.signature, PlanEntry())
@@ -218,14 +263,14 @@ class PlanCache:
         is_for_many = entry.family is not None or entry.spans_sizes or entry.has_ample_room
         is_planned = is_for_many and entry.phase == "planned"
         is_new = self.figures.see(shape, is_planned=is_planned)
-        entry.is_first_sight = self.entry.is_first_sight if is_exact else is_new
+        self.is_first_sight = self.is_first_sight if is_exact else is_new
         self.entry = entry
         if shape.family in self.families:
             self.families.move_to_end(shape.family)
             if not entry.has_ample_room:  # whose steps show nothing
                 self._last_of[shape.family] = entry
         if len(self.entries) > num_before:
-            self._drop_oldest()
+            self._drop_entries()
         return entry
 
     def _may_wait(self, entry: PlanEntry, shape: StepShape) -> bool:
@@ -250,7 +295,7 @@ class PlanCache:
         if entry is None or not isinstance(bucket, ShapeBucket) or bucket.version != family.version:
             for signature in family.alike:
                 if (sample := self.entries.get(signature)) is not None:
-                    family.take_over(signature, sample)
+                    family.take_over(signature, sample.verified, sample.mismatched, sample.shortfall_bytes)
             entry = self.entries[extrapolated.key] = PlanEntry.in_bucket(
                 family, extrapolated, self._last_of.get(shape.family)
             )
@@ -265,7 +310,7 @@ class PlanCache:
         if family.hasty_seconds is None or (entry is not None and entry.shown_plan is not None):
             return extrapolated
         larger = family.find(shape.sizes, signature=shape.signature, is_coarse=True)
-        if larger is None or larger.key == extrapolated.key or larger.key in family.too_large:
+        if larger is None or larger.key == extrapolated.key or family.is_too_large(larger.key):
             return extrapolated
         known = self.entries.get(larger.key)
         plan = known.shown_plan if known is not None else None
@@ -300,23 +345,23 @@ class PlanCache:
                 usable_bytes = entry.usable_bytes if entry is not None else None
                 entry = self.entries[self.key] = PlanEntry.spanning(family.changes, size, like)
                 entry.usable_bytes = usable_bytes
-            follow_other_sizes(entry)
-            if entry.superset is None or not entry.superset.is_too_large:
+            superset = entry.superset
+            if superset is not None and not superset.is_up_to_date and entry.phase == "planned":
+                align(entry)
+            if not family.is_too_large(self.key):
                 break
         return entry
 
     @property
     def has_ample_room(self) -> bool:
         """Whether the budget is several times what steps like the coming one have needed so far."""
-        family = self.families.get(self._shape.family) if self._shape is not None else None
+        family = self._family
         return self.entry.plain.is_ample or (family is not None and family.plain.is_ample)
 
-    def room_to_record(self, budget_bytes: int | None, held_bytes: int) -> Room | None:
-        """What the coming step, which is recorded, need not swap out; cf. :meth:`ShapeFamily.room_for`."""
-        family = self.families.get(self._shape.family) if self._shape is not None else None
-        if self._shape is None or family is None or budget_bytes is None or _num_recording:
-            return None
-        return family.room_for(self._shape.sizes, budget_bytes, held_bytes)
+    def note_too_large(self) -> None:
+        """No plan for the chosen specialization is within the budget, where that is for sizes that are larger, too."""
+        if (family := self._family) is not None and (self.entry.spans_sizes or self.entry.source.is_coarse):
+            family.note_too_large(self.key)
 
     def recorded(self, shape: StepShape) -> PlanEntry | None:
         """The specialization that was recorded with the coming step's shape, if there is one; it is of that then."""
@@ -354,17 +399,15 @@ class PlanCache:
             has_deviated: Whether it left its plan.
             astray_bytes: What it saved that the plan for another structure did not have; None where it had its own.
         """
-        shape, entry = self._shape, self.entry
+        shape, family, entry = self._shape, self._family, self.entry
         self.figures.num_deviations += has_deviated
         if astray_bytes is not None:
             self.figures.num_aligned += 1
             self.figures.astray_bytes += astray_bytes
-        family = self.families.get(shape.family) if shape is not None else None
         if family is not None:
             if family.plain.must_watch and not entry.has_ample_room:
                 family.plain.watched()
             family.gradients = family.gradients.or_more(entry.baseline.gradients)
-            family.is_one_structure &= not entry.differs
         if family is not None and not entry.spans_sizes and has_deviated:
             family.changes.deviated()
         elif family is not None and self.phase == "planned" and astray_bytes is None:
@@ -386,40 +429,27 @@ class PlanCache:
                 family.learn_plain(shape.shapes, entry.plain)
             else:
                 family.dropping.take(entry.baseline.dropping)
-            gradient_bytes, bare_bytes = entry.baseline.recorded_gradient_bytes, entry.seen.bare_bytes
-            family.learn(shape.signature, shape.sizes, entry.graph, gradient_bytes, bare_bytes)
+            family.learn(shape.signature, shape.sizes, entry.graph, entry.baseline.recorded_gradient_bytes)
             if self.phase == "recording" and entry.changes.variants.latest is not None:
                 family.changes.variants.learn(entry.changes.variants.latest)
-                family.changes.aligns |= family.varies
+                if family.varies:
+                    family.changes.begin_aligning()
             self._drop_families()
-        elif (known := self.families.get(shape.family)) is not None:
-            known.take_over(shape.signature, entry)
+        elif family is not None:
+            family.take_over(shape.signature, entry.verified, entry.mismatched, entry.shortfall_bytes)
 
     def note_baseline(self, num_bytes: int) -> None:
         """Tell the family of the chosen one what is on the device beside its steps: all of them have that."""
-        family = self.families.get(self._shape.family) if self._shape is not None else None
-        if family is not None:
+        if (family := self._family) is not None:
             family.baseline_bytes = num_bytes
 
     def _drop_families(self) -> None:
-        """Drop what no step was of for longest where families take too much."""
-        sizes = {name: _bytes_of_family(family) for name, family in self.families.items()}
-        excess = sum(sizes.values()) - MAX_BYTES // 2
-        for name in list(self.families)[:-1]:
-            if excess <= 0:
-                break
-            excess -= sizes[name]
+        for name in _unused_for_longest(self.families, _bytes_of_family, but=next(reversed(self.families))):
             del self.families[name]
             self._last_of.pop(name, None)
 
-    def _drop_oldest(self) -> None:
-        """Drop what has not run for longest where there is too much."""
-        sizes = {key: _bytes_of(entry) for key, entry in self.entries.items()}
-        excess = sum(sizes.values()) - MAX_BYTES // 2
-        for key in list(self.entries):
-            if excess <= 0 or key == self.key:
-                break
-            excess -= sizes[key]
+    def _drop_entries(self) -> None:
+        for key in _unused_for_longest(self.entries, _bytes_of, but=self.key):
             del self.entries[key]
             self._dropped.add(key)
 
@@ -430,29 +460,19 @@ class PlanCache:
 
     def state_dict(self) -> dict[str, Any]:
         """The recorded specializations that have a plan, and what families are known by, as JSON-able data."""
-        plans = []
-        for signature, entry in self.entries.items():
-            graph, plan = entry.graph, entry.lasting_plan
-            if graph is not None and plan is not None:
-                gradient_bytes = entry.baseline.recorded_gradient_bytes
-                texts = {"signature": signature, "graph": graph.to_json(), "plan": plan.to_json()}
-                plans.append({**texts, "gradient_bytes": gradient_bytes})
-        families = [
-            {
-                "family": name,
-                "samples": [
-                    {
-                        "signature": signature,
-                        "sizes": list(sample.sizes),
-                        "graph": sample.graph.to_json(),
-                        "gradient_bytes": sample.gradient_bytes,
-                    }
-                    for signature, sample in family.samples.items()
-                ],
-            }
-            for name, family in self.families.items()
-            if len(family.samples) > 1
+        plans = [
+            {**_row_of(signature, entry.graph, entry.baseline.recorded_gradient_bytes), "plan": plan.to_json()}
+            for signature, entry in self.entries.items()
+            if entry.graph is not None and (plan := entry.lasting_plan) is not None
         ]
+        families = []
+        for name, family in self.families.items():
+            samples = [
+                {**_row_of(signature, sample.graph, sample.gradient_bytes), "sizes": list(sample.sizes)}
+                for signature, sample in family.samples.items()
+            ]
+            if len(samples) > 1:
+                families.append({"family": name, "samples": samples})
         return {"schema": _SCHEMA, "plans": plans, "families": families, "custom_ops": custom_ops.to_rows()}
 
     def load_state_dict(self, state: Any, policy: str, budget_bytes: int | None) -> None:
@@ -463,43 +483,31 @@ class PlanCache:
         """
         if not isinstance(state, dict) or state.get("schema") != _SCHEMA:
             raise PlanError(f"not a state of this version of the memory plugin: {str(state)[:80]!r}")
+        entries, samples = {}, []
+        lengths = {name: len(s.sizes) for name, family in self.families.items() for s in family.samples.values()}
         try:
-            rows = [(row["signature"], row["graph"], row["plan"]) for row in state["plans"]]
-            recorded = [row.get("gradient_bytes", 0) for row in state["plans"]]
-            samples = [
-                (family["family"], row["signature"], tuple(row["sizes"]), row["graph"], row["gradient_bytes"])
-                for family in state.get("families", ())
-                for row in family["samples"]
-            ]
-        except (KeyError, TypeError) as error:
-            raise PlanError(f"the state of the memory plugin is malformed: {error!r}") from None
-        texts = [*(text for row in rows for text in row), *(text for f, s, _, g, _ in samples for text in (f, s, g))]
-        if not all(isinstance(text, str) for text in texts):
-            raise PlanError("the state of the memory plugin is malformed: signatures, graphs and plans must be text")
-        numbers = [*recorded, *(number for _, _, sizes, _, num_bytes in samples for number in (*sizes, num_bytes))]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise PlanError("the state of the memory plugin is malformed: sizes must be numbers that are not negative")
-        known = [(name, len(s.sizes)) for name, family in self.families.items() for s in family.samples.values()]
-        lengths = {*known, *((name, len(sizes)) for name, _, sizes, _, _ in samples)}
-        if len(lengths) > len({name for name, _ in lengths}) or any(not length for _, length in lengths):
-            raise PlanError("the state of the memory plugin is malformed: shapes of one family have as many sizes each")
-        graphs = [StepGraph.from_json(text) for _, _, _, text, _ in samples]
-        if any(num_bytes > graph.persistent_bytes for graph, (*_, num_bytes) in zip(graphs, samples, strict=True)):
-            raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
-        entries = {}
-        for (signature, graph_text, plan_text), gradient_bytes in zip(rows, recorded, strict=True):
-            graph, plan = StepGraph.from_json(graph_text), MemoryPlan.from_json(plan_text)
-            if gradient_bytes > graph.persistent_bytes:
-                raise PlanError("the state of the memory plugin is malformed: gradients are larger than what was there")
-            fits = plan.policy == policy and plan.budget_bytes == budget_bytes
-            entries[signature] = PlanEntry.restored(graph, plan if fits else None, gradient_bytes)
-        try:
+            for row in state["plans"]:
+                signature, graph, gradient_bytes = _step_of(row)
+                plan = MemoryPlan.from_json(_text_of(row, "plan"))
+                fits = plan.policy == policy and plan.budget_bytes == budget_bytes
+                entries[signature] = PlanEntry.restored(graph, plan if fits else None, gradient_bytes)
+            for family in state.get("families", ()):
+                name = _text_of(family, "family")
+                for row in family["samples"]:
+                    signature, graph, gradient_bytes = _step_of(row)
+                    sizes = tuple(map(_number, row["sizes"]))
+                    if not sizes or len(sizes) != lengths.setdefault(name, len(sizes)):
+                        raise ValueError("shapes of one family have as many sizes each")
+                    samples.append((name, signature, sizes, graph, gradient_bytes))
             standings = custom_ops.from_rows(state.get("custom_ops", []))
-        except ValueError as error:
-            raise PlanError(f"the state of the memory plugin is malformed: {error}") from None
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            why = error if isinstance(error, ValueError) else repr(error)
+            raise PlanError(f"the state of the memory plugin is malformed: {why}") from None
         custom_ops.learn(standings)
         self.entries.update(entries)
-        for graph, (name, signature, sizes, _, gradient_bytes) in zip(graphs, samples, strict=True):
+        for name, signature, sizes, graph, gradient_bytes in samples:
             self.families.setdefault(name, ShapeFamily(name)).learn(signature, sizes, graph, gradient_bytes)
 
     def forget(self, keep: Collection[str]) -> None:
@@ -523,11 +531,6 @@ class PlanCache:
         self.entry.seen.num_steps += 1
         self.num_planned += self.phase in ("verifying", "measuring", "planned")
 
-    def end_step(self, seconds: float | None, stall_seconds: float) -> None:
-        """Note the times of a step that ran; None where it was not timed."""
-        if seconds is not None:
-            self.entry.seen.step_seconds, self.entry.seen.stall_seconds = seconds, stall_seconds
-
     @property
     def neediest(self) -> PlanEntry:
         """The specialization that needs most with everything kept, of those that ran.
@@ -536,10 +539,12 @@ class PlanCache:
         which saves most, where the last one was not to be recorded.
         """
         ran = [entry for entry in (self.entry, *self.entries.values()) if entry.seen.num_steps]
-        planned = [entry for entry in ran if entry.shown_plan is not None]
-        planned = [entry for entry in planned if not entry.source.is_coarse] or planned
+        planned = [(plan.plain_peak_bytes, entry) for entry in ran if (plan := entry.shown_plan) is not None]
+        planned = [found for found in planned if not found[1].source.is_coarse] or planned
+        if planned:
+            return max(planned, key=operator.itemgetter(0))[1]
         recorded = [entry for entry in ran if entry.graph is not None] if self.entry.has_ample_room else []
-        return max(planned, key=_plain_peak_bytes, default=max(recorded, key=_saved_bytes, default=self.entry))
+        return max(recorded, key=operator.attrgetter("saved_bytes"), default=self.entry)
 
     @property
     def replans(self) -> dict[Reason, int]:

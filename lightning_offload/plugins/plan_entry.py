@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
 from lightning_offload.accelerators import kind_of
 from lightning_offload.capture.departures import Departures
-from lightning_offload.capture.live import LiveBytes
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.host_layout import stored_bytes
 from lightning_offload.graph.memory_plan import MemoryPlan
@@ -24,11 +24,9 @@ from lightning_offload.planning.floor import peaks_without_plan
 from lightning_offload.planning.planner import with_margin
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.plugins.baseline import There
-from lightning_offload.plugins.external_storages import ExternalStorages
-from lightning_offload.plugins.phases import Phase, Stage
 from lightning_offload.plugins.plain_steps import AMPLE, PlainNeed
 from lightning_offload.plugins.plan_source import Measured, PlanSource, Recorded, ShapeBucket, Superset
-from lightning_offload.plugins.planned_baseline import OldGradients, PlannedBaseline
+from lightning_offload.plugins.planned_baseline import ExternalStorages, OldGradients, PlannedBaseline
 from lightning_offload.plugins.replanning import Corrections, Reason
 from lightning_offload.plugins.sampling_schedule import HookElision
 from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily
@@ -37,6 +35,9 @@ from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.tensors import custom_ops
 from lightning_offload.units import format_budget_exactly, format_bytes
+
+Phase = Literal["idle", "recording", "verifying", "measuring", "planned", "unplanned"]
+"""What a step does, in words; :mod:`~lightning_offload.plugins.lifecycle` says what may follow on what."""
 
 _log = logging.getLogger(__name__)
 _MUCH_LESS = 0.02  # of the budget: what frees it is worth another plan
@@ -54,8 +55,6 @@ class StepFigures:
         stayed_bytes: Saved bytes that did not.
         step_seconds: What its last timed step took, if there was one.
         stall_seconds: The part of that in which compute waited for copies.
-        bare_bytes: What the recorded step needed beyond what was there before, gradients of earlier steps aside, with
-            all that it saved swapped out; None if some stayed, or where that is not known.
         step_time_estimate: What steps under the plan in force took, on a host that computes.
     """
 
@@ -67,7 +66,6 @@ class StepFigures:
     stayed_bytes: int = 0
     step_seconds: float | None = None
     stall_seconds: float = 0.0
-    bare_bytes: int | None = None
     step_time_estimate: StepTimeEstimate = dataclasses.field(default_factory=StepTimeEstimate)
 
 
@@ -87,8 +85,7 @@ class PlanState:
         is_doubted: Whether one under the plan in force was, so that the next one is measured as well.
         seen_by_op: The peak before each op, of the last step under it that was measured.
         lost_seconds: What the steps under plans that were made in haste took beyond plain ones, by prediction.
-        is_searched: Whether such a plan was searched for thoroughly, once.
-        must_search: Whether the next one is.
+        search: Whether the next such plan is searched for thoroughly, or one was; None before that pays.
         peaks: A step without a plan, with its smallest peak and that with everything kept; None before anybody asked.
         replans: How many final plans were given up, by why.
     """
@@ -103,8 +100,7 @@ class PlanState:
     is_doubted: bool = False
     seen_by_op: tuple[int, ...] = ()
     lost_seconds: float = 0.0
-    is_searched: bool = False
-    must_search: bool = False
+    search: Literal["due", "done"] | None = None
     peaks: tuple[StepGraph, tuple[int, int]] | None = None
     replans: Counter[Reason] = dataclasses.field(default_factory=Counter)
 
@@ -114,9 +110,11 @@ class PlanEntry:
     """What is known of one specialization.
 
     Attributes:
-        stage: How far it is.
+        phase: What its next step does.
         source: Where its plan comes from.
         graph: The step that is planned, with what is on the device beside it; None before there is one.
+        external: The persistent storages that it touches.
+        was_restored: Whether it is from an earlier run: with DDP's buckets in the layout that they come to have.
         program: The plan in force, compiled; None while there is none.
         made: How that stands.
         baseline: What plans count beside what the step makes.
@@ -131,17 +129,17 @@ class PlanEntry:
         takes_data: Whether its steps take ``Tensor.data`` of activations, so that their ops must be seen.
         is_seen_by_core: Whether the native core saw the recorded step; None where none was recorded.
         num_demoted: How many ops were no longer believed when its step was recorded, or was last looked through.
-        differs: Whether a recording was of another structure than a larger one, whose lifetimes it was to have.
         num_surprises: Steps in which backward wrote what the plan counts on.
         input_shapes: The shapes of the tensors that the coming step is given.
-        is_first_sight: Whether the shape of the coming step is new.
         has_ample_room: Whether it stands for all new shapes, which keep everything: there is room for more than that.
         has_left_imported: Whether a plan that the user gave was not followed.
     """
 
-    stage: Stage = dataclasses.field(default_factory=Stage)
+    phase: Phase = "recording"
     source: PlanSource = dataclasses.field(default_factory=Recorded)
     graph: StepGraph | None = None
+    external: ExternalStorages = dataclasses.field(default_factory=ExternalStorages)
+    was_restored: bool = False
     program: Program | None = None
     made: PlanState = dataclasses.field(default_factory=PlanState)
     baseline: PlannedBaseline = dataclasses.field(default_factory=PlannedBaseline)
@@ -156,10 +154,8 @@ class PlanEntry:
     takes_data: bool = False
     is_seen_by_core: bool | None = None
     num_demoted: int = dataclasses.field(default_factory=lambda: len(custom_ops.demoted()))
-    differs: bool = False
     num_surprises: int = 0
     input_shapes: Shapes = ()
-    is_first_sight: bool = False
     has_ample_room: bool = False
     has_left_imported: bool = False
 
@@ -175,8 +171,8 @@ class PlanEntry:
             gradient_bytes: Gradients of earlier steps that are among the step's storages.
         """
         program = compile_plan(graph, plan) if plan is not None else None
-        stage = Stage("verifying" if plan is None else "planned")
-        made = cls(stage=stage, source=Recorded(was_restored=True), graph=graph, program=program)
+        phase: Phase = "verifying" if plan is None else "planned"
+        made = cls(phase=phase, was_restored=True, graph=graph, program=program)
         made.baseline.gradients = OldGradients.of(graph, gradient_bytes)
         made.baseline.recorded_gradient_bytes = gradient_bytes
         return made
@@ -184,7 +180,7 @@ class PlanEntry:
     @classmethod
     def with_ample_room(cls) -> PlanEntry:
         """What stands for all new shapes where these may keep everything."""
-        return cls(stage=Stage("planned"), has_ample_room=True)
+        return cls(phase="planned", has_ample_room=True)
 
     @classmethod
     def in_bucket(cls, family: ShapeFamily, extrapolated: Extrapolated, like: PlanEntry | None) -> PlanEntry:
@@ -197,7 +193,7 @@ class PlanEntry:
         """
         source = ShapeBucket(family, extrapolated)
         made = cls(
-            stage=Stage("planned"),
+            phase="planned",
             source=source,
             graph=source.step(),
             verified=family.verified,
@@ -221,7 +217,7 @@ class PlanEntry:
             size: The largest that it serves.
             like: The one of them that ran last.
         """
-        made = cls(stage=Stage("planned"), changes=changes)
+        made = cls(phase="planned", changes=changes)
         made.follow(Superset(changes, size))
         if like is not None:
             made._be_like(like)
@@ -235,7 +231,7 @@ class PlanEntry:
 
     def follow(self, source: Superset) -> None:
         """Plan for the widest of its structures from now on."""
-        self.source, self.graph = source, source.step
+        self.source, self.graph, self.external = source, source.step, source.external
         self.replan("structure")
         self.baseline.recorded_gradient_bytes, self.baseline.is_known = source.gradient_bytes, False
         self.begin_anew()
@@ -251,11 +247,6 @@ class PlanEntry:
         self.source.begin_anew()
 
     # ---- what it is
-
-    @property
-    def phase(self) -> Phase:
-        """What its next step does."""
-        return self.stage.phase
 
     @property
     def plan(self) -> MemoryPlan | None:
@@ -304,6 +295,16 @@ class PlanEntry:
         return not self.source.follows_ops and self.phase == "planned"
 
     @property
+    def shared_changes(self) -> StructureChanges:
+        """What is known of how the structure changes of all steps that are planned alike."""
+        return self.family.changes if self.family is not None else self.changes
+
+    @property
+    def has_deviated(self) -> bool:
+        """Whether such steps left their plan lately: the coming one may, too."""
+        return self.shared_changes.num_deviations > 0
+
+    @property
     def spans_sizes(self) -> bool:
         """Whether it serves steps of several sizes whose structure changes."""
         return self.changes.spans_sizes
@@ -336,15 +337,6 @@ class PlanEntry:
         return not recomputed <= self.verified
 
     @property
-    def search_seconds(self) -> float:
-        """What a thorough search for its plan takes."""
-        return (self.family.changes if self.family is not None else self.changes).search_seconds
-
-    @search_seconds.setter
-    def search_seconds(self, seconds: float) -> None:
-        (self.family.changes if self.family is not None else self.changes).search_seconds = seconds
-
-    @property
     def expected(self) -> Expected | None:
         """What its steps take under the plan in force, or the last one; None without."""
         plan = self.shown_plan
@@ -359,26 +351,24 @@ class PlanEntry:
         """Whether what is beside the coming step is to be counted: one of the first, or one whose peak is."""
         if self.family is not None:
             can_be_counted = self.program is not None and not self.is_keep_all
-            return self.family.baseline_bytes is None or (can_be_counted and self.source.must_count(is_next=True))
+            return self.family.baseline_bytes is None or (can_be_counted and self.source.must_count())
         if self.is_aligned and self.plain.must_watch:
             return True
-        if not self.is_keep_all and self.source.must_count(is_next=True):
+        if not self.is_keep_all and self.source.must_count():
             return True
         return self.phase not in ("planned", "unplanned") or self.program is None or self.made.num_steps < 2
 
-    def is_due_for_measurement(self, *, can_count: bool) -> bool:
-        """Whether the coming planned step is one whose peak is counted.
+    def begins_counted(self, *, can_count: bool) -> bool:
+        """The coming step begins: whether its peak is counted, if it is planned.
 
         Args:
             can_count: Whether there is what counting starts from.
         """
         self.made.num_steps += 1
-        source = self.source
-        source.sampling_schedule.begin_step()
-        if (self.is_keep_all and not self.is_aligned) or not can_count or not source.must_count():
-            return False
-        source.counted()
-        return True
+        keeps_all = self.is_keep_all and not self.is_aligned
+        is_counted = can_count and not keeps_all and self.source.must_count()
+        self.source.begin_step(is_counted=is_counted)
+        return is_counted
 
     def elides_hooks(self) -> bool:
         """Whether the coming step, which keeps everything, goes without hooks."""
@@ -402,14 +392,9 @@ class PlanEntry:
             return True
         if self.phase == "unplanned":
             return budget_bytes is None or self.plain.fits(device, budget_bytes)
-        may_go_plainly = policy == "auto" or kind_of(device).counts_memory
-        if (
-            self.is_aligned
-            and budget_bytes is not None
-            and may_go_plainly
-            and self.source.may_go_plainly(self.input_shapes)
-        ):
-            return self.plain.fits(device, budget_bytes)
+        if self.is_aligned and budget_bytes is not None and (policy == "auto" or kind_of(device).counts_memory):
+            is_as_small = not self.spans_sizes or self.changes.variants.size_of(self.input_shapes) <= 1
+            return is_as_small and self.plain.fits(device, budget_bytes)
         return self.phase != "recording" and self.is_keep_all and budget_bytes is None
 
     # ---- memory
@@ -426,14 +411,11 @@ class PlanEntry:
         assert self.plan is not None
         if self.seen.measured_peak_bytes is None:
             return 0
-        return self.source.unforeseen_bytes(self.measured(self.graph, self.plan, self.seen.measured_peak_bytes))
-
-    def measured(self, graph: StepGraph, plan: MemoryPlan, peak_bytes: int) -> Measured:
-        """A step under a plan whose peak was measured."""
-        return Measured(
-            peak_bytes=peak_bytes, plan=plan, margin_bytes=self.margin_bytes, graph=graph, device=self.made.spec,
-            input_shapes=self.input_shapes,
+        step = Measured(
+            peak_bytes=self.seen.measured_peak_bytes, plan=self.plan, margin_bytes=self.margin_bytes, graph=self.graph,
+            device=self.made.spec, input_shapes=self.input_shapes,
         )  # fmt: skip
+        return self.source.unforeseen_bytes(step)
 
     def peaks_without_plan(self, device: DeviceSpec) -> tuple[int, int]:
         """The smallest peak of a recorded step, and the one with everything kept.
@@ -454,25 +436,23 @@ class PlanEntry:
         grown_bytes = state_bytes - self.baseline.state_bytes if self.baseline.state_bytes is not None else 0
         return self.graph.extra_bytes + grown_bytes
 
-    def baseline_bytes(self, there: There, gradients: Collection[int], *, has_inputs: bool) -> int | None:
-        """What is on the device beside the coming step; cf. :meth:`ExternalStorages.baseline_bytes`."""
-        found_bytes = self.source.found_bytes(self.graph) if has_inputs and self.graph is not None else None
-        if found_bytes is not None:
-            return max(0, there.bytes_but(gradients) - found_bytes)
-        return self.source.external.baseline_bytes(there, gradients, has_inputs=has_inputs)
+    def baseline_bytes(self, there: There | int, gradients: Mapping[int, int], *, has_inputs: bool) -> int | None:
+        """What is on the device beside the coming step; None where that is not known yet.
 
-    def baseline_bytes_of(self, allocated_bytes: int, gradient_bytes: int, *, has_inputs: bool) -> int | None:
-        """The same of the allocator's figure."""
-        found_bytes = self.source.found_bytes(self.graph) if has_inputs and self.graph is not None else None
-        if found_bytes is not None:
-            return max(0, allocated_bytes - gradient_bytes - found_bytes)
-        taken = self.graph.taken_bytes if self.graph is not None else int
-        return self.source.external.baseline_bytes_of(allocated_bytes, gradient_bytes, taken, has_inputs=has_inputs)
-
-    def learn_external(self, live: LiveBytes, gradients: Collection[int]) -> None:
-        """Know what the step touches, of a step that was planned without a recording here."""
-        if self.source.external.known is None and self.source.is_own:
-            self.source.external = ExternalStorages.seen(live, gradients)
+        Args:
+            there: What is on the device, or how much of it the allocator has handed out.
+            gradients: Of earlier steps: bytes by identity.
+            has_inputs: Whether what the coming step has in place of what is gone is there: as one begins.
+        """
+        graph, external = self.graph, self.external
+        held_bytes = there - sum(gradients.values()) if isinstance(there, int) else there.bytes_but(gradients)
+        if external.known is None and has_inputs and graph is not None:
+            found_bytes = self.source.found_bytes(graph)
+            return max(0, held_bytes - found_bytes) if found_bytes is not None else None
+        if not isinstance(there, int):
+            return external.baseline_bytes(there, gradients, has_inputs=has_inputs)
+        taken = graph.taken_bytes if graph is not None else int
+        return external.baseline_bytes_of(held_bytes, taken, has_inputs=has_inputs)
 
     def note_gradients(self, old: OldGradients) -> None:
         """Plan for gradients of earlier steps, as steps have shown them."""
@@ -567,26 +547,39 @@ class PlanEntry:
         assert self.program is not None
         self.program = dataclasses.replace(self.program, plan=with_margin(self.program.plan, num_bytes))
 
-    def follow_family(self, budget_bytes: int | None) -> None:
-        """Count what steps of the family showed: plan anew where the plan in force has no room for it.
+    def widen_margin(self, more_bytes: int, budget_bytes: int | None) -> bool:
+        """Leave so much more free from now on: plan anew where the plan in force has no room for it.
+
+        Args:
+            more_bytes: How much more.
+            budget_bytes: The budget.
+
+        Returns:
+            Whether the plan in force stays.
+        """
+        self.shortfall_bytes += more_bytes
+        fits = self.plan is not None and (
+            budget_bytes is None or self.plan.predicted_peak_bytes + more_bytes <= budget_bytes
+        )
+        if fits:
+            self.count_more(more_bytes)
+        else:
+            self.replan("peak", lasts=True)
+        return fits
+
+    def follow_others(self, budget_bytes: int | None) -> None:
+        """Count what steps of other sizes showed: plan anew where the plan in force has no room for it.
 
         Args:
             budget_bytes: The budget.
         """
-        family = self.family
-        if family is None:
-            return
-        self.note_gradients(family.gradients)
-        if family.baseline_bytes is not None:
-            self.note_baseline(family.baseline_bytes, budget_bytes)
-        more_bytes = family.shortfall_bytes - self.shortfall_bytes
-        if self.plan is None or more_bytes <= 0:
-            return
-        if budget_bytes is None or self.plan.predicted_peak_bytes + more_bytes <= budget_bytes:
-            self.shortfall_bytes = family.shortfall_bytes
-            self.count_more(more_bytes)
-        else:
-            self.replan("peak")
+        if self.family is not None:
+            self.note_gradients(self.family.gradients)
+            if self.family.baseline_bytes is not None:
+                self.note_baseline(self.family.baseline_bytes, budget_bytes)
+        more_bytes = self.source.known_margin_bytes - self.shortfall_bytes
+        if more_bytes > 0:
+            self.widen_margin(more_bytes, budget_bytes)
 
     def is_slightly_over(self, floor_bytes: int, budget_bytes: int | None) -> bool:
         """Whether training goes on although no plan is within the budget any more; one warning says so.

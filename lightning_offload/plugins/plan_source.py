@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -30,16 +30,12 @@ from lightning_offload.planning.planner import Make, plan_with_margin, plan_with
 from lightning_offload.planning.problem import Problem
 from lightning_offload.planning.resizing import Shapes
 from lightning_offload.planning.trace import simulate_plan
-from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.plugins.planned_baseline import OldGradients
 from lightning_offload.plugins.sampling_schedule import SamplingSchedule
 from lightning_offload.plugins.shape_families import Extrapolated, ShapeFamily
-from lightning_offload.plugins.structure_changes import Next, StructureChanges
+from lightning_offload.plugins.structure_changes import StructureChanges
 from lightning_offload.runtime.program import Program, compile_plan
 from lightning_offload.units import format_bytes
-
-if TYPE_CHECKING:
-    from lightning_offload.runtime.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 _OF_ANOTHER_SIZE = 4  # what a plan did not foresee may be by a quarter more at another size
@@ -107,13 +103,8 @@ class Measured:
 class PlanSource:
     """Where the plan for a specialization comes from.
 
-    Args:
-        external: The persistent storages that the planned step touches.
-
     Attributes:
-        external: These.
         sampling_schedule: Which steps have their memory counted.
-        was_restored: Whether it is from an earlier run: with DDP's buckets in the layout that they come to have.
     """
 
     follows_ops: ClassVar[bool] = True
@@ -121,10 +112,8 @@ class PlanSource:
     is_own: ClassVar[bool] = True
     """Whether these are its own: of this very shape, so that what they take tells what ops take."""
 
-    def __init__(self, external: ExternalStorages | None = None) -> None:
-        self.external = external or ExternalStorages()
+    def __init__(self) -> None:
         self.sampling_schedule = SamplingSchedule()
-        self.was_restored = False
 
     @property
     def is_captured(self) -> bool:
@@ -182,45 +171,33 @@ class PlanSource:
 
     # ---- memory
 
+    @property
+    def known_margin_bytes(self) -> int:
+        """What plans leave free, by what steps of other sizes needed beyond what was foreseen."""
+        return 0
+
     def found_bytes(self, graph: StepGraph) -> int | None:
         """What the coming step finds on the device and reads or writes, gradients of earlier steps aside.
 
-        None where the storages that it touches tell.
+        Asked where no storages are known that it touches; None where only these tell.
         """
         return None
 
-    def must_count(self, *, is_next: bool = False) -> bool:
-        """Whether the peak of the step that has begun is to be counted.
+    def must_count(self) -> bool:
+        """Whether the peak of the coming step is to be counted."""
+        return self.sampling_schedule.is_due(is_changing=False)
 
-        Args:
-            is_next: Whether that of the next one.
-        """
-        return self.sampling_schedule.is_due(is_changing=False, is_next=is_next)
-
-    def counted(self) -> None:
-        """It is."""
-        self.sampling_schedule.counted()
+    def begin_step(self, *, is_counted: bool) -> None:
+        """The coming step begins, and its peak is counted or not."""
+        self.sampling_schedule.begin_step(is_counted=is_counted)
 
     def unforeseen_bytes(self, step: Measured) -> int:
         """By how much a measured peak exceeds what was predicted for it, without a margin."""
         return max(0, step.peak_bytes - step.foreseen_bytes)
 
-    def may_go_plainly(self, input_shapes: Shapes) -> bool:
-        """Whether a step that keeps everything needs no plan for it, where that fits."""
-        return False
-
 
 class Recorded(PlanSource):
-    """A step of this very shape that was recorded, here or in an earlier run.
-
-    Args:
-        external: The persistent storages that it touches.
-        was_restored: Whether it is from an earlier run.
-    """
-
-    def __init__(self, external: ExternalStorages | None = None, *, was_restored: bool = False) -> None:
-        super().__init__(external)
-        self.was_restored = was_restored
+    """A step of this very shape that was recorded, here or in an earlier run."""
 
 
 class ShapeBucket(PlanSource):
@@ -245,7 +222,7 @@ class ShapeBucket(PlanSource):
         self.extrapolated = extrapolated
         self.version = family.version
         self.gradient_bytes = family.gradient_bytes
-        self.sampling_schedule = family.sampling_schedule
+        self.sampling_schedule = family.changes.sampling_schedule
         self._planner = family.planner
         self._figures = family.planner.model.figures_at(extrapolated.point)
         self._own_ops: tuple[Op, ...] | None = None
@@ -289,6 +266,11 @@ class ShapeBucket(PlanSource):
             self._own_ops = self._planner.model.at(self.extrapolated.point).ops
         return dataclasses.replace(graph, ops=self._own_ops)
 
+    @property
+    @override
+    def known_margin_bytes(self) -> int:
+        return self.family.shortfall_bytes
+
     @override
     def found_bytes(self, graph: StepGraph) -> int | None:
         sizes = self._planner.model.figures_at(self.extrapolated.actual).storage_bytes.tolist()
@@ -312,50 +294,30 @@ class Superset(PlanSource):
         changes: What is known of their structures.
         size: What it is resized to, as a part of the largest, where steps differ in sizes, too.
         guesses_margin: Whether to leave room for tensors that are larger than any seen.
-        before: What steps followed so far; None for nothing.
 
     Attributes:
         step: That.
+        external: The persistent storages that it touches.
         gradient_bytes: Gradients of earlier steps that it accumulated into.
         guess_bytes: What is left free for tensors that are larger than any seen.
     """
 
     follows_ops = is_own = False
 
-    def __init__(
-        self,
-        changes: StructureChanges,
-        size: float = 1.0,
-        *,
-        guesses_margin: bool = True,
-        before: Superset | None = None,
-    ) -> None:
+    def __init__(self, changes: StructureChanges, size: float = 1.0, *, guesses_margin: bool = True) -> None:
         basis = changes.variants.basis
         widest = changes.variants.widest(size)
-        super().__init__(widest.external)
         self.size = size
         self.step = widest.graph
+        self.external = widest.external
         self.gradient_bytes = widest.gradient_bytes
         self.guesses_margin = guesses_margin
         self.guess_bytes = widest.largest_open_bytes
-        self._too_large_at = -1
         self._changes = changes
         self._forms = widest.route
         self._basis = basis
         self._varying_share = widest.varying_share if changes.spans_sizes else 0.0
-        if changes.spans_sizes:
-            self.sampling_schedule = changes.sampling_schedule
-        elif before is not None:
-            self.sampling_schedule = before.sampling_schedule
-
-    @property
-    def is_too_large(self) -> bool:
-        """Whether there was no plan for that size, since the last recording: smaller ones are planned by themselves."""
-        return self._too_large_at == self._changes.variants.version
-
-    def note_too_large(self) -> None:
-        """There is none."""
-        self._too_large_at = self._changes.variants.version
+        self.sampling_schedule = changes.sampling_schedule
 
     @property
     def is_up_to_date(self) -> bool:
@@ -387,16 +349,21 @@ class Superset(PlanSource):
         if not self._changes.spans_sizes:  # plans for other sizes stay
             super().begin_anew()
 
+    @property
     @override
-    def must_count(self, *, is_next: bool = False) -> bool:
-        is_first = self._changes.spans_sizes and self.size not in self._changes.counted_sizes
-        is_due = self.sampling_schedule.is_due(is_changing=True, is_next=is_next)
-        return is_first or is_due or self._changes.plain.must_watch
+    def known_margin_bytes(self) -> int:
+        return self._changes.margin_at(self.size)
 
     @override
-    def counted(self) -> None:
-        super().counted()
-        self._changes.counted_sizes.add(self.size)
+    def must_count(self) -> bool:
+        is_first = self._changes.spans_sizes and self.size not in self._changes.counted_sizes
+        return is_first or self.sampling_schedule.is_due(is_changing=True) or self._changes.plain.must_watch
+
+    @override
+    def begin_step(self, *, is_counted: bool) -> None:
+        super().begin_step(is_counted=is_counted)
+        if is_counted:
+            self._changes.counted_sizes.add(self.size)
 
     @override
     def unforeseen_bytes(self, step: Measured) -> int:
@@ -407,23 +374,9 @@ class Superset(PlanSource):
         needed_bytes = step.peak_bytes + int(larger * self._varying_share * own_bytes)
         return max(0, needed_bytes - step.foreseen_bytes)
 
-    def wider_margin(self, step: Measured) -> int:
-        """What steps may need beyond what was foreseen, by one that was measured."""
-        needed_bytes = self.unforeseen_bytes(step)
+    def wider_margin(self, needed_bytes: int) -> int:
+        """What steps may need beyond what was foreseen, by what one was measured to."""
         return needed_bytes + needed_bytes // _OF_ANOTHER_SIZE if self._changes.spans_sizes else needed_bytes
-
-    @override
-    def may_go_plainly(self, input_shapes: Shapes) -> bool:
-        return not self._changes.spans_sizes or self._changes.variants.size_of(input_shapes) <= 1
-
-    def followed(self, step: Ledger, saved_bytes: int) -> Next | None:
-        """A step has followed the plan as far as it could; what the next ones do, if not the same.
-
-        Args:
-            step: What decided about its saves.
-            saved_bytes: What the planned step saves.
-        """
-        return self._changes.aligned(step, saved_bytes)
 
 
 class Imported(PlanSource):
@@ -437,7 +390,6 @@ class Imported(PlanSource):
     Args:
         plan: The plan.
         step: The step that it was captured with; None where it is for the recorded one.
-        external: The persistent storages that the recorded step touches.
 
     Attributes:
         plan: The plan.
@@ -445,10 +397,8 @@ class Imported(PlanSource):
         step: The step.
     """
 
-    def __init__(
-        self, plan: MemoryPlan, step: StepGraph | None = None, external: ExternalStorages | None = None
-    ) -> None:
-        super().__init__(external)
+    def __init__(self, plan: MemoryPlan, step: StepGraph | None = None) -> None:
+        super().__init__()
         self.plan = self.plan_here = plan
         self.step = step
 
@@ -488,6 +438,6 @@ class Imported(PlanSource):
 
     @override
     def found_bytes(self, graph: StepGraph) -> int | None:
-        if self.step is None or self.external.known is not None:
+        if self.step is None:
             return None
         return sum(graph.taken_bytes(storage.num_bytes) for storage in graph.storages if storage.is_persistent)

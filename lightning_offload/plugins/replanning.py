@@ -45,6 +45,10 @@ REASONS: Mapping[Reason, str] = {
 }
 
 
+Links = Literal["as planned", "slower", "faster"]
+"""How fast links turned out to be, of what plans count on: one is slower, or none is and one is faster."""
+
+
 @dataclasses.dataclass(slots=True)
 class Corrections:
     """The plans of a specialization that are made again for what steps under them showed, a few times at most.
@@ -76,9 +80,7 @@ class Corrections:
         step_seconds: float,
         stall_seconds: float,
         waited_seconds: float = 0.0,
-        *,
-        is_slower: bool,
-        is_faster: bool,
+        links: Links = "as planned",
     ) -> float | None:
         """By how much the ops' durations are wrong, where a plan is worth making again; None where it is not.
 
@@ -88,12 +90,11 @@ class Corrections:
             step_seconds: What the step took.
             stall_seconds: The part of it in which compute waited for copies.
             waited_seconds: The part of it in which an accelerator waited for the host.
-            is_slower: Whether a link turned out slower.
-            is_faster: Whether one turned out faster.
+            links: How fast these turned out to be.
         """
         if self.num_timed >= _MAX_CORRECTIONS:
             return None
-        is_wrong = links_were_wrong(plan, stall_seconds, is_slower=is_slower, is_faster=is_faster)
+        is_wrong = links_were_wrong(plan, stall_seconds, links)
         factor = 1.0
         if device.kind != "cpu":  # whose ops are not launched: what was timed one by one is what they take
             busy = max(0.0, step_seconds - stall_seconds)
@@ -144,18 +145,17 @@ class Corrections:
         return usable_bytes
 
 
-def links_were_wrong(plan: MemoryPlan, stall_seconds: float, *, is_slower: bool, is_faster: bool) -> bool:
+def links_were_wrong(plan: MemoryPlan, stall_seconds: float, links: Links) -> bool:
     """Whether links that turned out slower or faster are worth another plan.
 
     Args:
         plan: What was executed.
         stall_seconds: Time that compute waited for copies.
-        is_slower: Whether a link turned out slower than the plan counts on; that matters if it shows in stalls.
-        is_faster: Whether one turned out faster; that matters if the plan costs time.
+        links: How fast they are; slower ones matter if that shows in stalls, faster ones if the plan costs time.
     """
-    allowed = _STALL_FACTOR * plan.predicted_stall_seconds + _SHARE * plan.predicted_step_seconds
-    is_costly = plan.predicted_step_seconds > (1 + _SHARE) * plan.plain_step_seconds
-    return (is_slower and stall_seconds > allowed) or (is_faster and is_costly)
+    if links == "slower":
+        return stall_seconds > _STALL_FACTOR * plan.predicted_stall_seconds + _SHARE * plan.predicted_step_seconds
+    return links == "faster" and plan.predicted_step_seconds > (1 + _SHARE) * plan.plain_step_seconds
 
 
 def compute_factor(plan: MemoryPlan, busy_seconds: float, computing_seconds: float, before: float | None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +14,9 @@ from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import Action, MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.devices import nominal_spec
-from lightning_offload.plugins.phases import Phase
-from lightning_offload.plugins.plan_cache import ShapeFigures
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import Imported
 from lightning_offload.plugins.replanning import Reason
-from lightning_offload.plugins.settings import Budget
 from lightning_offload.report.fields import Row, rich_table
 from lightning_offload.report.printed import Printed
 from lightning_offload.runtime import native
@@ -30,7 +27,7 @@ from lightning_offload.units import format_budget, format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from lightning_offload.plugins.hardware import TierUse
+    from lightning_offload.plugins.steps import Steps
     from lightning_offload.report import MeasuredStep
 
 
@@ -246,35 +243,22 @@ _NUM_OTHERS = 4  # shapes that have a line
 _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
 
-def make_report(
-    entry: PlanEntry,
-    *,
-    others: Sequence[PlanEntry],
-    is_last: bool,
-    device: torch.device | None,
-    budget: Budget,
-    budget_bytes: int | None,
-    tier_use: TierUse,
-    optimizer_peak_bytes: int | None,
-    reserved_bytes: int | None,
-    policy: str,
-    num_steps: int,
-    num_planned: int,
-    scan_seconds: float,
-    phase: Phase,
-    shapes: ShapeFigures,
-    replans: Mapping[Reason, int],
-) -> Report:
-    """The report of a run, from the plan of a specialization and from what the plugin measured."""
-    plan, graph, expected = entry.shown_plan, entry.graph, entry.expected
-    if (
-        is_last and phase in ("recording", "unplanned")
-    ) or not entry.source.follows_ops:  # a plan there may be is not what the last step did
-        num_bytes: dict[Action, int] = {
-            "keep": entry.seen.stayed_bytes,
-            "swap": entry.seen.swapped_bytes,
-            "recompute": 0,
-        }
+def make_report(steps: Steps, *, of_last: bool) -> Report:
+    """The report of a run; cf. :meth:`~lightning_offload.plugins.memory.MemoryPlugin.report`.
+
+    Args:
+        steps: The run's.
+        of_last: Whether of the shape of the last step, and not of that which needs most.
+    """
+    cache, budget_bytes = steps.cache, steps.budget_bytes
+    entry = cache.entry if of_last else cache.neediest
+    others, is_last, shapes = cache.others_than(entry), entry is cache.entry, cache.figures
+    if entry.shown_plan is None and not is_last:  # steps run plainly, and nobody counted
+        steps.look_ahead(entry)
+    plan, graph, expected, seen = entry.shown_plan, entry.graph, entry.expected, entry.seen
+    if (is_last and cache.phase in ("recording", "unplanned")) or not entry.source.follows_ops:
+        # A plan there may be is not what the last step did.
+        num_bytes: dict[Action, int] = {"keep": seen.stayed_bytes, "swap": seen.swapped_bytes, "recompute": 0}
     else:
         num_bytes = {action: plan.bytes_of(graph, action) if plan and graph else 0 for action in _ACTIONS}
     if graph is not None:  # as it was planned: with the margin
@@ -282,18 +266,21 @@ def make_report(
     made = [(k.shown_plan.floor_bytes, k.source.is_coarse) for k in (entry, *others) if k.shown_plan is not None]
     floors = [floor for floor, is_coarse in made if not is_coarse] or [floor for floor, _ in made]
     plain_peak_bytes = plan.plain_peak_bytes if plan else None
-    if plan is None and not is_last and entry.baseline.is_known and device is not None:  # nothing was to plan
-        floor_bytes, plain_peak_bytes = entry.peaks_without_plan(nominal_spec(device))
+    if plan is None and not is_last and entry.baseline.is_known and steps.device is not None:  # nothing was to plan
+        floor_bytes, plain_peak_bytes = entry.peaks_without_plan(nominal_spec(steps.device))
         floors.append(floor_bytes)
+    tier_use = steps.hardware.use() if steps.hardware is not None else steps.tier_use
+    optimizer_peak_bytes = steps.peaks.optimizer_peak_bytes or steps.state.optimizer_peak_bytes
+    reserved_bytes = steps.peaks.reserved_bytes
     return Report(
-        budget=budget,
+        budget=steps.settings.budget,
         budget_bytes=budget_bytes,
         floor_bytes=max(floors, default=None),
         plain_peak_bytes=plain_peak_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes if plan else None,
-        measured_peak_bytes=entry.seen.measured_peak_bytes,
+        measured_peak_bytes=seen.measured_peak_bytes,
         predicted_step_seconds=expected.step if expected else None,
-        measured_step_seconds=entry.seen.step_seconds,
+        measured_step_seconds=seen.step_seconds,
         plain_step_seconds=expected.plain if expected else None,
         bound_seconds=min(plan.bound_seconds + expected.plain - plan.plain_step_seconds, expected.step)
         if plan and expected
@@ -302,25 +289,25 @@ def make_report(
         swapped_bytes=num_bytes["swap"],
         recomputed_bytes=num_bytes["recompute"],
         **dataclasses.asdict(tier_use),
-        stall_seconds=entry.seen.stall_seconds,
-        forward_peak_bytes=entry.seen.forward_peak_bytes,
-        backward_peak_bytes=entry.seen.backward_peak_bytes,
+        stall_seconds=seen.stall_seconds,
+        forward_peak_bytes=seen.forward_peak_bytes,
+        backward_peak_bytes=seen.backward_peak_bytes,
         optimizer_peak_bytes=optimizer_peak_bytes,
         reserved_bytes=reserved_bytes,
-        advice=_advice(entry.seen.measured_peak_bytes, reserved_bytes, optimizer_peak_bytes, budget_bytes),
-        policy=policy,
-        num_steps=num_steps,
-        phase=phase,
+        advice=_advice(seen.measured_peak_bytes, reserved_bytes, optimizer_peak_bytes, budget_bytes),
+        policy=steps.settings.policy,
+        num_steps=cache.num_steps,
+        phase=cache.phase,
         num_mismatched=len(entry.mismatched),
         num_shapes=shapes.num_shapes,
         num_at_first_sight=shapes.num_at_first_sight,
         num_deviations=shapes.num_deviations,
-        replans=replans,
+        replans=cache.replans,
         num_aligned=shapes.num_aligned,
         astray_bytes=shapes.astray_bytes,
         planning_seconds=shapes.planning_seconds,
-        num_planned_steps=num_planned,
-        scan_seconds=scan_seconds,
+        num_planned_steps=cache.num_planned,
+        scan_seconds=steps.baseline.scan_seconds,
         others=tuple(map(_other_shape, others)),
         distrusted_ops=_distrusted(graph),
         engine=_engine_of(entry),

@@ -38,32 +38,26 @@ class SamplingSchedule:
         """Steps are under another plan from now on."""
         self.num_fresh = 0
 
-    def begin_step(self) -> None:
-        """A step begins."""
-        self.num_steps += 1
-        self.num_uncounted += 1
-
-    def is_due(self, *, is_changing: bool, is_next: bool = False) -> bool:
-        """Whether the step that has begun is one to count, or the next one.
+    def is_due(self, *, is_changing: bool) -> bool:
+        """Whether the coming step is one to count.
 
         Args:
             is_changing: Whether structures change.
-            is_next: Whether the next one is meant.
         """
-        num_uncounted = self.num_uncounted + is_next
         sooner = self.num_counted**2 % 5
         if self.num_fresh < _NUM_FIRST or (is_changing and self.num_counted < _NUM_FIRST_CHANGING):
             return True
         if not is_changing:
-            return num_uncounted >= (_SELDOM << min(self.num_fresh - _NUM_FIRST, _NUM_DOUBLINGS)) - sooner
-        is_soon = self.num_steps + is_next <= _NUM_SOON_CHANGING
-        return num_uncounted >= (_OFTEN if is_soon else _SELDOM) - sooner
+            return self.num_uncounted + 1 >= (_SELDOM << min(self.num_fresh - _NUM_FIRST, _NUM_DOUBLINGS)) - sooner
+        is_soon = self.num_steps < _NUM_SOON_CHANGING
+        return self.num_uncounted + 1 >= (_OFTEN if is_soon else _SELDOM) - sooner
 
-    def counted(self) -> None:
-        """The step that has begun is."""
-        self.num_uncounted = 0
-        self.num_counted += 1
-        self.num_fresh += 1
+    def begin_step(self, *, is_counted: bool) -> None:
+        """The coming step begins, and is counted or not."""
+        self.num_steps += 1
+        self.num_uncounted = 0 if is_counted else self.num_uncounted + 1
+        self.num_counted += is_counted
+        self.num_fresh += is_counted
 
 
 @dataclasses.dataclass(slots=True)

@@ -11,12 +11,8 @@ that came out otherwise is recomputed at none. So is by how much measured peaks 
 
 A prediction is trusted within what was recorded, and for a quarter beyond it where all bytes follow laws and no step
 was seen that did not: a shape that is larger in any way is recorded itself, and so is one whose steps left their plan
-twice, or were measured above the budget. Where bytes follow no law, a shape is planned for as the next larger recorded
-one.
-
-A step that is recorded swaps out all that it saves, so that the recording tells how long the program itself holds each
-storage. Where a larger one was recorded, how long they live is known, and so is what the budget leaves: as much as that
-stays, and what the recording tells of lifetimes is taken from the larger one.
+twice, or were measured above the budget. Steps that follow their plans make up for one that did not. Where bytes
+follow no law, a shape is planned for as the next larger recorded one.
 
 Shortfalls: the model is of the structure that most of the recorded shapes have. Ops that run at some lengths only, and
 save nothing, are seen in measured steps alone.
@@ -30,7 +26,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,9 +39,10 @@ from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.family import FamilyPlanner
 from lightning_offload.planning.scaling_laws import Point
 from lightning_offload.planning.step_model import StepModel, structure_of
+from lightning_offload.plugins.hardware import Hardware
 from lightning_offload.plugins.plain_steps import PlainNeed
 from lightning_offload.plugins.planned_baseline import Dropping, OldGradients
-from lightning_offload.plugins.sampling_schedule import HookElision, SamplingSchedule
+from lightning_offload.plugins.sampling_schedule import HookElision
 from lightning_offload.plugins.structure_changes import StructureChanges
 
 Sizes = tuple[int, ...]
@@ -59,11 +56,9 @@ _MAX_SAMPLES = 8  # recorded shapes that laws are fitted to; more have changed n
 _MAX_VARYING = 4  # numbers: more than that are no lengths
 _MAX_DEVIATIONS = 2  # of steps of one shape, before it is recorded
 _MAX_REMEMBERED = 1024  # shapes of which one did
-_MANY_STEPS = 32  # for each that left its plan: others may do so within these
 _GRAIN = 8  # buckets between one power of two and the next
 _COARSE_GRAIN = 2  # where a plan of their own does not pay yet
 _BEYOND = 1.25  # times the largest recorded size, where laws held so far
-_SPARED = 0.9  # of what a larger recorded step left of the budget: allocators round
 
 
 class StepShape(NamedTuple):
@@ -166,34 +161,12 @@ class Sample(NamedTuple):
         graph: The step.
         gradient_bytes: Gradients of earlier steps that are among its storages.
         structure: What is the same in steps of other sizes.
-        bare_bytes: What it needed beyond what was there before, with all that it saved swapped out; None if not known.
     """
 
     sizes: Sizes
     graph: StepGraph
     gradient_bytes: int
     structure: str
-    bare_bytes: int | None
-
-
-class Room(NamedTuple):
-    """What a step that is recorded need not swap out, by a larger one that was.
-
-    Attributes:
-        spare_bytes: How much of what it saves may stay.
-        larger: That one: storages live as long in both.
-    """
-
-    spare_bytes: int
-    larger: StepGraph
-
-
-class Known(Protocol):
-    """What steps of a recorded specialization showed; cf. :class:`ShapeFamily`."""
-
-    verified: set[int]
-    mismatched: set[int]
-    shortfall_bytes: int
 
 
 class ShapeFamily:
@@ -207,10 +180,7 @@ class ShapeFamily:
         gradients: Gradients of earlier steps, which one step of several has.
         baseline_bytes: What is on the device beside its steps; None before that was counted.
         dropping: What steps drop of that.
-        sampling_schedule: Which steps under extrapolated plans have their memory counted.
-        num_deviations: Steps that left these.
         version: Grows with what extrapolated plans depend on.
-        is_one_structure: Whether no recorded step has shown yet to be of another structure than a larger one.
         changes: How their structure changes.
         hooks: Which of them that keep everything go without hooks: they make as many autograd nodes each.
         samples: The recorded steps that it is known by, by the signatures of their specializations.
@@ -218,7 +188,6 @@ class ShapeFamily:
         hasty_seconds: What a plan made in haste takes, the shortest time of any; None before there was one.
         step_seconds: What the last one so planned was to take.
         lost_seconds: By bucket without a plan: what steps have lost under the plan for a larger one.
-        too_large: Buckets that no plan is for, as long as the model is the same.
     """
 
     def __init__(self, name: str) -> None:
@@ -229,10 +198,7 @@ class ShapeFamily:
         self.gradients = OldGradients()
         self.baseline_bytes: int | None = None
         self.dropping = Dropping()
-        self.sampling_schedule = SamplingSchedule()
-        self.num_deviations = 0
         self.version = 0
-        self.is_one_structure = True
         self.changes = StructureChanges(spans_sizes=True)
         self.hooks = HookElision()
         self._most_elements: tuple[int, ...] = ()
@@ -241,14 +207,13 @@ class ShapeFamily:
         self.hasty_seconds: float | None = None
         self.step_seconds = 0.0
         self.lost_seconds: dict[str, float] = {}
-        self.too_large: set[str] = set()
+        self._too_large: dict[str, tuple[int, int]] = {}
         self._structure = ""
         self._largest: Point = ()
         self._planner: FamilyPlanner | None = None
         self._varying: _Varying | None = None
         self._is_fitted = True
         self._deviations: dict[str, int] = {}
-        self._wary_until = 0
         self._measured_of = 0
 
     @property
@@ -261,9 +226,7 @@ class ShapeFamily:
         """Gradients of earlier steps that are among the storages of the model's step."""
         return max((self.samples[signature].gradient_bytes for signature in self.alike), default=0)
 
-    def learn(
-        self, signature: str, sizes: Sizes, graph: StepGraph, gradient_bytes: int = 0, bare_bytes: int | None = None
-    ) -> None:
+    def learn(self, signature: str, sizes: Sizes, graph: StepGraph, gradient_bytes: int = 0) -> None:
         """Take a recorded step over.
 
         Args:
@@ -271,14 +234,13 @@ class ShapeFamily:
             sizes: Of what it is given.
             graph: The step.
             gradient_bytes: Gradients of earlier steps that are among its storages.
-            bare_bytes: What it needed beyond what was there before, with all that it saved swapped out.
         """
         self._deviations.pop(signature, None)
         if any(len(sample.sizes) != len(sizes) for sample in self.samples.values()):
             self.samples.clear()  # they came from elsewhere
         if signature not in self.samples and len(self.samples) >= _MAX_SAMPLES:
             del self.samples[self._least_useful()]
-        self.samples[signature] = Sample(sizes, graph, gradient_bytes, structure_of(graph), bare_bytes)
+        self.samples[signature] = Sample(sizes, graph, gradient_bytes, structure_of(graph))
         self._is_fitted = False
 
     def learn_plain(self, shapes: tuple[Sizes, ...], need: PlainNeed) -> None:
@@ -295,13 +257,13 @@ class ShapeFamily:
         known = self._most_elements if len(self._most_elements) == len(elements) else elements
         self._most_elements = tuple(map(max, zip(elements, known, strict=True)))
 
-    def has_ample_room_for(self, shapes: tuple[Sizes, ...], device: torch.device, budget_bytes: int) -> bool:
+    def has_ample_room_for(self, shape: StepShape, hardware: Hardware) -> bool:
         """Whether a step of a shape that was not recorded may keep everything, the budget being what it is."""
-        elements = tuple(map(math.prod, shapes))
-        if len(elements) != len(self._most_elements):
+        elements = tuple(map(math.prod, shape.shapes))
+        if hardware.budget_bytes is None or len(elements) != len(self._most_elements):
             return False
         size = max((n / max(1, most) for n, most in zip(elements, self._most_elements, strict=True)), default=1.0)
-        return self.plain.fits_amply(device, budget_bytes, size)
+        return self.plain.fits_amply(hardware.device, hardware.budget_bytes, size)
 
     def _least_useful(self) -> str:
         """The sample that was taken first, of those that are not the only ones as large as they are."""
@@ -319,13 +281,13 @@ class ShapeFamily:
         if self.samples.pop(signature, None) is not None:
             self._is_fitted = False
 
-    def take_over(self, signature: str, entry: Known) -> None:
+    def take_over(self, signature: str, verified: set[int], mismatched: set[int], shortfall_bytes: int) -> None:
         """Learn what planned steps of a recorded specialization showed, where the model has its structure."""
         sample = self.samples.get(signature)
         if self._is_fitted and sample is not None and sample.structure == self._structure:
-            self.verified.update(entry.verified)
-            self.mismatched.update(entry.mismatched)
-            self.shortfall_bytes = max(self.shortfall_bytes, entry.shortfall_bytes)
+            self.verified.update(verified)
+            self.mismatched.update(mismatched)
+            self.shortfall_bytes = max(self.shortfall_bytes, shortfall_bytes)
 
     @property
     def varies(self) -> bool:
@@ -345,29 +307,6 @@ class ShapeFamily:
         known = [sample.sizes for sample in self.samples.values()]
         columns = zip(sizes, *known, strict=True)
         return all(n <= _rounded_up(max(column)) for n, *column in columns) if known else False
-
-    def room_for(self, sizes: Sizes, budget_bytes: int, held_bytes: int) -> Room | None:
-        """What a step that is to be recorded need not swap out; None where that is not known.
-
-        Args:
-            sizes: Of what it is given.
-            budget_bytes: The budget.
-            held_bytes: What is on the device before it, gradients of earlier steps aside.
-        """
-        if not self.is_one_structure or self.num_deviations or self.changes.num_deviations or self.changes.aligns:
-            return None  # it may be of another structure, which needs more
-        larger = [
-            (sample.bare_bytes, sample.graph)
-            for sample in self.samples.values()
-            if sample.bare_bytes is not None
-            and all(map(operator.ge, sample.sizes, sizes))
-            and not sample.graph.has_collectives  # DDP lays its buckets out anew: later steps have other ops
-        ]
-        if not larger:
-            return None
-        bare_bytes, graph = min(larger, key=operator.itemgetter(0))
-        spare_bytes = int(_SPARED * (budget_bytes - held_bytes - bare_bytes))
-        return Room(spare_bytes, graph) if spare_bytes > 0 else None
 
     def find(
         self, sizes: Sizes, *, signature: str = "", is_exact: bool = False, is_coarse: bool = False
@@ -402,7 +341,7 @@ class ShapeFamily:
 
     def _farthest(self, most: int) -> int:
         """Up to what a size is predicted of which this is the largest that was recorded."""
-        is_lawful = not (self.planner.model.num_inexact or self.num_deviations or self.changes.num_deviations)
+        is_lawful = not (self.planner.model.num_inexact or self.changes.num_deviations)
         return _rounded_up(int(_BEYOND * most) if is_lawful else most)
 
     @property
@@ -423,10 +362,21 @@ class ShapeFamily:
             self.lost_seconds.clear()
         self.lost_seconds[key] = self.lost_seconds.get(key, 0.0) + seconds
 
+    @property
+    def _models(self) -> tuple[int, int]:
+        """What steps of other sizes are planned by: grows with what is known."""
+        return self.version, self.changes.variants.version
+
+    def note_too_large(self, key: str) -> None:
+        """No plan for these sizes is within the budget, as long as they are planned by the same."""
+        self._too_large[key] = self._models
+
+    def is_too_large(self, key: str) -> bool:
+        """Whether there is none: smaller ones are planned by themselves."""
+        return self._too_large.get(key) == self._models
+
     def step_left_its_plan(self, signature: str) -> None:
         """Note that a step of this shape did: where they do again, they are recorded."""
-        self.num_deviations += 1
-        self._wary_until = self.sampling_schedule.num_steps + self.num_deviations * _MANY_STEPS
         self._note_wrong(signature, 1)
 
     def step_was_over(self, signature: str) -> None:
@@ -437,11 +387,6 @@ class ShapeFamily:
         self._deviations[signature] = self._deviations.pop(signature, 0) + num_times
         if len(self._deviations) > _MAX_REMEMBERED:
             del self._deviations[next(iter(self._deviations))]
-
-    @property
-    def is_wary(self) -> bool:
-        """Whether steps lately left their plans, so that the coming one may, too: the longer the more often."""
-        return self.sampling_schedule.num_steps < self._wary_until
 
     def is_sure_of(self, point: Point) -> bool:
         """Whether a prediction is no guess: none was seen to be off, and the point is hardly beyond the rest."""
@@ -454,40 +399,44 @@ class ShapeFamily:
         self._is_fitted, self._planner, self._varying, self.alike = True, None, None, frozenset()
         self.version += 1
         self.lost_seconds.clear()
-        self.too_large.clear()
-        by_sizes = {sample.sizes: sample.graph for sample in self.samples.values()}
-        varying = _Varying.of(list(by_sizes))
-        if varying is None or len(by_sizes) < MIN_SAMPLES:
+        found = _modelled({sample.sizes: sample.graph for sample in self.samples.values()})
+        if found is None:
             return
-        graphs = {point: graph for sizes, graph in by_sizes.items() if (point := varying.point(sizes)) is not None}
-        try:
-            model = StepModel.fit(graphs)
-        except OffloadError:  # no two are alike
-            return
-        if len(model.sizes) < MIN_SAMPLES:
-            return
-        alike, first = set(model.sizes), varying
-        varying = _Varying.of([sizes for sizes in by_sizes if varying.point(sizes) in alike])
-        if varying is None:
-            return
-        if varying != first:  # what was left out may differ in more than those that are alike
-            alike_graphs = {p: g for s, g in by_sizes.items() if (p := varying.point(s)) is not None}
-            try:
-                model = StepModel.fit(alike_graphs)
-            except OffloadError:
-                return
-            if len(model.sizes) < MIN_SAMPLES:
-                return
-        self._varying, self._planner = varying, FamilyPlanner(model)
+        self._varying, model = found
+        self._planner = FamilyPlanner(model)
         known = [size for size in model.sizes if isinstance(size, tuple)]
         self._largest = tuple(map(max, zip(*known, strict=True)))
         structure = structure_of(model.structure)
         self.alike = frozenset(s for s, sample in self.samples.items() if sample.structure == structure)
-        found = hash(tuple(sorted((name, _bytes_in(self.samples[name].graph)) for name in self.alike)))
-        if found != self._measured_of:  # what was measured is of another model
-            self._measured_of, self.shortfall_bytes, self.sampling_schedule.num_fresh = found, 0, 0
+        bytes_of_model = hash(tuple(sorted((name, _bytes_in(self.samples[name].graph)) for name in self.alike)))
+        if bytes_of_model != self._measured_of:  # what was measured is of another model
+            self._measured_of, self.shortfall_bytes = bytes_of_model, 0
+            self.changes.sampling_schedule.begin_anew()
         if structure != self._structure:  # what was known of another one is known of other storages
             self._structure, self.verified, self.mismatched = structure, set(), set()
+
+
+def _modelled(by_sizes: dict[Sizes, StepGraph]) -> tuple[_Varying, StepModel] | None:
+    """What varies in steps that are alike, and a model of these; None where too few are.
+
+    What is left out may differ in more than those that are alike, which are looked at again by themselves then.
+
+    Args:
+        by_sizes: The recorded steps, by their sizes.
+    """
+    found: tuple[_Varying, StepModel] | None = None
+    while len(by_sizes) >= MIN_SAMPLES:
+        varying = _Varying.of(list(by_sizes))
+        if varying is None or (found is not None and varying == found[0]):
+            return found if varying is not None else None
+        points = {sizes: point for sizes in by_sizes if (point := varying.point(sizes)) is not None}
+        try:
+            model = StepModel.fit({point: by_sizes[sizes] for sizes, point in points.items()})
+        except OffloadError:  # no two are alike
+            return None
+        found, alike = (varying, model), set(model.sizes)
+        by_sizes = {sizes: by_sizes[sizes] for sizes, point in points.items() if point in alike}
+    return None
 
 
 def _bytes_in(graph: StepGraph) -> int:

@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +33,13 @@ from lightning_offload.capture.recorder import Recorder
 from lightning_offload.capture.timing import Mark, OpTimes, clock_for, record_event
 from lightning_offload.capture.workspace import op_memory_for, workspaces_on
 from lightning_offload.graph.memory_plan import MemoryPlan, Tier
-from lightning_offload.graph.step_graph import Accumulation, StepGraph
+from lightning_offload.graph.step_graph import Accumulation
 from lightning_offload.plugins.baseline import Baseline, There
-from lightning_offload.plugins.external_storages import StorageRef
 from lightning_offload.plugins.lifecycle import Peaks, Recording, StepShown, demote, is_seen_by_core
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported
-from lightning_offload.plugins.planned_baseline import OldGradients
-from lightning_offload.plugins.shape_families import Room
+from lightning_offload.plugins.planned_baseline import ExternalStorages, OldGradients, StorageRef
 from lightning_offload.plugins.step_time_estimate import Halves, LaunchTimes, StepTimes
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import InfraMode
@@ -68,6 +66,7 @@ class StepRun:
         drops: Sees what it drops of what was there, if it is watched.
         verifier: Compares replays, if they are not trusted yet.
         clock: Measures the time spent in its scopes.
+        state: The state of the training.
         optimizer_ran_inside: Whether an optimizer updated parameters within its scopes.
         state_version: Version of the persistent state when it began.
         old_gradients: Gradients that were there when it began: bytes by identity of the storage.
@@ -76,13 +75,9 @@ class StepRun:
         bytes_out_of_sight: What is on the device and in no live scan: buckets of DDP that were not met yet.
         device_peak_bytes: The allocator's peak over its scopes, on a device that has one.
         there: What such a device's allocator held when a step without a plan began; None where it was not asked.
-        held_bytes: What was on the device when a recorded step began, gradients of earlier steps aside; None where that
-            is not known.
-        larger: The recorded step that tells how long storages live, where some of what is saved may stay.
         slack_bytes: What it came to hold in a recorded step beyond what was alive at once.
         is_watched: Whether its memory, its ops or its copies are measured.
         lane_times: What the lanes did, if that was measured.
-        seconds: Time spent in its scopes, once it is finished and if that was measured.
         is_other: Whether it had other forwards than those that its plan is for.
         like: What steps share that hold what they leave in the place of what another left, whatever its size.
     """
@@ -98,6 +93,7 @@ class StepRun:
     verifier: Verifier | None
     clock: StepClock
     peaks: DevicePeaks
+    state: PersistentState
     is_watched: bool
     optimizer_ran_inside: bool = False
     state_version: int = 0
@@ -106,11 +102,8 @@ class StepRun:
     bytes_out_of_sight: int = 0
     device_peak_bytes: int | None = None
     there: Allocated | None = None
-    held_bytes: int | None = None
-    larger: StepGraph | None = None
     slack_bytes: int | None = None
     lane_times: dict[Tier, LaneTimes] | None = None
-    seconds: float | None = None
     is_other: bool = False
     like: str = ""
     _versions: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -143,54 +136,50 @@ class StepRun:
             used_bytes = max(self.device_peak_bytes, self.there.reserved_bytes)
             self.slack_bytes = max(0, memory.reserved_bytes() - used_bytes)
 
-    @property
-    def stall_seconds(self) -> float:
-        """Time that compute waited for copies, as far as it was measured."""
-        times = (self.lane_times or {}).values()
-        return self.executor.stall_seconds + sum(t.stall_seconds for t in times)
+    def _times(self) -> StepTimes | None:
+        seconds, lane_times = self.clock.seconds(), (self.lane_times or {}).values()
+        if seconds is None:
+            return None
+        stall_seconds = self.executor.stall_seconds + sum(times.stall_seconds for times in lane_times)
+        return StepTimes(seconds, stall_seconds, self.executor.replay_seconds)
 
-    def note_there(self) -> None:
-        """Note what is on the device as it begins, where it shows what such steps need that keep everything."""
+    def begin(self) -> None:
+        """It begins: note what is on the device, where it shows what such steps need that keep everything."""
+        self.peaks.begin_step(self.device, is_watched=self.is_watched)
         memory = memory_of(self.device)
         if self.is_watched and self.executor.program is None and memory is not None:
             self.there = memory.now()
-
-    def watch_gradients(self, now: dict[int, int], state: PersistentState) -> None:
-        """Note the gradients of earlier steps: those there now, and those there when backward begins."""
-        self.old_gradients = now
-
-        def note() -> None:
-            self.clock.backward_begins()
-            if self.recorder is not None:
-                state.learn_leaves(self.recorder.leaves)
-                self.recorder.watch_gradients(state.trainable())
-            has_any = now or self.recorder is not None  # only a backward makes others
-            self.accumulated = self._versions = state.gradient_versions() if has_any else {}
-
         if self.executor.packs:
-            self.executor.on_backward = note
+            self.executor.on_backward = self._first_backward_begins
 
-    def backward_begins(self, state: PersistentState) -> None:
-        """One of its backwards begins; of the first one the executor tells."""
+    def _first_backward_begins(self) -> None:
+        """The first of its backwards does, of which the executor tells: note the gradients that are there."""
+        self.clock.backward_begins()
+        if self.recorder is not None:
+            self.state.learn_leaves(self.recorder.leaves)
+            self.recorder.watch_gradients(self.state.trainable())
+        has_any = self.old_gradients or self.recorder is not None  # only a backward makes others
+        self.accumulated = self._versions = self.state.gradient_versions() if has_any else {}
+
+    def backward_begins(self) -> None:
+        """One of its backwards begins."""
         if self._versions:
-            self._versions = state.gradient_versions()
+            self._versions = self.state.gradient_versions()
 
-    def backward_ends(self, state: PersistentState) -> None:
+    def backward_ends(self) -> None:
         """One of its backwards has ended: what it wrote of the gradients of earlier steps it has added to."""
         if self._versions:
-            for key, (_, version) in state.gradient_versions().items():
+            for key, (_, version) in self.state.gradient_versions().items():
                 if key in self._versions and version > self._versions[key][1]:
                     self._added_to.add(key)
 
-    def finish(self, state: PersistentState, baseline: Baseline) -> StepShown:
+    def finish(self, baseline: Baseline) -> StepShown:
         """What it showed, once it has ended.
 
         Args:
-            state: The state of the training.
             baseline: What is on the device beside the steps.
         """
         executor = self.executor
-        self.seconds = self.clock.seconds()
         if self.is_watched:
             self.lane_times = self.tiers.take_times()
             self.tiers.measure(False)
@@ -212,22 +201,22 @@ class StepRun:
             moved=moved,
             plain=self._plain_need(executor.swapped_bytes) if is_plain_known else None,
             lane_times=self.lane_times,
+            times=self._times(),
             has_retried=self.peaks.take_retries(self.device) > 0,
         )
         if not has_backward and self.recorder is None:
             return shown
-        peaks, old_gradients = self._peaks(), self._old_gradients(state)
-        left = self._left_behind(state, baseline)
-        times: StepTimes | None = None
-        if self.seconds is not None:
-            times = StepTimes(self.seconds, self.stall_seconds, executor.replay_seconds)
+        old_gradients = self._old_gradients()  # before a recording finds buckets among them
+        left = self._left_behind(baseline)
+        external = ExternalStorages.seen(self.live, self.old_gradients) if self.live is not None else None
+        if self.recorder is not None:  # which knows of what nobody listed, too
+            external = ExternalStorages(self.recorder.persistent_ids(), external.known if external else None)
         return dataclasses.replace(
             shown,
-            peaks=peaks,
-            recording=self._recording(state, peaks, old_gradients, left) if self.recorder is not None else None,
+            peaks=self._peaks(),
+            recording=self._recording(left) if self.recorder is not None else None,
             old_gradients=old_gradients,
-            gradients=self.old_gradients,
-            live=self.live,
+            external=external,
             has_deviated=executor.has_deviated,
             is_other=self.is_other,
             ledger=superset.ledger if superset is not None else None,
@@ -236,69 +225,57 @@ class StepRun:
             is_watched=self.is_watched,
             op_times=self.times,
             bytes_by_op=self._bytes_by_op(),
-            times=times,
             launched=self.clock.launch_times() if self.is_watched else None,
             drops=self.drops,
         )
 
-    def _recording(
-        self,
-        state: PersistentState,
-        peaks: Peaks | None,
-        old_gradients: OldGradients,
-        left: list[tuple[torch.UntypedStorage, int]],
-    ) -> Recording:
-        recorder, has_stayed = self.recorder, self.executor.stayed_bytes > 0
+    def _recording(self, left: list[tuple[torch.UntypedStorage, int]]) -> Recording:
+        recorder = self.recorder
         assert recorder is not None
-        before = self._accumulated_but_buckets(state)
+        before, state = self._accumulated_but_buckets(), self.state
         state.buckets.place(recorder.all_reduced())
-        is_bare = peaks is not None and self.held_bytes is not None and not has_stayed
         return Recording(
-            external=recorder.persistent_ids(),
             graph=recorder.finish(),
             forms=tuple(recorder.saved_forms),
             open_sizes=frozenset(recorder.open_sizes),
             has_backward=recorder.num_unpacks > 0,
             is_typical=not (self.optimizer_ran_inside and state.version != self.state_version),
-            old_gradients=old_gradients,
             gradient_bytes=sum(num_bytes for key, (num_bytes, _) in before.items() if key in recorder.external),
-            made_gradients=self._made_gradients(state),
-            bare_bytes=peaks.step - self.held_bytes if is_bare and peaks and self.held_bytes is not None else None,
-            larger=self.larger if has_stayed else None,
+            made_gradients=self._made_gradients(),
             left=left,
             custom_ops=recorder.custom_ops,
             draws_numbers=recorder.draws_numbers,
         )
 
-    def _accumulated_but_buckets(self, state: PersistentState) -> dict[int, tuple[int, int]]:
-        buckets = state.buckets.sizes()  # some of which may have been met meanwhile
+    def _accumulated_but_buckets(self) -> dict[int, tuple[int, int]]:
+        buckets = self.state.buckets.sizes()  # some of which may have been met meanwhile
         return {key: known for key, known in (self.accumulated or {}).items() if key not in buckets}
 
-    def _old_gradients(self, state: PersistentState) -> OldGradients:
+    def _old_gradients(self) -> OldGradients:
         if self.accumulated is None:
             return OldGradients()
-        some_go, before = not self.old_gradients.keys() <= self.accumulated.keys(), self._accumulated_but_buckets(state)
+        some_go, before = not self.old_gradients.keys() <= self.accumulated.keys(), self._accumulated_but_buckets()
         added_to = sum(num_bytes for key, (num_bytes, _) in before.items() if key in self._added_to)
         idle = sum(num_bytes for num_bytes, _ in before.values()) - added_to
         in_backward = (Accumulation(idle_bytes=idle, added_to_bytes=added_to),) if before else ()
         return OldGradients(in_backward=in_backward, some_go=some_go)
 
-    def _left_behind(self, state: PersistentState, baseline: Baseline) -> list[tuple[torch.UntypedStorage, int]]:
+    def _left_behind(self, baseline: Baseline) -> list[tuple[torch.UntypedStorage, int]]:
         """What it made and left on the device, gradients aside, each with the tick at which a recording saw it made."""
         if self.drops is None:
             baseline.note_unwatched(self.like)
             return []
-        gradients = state.gradients()
+        gradients = self.state.gradients()
         counter = self.recorder if self.recorder is not None else self.live
         left = [s for s in counter.left_behind() if s._cdata not in gradients] if counter is not None else []
         baseline.note_left(left, self.drops.dropped, self.like)
         made_at = self.recorder.left_at() if self.recorder is not None else {}
         return [(storage, made_at[storage._cdata]) for storage in left if storage._cdata in made_at]
 
-    def _made_gradients(self, state: PersistentState) -> tuple[StorageRef, ...]:
+    def _made_gradients(self) -> tuple[StorageRef, ...]:
         if self.recorder is None:
             return ()
-        gradients = state.gradients()
+        gradients = self.state.gradients()
         return tuple(weakref.ref(s) for s in self.recorder.left_behind() if s._cdata in gradients)
 
     def _bytes_by_op(self) -> list[int]:
@@ -365,9 +342,11 @@ def start_run(
     verify: str,
     peaks: DevicePeaks,
     there: There | None,
-    gradients: Collection[int],
-    persistent: Callable[[], Collection[int]],
-    room: Room | None = None,
+    gradients: dict[int, int],
+    state: PersistentState,
+    like: str,
+    *,
+    is_first_sight: bool,
 ) -> StepRun:
     """Set up the executor and the observers that a step of this specialization needs now.
 
@@ -379,9 +358,10 @@ def start_run(
         verify: When replays are compared with their originals.
         peaks: Reads the device's allocator.
         there: What is on the device; None where nobody looked.
-        gradients: Identities of gradients that are there.
-        persistent: Gives the identities of storages that outlive the step.
-        room: What need not leave, where the step is recorded.
+        gradients: Those that are there: bytes by identity of the storage.
+        state: The state of the training.
+        like: What steps share that hold what they leave in the place of what another left, whatever its size.
+        is_first_sight: Whether it is the first of its shape.
     """
     program = entry.program
     is_recorded = entry.phase == "recording"
@@ -390,7 +370,7 @@ def start_run(
     times = _op_times(entry, device)
     counts = kind_of(device).counts_memory
     can_count = there is not None or counts
-    is_watched = recorder is not None or times is not None or entry.is_due_for_measurement(can_count=can_count)
+    is_watched = recorder is not None or times is not None or entry.begins_counted(can_count=can_count)
     live: LiveBytes | None = None
     if there is not None and recorder is not None:
         live = recorder
@@ -406,17 +386,16 @@ def start_run(
     drops = Departures(s for s in storages if s._cdata not in gradients) if observers and there is not None else None
     if drops is not None:
         observers.append(drops)
-    # A specialization that has left its plan before runs under what can give up what the plan keeps.
-    has_deviated = entry.changes.num_deviations or (entry.family is not None and entry.family.is_wary)
-    is_light = not observers and entry.phase == "planned" and not has_deviated
+    # A specialization that has left its plan lately runs under what can give up what the plan keeps.
+    is_light = not observers and entry.phase == "planned" and not entry.has_deviated
     # What was never seen may need more than was predicted: then what the plan keeps is given up, too.
-    is_sure = entry.family is None or not entry.is_first_sight
+    is_sure = entry.family is None or not is_first_sight
     is_imported = isinstance(entry.source, Imported)
     if is_recorded:
         entry.is_seen_by_core = is_seen_by_core(entry, device)
     has_live_scan = is_recorded and there is not None and compiled_code.is_in_use()
     live_scan = frozenset(there.storages) if has_live_scan and there is not None else None  # and holds none of them
-    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=persistent, by_mode=is_imported)
+    make = functools.partial(StepExecutor, device=device, tiers=tiers, persistent=state.identities, by_mode=is_imported)
     observer = observe_all(tuple(observers))
     is_routed = program is not None and program.form_route is not None
     if program is not None and program.is_keep_all and is_light and is_sure and not is_routed:
@@ -435,22 +414,23 @@ def start_run(
         core = core_for(planned, device, sees_ops=sees_ops) if planned is not None and is_watched_by_nobody else None
         if planned is not None and core is not None:
             executor = NativeExecutor(
-                core, device=device, tiers=tiers, program=planned, sees_ops=sees_ops, persistent=persistent
+                core, device=device, tiers=tiers, program=planned, sees_ops=sees_ops, persistent=state.identities
             )
         else:
-            spare_bytes = room.spare_bytes if room is not None else 0
             executor = make(
-                program=planned, observer=observer, verifier=verifier, sees_ops=sees_ops, spare_bytes=spare_bytes,
-                live_scan=live_scan,
-            )  # fmt: skip
+                program=planned, observer=observer, verifier=verifier, sees_ops=sees_ops, live_scan=live_scan
+            )
     if is_watched:
         tiers.take_times()  # forget what went before
         tiers.measure(True)
-    return StepRun(
+    run = StepRun(
         entry=entry, device=device, tiers=tiers, executor=executor, recorder=recorder, times=times, live=live,
         drops=drops, verifier=verifier, clock=StepClock(device, is_watched=is_watched), peaks=peaks,
-        is_watched=is_watched, larger=room.larger if room is not None else None,
+        state=state, is_watched=is_watched, state_version=state.version, old_gradients=gradients, like=like,
+        bytes_out_of_sight=0 if is_recorded else state.buckets.expected_bytes(device),
     )  # fmt: skip
+    run.begin()
+    return run
 
 
 class _Forward(NamedTuple):

@@ -144,34 +144,28 @@ class Expected(NamedTuple):
 class StepTimeEstimate:
     """The last steps under one plan."""
 
-    _plan: MemoryPlan | None = None
     _last: deque[StepTimes] = dataclasses.field(default_factory=lambda: deque(maxlen=_NUM_LAST))
     _slowdown_seconds: float | None = None
-    _waited_for: MemoryPlan | None = None
-    _waited_seconds: float = 0.0
+    _waited_seconds: float | None = None
 
-    def note_waits(self, plan: MemoryPlan, seconds: float) -> None:
-        """A measured step has run under a plan in which an accelerator waited so long for the host."""
-        is_first = plan is not self._waited_for
-        self._waited_for, self._waited_seconds = plan, seconds if is_first else min(seconds, self._waited_seconds)
+    def note_waits(self, seconds: float) -> None:
+        """A measured step has run in which an accelerator waited so long for the host."""
+        self._waited_seconds = seconds if self._waited_seconds is None else min(seconds, self._waited_seconds)
 
-    def note(self, plan: MemoryPlan, times: StepTimes) -> None:
-        """A step has run under a plan, and nothing about it was measured but these."""
-        if plan is not self._plan:
-            self._plan, self._slowdown_seconds = plan, None
-            self._last.clear()
+    def note(self, times: StepTimes) -> None:
+        """A step has run, and nothing about it was measured but these."""
         self._last.append(times)
 
     def expected(self, plan: MemoryPlan, graph: StepGraph, device: DeviceSpec) -> Expected:
-        """What steps take under a plan: what it says itself, until a few have run under it.
+        """What steps take under the plan: what it says itself, until a few have run under it.
 
         Args:
-            plan: The plan in force.
+            plan: The plan.
             graph: The step that it was made for.
             device: The device that it was made for.
         """
-        if plan is not self._plan or len(self._last) < _NUM_FIRST:
-            waited_seconds = self._waited_seconds if plan is self._waited_for else 0.0
+        if len(self._last) < _NUM_FIRST:
+            waited_seconds = self._waited_seconds or 0.0
             return Expected(plan.predicted_step_seconds + waited_seconds, plan.plain_step_seconds)
         if self._slowdown_seconds is None:
             self._slowdown_seconds = follow(graph, plan, device).slowdown_seconds if plan.decisions else 0.0

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.planning.resizing import InputShapes, Shapes, resized, varying_share
 from lightning_offload.planning.step_model import structure_of
-from lightning_offload.plugins.external_storages import ExternalStorages
+from lightning_offload.plugins.planned_baseline import ExternalStorages
 from lightning_offload.tensors.saved_forms import SavedForm, opened, sizes_that_vary
 
 _MAX_VARIANTS = 4  # structures in turns, with a plan each

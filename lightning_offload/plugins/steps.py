@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,15 @@ from lightning_offload.accelerators import is_capturing, kind_of, memory_of
 from lightning_offload.errors import BudgetInfeasibleError, PlanError, SpillError, UnsupportedError
 from lightning_offload.plugins import lifecycle
 from lightning_offload.plugins.baseline import Baseline, There
-from lightning_offload.plugins.checkpointing import Checkpointing, watch_regions
+from lightning_offload.plugins.checkpointing import Checkpointing, NestedHooks, watch_regions
 from lightning_offload.plugins.chunked_losses import ChunkedLosses
 from lightning_offload.plugins.data_parallel import mark_of, run_as_usual, run_unseen_around_forward
 from lightning_offload.plugins.devices import find_device, supported
 from lightning_offload.plugins.forwards import Forwards
 from lightning_offload.plugins.hardware import Hardware, TierUse
 from lightning_offload.plugins.imported_plan import ImportedPlan
-from lightning_offload.plugins.infeasible import baseline_parts, shapes_of, with_growth, with_reasons
+from lightning_offload.plugins.infeasible import baseline_parts, shapes_of, with_reasons
 from lightning_offload.plugins.misuse import Misuse
-from lightning_offload.plugins.nested_hooks import NestedHooks
 from lightning_offload.plugins.out_of_memory import out_of_memory
 from lightning_offload.plugins.persistent import PersistentState
 from lightning_offload.plugins.plain_steps import PlainStep
@@ -38,11 +37,27 @@ from lightning_offload.plugins.plan_cache import PlanCache
 from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.plan_source import Imported, ShapeBucket
 from lightning_offload.plugins.settings import Settings, budget_bytes_on
-from lightning_offload.plugins.shape_families import ShapeFamily, StepShape, shape_of_leaves
+from lightning_offload.plugins.shape_families import StepShape, shape_of_leaves
 from lightning_offload.plugins.step import DevicePeaks, StepRun, start_run
 from lightning_offload.runtime.executor import StepExecutor
 from lightning_offload.runtime.hooks import executing, patch_data_escapes, watch_backward, within_transform
 from lightning_offload.tensors import compiled_code
+
+
+class _Coming(NamedTuple):
+    """A step that is about to begin.
+
+    Attributes:
+        shape: What it is known by.
+        leaves: What it is given.
+        gradients: Of earlier steps, those that are there: bytes by identity.
+        hardware: Where it runs.
+    """
+
+    shape: StepShape
+    leaves: Sequence[Any]
+    gradients: dict[int, int]
+    hardware: Hardware
 
 
 class Steps:
@@ -95,8 +110,7 @@ class Steps:
         self.is_attached = self._was_attached = False
         self._is_open = False
         self._num_optimizers = 0  # whose step is under way: one may call another
-        self._is_in_optimizer = False
-        self._num_nested = 0  # steps in its closure
+        self._num_nested: int | None = None  # steps in its closure; None outside
         self._is_repeating = False  # whether an optimizer called that more than once
         self._forwards = Forwards()
         self._guessed_bytes = 0  # of what the last look found beside a step
@@ -276,7 +290,7 @@ class Steps:
             return
         with contextlib.ExitStack() as stack:
             if not is_nested:
-                run.backward_begins(self.state)
+                run.backward_begins()
                 executor.backward_begins()
                 stack.callback(executor.backward_ends)
             if not (is_nested or self._is_open):
@@ -287,7 +301,7 @@ class Steps:
                 stack.enter_context(executor.seeing_user_code())
             yield
         if not is_nested:
-            run.backward_ends(self.state)
+            run.backward_ends()
 
     @contextlib.contextmanager
     def _plainly(self) -> Iterator[None]:
@@ -353,7 +367,9 @@ class Steps:
         leaves, spec = tree_flatten(inputs)
         shape, peaks = self._forwards.begin(shape_of_leaves(leaves, spec)), self.peaks
         self._has_begun_backward = False
-        entry = self.cache.choose(shape, self._has_room, may_wait=not self.imported.waits)
+        may_be_plain = self.settings.policy == "auto" and not self.imported.is_available
+        plainly_on = hardware if may_be_plain else None
+        entry = self.cache.choose(shape, plainly_on, may_wait=not self.imported.waits)
         self.imported.offer(entry)
         hardware.forget(self.cache.take_dropped())
         self._note_nested()
@@ -368,35 +384,22 @@ class Steps:
             self._begin_plainly(entry, hardware)
             return None
         gradients = self.state.gradients()
+        coming = _Coming(shape, leaves, gradients, hardware)
         entry.begin_with_gradients(gradients)
-        there = self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
+        there = self._count_baseline(entry, coming)
         with peaks.paused(hardware.device):
-            chosen, entry = entry, self._plan(entry, shape, leaves, hardware)
+            chosen, entry = entry, self._plan(entry, coming)
         if entry.phase == "recording" and (entry is not chosen or there is None):
-            there = self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
-        device, verify = hardware.device, self.settings.verify
-        if entry.runs_plainly(hardware.budget_bytes, device, self.settings.policy):
+            there = self._count_baseline(entry, coming)
+        if entry.runs_plainly(hardware.budget_bytes, hardware.device, self.settings.policy):
             self._begin_plainly(entry, hardware)
             return None
         self.cache.begin_step()
-        out_of_sight, held, room = self.state.buckets.expected_bytes(device), None, None
-        if entry.phase == "recording":
-            held = _held_bytes(device, there, gradients)
-            if held is not None:
-                room = self.cache.room_to_record(hardware.budget_bytes, held + out_of_sight)
-        run = start_run(
-            entry, hardware.tiers, device, self.module, verify, peaks, there, gradients, self.state.identities, room
-        )
-        run.held_bytes = held
-        if entry.phase != "recording":
-            run.bytes_out_of_sight = out_of_sight
-        peaks.begin_step(device, is_watched=run.is_watched)
-        run.note_there()
-        run.state_version = self.state.version
-        run.watch_gradients(gradients, self.state)
-        run.like = shape.family
+        self._run = run = start_run(
+            entry, hardware.tiers, hardware.device, self.module, self.settings.verify, peaks, there, gradients,
+            self.state, shape.family, is_first_sight=self.cache.is_first_sight,
+        )  # fmt: skip
         self.executors.add(run.executor)
-        self._run = run
         return run
 
     def _note_inputs(self, leaves: Sequence[Any], shape: StepShape) -> None:
@@ -406,7 +409,7 @@ class Steps:
 
     def _note_nested(self) -> None:
         """Notice a step in the closure of an optimizer, which keeps what it makes from one call of that to the next."""
-        if not self._is_in_optimizer:
+        if self._num_nested is None:
             return
         self._num_nested += 1
         if self._num_nested > 1 and not self._is_repeating:
@@ -416,72 +419,49 @@ class Steps:
     @property
     def _is_within_optimizer(self) -> bool:
         """Whether steps are in the closure of an optimizer that calls it again and again."""
-        return self._is_in_optimizer and self._is_repeating
+        return self._num_nested is not None and self._is_repeating
 
-    def _has_room(self, family: ShapeFamily, shape: StepShape) -> bool:
-        """Whether a step of a new shape may keep everything: there is room for several times what others needed."""
-        hardware = self.hardware
-        if (
-            hardware is None
-            or hardware.budget_bytes is None
-            or self.imported.is_available
-            or self.settings.policy != "auto"
-        ):
-            return False
-        return family.has_ample_room_for(shape.shapes, hardware.device, hardware.budget_bytes)
-
-    def _plan(self, entry: PlanEntry, shape: StepShape, leaves: Sequence[Any], hardware: Hardware) -> PlanEntry:
+    def _plan(self, entry: PlanEntry, coming: _Coming) -> PlanEntry:
         """Have a plan for the coming step; the specialization that it is for.
 
         Raises:
             BudgetInfeasibleError: No plan can meet the budget.
         """
         lifecycle.weigh_search(entry)
-        is_searched, is_exact, before = entry.made.must_search, False, entry.program
+        is_searched, is_exact, before = entry.made.search == "due", False, entry.program
         with self.cache.figures.planning() as took:
             while True:
                 try:
                     self.imported.offer_recorded(entry)
-                    lifecycle.ensure_plan(self.cache.key, entry, hardware, self.state, self.settings)
+                    lifecycle.ensure_plan(self.cache.key, entry, coming.hardware, self.state, self.settings)
                     break
                 except (BudgetInfeasibleError, PlanError) as error:
                     if isinstance(entry.source, Imported):
                         self.imported.refuse(entry, str(error))
                     elif not isinstance(error, BudgetInfeasibleError):
                         raise
-                    elif not (entry.guesses_less() or self._finds_less(entry, error, hardware, leaves)):
-                        entry, is_exact = self._instead(entry, error, shape, leaves, hardware, is_exact=is_exact), True
+                    elif not (entry.guesses_less() or self._finds_less(entry, error, coming)):
+                        entry, is_exact = self._instead(entry, error, coming, is_exact=is_exact), True
                         if entry.phase == "unplanned":
                             return entry
         if entry.graph is not None and not isinstance(entry.source, Imported):
             self.misuse.check_keep(self.settings.keep, entry.graph)
         if is_searched:
-            entry.search_seconds = took()
+            entry.shared_changes.search_seconds = took()
         elif entry.family is not None and not is_exact and entry.program is not before:
             entry.family.note_hasty(took(), entry.plan)
         return entry
 
-    def _finds_less(
-        self, entry: PlanEntry, error: BudgetInfeasibleError, hardware: Hardware, leaves: Sequence[Any]
-    ) -> bool:
+    def _finds_less(self, entry: PlanEntry, error: BudgetInfeasibleError, coming: _Coming) -> bool:
         """Whether a scan finds less beside a step than was guessed, where that may be why there is no plan for it."""
         if entry.graph is None or error.floor_bytes - self._guessed_bytes > error.budget_bytes:
             return False
         before = entry.graph.extra_bytes
         self.baseline.doubt()
-        self._count_baseline(entry, hardware, leaves, self.state.gradients(), has_inputs=True)
+        self._count_baseline(entry, coming)
         return entry.graph.extra_bytes < before
 
-    def _instead(
-        self,
-        entry: PlanEntry,
-        error: BudgetInfeasibleError,
-        shape: StepShape,
-        leaves: Sequence[Any],
-        hardware: Hardware,
-        *,
-        is_exact: bool,
-    ) -> PlanEntry:
+    def _instead(self, entry: PlanEntry, error: BudgetInfeasibleError, coming: _Coming, *, is_exact: bool) -> PlanEntry:
         """What the coming step is taken for where there is no plan for what it was taken for.
 
         One of these very sizes; else one of another structure, or without a plan; else one to be recorded.
@@ -489,56 +469,49 @@ class Steps:
         Args:
             entry: What it was taken for.
             error: Why there is no plan for that.
-            shape: The step's.
-            leaves: What it is given.
-            hardware: Where it runs.
+            coming: The step.
             is_exact: Whether that was for these very sizes.
 
         Raises:
             BudgetInfeasibleError: There is nothing else.
         """
-        if entry.superset is not None and entry.spans_sizes:
-            entry.superset.note_too_large()
-        if isinstance(entry.source, ShapeBucket) and entry.source.extrapolated.is_coarse:
-            entry.source.family.too_large.add(entry.source.extrapolated.key)
+        self.cache.note_too_large()
         is_for_others = entry.family is not None or entry.spans_sizes
-        exact = self.cache.choose(shape, is_exact=True) if is_for_others and not is_exact else entry
-        gradients = self.state.gradients()
+        exact = self.cache.choose(coming.shape, is_exact=True) if is_for_others and not is_exact else entry
         if exact is entry and isinstance(entry.source, ShapeBucket):
-            if (own := self.cache.recorded(shape)) is not None:
+            if (own := self.cache.recorded(coming.shape)) is not None:
                 exact = own  # which others stood for, as long as they could
             elif entry.source.family.is_sure_of(entry.source.extrapolated.actual):
-                raise self._told(error, entry, shape, hardware) from None
+                raise self._told(error, entry, coming) from None
             else:
-                return self.cache.record(shape)
+                return self.cache.record(coming.shape)
         if exact is not entry:
             exact.note_gradients(entry.baseline.gradients)
-            exact.follow_family(hardware.budget_bytes)
+            exact.follow_others(coming.hardware.budget_bytes)
             if exact.family is None:
-                self._count_baseline(exact, hardware, leaves, gradients, has_inputs=True)
+                self._count_baseline(exact, coming)
         elif not lifecycle.gives_up(entry, error):
-            raise self._told(error, entry, shape, hardware) from None
+            raise self._told(error, entry, coming) from None
         elif entry.phase != "unplanned":
-            self._count_baseline(entry, hardware, leaves, gradients, has_inputs=True)
+            self._count_baseline(entry, coming)
         return exact
 
-    def _told(
-        self, error: BudgetInfeasibleError, entry: PlanEntry, shape: StepShape, hardware: Hardware
-    ) -> BudgetInfeasibleError:
+    def _told(self, error: BudgetInfeasibleError, entry: PlanEntry, coming: _Coming) -> BudgetInfeasibleError:
         """The error, with the step that it is about, and what lies beside that."""
-        error = with_growth(error, self.state.growth_bytes if self._is_within_optimizer else 0)
+        growth_bytes = self.state.growth_bytes if self._is_within_optimizer else 0
         if entry.graph is None:
-            return with_reasons(error, shapes_of(shape))
+            return with_reasons(error, shapes_of(coming.shape), growth_bytes=growth_bytes)
         num_waiting = sum(not executor.is_spent for executor in self.executors)
         baseline = baseline_parts(
             entry.graph.extra_bytes,
             error.budget_bytes,
             self.state,
-            hardware.device,
-            entry.source.external.now(),
+            coming.hardware.device,
+            entry.external.now(),
             num_waiting,
         )
-        return with_reasons(error, baseline, shapes_of(shape), self.checkpointing.advice)
+        reasons = baseline, shapes_of(coming.shape), self.checkpointing.advice
+        return with_reasons(error, *reasons, growth_bytes=growth_bytes)
 
     def _begin_plainly(self, entry: PlanEntry, hardware: Hardware) -> None:
         self.cache.begin_step()
@@ -550,27 +523,18 @@ class Steps:
         entry.seen.swapped_bytes = entry.seen.stayed_bytes = 0
         self._plain = entry, PlainStep(entry.plain, memory, hardware.budget_bytes)
 
-    def _count_baseline(
-        self,
-        entry: PlanEntry,
-        hardware: Hardware,
-        leaves: Sequence[Any],
-        gradients: dict[int, int],
-        *,
-        has_inputs: bool,
-    ) -> There | None:
+    def _count_baseline(self, entry: PlanEntry, coming: _Coming, *, has_inputs: bool = True) -> There | None:
         """Count what is on the device beside a specialization, where its plan is about to be made or time allows.
 
         Args:
             entry: The specialization.
-            hardware: Where it runs.
-            leaves: What the coming step is given.
-            gradients: The sizes of gradients that are there.
-            has_inputs: Whether the inputs of the coming step are there.
+            coming: The coming step.
+            has_inputs: Whether its inputs are there.
 
         Returns:
             What is there, where the coming step is one to watch.
         """
+        hardware, gradients = coming.hardware, coming.gradients
         device, memory = hardware.device, memory_of(hardware.device)
         is_cheap = memory is not None and entry.family is not None
         if not (
@@ -580,18 +544,14 @@ class Steps:
             or entry.made.state_version != self.state.version
             or self.baseline.is_due
         ):
-            entry.follow_family(hardware.budget_bytes)
+            entry.follow_others(hardware.budget_bytes)
             return None
         there: There | None = None
         if memory is None or entry.phase in ("recording", "verifying"):
             is_recorded, has_ample_room = entry.phase == "recording", self.cache.has_ample_room
-            there = self.baseline.look(device, leaves, is_recorded=is_recorded, has_ample_room=has_ample_room)
-        baseline: int | None = None
-        if memory is not None:
-            allocated_bytes = memory.allocated_bytes()
-            baseline = entry.baseline_bytes_of(allocated_bytes, sum(gradients.values()), has_inputs=has_inputs)
-        elif there is not None:
-            baseline = entry.baseline_bytes(there, gradients, has_inputs=has_inputs)
+            there = self.baseline.look(device, coming.leaves, is_recorded=is_recorded, has_ample_room=has_ample_room)
+        held = memory.allocated_bytes() if memory is not None else there
+        baseline = entry.baseline_bytes(held, gradients, has_inputs=has_inputs) if held is not None else None
         self._guessed_bytes = 0
         if baseline is not None:
             baseline += self.state.buckets.expected_bytes(device)
@@ -604,7 +564,7 @@ class Steps:
                 entry.note_baseline(baseline, hardware.budget_bytes)
                 entry.baseline.state_bytes = there.state_bytes_but(gradients) if there is not None else None
             self.cache.note_baseline(baseline)
-        entry.follow_family(hardware.budget_bytes)
+        entry.follow_others(hardware.budget_bytes)
         return there
 
     def hardware_for(self, inputs: Any) -> Hardware:
@@ -632,14 +592,13 @@ class Steps:
         if run.slack_bytes is not None:
             hardware.read_budget_again(run.slack_bytes)
         source, executor = run.entry.source, run.executor
-        lifecycle.learn(run.entry, run.finish(self.state, self.baseline), hardware)
+        lifecycle.learn(run.entry, run.finish(self.baseline), hardware)
         has_shown = executor.program is not None and (executor.num_unpacks or executor.has_deviated)
         if source.is_captured and has_shown:
             self.imported.note(run.entry, executor.deviation)
         superset = run.executor.superset
         astray_bytes = superset.ledger.astray_bytes if superset is not None else None
         self.cache.learn_shape(has_deviated=run.executor.has_deviated, astray_bytes=astray_bytes)
-        self.cache.end_step(run.seconds, run.stall_seconds)
 
     def finish_if_read(self) -> None:
         """Take over what the last step showed if its backward has begun; a forward alone may yet have one."""
@@ -649,7 +608,8 @@ class Steps:
     def look_ahead(self, entry: PlanEntry) -> None:
         """Have what is on the device beside a recorded specialization counted, if it was not."""
         if self.hardware is not None and entry.phase != "recording" and not entry.baseline.is_known:
-            self._count_baseline(entry, self.hardware, (), self.state.gradients(), has_inputs=self._is_open)
+            coming = _Coming(StepShape("", "", (), ()), (), self.state.gradients(), self.hardware)
+            self._count_baseline(entry, coming, has_inputs=self._is_open)
 
     def plan_ahead(self) -> None:
         """Have a plan for the specialization that ran last, if there can be one; its next step raises if not."""
@@ -683,7 +643,7 @@ class Steps:
             return
         self._num_optimizers += 1
         if self._num_optimizers == 1:
-            self._is_in_optimizer, self._num_nested = True, 0
+            self._num_nested = 0
         device = self.device
         if self._num_optimizers > 1 or run is None or device is None or kind_of(device).counts_memory:
             return
@@ -699,25 +659,17 @@ class Steps:
         if self.state.thread not in (None, threading.get_ident()):
             return
         if not self._num_optimizers:  # a training step began within it
-            self._is_in_optimizer = False
+            self._num_nested = None
             self.baseline.note_left(self.peaks.end_optimizer(is_whole=False))
             return
         self._num_optimizers -= 1
         if self._num_optimizers:  # that of an optimizer which has another one inside
             return
         peaks, run = self.peaks, self._run
-        self._is_in_optimizer = False
+        self._num_nested = None
         peaks.end_optimizer(is_whole=True)
         if self._is_open and run is not None and run.live is not None:
             peaks.note_optimizer(run.live.lap_peak_bytes + run.bytes_out_of_sight)
-
-
-def _held_bytes(device: torch.device, there: There | None, gradients: dict[int, int]) -> int | None:
-    """What is on a device, gradients aside; None where nobody counted it."""
-    memory = memory_of(device)
-    if memory is not None:
-        return memory.allocated_bytes() - sum(gradients.values())
-    return there.bytes_but(gradients) if there is not None else None
 
 
 class _TryingAlgorithms:

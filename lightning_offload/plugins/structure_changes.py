@@ -59,7 +59,7 @@ class StructureChanges:
         apart_at: Which of them left their plan, or had much more, lately.
         record_in: Steps before the one that is recorded; None for none.
         spans_sizes: Whether it is of all specializations that differ in sizes.
-        sampling_schedule: Which steps of all these have their memory counted.
+        sampling_schedule: Which steps that follow no plan of their own have their memory counted.
         has_told: Whether a warning said that some of the steps can have no plan.
         has_warned: Whether one said that no plan is within the budget any more.
         margins: By size: by how much measured peaks exceeded predicted ones.
@@ -100,8 +100,13 @@ class StructureChanges:
         most = _MAX_EXTRAPOLATED if self.spans_sizes else _MAX_RECORDED
         if self.num_deviations <= most or not len(self.variants):
             return "record"
-        self.aligns = True
+        self.begin_aligning()
         return "align"
+
+    def begin_aligning(self) -> None:
+        """Steps follow the plan for the widest structure from now on."""
+        if not self.aligns:
+            self.aligns, self.sampling_schedule = True, SamplingSchedule()
 
     def followed(self) -> None:
         """A step followed the plan for its own structure, which makes up for earlier ones that did not."""

@@ -336,53 +336,6 @@ def test_named_policies_plan_new_shapes(policy: str, height: float | None) -> No
     assert report.swapped_bytes + report.recomputed_bytes > 0
 
 
-@pytest.mark.parametrize(("name", "height"), pairs(["gpt2", "t5", "images", "sliced"], [1.0, 0.4], every=2))
-def test_recordings_of_smaller_shapes_need_not_swap_all_out(name: str, height: float) -> None:
-    """What a larger one left of the budget may stay; the recorded step is the same, lifetimes and all, and its bits."""
-    budget, (build, make, largest) = _budget(name, height), JOBS[name]
-    smaller = {name: tensor.clone() for name, tensor in make(random.Random(5), 0).items()}  # a memory each, no slices
-    found: list[tuple[Any, ...]] = []
-    for batches in ([largest, smaller], [smaller]):
-        torch.manual_seed(3)
-        model = build()
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        with MemoryPlugin(budget=budget) as memory, LiveStorageTracker() as tracker:
-            for batch in batches:
-                tracker.register_all()
-                model.zero_grad(set_to_none=False)
-                torch.manual_seed(4)
-                with tracker.window() as window, memory.step(**batch):
-                    _loss(model, batch).backward()
-                assert memory.report().phase == "recording"
-                assert window.peak_bytes <= budget
-            report = memory.report()
-            assert (report.kept_bytes > 0) == (len(batches) > 1)
-            if height == 1.0 and len(batches) > 1:
-                assert report.swapped_bytes == 0
-            found.append((memory._steps.cache.entry.graph, [p.grad.clone() for p in model.parameters()]))
-    (spared, gradients), (bare, expected) = found
-    assert spared.storages == bare.storages
-    assert spared.saves == bare.saves
-    assert spared.digest() == bare.digest()
-    assert all(map(torch.equal, gradients, expected))
-
-
-def test_a_recording_of_another_structure_is_made_again() -> None:
-    """Where a smaller shape turns out to have other ops, how long its storages live is not known: it is made anew."""
-    torch.manual_seed(3)
-    model = Features(deeper=4)
-    with MemoryPlugin(budget=_budget("deeper", 1.0)) as memory:
-        shown = []
-        for length in (161, 80, 80, 70, 70):  # at multiples of four it goes deeper
-            with memory.step(input_ids=torch.ones(4, length, dtype=torch.long)):
-                model(torch.ones(4, length, dtype=torch.long)).backward()
-            report = memory.report(of_last=True)
-            shown.append((report.phase, report.kept_bytes > 0))
-    assert shown[:3] == [("recording", False), ("recording", True), ("recording", False)]
-    assert shown[3] == ("recording", False), "nothing is spared any more"
-
-
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_shape_that_cannot_fit_is_refused_before_its_first_op(tier: str) -> None:
     """With its shape in the message; and training goes on with the next one."""

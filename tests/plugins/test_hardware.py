@@ -230,36 +230,36 @@ def test_slower_links_are_noticed() -> None:
     found = made("host")
     found.observe(slow(0.5))
     spec = found.planning_spec(MIB)
-    assert not found.is_slower_than(None)
+    assert found.links_since(None) != "slower"
     for share in (1.0, 3.0):
         found.observe(slow(share))
-        assert not found.is_slower_than(spec)
+        assert found.links_since(spec) != "slower"
     found.observe(slow(0.5))
-    assert found.is_slower_than(spec)
+    assert found.links_since(spec) == "slower"
     assert found.planning_spec(MIB).d2h_bytes_per_second < spec.d2h_bytes_per_second
-    assert not found.is_slower_than(found.planning_spec(MIB))
-    assert not made("host").is_slower_than(spec), "nothing is known yet"
+    assert found.links_since(found.planning_spec(MIB)) != "slower"
+    assert made("host").links_since(spec) != "slower", "nothing is known yet"
 
 
 def test_faster_links_are_noticed_when_seen_twice() -> None:
     """A link that is a little faster is not worth a word; a slower one beside it is what counts."""
     found = made("host")
     spec = found.planning_spec(MIB)
-    assert not found.is_faster_than(None)
+    assert found.links_since(None) != "faster"
     for share in (1.3, 1.05, 1.3):
         found.observe(slow(share))
-        assert not found.is_faster_than(spec)
+        assert found.links_since(spec) != "faster"
     found.observe(slow(1.3))
-    assert found.is_faster_than(spec)
-    assert not found.is_slower_than(spec)
+    assert found.links_since(spec) == "faster"
+    assert found.links_since(spec) != "slower"
     now = found.planning_spec(MIB)
     assert now.d2h_bytes_per_second == pytest.approx(1.3 * spec.d2h_bytes_per_second)
-    assert not found.is_faster_than(now)
+    assert found.links_since(now) != "faster"
     num_bytes = 1 << 30
     back = LaneTimes(in_bytes=num_bytes, in_seconds=2 * num_bytes / SPEC.h2d_bytes_per_second)
     found.observe({"host": back})
-    assert found.is_slower_than(spec)
-    assert not found.is_faster_than(spec)
+    assert found.links_since(spec) == "slower"
+    assert found.links_since(spec) != "faster"
 
 
 def planned_kind() -> PlanEntry:
@@ -282,14 +282,14 @@ def test_unforeseen_stalls_plan_again() -> None:
     assert plan is not None
     step = plan.predicted_step_seconds
     much = 1.1 * plan.predicted_stall_seconds + 0.2 * step
-    lifecycle.compare(kind, step + much, much, is_link_slower=False)
-    lifecycle.compare(kind, step, plan.predicted_stall_seconds, is_link_slower=True)
+    lifecycle.compare(kind, step + much, much)
+    lifecycle.compare(kind, step, plan.predicted_stall_seconds, links="slower")
     assert kind.program is program
     for _ in range(3):
-        lifecycle.compare(kind, step + much, much, is_link_slower=True)
+        lifecycle.compare(kind, step + much, much, links="slower")
         assert kind.program is None
         kind.program = program
-    lifecycle.compare(kind, step + 10 * much, 10 * much, is_link_slower=True)
+    lifecycle.compare(kind, step + 10 * much, 10 * much, links="slower")
     assert kind.program is program
     assert kind.graph is graph
 
@@ -303,7 +303,7 @@ def test_a_faster_link_plans_again_where_the_plan_costs_time() -> None:
         step = factor * kind.plan.plain_step_seconds
         plan = dataclasses.replace(kind.plan, predicted_step_seconds=step, predicted_stall_seconds=0.0)
         program = kind.program = compile_plan(kind.graph, plan)
-        lifecycle.compare(kind, step, 0.0, is_link_slower=False, is_link_faster=True)
+        lifecycle.compare(kind, step, 0.0, links="faster")
         assert (kind.program is None) == is_planned_again
         kind.program = program
 
@@ -317,18 +317,18 @@ def test_slower_compute_plans_again_when_seen_twice() -> None:
     assert spec is not None
     computing = plan.predicted_step_seconds - plan.predicted_stall_seconds
     for _ in range(3):
-        lifecycle.compare(kind, 2 * computing, 0.0, is_link_slower=False)
+        lifecycle.compare(kind, 2 * computing, 0.0)
         assert kind.program is program, "a CPU's ops are what they are"
     card = dataclasses.replace(spec, kind="cuda")
     kind.made.spec = card
-    lifecycle.compare(kind, 2 * computing, 0.0, is_link_slower=False)
+    lifecycle.compare(kind, 2 * computing, 0.0)
     lifecycle.make_plan(kind, card, None, "all-swap", ())
     kind.program = program
-    lifecycle.compare(kind, 2 * computing, 0.0, is_link_slower=False)
-    lifecycle.compare(kind, computing, 0.0, is_link_slower=False)
-    lifecycle.compare(kind, 2 * computing + 1.0, 1.0, is_link_slower=False)
+    lifecycle.compare(kind, 2 * computing, 0.0)
+    lifecycle.compare(kind, computing, 0.0)
+    lifecycle.compare(kind, 2 * computing + 1.0, 1.0)
     assert kind.program is program
-    lifecycle.compare(kind, 1.5 * computing, 0.0, is_link_slower=False)
+    lifecycle.compare(kind, 1.5 * computing, 0.0)
     assert kind.program is None
     assert kind.graph is not None
     assert kind.graph.seconds == pytest.approx(1.5 * graph.seconds)
@@ -343,12 +343,12 @@ def test_faster_compute_plans_again() -> None:
     assert graph is not None
     assert spec is not None
     half = (plan.predicted_step_seconds - plan.predicted_stall_seconds) / 2
-    lifecycle.compare(kind, half, 0.0, is_link_slower=False)
+    lifecycle.compare(kind, half, 0.0)
     assert kind.program is program
     kind.made.spec = dataclasses.replace(spec, kind="cuda")
-    lifecycle.compare(kind, 2 * half, 0.0, is_link_slower=False)
+    lifecycle.compare(kind, 2 * half, 0.0)
     assert kind.program is program
-    lifecycle.compare(kind, half + 1.0, 1.0, is_link_slower=False)
+    lifecycle.compare(kind, half + 1.0, 1.0)
     assert kind.program is None
     assert kind.graph is not None
     found, before = (sum(op.seconds for op in g.ops) for g in (kind.graph, graph))

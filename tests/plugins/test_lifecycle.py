@@ -11,8 +11,7 @@ import torch
 
 from lightning_offload.planning.planner import plan
 from lightning_offload.plugins import lifecycle
-from lightning_offload.plugins.phases import Phase, Stage
-from lightning_offload.plugins.plan_entry import PlanEntry
+from lightning_offload.plugins.plan_entry import Phase, PlanEntry
 from lightning_offload.plugins.plan_source import Imported, Recorded
 from lightning_offload.plugins.replanning import REASONS, Reason
 from lightning_offload.runtime.program import compile_plan
@@ -24,7 +23,7 @@ PLAN = plan(GRAPH, DEVICE, None, policy="all-recompute")
 
 
 def _planned() -> PlanEntry:
-    kind = PlanEntry(stage=Stage("planned"), graph=GRAPH, program=compile_plan(GRAPH, PLAN))
+    kind = PlanEntry(phase="planned", graph=GRAPH, program=compile_plan(GRAPH, PLAN))
     kind.made.last, kind.made.spec = PLAN, DEVICE
     return kind
 
@@ -70,7 +69,7 @@ def test_one_that_was_found_wrong_does_not(what: str) -> None:
 @pytest.mark.parametrize("phase", [phase for phase in get_args(Phase) if phase != "idle"])
 def test_a_replay_that_comes_out_otherwise_is_noted_in_any_phase(phase: Phase) -> None:
     """Late, too: a backward in parts may go on while the next step runs without a plan."""
-    kind = dataclasses.replace(_planned(), stage=Stage(phase))
+    kind = dataclasses.replace(_planned(), phase=phase)
     lifecycle.demote(kind, 1)
     assert kind.mismatched == {1}
     assert kind.program is None
@@ -81,13 +80,13 @@ def test_a_replay_that_comes_out_otherwise_is_noted_in_any_phase(phase: Phase) -
 def test_a_given_plan_comes_into_force_at_once_and_leaves_without_a_trace(with_step: bool) -> None:
     """Whatever plan there was; that a step is from an earlier run is not forgotten meanwhile."""
     kind = _planned() if not with_step else PlanEntry()
-    kind.source = Recorded(was_restored=True)
+    kind.was_restored = True
     lifecycle.take_imported(kind, PLAN, GRAPH if with_step else None)
     assert isinstance(kind.source, Imported)
     assert kind.program is None
     lifecycle.leave_imported(kind)
     assert isinstance(kind.source, Recorded)
-    assert kind.source.was_restored
+    assert kind.was_restored
     assert kind.has_left_imported
     assert (kind.graph is None, kind.phase) == ((True, "recording") if with_step else (False, "planned"))
 

@@ -361,7 +361,7 @@ def test_a_plan_that_was_given_up_last_is_shown_after_the_end(monkeypatch: pytes
             model.zero_grad()
         planned = memory.report()
         kind = memory._steps.cache.entry
-        compare(kind, 2.0, 1.0, is_link_slower=True)
+        compare(kind, 2.0, 1.0, links="slower")
         assert kind.program is None
     after = memory.report()
     assert after.floor_bytes == planned.floor_bytes
@@ -479,8 +479,8 @@ def test_a_size_that_has_no_plan_is_planned_by_itself() -> None:
     assert seen.floor_bytes is not None
     with attached(model, budget=f"{int(0.93 * seen.floor_bytes)}B") as memory:
         phases = _skipping_steps(memory, model, 120)
-        kinds = [kind for kind in memory._steps.cache.entries.values() if kind.spans_sizes]
-    assert any(kind.superset.is_too_large for kind in kinds if kind.superset is not None)
+        (family,) = memory._steps.cache.families.values()
+        assert any(map(family.is_too_large, memory._steps.cache.entries))
     assert {"planned", "unplanned"} <= set(phases[40:])
     assert phases[40:].count("planned") > 40
 
@@ -550,5 +550,5 @@ def test_larger_ones_that_have_no_plan_stand_for_none() -> None:
             source = memory._steps.cache.entry.source
             assert isinstance(source, ShapeBucket)
             found.append(source.extrapolated.point)
-        assert len(family.too_large) == 1
+        assert len(list(filter(family.is_too_large, memory._steps.cache.entries))) == 1
     assert found == [(40,)] * 3

@@ -10,7 +10,6 @@ import torch
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph import StepGraph
 from lightning_offload.planning.planner import plan
-from lightning_offload.plugins.external_storages import ExternalStorages
 from lightning_offload.plugins.plan_source import (
     Imported,
     Measured,
@@ -20,6 +19,7 @@ from lightning_offload.plugins.plan_source import (
     ShapeBucket,
     Superset,
 )
+from lightning_offload.plugins.planned_baseline import ExternalStorages
 from lightning_offload.plugins.shape_families import ShapeFamily
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import StructureChanges

@@ -116,9 +116,7 @@ def test_waits_for_the_host_are_not_blamed_on_ops() -> None:
     seconds = 2 * PLAN.predicted_step_seconds
     for waited, expected in ((0.0, pytest.approx(2.0)), (PLAN.predicted_step_seconds, None)):
         corrections = Corrections()
-        found = [
-            corrections.by_time(PLAN, device, seconds, 0.0, waited, is_slower=False, is_faster=False) for _ in range(2)
-        ]
+        found = [corrections.by_time(PLAN, device, seconds, 0.0, waited) for _ in range(2)]
         assert found == [None, expected]
 
 
@@ -142,5 +140,5 @@ def test_no_plan_is_made_for_the_mode_where_none_would_spare_it(changed: dict[st
     launched = LaunchTimes(Halves(seconds, 0.0), Halves(seconds, 0.0), is_one=True)
     with mock.patch.object(lifecycle, "mode_share", side_effect=lambda graph, seconds: seconds):
         for _ in range(2):
-            lifecycle.compare(kind, seconds, 0.0, launched, is_link_slower=False)
+            lifecycle.compare(kind, seconds, 0.0, launched)
     assert (kind.program is None) is is_worth_it

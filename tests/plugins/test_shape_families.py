@@ -13,7 +13,6 @@ from torch.utils._pytree import register_pytree_node
 from lightning_offload.errors import BudgetInfeasibleError
 from lightning_offload.graph.step_graph import StepGraph
 from lightning_offload.plugins.infeasible import shapes_of, with_reasons
-from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.shape_families import MIN_SAMPLES, ShapeFamily, shape_of
 from tests.graph.building import chain
 
@@ -158,7 +157,6 @@ def test_shapes_whose_steps_leave_their_plan_again_and_again_are_recorded() -> N
     family.step_left_its_plan("first")
     assert family.find((4, 49, 4, 49), signature="first") is None
     assert family.find((4, 50, 4, 50), signature="other") == other
-    assert family.num_deviations == 2
 
 
 def test_what_is_known_of_one_structure_is_not_of_another() -> None:
@@ -242,7 +240,7 @@ def test_far_beyond_what_was_recorded_nothing_is_predicted() -> None:
     family = _family((4, 10), (4, 70), (4, 30))
     assert family.find((4, 88, 4, 88)) is not None
     assert family.find((4, 89, 4, 89)) is None
-    family.step_left_its_plan("4 88")
+    family.changes.deviated()
     assert family.find((4, 72, 4, 72)) is not None
     assert family.find((4, 73, 4, 73)) is None
     for length in range(11, 25):
@@ -282,15 +280,13 @@ def test_planned_steps_teach_only_a_family_of_their_structure() -> None:
     """What is verified is known by a storage's place in the structure; what a refit replaces starts anew."""
     family = _family((4, 10), (4, 30), (4, 70))
     family.find((4, 50, 4, 50))
-    kind = PlanEntry(verified={1}, mismatched={2}, shortfall_bytes=5)
-    family.take_over("4 30", kind)
+    family.take_over("4 30", {1}, {2}, 5)
     assert (family.verified, family.mismatched, family.shortfall_bytes) == ({1}, {2}, 5)
     family.learn("4 30", (4, 30, 4, 30), chain(5, 6, 7, 8, 9))
-    other = PlanEntry(verified={3}, mismatched={4}, shortfall_bytes=50)
-    family.take_over("4 30", other)
+    family.take_over("4 30", {3}, {4}, 50)
     family.learn("4 60", (4, 60, 4, 60), _step(4, 60))
     family.find((4, 50, 4, 50))
-    family.take_over("4 30", other)
+    family.take_over("4 30", {3}, {4}, 50)
     assert (family.verified, family.mismatched, family.shortfall_bytes) == ({1}, {2}, 0)
     assert family.alike == {"4 10", "4 60", "4 70"}
 
@@ -311,21 +307,3 @@ def test_slices_of_any_length_are_one_family() -> None:
     assert first.sizes == (4, 10, 64, 1)
     assert first.shapes == ((4, 10),)
     assert shape_of(rows[:, :10].contiguous()).family != first.family
-
-
-def test_a_recorded_shape_tells_what_smaller_ones_need_not_swap_out() -> None:
-    """Nine tenths of what it left of the budget, until steps show to differ in more than sizes."""
-    family = ShapeFamily("f")
-    for length, bare_bytes in ((70, 400), (90, 700), (40, None)):
-        family.learn(str(length), (4, length, 4, length), _step(4, length), bare_bytes=bare_bytes)
-    room = family.room_for((4, 60, 4, 60), 1000, 100)
-    assert room is not None
-    assert room.spare_bytes == int(0.9 * 500)
-    assert room.larger is family.samples["70"].graph
-    room = family.room_for((4, 80, 4, 80), 1000, 100)
-    assert room is not None
-    assert room.larger is family.samples["90"].graph
-    assert family.room_for((4, 80, 4, 80), 800, 100) is None, "there is nothing left"
-    assert family.room_for((4, 91, 4, 91), 1000, 100) is None, "it may need more"
-    family.is_one_structure = False
-    assert family.room_for((4, 60, 4, 60), 1000, 100) is None

@@ -12,6 +12,8 @@ from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import Op, Phase, StepGraph
 from lightning_offload.planning.planner import plan
 from lightning_offload.planning.trace import follow
+from lightning_offload.plugins import lifecycle
+from lightning_offload.plugins.plan_entry import PlanEntry
 from lightning_offload.plugins.step_time_estimate import Expected, Halves, LaunchTimes, StepTimeEstimate, StepTimes
 from tests.graph.building import DEVICE, chain
 from tests.plugins.training import attached, net, rows, train_step
@@ -22,25 +24,22 @@ PLAN = plan(NET, DEVICE, FULL.plain_peak_bytes * 3 // 4)
 
 
 def test_a_plan_is_believed_until_three_steps_ran_under_it() -> None:
-    """One step that was slow decides nothing, and steps under another plan tell nothing of this one."""
+    """One step that was slow decides nothing."""
     estimate = StepTimeEstimate()
     believed = Expected(PLAN.predicted_step_seconds, PLAN.plain_step_seconds)
     assert estimate.expected(PLAN, NET, DEVICE) == believed
     for _ in range(2):
-        estimate.note(PLAN, StepTimes(100.0, 0.0, 0.0))
+        estimate.note(StepTimes(100.0, 0.0, 0.0))
         assert estimate.expected(PLAN, NET, DEVICE) == believed
-    estimate.note(PLAN, StepTimes(100.0, 0.0, 0.0))
+    estimate.note(StepTimes(100.0, 0.0, 0.0))
     assert estimate.expected(PLAN, NET, DEVICE).step == 100.0
-    estimate.note(FULL, StepTimes(50.0, 0.0, 0.0))
-    assert estimate.expected(PLAN, NET, DEVICE) == believed
-    assert estimate.expected(FULL, NET, DEVICE) == Expected(FULL.predicted_step_seconds, FULL.plain_step_seconds)
 
 
 def test_a_plain_step_is_what_replays_copies_and_waiting_leave() -> None:
     """The median of the last steps, so that neither one that stood still nor those of an hour ago count."""
     estimate, slowdown = StepTimeEstimate(), follow(NET, PLAN, DEVICE).slowdown_seconds
     for step in [900.0] * 9 + [50.0] * 4 + [51.0, 3000.0] + [50.0] * 3:
-        estimate.note(PLAN, StepTimes(step, 2.0, 3.0))
+        estimate.note(StepTimes(step, 2.0, 3.0))
     step, plain = estimate.expected(PLAN, NET, DEVICE)
     assert step == 50.0
     assert plain == pytest.approx(45.0 - slowdown)
@@ -50,7 +49,7 @@ def test_a_plan_that_keeps_everything_takes_what_its_steps_took() -> None:
     """There the step is the plain one."""
     estimate = StepTimeEstimate()
     for step in (7.0, 8.0, 9.0):
-        estimate.note(FULL, StepTimes(step, 0.0, 0.0))
+        estimate.note(StepTimes(step, 0.0, 0.0))
     assert estimate.expected(FULL, NET, DEVICE) == Expected(8.0, 8.0)
 
 
@@ -186,14 +185,24 @@ def test_predicted_stalls_are_no_waits_for_the_host() -> None:
 
 
 def test_waits_for_the_host_lengthen_what_is_expected() -> None:
-    """The least that was seen, since a step that stood still once tells nothing of others; under the plan alone."""
+    """The least that was seen, since a step that stood still once tells nothing of others."""
     estimate = StepTimeEstimate()
     for seconds in (5.0, 2.0, 3.0):
-        estimate.note_waits(PLAN, seconds)
+        estimate.note_waits(seconds)
     assert estimate.expected(PLAN, NET, DEVICE) == Expected(PLAN.predicted_step_seconds + 2.0, PLAN.plain_step_seconds)
-    assert estimate.expected(FULL, NET, DEVICE) == Expected(FULL.predicted_step_seconds, FULL.plain_step_seconds)
-    estimate.note_waits(FULL, 1.0)
-    assert estimate.expected(FULL, NET, DEVICE).step == FULL.predicted_step_seconds + 1.0
+
+
+def test_steps_under_another_plan_tell_nothing_of_the_next_one() -> None:
+    """It is believed until steps have run under it."""
+    kind = PlanEntry(graph=NET)
+    for _ in range(2):
+        lifecycle.make_plan(kind, DEVICE, None, "auto", ())
+        assert kind.plan is not None
+        believed = Expected(kind.plan.predicted_step_seconds, kind.plan.plain_step_seconds)
+        assert kind.expected == believed
+        for _ in range(3):
+            kind.seen.step_time_estimate.note(StepTimes(100.0, 0.0, 0.0))
+        assert kind.expected == Expected(100.0, 100.0)
 
 
 def test_the_report_predicts_by_the_steps_that_ran() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_offload.graph.step_graph import StepGraph
-from lightning_offload.plugins.external_storages import ExternalStorages
+from lightning_offload.plugins.planned_baseline import ExternalStorages
 from lightning_offload.plugins.step_variants import StepVariants, Variant
 from lightning_offload.tensors.saved_forms import OPEN, SavedForm
 from tests.graph.building import GraphBuilder, chain

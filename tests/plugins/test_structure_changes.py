@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_offload.plugins.external_storages import ExternalStorages
+from lightning_offload.plugins.planned_baseline import ExternalStorages
 from lightning_offload.plugins.step_variants import Variant
 from lightning_offload.plugins.structure_changes import StructureChanges
 from tests.graph.building import chain

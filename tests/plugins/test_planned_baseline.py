@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_offload.plugins.baseline import There
-from lightning_offload.plugins.external_storages import ExternalStorages
+from lightning_offload.plugins.planned_baseline import ExternalStorages
 
 WEIGHT_BYTES, BATCH_BYTES, OTHER_BYTES = 400, 40, 4000
 
@@ -84,18 +84,18 @@ def test_the_allocators_figure_says_the_same() -> None:
     """In what it has handed out."""
     weight, batch = _storage(WEIGHT_BYTES), _storage(BATCH_BYTES)
     external = _external(weight, batch)
-    allocated = 512 + 512 + 1024 + OTHER_BYTES
+    held_bytes = 512 + 512 + OTHER_BYTES
 
     def taken(num_bytes: int) -> int:
         return -(-num_bytes // 512) * 512
 
-    assert external.baseline_bytes_of(allocated, 1024, taken, has_inputs=True) == OTHER_BYTES
+    assert external.baseline_bytes_of(held_bytes, taken, has_inputs=True) == OTHER_BYTES
     del batch
-    assert external.baseline_bytes_of(allocated, 1024, taken, has_inputs=False) == OTHER_BYTES + 512
+    assert external.baseline_bytes_of(held_bytes, taken, has_inputs=False) == OTHER_BYTES + 512
 
 
 def test_nothing_is_told_of_what_was_not_looked_at() -> None:
     """Before the first recorded step."""
     assert ExternalStorages().now() == set()
     assert ExternalStorages().baseline_bytes(There({}), (), has_inputs=True) is None
-    assert ExternalStorages().baseline_bytes_of(10, 0, int, has_inputs=True) is None
+    assert ExternalStorages().baseline_bytes_of(10, int, has_inputs=True) is None
