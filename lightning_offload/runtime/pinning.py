@@ -10,7 +10,6 @@ rate. Best effort: where the platform does not tell, or refuses, memory lies whe
 
 from __future__ import annotations
 
-import abc
 import ctypes
 import functools
 import logging
@@ -78,8 +77,8 @@ def _libc() -> Any:
 _log = logging.getLogger(__name__)
 
 
-class Pinning(abc.ABC):
-    """Page-locks mappings.
+class Pinning:
+    """Page-locks mappings; this one leaves them as they are, for devices that read host memory so.
 
     Attributes:
         is_refused: Whether page-locking was asked for and refused; only small mappings are tried again.
@@ -87,29 +86,14 @@ class Pinning(abc.ABC):
     """
 
     is_refused = False
-    can_pin = True
-
-    @abc.abstractmethod
-    def pin(self, address: int, num_bytes: int) -> bool:
-        """Page-lock a mapping; whether that was done."""
-
-    @abc.abstractmethod
-    def unpin(self, address: int, num_bytes: int) -> None:
-        """Undo :meth:`pin`; called from finalizers, so it raises nothing."""
-
-
-class NotPinned(Pinning):
-    """For devices that read host memory as it is."""
-
     can_pin = False
 
-    @override
     def pin(self, address: int, num_bytes: int) -> bool:
+        """Page-lock a mapping; whether that was done."""
         return False
 
-    @override
     def unpin(self, address: int, num_bytes: int) -> None:
-        pass
+        """Undo :meth:`pin`; called from finalizers, so it raises nothing."""
 
 
 class CudaPinning(Pinning):
@@ -119,6 +103,7 @@ class CudaPinning(Pinning):
         device: The device that copies.
     """
 
+    can_pin = True
     _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
     _CHUNK_BYTES = 64 << 30  # drivers refuse single registrations of hundreds of GiB
 
@@ -175,4 +160,4 @@ class CudaPinning(Pinning):
 
 def pinning_for(device: torch.device) -> Pinning:
     """How host memory is page-locked for a device."""
-    return CudaPinning(device) if kind_of(device).pins_mappings else NotPinned()
+    return CudaPinning(device) if kind_of(device).pins_mappings else Pinning()
