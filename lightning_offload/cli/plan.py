@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_offload import report
+from lightning_offload.cli.options import PlanOptions
 from lightning_offload.cli.output import check_writable, console, progress, say, write_file, write_json
-from lightning_offload.cli.setting import Checked, PlanOptions, check_options, kept_storages
+from lightning_offload.cli.setting import Checked, check_options, kept_storages
 from lightning_offload.graph.device_spec import DeviceSpec
 from lightning_offload.graph.memory_plan import MemoryPlan
 from lightning_offload.graph.step_graph import StepGraph
