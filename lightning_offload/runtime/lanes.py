@@ -159,9 +159,9 @@ class Mover(abc.ABC):
     def measure(self, is_on: bool) -> None:  # noqa: B027  (nothing to measure where no stream waits)
         """Whether the times for which compute streams wait should be measured."""
 
-    def take_stall_seconds(self) -> float:
-        """Time for which compute streams waited since this was last asked; threads' waits are counted by the copies."""
-        return 0.0
+    def take_times(self) -> LaneTimes:
+        """What it did since this was last asked; the copies themselves count how long threads wait."""
+        return LaneTimes()
 
 
 class CpuMover(Mover):

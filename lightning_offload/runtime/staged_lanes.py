@@ -330,7 +330,7 @@ class StagedLanes(WorkerLanes):
 
     @override
     def take_times(self) -> LaneTimes:
-        return dataclasses.replace(super().take_times(), stall_seconds=self._mover.take_stall_seconds())
+        return dataclasses.replace(super().take_times(), stall_seconds=self._mover.take_times().stall_seconds)
 
     @override
     def settle(self) -> None:

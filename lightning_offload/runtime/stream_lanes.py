@@ -237,10 +237,6 @@ class StreamLanes(Mover, CopyLanes):
         self.is_measuring = is_on
 
     @override
-    def take_stall_seconds(self) -> float:
-        return self.take_times().stall_seconds
-
-    @override
     def take_times(self) -> LaneTimes:
         self.drain()
         with self._lock:

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_offload import MemoryPlugin
 from lightning_offload.runtime.host_pool import HostBlock, HostPool
-from lightning_offload.runtime.lanes import CpuMover
 from lightning_offload.runtime.materialize import Materializer
 from lightning_offload.runtime.stream_lanes import StreamLanes
 from tests.gpu.device import DEVICE, IS_CUDA
@@ -102,16 +101,16 @@ def _sleep_on(stream: Any) -> None:
 
 def _thread_patches(sleeps: Callable[[Lane], bool]) -> list[Any]:
     def slow(name: str, lane: Lane) -> Any:
-        move = getattr(CpuMover, name)
+        move = getattr(HostBlock, name)
 
         def slow_move(*args: Any) -> Any:
             if sleeps(lane):
                 time.sleep(_CPU_SECONDS)
             return move(*args)
 
-        return mock.patch.object(CpuMover, name, slow_move)
+        return mock.patch.object(HostBlock, name, slow_move)
 
-    return [slow("to_host", "out"), slow("to_device", "in")]
+    return [slow("put", "out"), slow("get", "in")]
 
 
 @contextlib.contextmanager
