@@ -19,7 +19,8 @@ from lightning_offload.planning.planner import plan as make_plan
 from lightning_offload.report.files import check_path
 from lightning_offload.report.html import plotly_script
 from lightning_offload.report.plan_view import Stored, action_bytes, costliest, predictions, stored_in, verdict
-from lightning_offload.report.tables import action_rows, prediction_rows, size, storages_table, two_columns
+from lightning_offload.report.tables import action_rows, prediction_rows, storages_table, two_columns
+from lightning_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from lightning_offload.cli.workload import Captured
@@ -106,8 +107,8 @@ def _print(checked: Checked, captured: Captured, plan: MemoryPlan, saved: Sequen
     title += f": {verdict(plan, options.budget)}"
     say(title, style="bold")
     state = (
-        f"{size(graph.persistent_bytes)} (parameters {size(captured.parameter_bytes)}, "
-        f"{checked.workload.loop.optimizer} state {size(captured.optimizer_bytes)})"
+        f"{format_bytes(graph.persistent_bytes)} (parameters {format_bytes(captured.parameter_bytes)}, "
+        f"{checked.workload.loop.optimizer} state {format_bytes(captured.optimizer_bytes)})"
     )
     step = f"{len(graph.ops):,} ops, {len(saved):,} saved storages"
     rows = [

@@ -11,7 +11,7 @@ from lightning_offload.graph.memory_plan import Action
 from lightning_offload.report.plan_view import MeasuredStep, PlanView, PolicyOutcome
 from lightning_offload.report.rows import module_rows
 from lightning_offload.report.scale import bytes_unit, escape, format_share, label_margin, seconds_unit, shorten
-from lightning_offload.report.timeline_plots import Plot
+from lightning_offload.report.timeline_plots import Plot, row_axis
 from lightning_offload.units import format_bytes
 
 __all__ = ["WORDS", "measured_plot", "measured_rows", "modules_plot", "policies_plot"]
@@ -53,8 +53,7 @@ def modules_plot(view: PlanView) -> Plot | None:
             "margin": {"l": label_margin(labels), "r": 24, "t": 40, "b": 46},
             "legend": _LEGEND,
             "xaxis": {"title": {"text": f"saved bytes ({unit.name})"}, "rangemode": "tozero", "fixedrange": True},
-            "yaxis": {"tickvals": places, "ticktext": [escape(label) for label in labels],
-                      "range": [0.4, len(rows) + 0.6], "fixedrange": True, "showgrid": False, "ticklabelstandoff": 8},
+            "yaxis": row_axis(labels),
         },
         "narrow": {"margin": {"l": label_margin(short), "r": 12, "t": 40, "b": 46},
                    "yaxis": {"ticktext": [escape(label) for label in short]}},
@@ -141,9 +140,7 @@ def policies_plot(view: PlanView) -> Plot | None:
             "margin": {"l": label_margin(names), "r": 72, "t": 12, "b": 46},
             "xaxis": {"title": {"text": "step time beyond everything kept (%)"}, "fixedrange": True,
                       "range": [min([0.0, *shares]), 1.04 * longest]},
-            "yaxis": {"tickvals": places, "ticktext": [escape(name) for name in names],
-                      "range": [0.4, len(outcomes) + 0.6], "fixedrange": True, "showgrid": False,
-                      "ticklabelstandoff": 8},
+            "yaxis": row_axis(names),
         },
     }  # fmt: skip
 

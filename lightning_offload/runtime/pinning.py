@@ -36,7 +36,7 @@ def node_of(device: torch.device) -> int | None:
         return None
     try:
         node = int((_PCI_DEVICES / _address_of(device) / "numa_node").read_text())
-    except Exception:  # the driver's library, the device's entry or the file may be missing, each in its own way
+    except Exception:  # the device's place, its entry or the file may be missing, each in its own way
         _log.debug("the memory node of %s is not known", device, exc_info=True)
         return None
     return node if node >= 0 else None
@@ -45,15 +45,7 @@ def node_of(device: torch.device) -> int | None:
 def _address_of(device: torch.device) -> str:
     """The device's place on the PCI bus as the kernel writes it."""
     properties = properties_of(device)
-    if hasattr(properties, "pci_bus_id"):
-        place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    else:
-        import pynvml
-
-        pynvml.nvmlInit()
-        info = pynvml.nvmlDeviceGetPciInfo(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}"))
-        place = (info.domain, info.bus, info.device)
-    return "{:04x}:{:02x}:{:02x}.0".format(*place)
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def bind_memory(address: int, num_bytes: int, node: int) -> bool:
