@@ -103,7 +103,7 @@ def test_a_missing_wait_would_be_seen() -> None:
 
     def careless(self: StreamCopy) -> float:
         """Copies in are not waited for; their memory is held all the same, so that nothing is corrupted."""
-        return 0.0 if self in self._mover._in.under_way else wait(self)
+        return 0.0 if self in self._lanes._in.under_way else wait(self)
 
     with streaming(late), mock.patch.object(StreamCopy, "wait", careless):
         assert differences(run(case), all_swapped(case))
